@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.runtime.loops import LOOPS, Loop
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -168,12 +169,7 @@ def compare(plan: Plan, measures: bool, kind: str) -> dict[str, Any]:
     layout = parse_layout(plan.layout)
     shape = (layout.dp // layout.shard, layout.shard) if layout.shard else (layout.dp,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    dtypes = [getattr(torch, name) if name else None for name in (plan.choices.gather_dtype, plan.choices.reduce_dtype)]
-    stock = built(kind)
-    first = [stock.tokens, stock.positions] if kind == "gpt" else stock.tokens
-    for block in (first, *stock.layers, [stock.norm, stock.head]):
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-    fully_shard(stock, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    stock = _stock(plan, built(kind), mesh)
     ours = Recorder() if kind != "compiled" else None  # nothing is compiled under a dispatch mode
     expected = train(
         stock,
@@ -184,8 +180,7 @@ def compare(plan: Plan, measures: bool, kind: str) -> dict[str, Any]:
     )
     planned = apply(plan, built(kind), mesh)
     losses = train(planned, layout, ours, torch.optim.AdamW(planned.parameters(), lr=1e-2), stock=False)
-    pairs = zip(planned.parameters(), stock.parameters(), strict=True)
-    equal = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    equal = _are_equal(planned, stock)
     return {
         "losses": losses,
         "expected": expected,
@@ -193,6 +188,38 @@ def compare(plan: Plan, measures: bool, kind: str) -> dict[str, Any]:
         "weights": equal,
         "peak_bytes": peak_bytes(planned, layout) if measures else 0,
     }
+
+
+def _stock(plan: Plan, model: Any, mesh: Any) -> Any:
+    """Cut a model by stock FSDP2, a group for each block."""
+    dtypes = [getattr(torch, name) if name else None for name in (plan.choices.gather_dtype, plan.choices.reduce_dtype)]
+    first = [model.tokens, model.positions] if isinstance(model, GPT) else model.tokens
+    for block in (first, *model.layers, [model.norm, model.head]):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+
+
+def _are_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether all weights are, to the bit."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+def _loops(plan: Plan) -> dict[str, str]:
+    """What comes of each loop on the plan's model: "equal" to stock FSDP2's weights, "unlike", or what was refused."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    outcomes: dict[str, str] = {}
+    for name, loop in LOOPS.items():
+        stock, planned = _stock(plan, built(), mesh), apply(plan, built(), mesh)
+        loop(Loop(stock, plan.micro_batches, stock=True))
+        try:
+            loop(Loop(planned, plan.micro_batches, stock=False))
+        except ConfigError as error:
+            outcomes[name] = str(error)
+        else:
+            outcomes[name] = "equal" if _are_equal(planned, stock) else "unlike"
+        stop_counting(planned)
+    return outcomes
 
 
 def _counts_no_more(plan: Plan, mesh: Any) -> bool:
@@ -279,6 +306,7 @@ def compare_plans(rank: int, folder: str) -> None:
     for path in sorted(Path(folder).glob("*.json")):
         plan = Plan.load(path, PlanKind.CLUSTER)
         kind, _, case = path.stem.rpartition(".")
-        found = refused(plan) if case == "refused" else compare(plan, case.startswith("residency"), kind)
+        other = {"refused": refused, "loops": _loops}.get(case)
+        found = other(plan) if other else compare(plan, case.startswith("residency"), kind)
         if rank == 0:
             path.with_suffix(".out").write_text(json.dumps(found))

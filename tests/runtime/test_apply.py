@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_ranks
+from tests.runtime.loops import LOOPS
 from tests.runtime.sharding import compare_plans, with_units
 
 from lading.catalog.architectures import architecture_table
@@ -25,6 +26,7 @@ SIZES = {"v": 512, "h": 64, "n": 4, "k": 2, "d": 16, "f": 192}
 #: tests.runtime.sharding.GPT_SIZES likewise.
 GPT_SIZES = {"v": 512, "h": 64, "n": 4, "d": 16, "f": 256, "p": 64}
 STEPS = 2
+LOOPED = "dp2,zero3,mb2,gb8"
 
 
 def planned(layout: str, policy: str, share: float = 0.5, family: str = "llama") -> Plan:
@@ -47,7 +49,12 @@ def cases(name: str) -> dict[str, Plan]:
         found = {"residency": planned("dp2,zero3,mb2,gb8", "residency")}
         greedy = planned("dp2,zero3,mb2,gb8", "reverse-greedy")
         further = [dataclasses.replace(u, prefetch_forward=2, prefetch_backward=3) for u in greedy.choices.units]
-        return {**found, "ahead": with_units(greedy, *further), "refused": greedy}
+        return {
+            **found,
+            "ahead": with_units(greedy, *further),
+            "refused": greedy,
+            "loops": planned(LOOPED, "zero2", 1.0),
+        }
     if name == "policies":
         return {
             "zero3": planned("dp2,zero3,mb2,gb8", "zero3", 1.0),
@@ -92,6 +99,9 @@ def test_the_same_numbers_and_the_planned_gathers(name: str, tmp_path: Path) -> 
         found = json.loads((tmp_path / f"{each}.out").read_text())
         if each == "refused":
             _check_refusals(found)
+            continue
+        if each == "loops":
+            assert found == dict.fromkeys(LOOPS, "equal")
             continue
         assert found["losses"] == found["expected"], each
         assert found["weights"], each

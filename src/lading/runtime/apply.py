@@ -6,10 +6,13 @@ memory, what is recomputed. Nothing of the training loop changes. Blocks may be 
 (``block.compile()``, as torchtitan does): what ``apply`` sets then lies around what is compiled.
 
 [Note: micro-batches] A group that stays unsharded over the micro-batches of a step must be resharded behind the last
-one, or the next step would read what was before the optimizer's update. Forwards with gradients are counted: flags are
-set as each begins, and an optimizer that steps when not as many micro-batches as planned have run is stopped. The hooks
-that do this are the model's and one of all optimizers; ``stop_counting`` takes both away. Micro-batches larger than
-planned are refused as they arrive (``lading.runtime.arriving``).
+one, or the next step would read what was before the optimizer's update. A micro-batch is the forwards up to a backward,
+and the backwards up to the next forward, so that a loss of several forwards counts once. It is counted as its backward
+begins, when flags are set that FSDP2 reads later. Its step has been taken once an optimizer of these parameters begins
+to, and given up where no gradient is left; either way the next backward is the first of a step. An optimizer that steps
+when not as many micro-batches as planned have run is stopped. The hooks that do this are the model's and one of all
+optimizers; ``stop_counting`` takes both away. Micro-batches larger than planned are refused as they arrive
+(``lading.runtime.arriving``).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -42,7 +46,8 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import HOST_TIER, Layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
-from lading.runtime.arriving import MicroBatch
+from lading.runtime.arriving import MicroBatch, named_tensors
+from lading.runtime.optimizer_hooks import fsdp_param_groups
 from lading.runtime.shard_regions import ranks_of
 
 #: Name under which a model has what takes the hooks of ``apply`` away.
@@ -362,8 +367,10 @@ class _MicroBatches:
     def __init__(self, model: FSDPModule, kept: Sequence[FSDPModule], count: int) -> None:
         self.model, self.kept, self.count = model, kept, count
         self.begun = 0
+        self.is_stepped, self.is_forward_behind = False, False
         assert isinstance(model, nn.Module)
-        self.parameters = {id(parameter) for parameter in model.parameters()}
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = list(fsdp_param_groups(model))
         own = weakref.ref(self)  # all optimizers' hook must not keep the model
 
         def check(optimizer: Optimizer, arguments: Any, options: Any) -> None:
@@ -371,8 +378,7 @@ class _MicroBatches:
             if counting is not None:
                 counting.check(optimizer)
 
-        handles = model.register_forward_pre_hook(self._begin, prepend=True), register_optimizer_step_pre_hook(check)
-        self._handles = handles
+        self._handles = model.register_forward_hook(self._hook_outputs), register_optimizer_step_pre_hook(check)
 
     def remove(self) -> None:
         """Take the hooks away; what stays unsharded is resharded behind the next backward."""
@@ -382,29 +388,52 @@ class _MicroBatches:
             group.set_reshard_after_backward(True, recurse=False)
         self.model.set_is_last_backward(True)
 
-    def _begin(self, module: nn.Module, arguments: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        if self.begun == self.count and all(p.grad is None for p in module.parameters()):
-            self.begun = 0  # a step was left out, as where gradients are not finite
+    def _hook_outputs(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs = [tensor for _, tensor in named_tensors("output", output) if tensor.requires_grad]
+        if outputs:
+            self.is_forward_behind = True
+            register_multi_grad_hook(outputs, self._begin_backward, mode="any")
+
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        if not self.is_forward_behind:
+            return  # of the same micro-batch, such as a second loss of it
+        self.is_forward_behind = False
+        if self.is_stepped or not self._has_gradients():
+            self.begun, self.is_stepped = 0, False
         self.begun += 1
         if self.begun > self.count:
             raise ConfigError(
                 f"expected a step of the optimizer after {self.count} micro-batches, as planned, got one more; plan "
-                "with the global batch of this run"
+                "with the global batch of this run; a step that is given up sets gradients to None, by zero_grad()"
             )
         last = self.begun == self.count
         self.model.set_is_last_backward(last)
         for group in self.kept:
             group.set_reshard_after_backward(last, recurse=False)
 
+    def _has_gradients(self) -> bool:
+        """Whether a backward since the last step has left a gradient: reduced, or still to be."""
+        for parameter in (each for group in self._groups for each in group.fsdp_params):
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if parameter.sharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                return True
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+        return False
+
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse a step of an optimizer of these parameters before all planned micro-batches have run."""
-        if not any(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"]):
+        """Refuse a step of an optimizer of these parameters before all planned micro-batches have run.
+
+        Several optimizers may step behind them, and one that steps others, as torchtitan's container does.
+        """
+        sharded = {id(each.sharded_param) for group in self._groups for each in group.fsdp_params}
+        if not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
             return
         if self.begun != self.count:
             raise ConfigError(
                 f"expected {self.count} micro-batches before a step of the optimizer, as planned, got {self.begun}; "
                 "plan with the global batch of this run"
             )
-        self.begun = 0
+        self.is_stepped = True
+        for unit in self._units:  # what a forward since, such as a validation's, has left unsharded
+            unit.reshard()

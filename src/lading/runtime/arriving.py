@@ -38,7 +38,9 @@ class MicroBatch:
         """
         ordered = {name: options[name] for name in _NAMES if name in options} | dict(options)
         is_input = True
-        for name, tensor in (*_tensors("argument", args), *_tensors("", ordered)):
+        for name, tensor in (*named_tensors("argument", args), *named_tensors("", ordered)):
+            if not tensor.ndim:
+                continue
             if got := self._excess(tensor, is_input=is_input):
                 raise ConfigError(
                     f"expected a micro-batch of at most {self.sequences} sequences of {self.tokens} tokens, as "
@@ -64,12 +66,11 @@ class MicroBatch:
         return f"{shape[0]}" if shape[0] > self.sequences else ""
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Find the tensors of at least one dim in an argument; yields each with its path."""
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Find the tensors in what a model is called with or returns; yields each with its path, beginning by ``name``."""
     items: Iterator[tuple[object, Any]] = iter(())
     if isinstance(value, torch.Tensor):
-        if value.ndim:
-            yield name, value
+        yield name, value
     elif isinstance(value, Mapping):
         items = iter(value.items())
     elif isinstance(value, (list, tuple)):
@@ -77,4 +78,4 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     for key, item in items:
-        yield from _tensors(f"{name} {key}" if name == "argument" else f"{name}.{key}".lstrip("."), item)
+        yield from named_tensors(f"{name} {key}" if name == "argument" else f"{name}.{key}".lstrip("."), item)

@@ -87,6 +87,16 @@ def _finishing(late: Late, numbers: Collection[int] | None) -> Callable[..., Non
 def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) -> set[int]:
     """Hook the unsharding of FSDP2's units; returns the numbers of the parameters that they unshard."""
     unsharded: set[int] = set()
+    for group in fsdp_param_groups(model):
+        known = [id(each.sharded_param) for each in group.fsdp_params]
+        if numbers := {number_of[key] for key in known if key in number_of}:
+            group.unshard = _gathering(group, late, numbers)
+            unsharded |= numbers
+    return unsharded
+
+
+def fsdp_param_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters that are unsharded together, each once (torch 2.11 to 2.13)."""
     groups: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -94,12 +104,7 @@ def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) ->
             for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
                 if group is not None:
                     groups[id(group)] = group  # modules cut as one unit share theirs
-    for group in groups.values():
-        known = [id(each.sharded_param) for each in group.fsdp_params]
-        if numbers := {number_of[key] for key in known if key in number_of}:
-            group.unshard = _gathering(group, late, numbers)
-            unsharded |= numbers
-    return unsharded
+    return list(groups.values())
 
 
 def _gathering(group: Any, late: Late, numbers: Collection[int]) -> Callable[..., None]:

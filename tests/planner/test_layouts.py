@@ -47,8 +47,8 @@ def every(search: LayoutSearch) -> list[Bounded]:
     found: list[Bounded] = []
     for mesh in space.meshes():
         for block in space.blocks(mesh):
-            for mode in space.modes():
-                for pipe in space.pipes(partial=mode == "full"):
+            for mode in space.modes:
+                for pipe in space.pipes(partial=mode.name == "full"):
                     if search.space.asked.devices % (mesh.tp * mesh.cp * pipe.pp):
                         continue
                     replicas = search.space.asked.devices // (mesh.tp * mesh.cp * pipe.pp)
@@ -95,6 +95,31 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     assert [one.order for one in found.best[:10]] == truth[:10]
     assert found.proven == len(found.best) == min(64, len(truth))
     assert found.winner.peaks["step"]["device"] <= room.device_bytes
+
+
+def test_parts_that_a_stack_recomputes_alone_are_searched() -> None:
+    """Of those that it names, the ones that the model has; pinned ones alone."""
+
+    def parts(model: str, stack: str, **pins: Any) -> list[str]:
+        return ["+".join(mode.modules) for mode in space(model, stack=stack, pins=pins).modes if mode.modules]
+
+    assert parts("llama3-8b", "megatron-core") == ["layernorm"]
+    assert parts("mixtral-8x7b", "megatron-core") == ["layernorm", "layernorm+moe_act"]
+    latent = ["layernorm", "layernorm+moe_act", "layernorm+moe_act+mla_up_proj"]
+    assert parts("deepseek-v3", "megatron-core") == latent
+    assert parts("llama3-8b", "torchtitan-eager") == ["op"]
+    assert parts("llama3-8b", "torchtitan-eager", recompute="full") == []
+    assert parts("llama3-8b", "torchtitan-eager", recompute_modules=("act",)) == ["act"]
+    assert parts("llama3-8b", "megatron-2021") == []
+
+
+def test_405b_fits_as_meta_ran_it() -> None:
+    """Llama 3 (2024), table 4: 16,384 H100, tp8 cp1 pp16 dp128, sequences of 8,192 tokens."""
+    pins = {"tp": 8, "cp": 1, "pp": 16, "vpp": 4, "micro_batch": 1, "sp": True, "zero": 1, "schedule": "interleaved"}
+    asked = space("llama3-405b", 16384, 2048, 8192, "torchtitan-compile", pins=pins, proven=1, top=1)
+    winner = find_layouts(asked).winner
+    assert winner.layout.recompute_modules == ("op",)
+    assert winner.simulated.prediction.fits
 
 
 @pytest.mark.parametrize(
@@ -159,7 +184,7 @@ def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack
         for member in family.members:
             if member.kernel_bounds is None:
                 continue
-            for mode in search.space.modes():
+            for mode in search.space.modes:
                 least, costs = search.least_costs(member, mode), search.costs(member.block, mode)
                 assert np.all(least.device <= costs.device * (1 + 1e-12))
                 assert np.all(least.host <= costs.host)
@@ -430,7 +455,7 @@ def test_fewer_bits_are_chosen_only_if_asked_for() -> None:
 def test_cut_parameters_are_searched_in_pipelines() -> None:
     """Of stacks that have them there; 2 and 3 are one, so only one is counted."""
     pins = {"pp": 2, "micro_batch": 1, "cp": 1, "tp": 1, "recompute": "none"}
-    asked = space("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins)
+    asked = space("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins, proven=1, top=1)
     assert {cut.zero for cut in LayoutSearch(asked).space.cuts(8, 2)} == {0, 1, 3}
     found = find_layouts(asked.asking(pins={**pins, "zero": 3}))
     assert found.proven

@@ -104,6 +104,12 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
     return Recomputed(places, _tensors(segment, kept))
 
 
+def has_parts(segment: RankSegment, words: Iterable[str]) -> bool:
+    """Whether each word of ``recomputed``'s ``modules`` names kernels of a segment's forward."""
+    flow = flow_of(segment.form)
+    return all(word == OPERATIONS or _kernels_of(flow, _ALIASES.get(word, word)) for word in words)
+
+
 #: Kernels that run again, and storages that are kept.
 _Again = tuple[tuple[int, ...], frozenset[int]]
 
@@ -213,7 +219,16 @@ def _by_operation(flow: Flow) -> _Again:
 
 
 def _part(flow: Flow, word: str) -> set[int]:
-    """Kernels of forward that a word stands for."""
+    """Kernels of forward that a word stands for; a module must have some."""
+    found = _kernels_of(flow, word)
+    if not found and word not in (CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS):
+        known = sorted({name for p in flow.forward for name in flow.segment.kernels[p].module.split(".") if name})
+        words = ", ".join((CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS, *known))
+        raise ConfigError(f"recompute: expected parts of segment {flow.segment.name!r} ({words}), got {word!r}")
+    return found
+
+
+def _kernels_of(flow: Flow, word: str) -> set[int]:
     kernels = flow.segment.kernels
     if word == CORE:
         return core_of_attention(flow)
@@ -224,12 +239,7 @@ def _part(flow: Flow, word: str) -> set[int]:
     if word == UP_PROJECTIONS:
         found = {p for p in flow.forward if kernels[p].module.rpartition(".")[2].endswith(("_b", "_up"))}
         return found & {p for p in flow.forward if isinstance(kernels[p].detail, Product)}
-    found = {p for p in flow.forward if word in kernels[p].module.split(".")}
-    if not found:
-        known = sorted({name for p in flow.forward for name in kernels[p].module.split(".") if name})
-        words = ", ".join((CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS, *known))
-        raise ConfigError(f"recompute: expected parts of segment {flow.segment.name!r} ({words}), got {word!r}")
-    return found
+    return {p for p in flow.forward if word in kernels[p].module.split(".")}
 
 
 def _activations(flow: Flow) -> set[int]:

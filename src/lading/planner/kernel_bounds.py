@@ -27,7 +27,7 @@ from lading.cost.kernels import KernelFloor, floor_of, memory_s
 from lading.ir.machine import Device
 from lading.ir.work import Collective, Kernel
 from lading.planner.prefilter import SegmentCosts, alone_of, exposed, host_of, saved_of
-from lading.planner.space import LayoutBlock
+from lading.planner.space import LayoutBlock, RecomputeMode
 from lading.planner.stages import Floats, Ints
 from lading.sim.parts import cause_of
 from lading.sim.phases import Phases, stretches
@@ -145,20 +145,20 @@ class KernelBounds:
         self.leader, self._plain, self._prices, self._outer = leader, plain, prices, tuple(outer)
         kernels = [stretches(s.segment, s.kept, prices.stack) for s in plain]
         self._own = _terms([each[phase] for phase in range(4) for each in kernels], *self._priced(4))
-        self._again: dict[str, tuple[_Terms, Sequence[Phases]]] = {}
+        self._again: dict[RecomputeMode, tuple[_Terms, Sequence[Phases]]] = {}
         self._elements = alone_of(plain)
-        self._seconds: dict[tuple[str, int], Floats] = {}
+        self._seconds: dict[tuple[RecomputeMode | None, int], Floats] = {}
         self._sent: dict[tuple[_Sent, int, int], float] = {}
 
     def _priced(self, phases: int) -> tuple[list[MachinePrices], list[bool]]:
         pair = self._prices, outside(self._prices)
         return [pair[out] for out in self._outer] * phases, [*self._outer] * phases
 
-    def knows(self, mode: str) -> bool:
+    def knows(self, mode: RecomputeMode) -> bool:
         """Whether the leader's segments of a recompute mode are known."""
         return mode in self._again
 
-    def learn(self, mode: str, segments: Sequence[Phases]) -> None:
+    def learn(self, mode: RecomputeMode, segments: Sequence[Phases]) -> None:
         """Take in the leader's segments of a recompute mode."""
         stack = self._prices.stack
         again = [stretches(s.segment, s.kept, stack)[1] if s.kept.kernels else [] for s in segments]
@@ -172,7 +172,7 @@ class KernelBounds:
         """
         return self._costs(block, prices, self._own_s(block, prices).reshape(4, -1), self._plain)
 
-    def costs(self, block: LayoutBlock, mode: str, prices: MachinePrices) -> SegmentCosts:
+    def costs(self, block: LayoutBlock, mode: RecomputeMode, prices: MachinePrices) -> SegmentCosts:
         """Least costs of a family's member in a recompute mode: segments as it recomputes them, then plain ones."""
         terms, segments = self._again[mode]
         plain_s = self._own_s(block, prices).reshape(4, -1)
@@ -191,12 +191,12 @@ class KernelBounds:
         return SegmentCosts(device * _WHOLE, host_of(segments, prices.stack), saved * _WHOLE, elements)
 
     def _own_s(self, block: LayoutBlock, prices: MachinePrices) -> Floats:
-        return self._of(self._own, "", block, prices)
+        return self._of(self._own, None, block, prices)
 
-    def _of(self, terms: _Terms, key: str, block: LayoutBlock, prices: MachinePrices) -> Floats:
+    def _of(self, terms: _Terms, mode: RecomputeMode | None, block: LayoutBlock, prices: MachinePrices) -> Floats:
         """[stretch]: least seconds of a member."""
         share, device = block.micro_batch / self.leader.micro_batch, prices.machine.device
-        known = key, block.micro_batch
+        known = mode, block.micro_batch
         if known not in self._seconds:
             self._seconds[known] = terms.seconds(share, device)
         total: Floats = self._seconds[known].copy()

@@ -27,7 +27,7 @@ from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, w
 from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
 from lading.planner.prefilter import Prefilter, Prefiltered, SegmentCosts, costs_of
-from lading.planner.space import LayoutBlock, Mesh, Pipe, Space, StateLayout, divisors
+from lading.planner.space import LayoutBlock, Mesh, Pipe, RecomputeMode, Space, StateLayout, divisors
 from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
@@ -72,13 +72,13 @@ class Shares:
     @cached_property
     def watched(self) -> Floats:
         """[pipeline shape, watched rank, segment]: how often the rank has the segment."""
-        return watched_segments(self.table(self.space.modes()[0]), self.rows)
+        return watched_segments(self.table(self.space.modes[0]), self.rows)
 
-    def partial(self, mode: str) -> bool:
+    def partial(self, mode: RecomputeMode) -> bool:
         """Whether only some layers of a chunk may be recomputed in a mode."""
-        return mode == "full" or "recompute_layers" in self.space.asked.pins
+        return mode.name == "full" or "recompute_layers" in self.space.asked.pins
 
-    def table(self, mode: str) -> PipeTable:
+    def table(self, mode: RecomputeMode) -> PipeTable:
         """Lay out the pipes of a recompute mode.
 
         Raises:
@@ -95,14 +95,14 @@ class Shares:
             self._tables[partial] = pipe_table(pipes, self.rows)
         return self._tables[partial]
 
-    def prefilter(self, mode: str) -> Prefilter:
+    def prefilter(self, mode: RecomputeMode) -> Prefilter:
         """Prefilter of the pipes of a recompute mode; stages of all modes must have been laid out."""
         partial = self.partial(mode)
         if partial not in self._prefilters:
             self._prefilters[partial] = Prefilter.of(self.table(mode), self.rows.arrays()[2])
         return self._prefilters[partial]
 
-    def share(self, block: LayoutBlock, mode: str) -> Share:
+    def share(self, block: LayoutBlock, mode: RecomputeMode) -> Share:
         """Facts that a block has in common with others."""
         key = (block.mesh.tp * block.mesh.cp, block.micro_batch, self.partial(mode))
         if key not in self._shares:
@@ -116,7 +116,7 @@ class Shares:
             self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept(alive[0]))
         return self._shares[key]
 
-    def good(self, block: LayoutBlock, mode: str) -> Bools:
+    def good(self, block: LayoutBlock, mode: RecomputeMode) -> Bools:
         """[pipe]: whether a block can have it."""
         ranks = self.space.asked.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
@@ -124,7 +124,7 @@ class Shares:
     def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> tuple[Floats, Floats]:
         """[pipeline shape, watched rank]: least bytes of states of a block, however they are kept."""
         if block.mesh not in self._least:
-            table = self.table(self.space.modes()[0])
+            table = self.table(self.space.modes[0])
             self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments, elements)
         return self._least[block.mesh]
 
@@ -134,7 +134,7 @@ class Shares:
         key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
         if key not in self._counts:
             ranks, total = self.space.asked.devices // (mesh.tp * mesh.cp), 0
-            for mode in self.space.modes():
+            for mode in self.space.modes:
                 table, good = self.table(mode), self.good(block, mode)
                 ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)
                 for pp, count in zip(*(part.tolist() for part in ways), strict=True):
@@ -164,7 +164,7 @@ class Bounded:
     span_s: float
     peak_bytes: float
     block: LayoutBlock
-    mode: str
+    mode: RecomputeMode
     pipe: Pipe
     cut: StateLayout
     states: tuple[float, ...] = ()
@@ -200,7 +200,7 @@ class UnpricedBlock:
     """Block in a recompute mode, not priced yet, with the pipes that its kernel bounds leave."""
 
     block: LayoutBlock
-    mode: str
+    mode: RecomputeMode
     prefiltered: Prefiltered
 
 
@@ -209,7 +209,7 @@ class Opened:
     """Block in a recompute mode, priced, with the pipes that its prices leave."""
 
     block: LayoutBlock
-    mode: str
+    mode: RecomputeMode
     prefiltered: Prefiltered
 
 
@@ -229,11 +229,11 @@ class LayoutSearch:
     evaluated: int = 0
     refused: dict[str, int] = field(default_factory=lambda: {})
     over: list[Bounded] = field(default_factory=lambda: [])
-    _segments: dict[LayoutBlock, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
+    _segments: dict[LayoutBlock, dict[RecomputeMode, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
-    _alone_s: dict[tuple[LayoutBlock, str, Pipe], float] = field(default_factory=lambda: {})
-    _kept: dict[tuple[LayoutBlock, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
+    _alone_s: dict[tuple[LayoutBlock, RecomputeMode, Pipe], float] = field(default_factory=lambda: {})
+    _kept: dict[tuple[LayoutBlock, RecomputeMode, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
     _out: list[UnpricedBlock | Opened] = field(default_factory=lambda: [])
     _families: list[Family] = field(default_factory=lambda: [])
     _never: set[LayoutBlock] = field(default_factory=set[LayoutBlock])
@@ -284,7 +284,7 @@ class LayoutSearch:
         Raises:
             ConfigError: no block can be; the message is that of most.
         """
-        for mode in self.space.modes():
+        for mode in self.space.modes:
             self.shares.table(mode)
         alike: dict[tuple[object, ...], list[LayoutBlock]] = {}
         for mesh in self.space.meshes():
@@ -319,7 +319,7 @@ class LayoutSearch:
 
     def _family(self, blocks: Sequence[LayoutBlock]) -> Family | None:
         """Bound a family of blocks by its leader, the last; None if the leader cannot be."""
-        leader, mode = blocks[-1], self.space.modes()[0]
+        leader, mode = blocks[-1], self.space.modes[0]
         try:
             prices = self._price(leader, mode)
         except ConfigError as error:
@@ -339,7 +339,7 @@ class LayoutSearch:
             tuple(FamilyMember(bound_s, block, kernel_bounds) for bound_s, block in zip(bounds, blocks, strict=True))
         )
 
-    def _plain(self, block: LayoutBlock, mode: str) -> tuple[Phases, ...]:
+    def _plain(self, block: LayoutBlock, mode: RecomputeMode) -> tuple[Phases, ...]:
         segments = self._segments[block][mode]
         return segments[len(segments) // 2 :]
 
@@ -363,11 +363,11 @@ class LayoutSearch:
         Args:
             budget_bytes: Bytes for the tensors of a device.
         """
-        modes = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes()]
+        modes = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes]
         self._out += [one for one in modes if one.prefiltered.step_s == inf]
         return [one for one in modes if one.prefiltered.step_s < inf]
 
-    def _unpriced(self, member: FamilyMember, mode: str, budget_bytes: float) -> UnpricedBlock:
+    def _unpriced(self, member: FamilyMember, mode: RecomputeMode, budget_bytes: float) -> UnpricedBlock:
         block = member.block
         if member.kernel_bounds is None:
             return UnpricedBlock(block, mode, self._opened(block, mode, budget_bytes).prefiltered)
@@ -375,7 +375,7 @@ class LayoutSearch:
         segments = self._segments[member.kernel_bounds.leader][mode]
         return UnpricedBlock(block, mode, self._prefiltered(block, mode, costs, segments, budget_bytes))
 
-    def least_costs(self, member: FamilyMember, mode: str) -> SegmentCosts:
+    def least_costs(self, member: FamilyMember, mode: RecomputeMode) -> SegmentCosts:
         """Least costs of a member in a recompute mode; its own prices where it has no kernel bounds."""
         kernel_bounds = member.kernel_bounds
         if kernel_bounds is None:
@@ -386,7 +386,7 @@ class LayoutSearch:
             kernel_bounds.learn(mode, segments[: len(segments) // 2])
         return kernel_bounds.costs(member.block, mode, self._prices(member.block))
 
-    def costs(self, block: LayoutBlock, mode: str) -> SegmentCosts:
+    def costs(self, block: LayoutBlock, mode: RecomputeMode) -> SegmentCosts:
         """Costs of a block's segments in a recompute mode, priced by the simulator."""
         prices = self._price(block, mode)
         segments = self._segments[block][mode]
@@ -407,12 +407,17 @@ class LayoutSearch:
         self._out.append(one)
         return None
 
-    def _opened(self, block: LayoutBlock, mode: str, budget_bytes: float) -> Opened:
+    def _opened(self, block: LayoutBlock, mode: RecomputeMode, budget_bytes: float) -> Opened:
         costs = self.costs(block, mode)
         return Opened(block, mode, self._prefiltered(block, mode, costs, self._segments[block][mode], budget_bytes))
 
     def _prefiltered(
-        self, block: LayoutBlock, mode: str, costs: SegmentCosts, segments: Sequence[Phases], budget_bytes: float
+        self,
+        block: LayoutBlock,
+        mode: RecomputeMode,
+        costs: SegmentCosts,
+        segments: Sequence[Phases],
+        budget_bytes: float,
     ) -> Prefiltered:
         """Filter the pipes of a block by least bytes and seconds.
 
@@ -452,12 +457,13 @@ class LayoutSearch:
         if opened is not None:
             next(self.bounded(opened, budget_bytes), None)
 
-    def _price(self, block: LayoutBlock, mode: str) -> MachinePrices:
+    def _price(self, block: LayoutBlock, mode: RecomputeMode) -> MachinePrices:
         prices, known = self._prices(block), self._segments.setdefault(block, {})
         if mode not in known:
             before = next(iter(known.values()), ())
             plain = before[len(before) // 2 :]
-            known.update(segments_by_mode(self.request(prices.layout), self.space.table, prices, (mode,), plain))
+            request = self.request(prices.layout)
+            known[mode] = segments_by_mode(request, self.space.table, prices, [mode], plain)[0]
         return prices
 
     def _ideal_s(self, block: LayoutBlock, costs: SegmentCosts) -> float:
@@ -471,15 +477,15 @@ class LayoutSearch:
 
     def _prices(self, block: LayoutBlock, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of ``pp`` ranks."""
-        plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), StateLayout(0, 0), global_batch=0)
-        layout = replace(plain, recompute_modules=self.space.asked.pins.get("recompute_modules", ()))
+        mode, pipe = RecomputeMode("none"), Pipe(pp, 1, "1f1b", -1)
+        layout = self.space.layout(block, mode, pipe, StateLayout(0, 0), global_batch=0)
         return MachinePrices(self.space.machine, layout, self.space.request.stack, self.space.table.symbols.get("a", 1))
 
-    def _rows(self, block: LayoutBlock, mode: str, pipes: Bools) -> Rows:
+    def _rows(self, block: LayoutBlock, mode: RecomputeMode, pipes: Bools) -> Rows:
         """Collect all layouts of a block in the pipes that are marked."""
         shares, share = self.shares, self.shares.share(block, mode)
         if block.mesh not in self._exchanges:
-            table = shares.table(self.space.modes()[0])
+            table = shares.table(self.space.modes[0])
             segments = self._segments[block][mode]
             self._exchanges[block.mesh] = exchanges(self.space, block, shares.watched, table, segments, self._known)
         exchanged, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
@@ -512,7 +518,7 @@ class LayoutSearch:
         """
         lightest: list[Bounded] = []
         members = [member for family in self._families or self.families(_silent) for member in family.members]
-        unpriced = [self._unpriced(member, mode, inf) for member in members for mode in self.space.modes()]
+        unpriced = [self._unpriced(member, mode, inf) for member in members for mode in self.space.modes]
         for one in sorted(unpriced, key=lambda each: each.prefiltered.peak_bytes):
             if one.prefiltered.peak_bytes > (lightest[-1].peak_bytes if len(lightest) == most else inf):
                 break
@@ -542,7 +548,7 @@ class _BlockBounds:
     """Bounds of the layouts of a block in one recompute mode, each an array over ``rows``."""
 
     block: LayoutBlock
-    mode: str
+    mode: RecomputeMode
     rows: Rows
     steps: Floats
     spans: Floats

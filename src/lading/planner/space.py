@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
@@ -21,8 +21,10 @@ from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
+from lading.parallel.recompute import has_parts
 from lading.planner.least import Least
 from lading.program.schedules import V_SHAPED
+from lading.sim.simulate import segments_of
 from lading.sim.updates import segment_directions_s
 
 _SHORT = {"mb": "micro_batch"}
@@ -223,6 +225,18 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+class RecomputeMode(NamedTuple):
+    """What every block of a layout recomputes.
+
+    Attributes:
+        name: "none", "selective" or "full".
+        modules: With "selective", parts recomputed instead of attention's core.
+    """
+
+    name: str
+    modules: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Space:
     """Space of the layouts that a request allows.
@@ -328,10 +342,25 @@ class Space:
                     for precision in self.precisions:
                         yield LayoutBlock(mesh, micro_batch, sp, comm, precision)
 
-    def modes(self) -> list[str]:
-        """Recompute modes to choose from."""
+    @cached_property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """Recompute modes to choose from: none, attention's core, other parts that the stack recomputes alone, all."""
         layers = self.asked.pins.get("recompute_layers", -1)
-        return self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
+        names = self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
+        parts = self._pinned("recompute_modules", [(), *self._parts()])
+        return tuple(
+            RecomputeMode(name, modules) for name in names for modules in (parts if name == "selective" else [()])
+        )
+
+    def _parts(self) -> list[tuple[str, ...]]:
+        """List what the stack recomputes alone, of the parts that blocks of the model have."""
+        layout = Layout(precision=self.request.layout.precision)
+        segments = segments_of(dataclasses.replace(self.request, layout=layout), self.table)
+        blocks = [segment for segment in segments if segment.enters and segment.leaves]
+        parts = [tuple(text.split("+")) for text in self.request.stack.recompute_choices]
+        if self.experts == 1:
+            parts = [words for words in parts if "moe_act" not in words]
+        return [words for words in parts if all(has_parts(block, words) for block in blocks)]
 
     def pipes(self, *, partial: bool) -> list[Pipe]:
         """List the pipelines that some replicas of all devices can have.
@@ -393,7 +422,7 @@ class Space:
         return Least.of(self.request, self.table, self.asked.devices).host_bytes
 
     def layout(
-        self, block: LayoutBlock, mode: str, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
+        self, block: LayoutBlock, mode: RecomputeMode, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
     ) -> Layout:
         """Build the layout of a block, a recompute mode, a pipe and a way to keep states.
 
@@ -415,9 +444,9 @@ class Space:
             global_batch=self.asked.global_batch if global_batch is None else global_batch,
             zero=cut.zero,
             shard=cut.shard,
-            recompute=mode,
-            recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.asked.pins else -1,
-            recompute_modules=self.asked.pins.get("recompute_modules", ()) if mode == "selective" else (),
+            recompute=mode.name,
+            recompute_layers=pipe.layers if mode.name == "full" or "recompute_layers" in self.asked.pins else -1,
+            recompute_modules=mode.modules,
             precision=block.precision,
             offload=cut.offload,
             offload_to=cut.tier,
@@ -436,8 +465,11 @@ class Space:
                          "offload_to)")  # fmt: skip
         if "etp" not in pins and self.experts > 1:
             found.append("an expert over some of the ranks of tp, not one or all (--pin etp)")
-        if "recompute_modules" not in pins and "selective" in self.modes():
-            found.append("other parts of a block recomputed than the core of attention (--pin recompute_modules)")
+        if "recompute_modules" not in pins and any(mode.name == "selective" for mode in self.modes):
+            parts = ", ".join(
+                ("the core of attention", *("+".join(mode.modules) for mode in self.modes if mode.modules))
+            )
+            found.append(f"other parts of a block recomputed than {parts} (--pin recompute_modules)")
         if not stack.cuts_in_pipeline:
             found.append(f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none")
         if len(self.precisions) == 1:

@@ -260,7 +260,7 @@ def _segments(request: StepRequest, table: ModelTable, prices: MachinePrices) ->
     """All variants of each segment, in the order of ``lading.sim.variants``."""
     mode = request.layout.recompute
     ranked = rank_segments(request, table, prices)
-    found = _by_mode(ranked, request, (mode,))[mode]
+    found = _by_mode(ranked, request, [(mode, request.layout.recompute_modules)])[0]
     if "activations" not in request.layout.offload:
         return list(found)
     blocks = [bool(segment.enters and segment.leaves) for segment, _ in ranked] * 2
@@ -271,12 +271,13 @@ def segments_by_mode(
     request: StepRequest,
     table: ModelTable,
     prices: MachinePrices,
-    modes: Sequence[str],
+    modes: Sequence[tuple[str, tuple[str, ...]]],
     plain: Sequence[Phases] = (),
-) -> dict[str, tuple[Phases, ...]]:
+) -> list[tuple[Phases, ...]]:
     """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed.
 
     Args:
+        modes: Each with the parts that it recomputes where it is "selective"; none for attention's core.
         plain: The latter, where they are known.
     """
     if plain:
@@ -287,20 +288,20 @@ def segments_by_mode(
 def _by_mode(
     ranked: Sequence[tuple[RankSegment, MachinePrices]],
     request: StepRequest,
-    modes: Sequence[str],
+    modes: Sequence[tuple[str, tuple[str, ...]]],
     plain: Sequence[Phases] = (),
-) -> dict[str, tuple[Phases, ...]]:
-    stack, modules = request.stack, request.layout.recompute_modules
+) -> list[tuple[Phases, ...]]:
+    stack = request.stack
     plain = plain or [phases(segment, "none", (), own, stack) for segment, own in ranked]
-    found: dict[str, tuple[Phases, ...]] = {}
-    for mode in modes:
+    found: list[tuple[Phases, ...]] = []
+    for mode, modules in modes:
         again = [
             phases(segment, mode, modules if mode == "selective" else (), own, stack)
             if mode != "none" and segment.enters and segment.leaves
             else before
             for (segment, own), before in zip(ranked, plain, strict=True)
         ]
-        found[mode] = (*again, *plain)
+        found.append((*again, *plain))
     return found
 
 

@@ -1,8 +1,8 @@
 """Cluster: every rank of a job on its own, each with its own jitter, stragglers and slow links.
 
-The lists are those of ``lading.sim.rank_step``; here each action is run by all ranks of its class at once: arrays of
-(member of the group, replica). A group are the ranks that work on one micro-batch together (tensor and context
-parallel). A region is a row of stretches of computing; after a stretch with a collective the whole group meets. A
+The lists are those of ``lading.sim.rank_step``, in the order in which the rank engine comes to their actions; here each
+action is run by all ranks of its class at once: arrays of (member of the group, replica). A group are the ranks that
+work on one micro-batch together (tensor and context parallel). A region is a row of stretches of computing; after a stretch with a collective the whole group meets. A
 gather or reduction is met by all replicas of a class, an all-reduce of the world by all ranks. Rank numbers run over
 the group first, then replicas, then the pipeline, as Megatron's do.
 
@@ -24,7 +24,7 @@ from lading.ir.action import ActionKind
 from lading.ir.program import STREAMS, Program, Region
 from lading.program.emit import WORLD
 from lading.sim.noise import Jitter, Noise
-from lading.sim.rank_engine import wired
+from lading.sim.rank_engine import run_order, wired
 
 Floats = npt.NDArray[np.float64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: any odd number with mixed bits would do
@@ -142,6 +142,7 @@ class _State:
         )
         self._meeting = self._link.max(axis=1)
         self._wires = wired(job.program)
+        self._order = run_order(job.program)
         self._rank_of = np.repeat(np.arange(classes), np.diff(job.program.bounds)).tolist()
         self._needed = [0] * len(self._wires.waits)
         for waits in self._wires.waits:
@@ -161,29 +162,9 @@ class _State:
         began = float(self.free.max())
         self._ends: dict[int, Floats] = {}
         self._left = list(self._needed)
-        at = [0] * len(self._wires.queues)
-        self._waiting: dict[int, list[int]] = {}
-        todo = [stream for stream, queue in enumerate(self._wires.queues) if queue]
-        while todo:
-            stream = todo.pop()
-            queue = self._wires.queues[stream]
-            while at[stream] < len(queue):
-                action = queue[at[stream]]
-                if (blocked := self._blocked(action)) is not None:
-                    self._waiting.setdefault(blocked, []).append(stream)
-                    break
-                self._run(stream, action)
-                at[stream] += 1
-                todo += self._waiting.pop(action, ())
-        for stream, queue in enumerate(self._wires.queues):
-            if at[stream] < len(queue):
-                raise SimulationError(
-                    f"schedule {self._job.program.schedule}: actions wait for each other; check the orders"
-                )
+        for stream, action in self._order:
+            self._run(stream, action)
         return float(self.free.max()) - began
-
-    def _blocked(self, action: int) -> int | None:
-        return next((wait for wait in self._wires.waits[action] if wait not in self._ends), None)
 
     def _run(self, stream: int, action: int) -> None:
         """Run an action on all ranks of its class."""

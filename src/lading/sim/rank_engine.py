@@ -190,6 +190,19 @@ def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[flo
     return _times(program, run, beside, beside.slowed_s)
 
 
+def run_order(program: Program) -> list[tuple[int, int]]:
+    """Order the actions of all streams so that each comes behind what it waits for, as (stream, action).
+
+    It is that in which the engine ends them where each takes a second.
+
+    Raises:
+        SimulationError: actions wait for each other.
+    """
+    ends = run_ranks(program, [1.0] * program.bounds[-1]).end_s
+    queued = [(stream, action) for stream, queue in enumerate(wired(program).queues) for action in queue]
+    return sorted(queued, key=lambda each: ends[each[1]])
+
+
 def run_sharing(program: Program, levels: Sequence[Sequence[float]]) -> RankTimes:
     """Times of every action of ranks that share processors: regions last the longer the more ranks compute.
 

@@ -2,9 +2,9 @@
 
 The lists are those of ``lading.sim.rank_step``, in the order in which the rank engine comes to their actions; here each
 action is run by all ranks of its class at once: arrays of (member of the group, replica). A group are the ranks that
-work on one micro-batch together (tensor and context parallel). A region is a row of stretches of computing; after a stretch with a collective the whole group meets. A
-gather or reduction is met by all replicas of a class, an all-reduce of the world by all ranks. Rank numbers run over
-the group first, then replicas, then the pipeline, as Megatron's do.
+work on one micro-batch together (tensor and context parallel). A region is a row of stretches of computing; after a
+stretch with a collective the whole group meets. A gather or reduction is met by all replicas of a class, an all-reduce
+of the world by all ranks. Rank numbers run over the group first, then replicas, then the pipeline, as Megatron's do.
 
 What is recorded is what each rank has computed in all, a digest of every event's end, and the events of the ranks that
 are watched.

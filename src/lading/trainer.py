@@ -24,7 +24,7 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.graph import StepGraph
-from lading.ir.plan import Plan, PlanKind
+from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
@@ -97,10 +97,7 @@ class Trainer:
     ) -> None:
         if not independent:
             check_only_rank()
-        if isinstance(plan, (str, Path)):
-            plan = Plan.load(plan)
-        check_type("plan", plan, Plan, "what lading.plan returns, or the path of a saved plan")
-        plan.of_kind(PlanKind.RUN, "Trainer")
+        plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
         self.optimizer = planned if optimizer is None else optimizer

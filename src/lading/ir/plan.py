@@ -432,6 +432,25 @@ class Plan:
         return self
 
 
+def plan_for(reader: str, plan: Plan | Path | str, kind: PlanKind) -> Plan:
+    """Take a plan as a public function is given it, or read it from its file.
+
+    Args:
+        reader: The function, to be named in errors, such as "lading.apply".
+        plan: The plan, or the path of its file.
+        kind: The kind that the function takes.
+    Raises:
+        ConfigError: neither a plan nor a path, a plan of another kind, or a file as ``Plan.load`` refuses it.
+    """
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan, kind)
+    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{reader}: expected a {kind} or the path of its file, got {type(plan).__name__}; {kind.advice}"
+        )
+    return plan.of_kind(kind, reader)
+
+
 def plan_from_dict(data: Any, origin: str, advice: str = "plan again") -> Plan:
     """Build a Plan from parsed JSON; ``origin`` is named in errors.
 

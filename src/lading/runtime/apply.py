@@ -44,7 +44,7 @@ from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import HOST_TIER, Layout
-from lading.ir.plan import Plan, PlanKind, ShardedUnit
+from lading.ir.plan import Plan, PlanKind, ShardedUnit, plan_for
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch, named_tensors
 from lading.runtime.optimizer_hooks import fsdp_param_groups
@@ -75,9 +75,9 @@ def apply(
     Returns:
         The model, for a line such as ``model = lading.apply(plan, model, mesh)``.
     Raises:
-        ConfigError: a module is not known, the mesh has another size, the plan is for another model, or the model is
-            cut already or has blocks that are recomputed already; ranks were given unlike plans or models, or one did
-            not call. Nothing has been done to the model then.
+        ConfigError: the plan is not one of a cluster or is for another model, a module is not known, the mesh has
+            another size, or the model is cut already or has blocks that are recomputed already; ranks were given unlike
+            plans or models, or one did not call. Nothing has been done to the model then.
     """
     plan = agree_on("lading.apply", ranks_of(mesh), lambda: _facts(plan, model, mesh, names or {}), timeout_s=timeout_s)
     return _applied(plan, model, mesh)
@@ -101,8 +101,7 @@ def _checked(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names:
     Raises:
         ConfigError: it cannot.
     """
-    plan = (plan if isinstance(plan, Plan) else Plan.load(plan)).of_kind(PlanKind.CLUSTER, "apply")
-    plan = _renamed(plan, names)
+    plan = _renamed(plan_for("lading.apply", plan, PlanKind.CLUSTER), names)
     _check(plan, plan.parsed_layout, mesh)
     _check_plain(model)
     modules = dict(model.named_modules())

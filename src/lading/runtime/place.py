@@ -37,7 +37,7 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from lading import __version__
 from lading.errors import ConfigError
-from lading.ir.plan import PlacedStage, Plan, PlanKind
+from lading.ir.plan import PlacedStage, Plan, PlanKind, plan_for
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 
 #: From the last part's output and its targets to a scalar, the mean over a micro-batch.
@@ -228,8 +228,8 @@ def place(
         group: Process group of as many ranks as the plan has parts; None for all.
         timeout_s: Seconds within which all ranks are to call it, from when one does.
     Raises:
-        ConfigError: parts are no pipeline, ranks are too few or too many, or a module of the plan is not in the model;
-            ranks were given unlike plans, models or inputs, or one did not call.
+        ConfigError: the plan is no placement, its parts are no pipeline, ranks are too few or too many, or a module of
+            the plan is not in the model; ranks were given unlike plans, models or inputs, or one did not call.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     plan = agree_on("lading.place", ranks, lambda: _facts(plan, model, inputs, loss, len(ranks)), timeout_s=timeout_s)
@@ -259,7 +259,7 @@ def _checked(
     Raises:
         ConfigError: it cannot.
     """
-    plan = (plan if isinstance(plan, Plan) else Plan.load(plan)).of_kind(PlanKind.PLACEMENT, "place")
+    plan = plan_for("lading.place", plan, PlanKind.PLACEMENT)
     stages = plan.stages
     if ranks != len(stages):
         names = ", ".join(stage.device for stage in stages)

@@ -41,6 +41,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from lading.ir.action import ActionKind, Work
 from lading.ir.plan import UnitResidency
 from lading.ir.program import (
@@ -57,13 +60,15 @@ from lading.ir.program import (
     Region,
     UnitStorage,
 )
-from lading.program.schedules import Schedule
+from lading.program.schedules import Order, Schedule
 
 #: What happens in a pass of a unit, in order: a group begins (its number), kernels run (from, to), a group ends.
 BEGIN, RUN, END = range(3)
 Pass = tuple[tuple[int, int, int], ...]
 #: Stages that torch's lists of actions have gathered at once, and schedules that run without such a list.
 GATHERED_AT_ONCE, _DIRECT = 3, ("gpipe", "1f1b")
+#: Fewer rows than these between two with something special are written one by one.
+_FEW_ROWS = 8
 #: Group of an all-reduce of all ranks (the norm of gradients), and of those that have a copy of a tied weight.
 WORLD, COPIES = "world", "copies"
 
@@ -202,7 +207,16 @@ class _Rank:
             for stage in self.stages:
                 self._together(ActionKind.UNSHARD, stage)
         joint: list[tuple[int, int, int]] = []
+        special = [*np.flatnonzero(self._special(changes)).tolist(), len(rows)]
+        at, written = 0, 0
         for place, (work, chunk, micro_batch, pairs) in enumerate(rows):
+            if place < written:
+                continue
+            at += place > special[at]
+            if special[at] - place >= _FEW_ROWS and not self.asked and not self.pending:
+                written = special[at]
+                self._plain_rows(self.plan.orders[self.rank][place:written])
+                continue
             if changes is not None:
                 self._change(*changes[place])
             joint.append((work, self.plan.stage(self.rank, chunk), micro_batch))
@@ -223,6 +237,84 @@ class _Rank:
             joint.clear()
         self._end_step()
         return self.actions
+
+    def _special(self, changes: Sequence[tuple[Sequence[int], Sequence[int]]] | None) -> npt.NDArray[np.bool_]:
+        """[row]: whether an action of the schedule may be more than to receive, compute a whole stage and send."""
+        shape, order = self.shape, self.plan.orders[self.rank]
+        if (self.sharded and not shape.pipelined) or shape.by_unit or shape.shards == "gradients":
+            return np.ones(len(order), bool)
+        work, chunk, micro_batch, pairs = order.T
+        special = (pairs != 0) | (np.roll(pairs, 1) != 0) | ((work == Work.FORWARD) & (micro_batch == 0))
+        if shape.whole_first:
+            special |= (work != Work.FORWARD) & (chunk == self._chunk_of_first())
+        for mine in range(self.plan.chunks):  # the last backward
+            special[
+                np.flatnonzero((chunk == mine) & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))[-1:]
+            ] = True
+        if changes is not None:
+            special |= [bool(gone or comes) for gone, comes in changes]
+        return special
+
+    def _chunk_of_first(self) -> int:
+        stages = self.plan.stages_of(self.rank)
+        return stages.index(0) if 0 in stages else -1
+
+    def _plain_rows(self, rows: Order) -> None:
+        """Write rows that receive, compute a whole stage and send, all at once; as ``write`` does one by one."""
+        work, _, micro_batch, _ = rows.T
+        region, taken, source, handed, target, stream = self._row_facts(rows)
+        receives, sends = taken >= 0, handed >= 0
+        each = 1 + receives + sends
+        begin = np.cumsum(each) - each
+        compute, base = begin + receives, len(self.actions)
+        received, sent = begin[receives], compute[sends] + 1
+        columns = np.full((5, int(each.sum())), -1)  # stream, region, storage, micro-batch, peer
+        columns[3] = np.repeat(micro_batch, each)
+        columns[0, compute], columns[1, compute] = COMPUTE, region
+        columns[0, received], columns[2, received], columns[4, received] = RECEIVE, taken[receives], source[receives]
+        columns[0, sent], columns[2, sent], columns[4, sent] = stream[sends], handed[sends], target[sends]
+        kinds = [ActionKind.COMPUTE] * columns.shape[1]
+        groups = [""] * columns.shape[1]
+        waits: list[tuple[int, ...]] = [()] * columns.shape[1]
+        for before, after in zip(received.tolist(), compute[receives].tolist(), strict=True):
+            kinds[before], groups[before], waits[after] = ActionKind.RECV, "pp", (base + before,)
+        for after in sent.tolist():
+            kinds[after], groups[after] = ActionKind.SEND, "pp"
+            waits[after] = (base + after - 1,) if self.shape.overlap_send else ()
+        self.actions.kind += kinds
+        self.actions.stream += columns[0].tolist()
+        self.actions.op += columns[1].tolist()
+        self.actions.storage += columns[2].tolist()
+        self.actions.micro_batch += columns[3].tolist()
+        self.actions.peer += columns[4].tolist()
+        self.actions.group += groups
+        self.actions.waits += waits
+        spans = (base + compute).tolist()
+        self.actions.rows += zip(spans, spans, strict=True)
+        self.actions.sends += np.where(sends, base + compute + 1, -1).tolist()
+        on_compute = (base + np.flatnonzero(columns[0] == COMPUTE)[-3:]).tolist()
+        self.last = on_compute[-1]
+        self.before = on_compute[on_compute.index(spans[-1]) - 1]
+        done = rows[(work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT), 1]
+        for chunk, count in enumerate(np.bincount(done, minlength=self.plan.chunks).tolist()):
+            self.left[self.plan.stage(self.rank, chunk)] -= count
+
+    def _row_facts(self, rows: Order) -> npt.NDArray[np.int64]:
+        """[6, row]: region; storage that is received and its peer; storage that is sent, its peer and its stream."""
+        work, chunk = rows[:, 0], rows[:, 1]
+        _, firsts, alike = np.unique(work * self.plan.chunks + chunk, return_index=True, return_inverse=True)
+        facts = np.empty((len(firsts), 6), np.int64)
+        for number in np.argsort(firsts).tolist():
+            row = firsts[number]
+            one, stage = Work(int(work[row])), self.plan.stage(self.rank, int(chunk[row]))
+            forward = one is Work.FORWARD
+            source, target = self._neighbour(one, stage, -1), self._neighbour(one, stage, 1)
+            taken = -1 if source < 0 else self.numbers.storage(Border(stage, forward))
+            region = self._region_number(Region(stage, ALL_UNITS, one), self._groups(stage) if self.sharded else ())
+            handed = -1 if target < 0 else self.numbers.storage(Border(target, forward))
+            peers = [-1 if other < 0 else self.plan.rank_of(other) for other in (source, target)]
+            facts[number] = (region, taken, peers[0], handed, peers[1], self._send_stream(one))
+        return facts[alike].T
 
     def _first_compute(self, start: int) -> int:
         """First region from ``start`` on; the place behind the last one where there is none."""
@@ -466,12 +558,16 @@ class _Rank:
         if self.sharded and self.shape.pipelined and not self.direct:
             for group in [group for group in self.asked if group.stage == region.stage]:
                 self.pending.append(self.asked.pop(group))
-        number = self.numbers.region(region)
-        if begun and number not in self.numbers.uses:
-            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in begun)
+        number = self._region_number(region, begun)
         waits = self._take_pending()
         self.before = self.last
         self.last = self.actions.add(ActionKind.COMPUTE, COMPUTE, waits, op=number, micro_batch=micro_batch)
+
+    def _region_number(self, region: Region, begun: Sequence[ParameterGroup]) -> int:
+        number = self.numbers.region(region)
+        if begun and number not in self.numbers.uses:
+            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in begun)
+        return number
 
     def _take_pending(self) -> tuple[int, ...]:
         waits = tuple(self.pending)
@@ -480,40 +576,40 @@ class _Rank:
 
     def _receive(self, work: int, stage: int, micro_batch: int) -> None:
         """Ask for what a stage takes from its neighbour, if that is on another rank."""
-        forward = work == Work.FORWARD
-        other = stage - 1 if forward else stage + 1
-        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages or self._peer(other) == self.rank:
-            return
-        number = self.numbers.storage(Border(stage, forward))
-        self.pending.append(
-            self.actions.add(
-                ActionKind.RECV, RECEIVE, storage=number, micro_batch=micro_batch, peer=self._peer(other), group="pp"
+        if (other := self._neighbour(work, stage, -1)) >= 0:
+            number = self.numbers.storage(Border(stage, work == Work.FORWARD))
+            peer = self.plan.rank_of(other)
+            self.pending.append(
+                self.actions.add(
+                    ActionKind.RECV, RECEIVE, storage=number, micro_batch=micro_batch, peer=peer, group="pp"
+                )
             )
-        )
 
     def _send(self, work: int, stage: int, micro_batch: int) -> int:
         """Hand what a stage made to its neighbour, if that is on another rank; gives the SEND, or -1."""
-        forward = work == Work.FORWARD
-        other = stage + 1 if forward else stage - 1
-        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages or self._peer(other) == self.rank:
+        if (other := self._neighbour(work, stage, 1)) < 0:
             return -1
-        number = self.numbers.storage(Border(other, forward))
-        stream = COMPUTE if not self.shape.overlap_send else SEND_NEXT if forward else SEND_PREVIOUS
+        number = self.numbers.storage(Border(other, work == Work.FORWARD))
+        stream, peer = self._send_stream(work), self.plan.rank_of(other)
+        waits = (self.last,) if stream != COMPUTE else ()
         sent = self.actions.add(
-            ActionKind.SEND,
-            stream,
-            (self.last,) if stream != COMPUTE else (),
-            storage=number,
-            micro_batch=micro_batch,
-            peer=self._peer(other),
-            group="pp",
+            ActionKind.SEND, stream, waits, storage=number, micro_batch=micro_batch, peer=peer, group="pp"
         )
         if stream == COMPUTE:
             self.last = sent
         return sent
 
-    def _peer(self, stage: int) -> int:
-        return self.plan.rank_of(stage)
+    def _send_stream(self, work: int) -> int:
+        if not self.shape.overlap_send:
+            return COMPUTE
+        return SEND_NEXT if work == Work.FORWARD else SEND_PREVIOUS
+
+    def _neighbour(self, work: int, stage: int, onward: int) -> int:
+        """Stage on another rank that a pass hands on to (``onward`` 1) or takes from (-1); -1 for none."""
+        other = stage + (onward if work == Work.FORWARD else -onward)
+        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages:
+            return -1
+        return -1 if self.plan.rank_of(other) == self.rank else other
 
 
 def _units(runs: Sequence[tuple[UnitShape, int]]) -> list[UnitShape]:

@@ -174,20 +174,25 @@ class _Reader:
         self.reduced: set[ParameterGroup] = set()
         self.made: set[tuple[int, int]] = set()
         self.adds = False
+        passes = [(region.stage, region.unit, region.work) for region in program.regions]
+        #: Stage, unit, work and micro-batch of each region; behind them that of none, which is also before them.
+        self.passes: list[tuple[tuple[int, int, Work], int] | None] = [
+            *((passes[self.actions.op[number]], self.actions.micro_batch[number]) for number in self.regions),
+            None,
+        ]
         self.last = {
-            self._region(n).stage: self.actions.micro_batch[n]
-            for n in self.regions
-            if self._region(n).work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
+            one[0][0]: one[1] for one in self.passes if one and one[0][2] in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         }
+        self.known: dict[int, tuple[list[int], list[int], list[int]]] = {}
 
     def read(self) -> Changes:
         """Go through the list."""
-        for number, kind in enumerate(self.actions.kind):
+        numbers = range(len(self.actions)) if self.sharded else self.regions
+        for number in numbers:
+            kind = self.actions.kind[number]
             self.now, self.ending = number, 0
             if kind is ActionKind.COMPUTE:
-                self._run(number)
-            elif not self.sharded:
-                continue
+                self._run(number) if self.sharded or self.rules.makes else self._run_known(number)
             elif kind in (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD):
                 group = self.program.storages[self.actions.storage[number]]
                 assert isinstance(group, ParameterGroup)
@@ -214,18 +219,29 @@ class _Reader:
         self.at.append(self.now)
         self.ends.append(self.ending)
 
-    def _pass(self, turn: int) -> tuple[int, int, int, int] | None:
-        """Stage, unit, work and micro-batch of a region; None where there is none."""
-        if not 0 <= turn < len(self.regions):
-            return None
-        number = self.regions[turn]
-        region = self._region(number)
-        return (region.stage, region.unit, region.work, self.actions.micro_batch[number])
+    def _run_known(self, number: int) -> None:
+        """As ``_run``, where what a region that is a whole pass changes follows from the region alone."""
+        before, here, behind = self.passes[self.turn - 1], self.passes[self.turn], self.passes[self.turn + 1]
+        op = self.actions.op[number]
+        if here in (before, behind):
+            self._run(number)
+            return
+        if op not in self.known:
+            start = len(self.numbers)
+            self._run(number)
+            self.known[op] = self.numbers[start:], self.signs[start:], self.ends[start:]
+            return
+        numbers, signs, ends = self.known[op]
+        self.numbers += numbers
+        self.signs += signs
+        self.ends += ends
+        self.at += [number] * len(numbers)
+        self.turn += 1
 
     def _run(self, number: int) -> None:
         region = self._region(number)
-        place, backward = self._pass(self.turn), region.work is not Work.FORWARD
-        first, last = self._pass(self.turn - 1) != place, self._pass(self.turn + 1) != place
+        place, backward = self.passes[self.turn], region.work is not Work.FORWARD
+        first, last = self.passes[self.turn - 1] != place, self.passes[self.turn + 1] != place
         makes = self.rules.makes and region.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         in_buckets = self.rules.in_buckets and self.actions.micro_batch[number] == self.last.get(region.stage)
         self._copy_out(number)
@@ -268,7 +284,7 @@ class _Reader:
             if in_buckets and (region.stage, region.unit) in self.made:
                 self._change(What.MADE, region._replace(start=0, stop=0), -1)
                 self.made.discard((region.stage, region.unit))
-        elif self.sharded and (following := self._pass(self.turn)) is not None and following[2] == Work.FORWARD:
+        elif self.sharded and (following := self.passes[self.turn]) and following[0][2] is Work.FORWARD:
             self.entering = self._region(self.regions[self.turn])
             self._change(What.ENTERS, self.entering, 1)
 

@@ -8,10 +8,15 @@ a region is known when the region is timed. Same lists and seconds: same times, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lading.errors import SimulationError
 from lading.ir.action import ActionKind
@@ -27,6 +32,7 @@ from lading.ir.program import (
 )
 from lading.sim.engine import Resources, StreamRun, deadlock
 
+Ints = npt.NDArray[np.int64]
 T = TypeVar("T", Region, ParameterGroup, Border, UnitStorage)
 
 #: Share of an action that is left at its end for rounding's sake.
@@ -91,34 +97,86 @@ def wired(program: Program) -> Wired:
     Raises:
         SimulationError: a RECV without the SEND of its peer.
     """
-    bounds = program.bounds
-    queues: list[list[int]] = [[] for _ in range(len(STREAMS) * len(program.ranks))]
-    waits: list[tuple[int, ...]] = []
-    keys: dict[Priced, int] = {}
-    price: list[int] = []
-    computing: list[bool] = []
-    sends = _sends(program)
+    kind, stream, op, storage, group = _columns(program)
+    rank = np.repeat(np.arange(len(program.ranks)), np.diff(program.bounds))
+    runs = (kind != _KIND[ActionKind.RECV]) & (kind != _KIND[ActionKind.RESHARD])
+    of_stream = np.where(runs, len(STREAMS) * rank + stream, -1)
+    order = np.argsort(of_stream, kind="stable")
+    counts = np.bincount(of_stream + 1, minlength=len(STREAMS) * len(program.ranks) + 1)
+    queues: list[list[int]] = [queue.tolist() for queue in np.split(order, np.cumsum(counts)[:-1])[1:]]
+    waits = _waits(program, kind, storage, rank)
+    priced, price = _prices(program, (kind, op, storage, group))
+    for meeting in _meetings(program, kind, rank):
+        _meet(meeting, queues, waits, program)
+    computing = (kind == _KIND[ActionKind.COMPUTE]).tolist()
+    return Wired(tuple(map(tuple, queues)), tuple(waits), priced, price, tuple(computing))
+
+
+#: Number of each kind of action, and of each by the identity of its object.
+_KIND = {kind: number for number, kind in enumerate(ActionKind)}
+_KIND_BY_ID = {id(kind): number for kind, number in _KIND.items()}
+
+
+def _columns(program: Program) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Kind, stream, region, storage and group of the actions of all ranks, as numbers."""
+    ranks = program.ranks
+    groups: dict[str, int] = {}
+    for name in {name for actions in ranks for name in set(actions.group)}:
+        groups[name] = len(groups)
+    return (
+        _numbers([map(_KIND_BY_ID.__getitem__, map(id, actions.kind)) for actions in ranks]),
+        _numbers([actions.stream for actions in ranks]),
+        _numbers([actions.op for actions in ranks]),
+        _numbers([actions.storage for actions in ranks]),
+        _numbers([map(groups.__getitem__, actions.group) for actions in ranks]),
+    )
+
+
+def _numbers(lists: Iterable[Iterable[int]]) -> Ints:
+    return np.fromiter(chain.from_iterable(lists), np.int64)
+
+
+def _prices(program: Program, columns: tuple[Ints, Ints, Ints, Ints]) -> tuple[tuple[Priced, ...], tuple[int, ...]]:
+    """Distinct keys of seconds, and which is each action's."""
     regions = [_first_alike(region, program.alike) for region in program.regions]
     storages = [_first_alike(storage, program.alike) for storage in program.storages]
-    for rank, actions in enumerate(program.ranks):
-        base = bounds[rank]
-        received: dict[int, int] = {}
-        rows = zip(actions.kind, actions.stream, actions.op, actions.storage, actions.group, strict=True)
-        for number, (kind, stream, op, storage, group) in enumerate(rows):
-            if kind is ActionKind.RECV:
-                key = (storage, actions.micro_batch[number])
-                if key not in sends:
-                    raise SimulationError(f"rank {rank}: no rank sends what action {actions.action(number)} receives")
-                received[number] = sends[key]
-            elif kind is not ActionKind.RESHARD:
-                queues[len(STREAMS) * rank + stream].append(base + number)
-            waits.append(tuple([received[w] if w in received else base + w for w in actions.waits[number]]))
-            what = regions[op] if op >= 0 else storages[storage] if storage >= 0 else None
-            price.append(keys.setdefault((kind, what, group), len(keys)))
-            computing.append(kind is ActionKind.COMPUTE)
-    for meeting in _meetings(program):
-        _meet(meeting, queues, waits, program)
-    return Wired(tuple(map(tuple, queues)), tuple(waits), tuple(keys), tuple(price), tuple(computing))
+    code = np.zeros_like(columns[0])
+    for column in columns:
+        code = code * (int(column.max(initial=0)) + 2) + column + 1
+    codes: list[int] = code.tolist()
+    keys: dict[Priced, int] = {}
+    key_of: dict[int, int] = {}
+    firsts: list[int] = np.sort(np.unique(code, return_index=True)[1]).tolist()
+    for action in firsts:
+        rank = bisect_right(program.bounds, action) - 1
+        actions, number = program.ranks[rank], action - program.bounds[rank]
+        op, storage = actions.op[number], actions.storage[number]
+        what = regions[op] if op >= 0 else storages[storage] if storage >= 0 else None
+        key_of[codes[action]] = keys.setdefault((actions.kind[number], what, actions.group[number]), len(keys))
+    return tuple(keys), tuple(map(key_of.__getitem__, codes))
+
+
+def _waits(program: Program, kind: Ints, storage: Ints, rank: Ints) -> list[tuple[int, ...]]:
+    """For each action those that must have ended: of a RECV the SEND of its peer.
+
+    Raises:
+        SimulationError: a RECV without the SEND of its peer.
+    """
+    micro_batch = _numbers(actions.micro_batch for actions in program.ranks)
+    handed = storage * (int(micro_batch.max(initial=0)) + 2) + micro_batch + 1
+    sends = np.flatnonzero(kind == _KIND[ActionKind.SEND])
+    sends = sends[np.argsort(handed[sends], kind="stable")]
+    receives = np.flatnonzero(kind == _KIND[ActionKind.RECV])
+    for number in receives[~np.isin(handed[receives], handed[sends])].tolist():
+        action = program.ranks[rank[number]].action(number - program.bounds[rank[number]])
+        raise SimulationError(f"rank {rank[number]}: no rank sends what action {action} receives")
+    stands_for = np.arange(len(kind))
+    stands_for[receives] = sends[np.searchsorted(handed[sends], handed[receives], side="right") - 1]
+    each = [waits for actions in program.ranks for waits in actions.waits]
+    counts = np.fromiter(map(len, each), np.int64, len(each))
+    first = np.repeat(np.array(program.bounds)[rank], counts)
+    flat = iter(stands_for[np.fromiter(chain.from_iterable(each), np.int64) + first].tolist())
+    return [(next(flat),) if count == 1 else tuple(islice(flat, count)) for count in counts.tolist()]
 
 
 def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
@@ -128,25 +186,15 @@ def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
     return what._replace(unit=alike[what.stage][what.unit])
 
 
-def _sends(program: Program) -> dict[tuple[int, int], int]:
-    """Every SEND by the storage and micro-batch that it hands on."""
-    return {
-        (actions.storage[number], actions.micro_batch[number]): base + number
-        for base, actions in zip(program.bounds, program.ranks, strict=False)
-        for number, kind in enumerate(actions.kind)
-        if kind is ActionKind.SEND
-    }
-
-
-def _meetings(program: Program) -> list[list[tuple[int, int]]]:
+def _meetings(program: Program, kind: Ints, rank: Ints) -> list[list[tuple[int, int]]]:
     """All-reduces that ranks with lists of their own take part in: (rank, number) of each, by group."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    if len(program.ranks) > 1:
-        for rank, actions in enumerate(program.ranks):
-            for number, kind in enumerate(actions.kind):
-                if kind is ActionKind.ALL_REDUCE and actions.storage[number] < 0 and actions.group[number] != "tp":
-                    found.setdefault(actions.group[number], []).append((rank, number))
-    return list(found.values())
+    meetings: dict[str, list[tuple[int, int]]] = {}
+    for action in np.flatnonzero(kind == _KIND[ActionKind.ALL_REDUCE]).tolist() if len(program.ranks) > 1 else ():
+        member = int(rank[action])
+        actions, number = program.ranks[member], action - program.bounds[member]
+        if actions.storage[number] < 0 and actions.group[number] != "tp":
+            meetings.setdefault(actions.group[number], []).append((member, number))
+    return list(meetings.values())
 
 
 def _meet(

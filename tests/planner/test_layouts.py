@@ -384,7 +384,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     ) == 0  # fmt: skip
     printed = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "500")
-    assert "loses because" in printed
+    assert "why it loses" in printed
     assert "% slower: " in printed
     assert "proven" in printed
     assert "assumed - " in printed

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from lading.report.layout_table import LayoutRow, layouts_lines, loses_because
+from lading.report.layout_table import LayoutRow, layout_figures, layouts_lines, loses_because
 
 PEAKS = {"step": {"device": 60 << 30, "host": 2 << 30}}
 FIRST = LayoutRow(
     layout="dp8,zero2,gb32",
     step_s=10.0,
+    spread=0.1,
     bound_s=9.0,
     mfu=0.4,
     tokens_per_s_per_device=1234.5,
@@ -37,6 +38,23 @@ def test_causes_that_take_longer_are_named_until_nine_tenths() -> None:
     assert loses_because(row("dp8,zero3"), FIRST) == "as fast; a tie goes to less memory, then by name"
     large = row("dp8", over="activation 2.00 GiB over", products=7.0)
     assert loses_because(large, FIRST) == "10.0% faster, but does not fit: activation 2.00 GiB over"
+
+
+def test_layouts_are_told_apart_by_what_differs() -> None:
+    """Half a second of bubble more is 50 ms of doubt; four of one cause for another are more than they differ by."""
+    more = row("dp4,tp2", bubble=0.5)
+    assert more.uncertain_s(FIRST) == pytest.approx(0.05)
+    assert more.is_told_apart(FIRST)
+    other = row("dp2,tp4", products=4.0, tp_communication=5.3)
+    assert other.uncertain_s(FIRST) == pytest.approx(0.1 * (4.0**2 + 4.3**2) ** 0.5)
+    assert not other.is_told_apart(FIRST)
+    assert loses_because(other, FIRST).startswith("3.0% slower (within 5.9% not told apart): tp communication +4.300 s")
+    figures = layout_figures(other, FIRST)
+    assert (figures["low_s"], figures["high_s"], figures["told_apart"]) == (
+        pytest.approx(9.27),
+        pytest.approx(11.33),
+        False,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

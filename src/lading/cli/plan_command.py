@@ -371,6 +371,7 @@ def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
     return LayoutRow(
         layout=str(one.layout),
         step_s=one.step_s,
+        spread=one.simulated.spread,
         bound_s=one.bound_s,
         mfu=figures["mfu"],
         tokens_per_s_per_device=figures["tokens_per_s_per_device"],
@@ -394,8 +395,10 @@ def _said(found: Layouts, seconds: float) -> list[str]:
     """Say how much was searched, and what is proven."""
     proof, winner = found.proof, found.winner
     lines = [
+        f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} are within "
+        f"{winner.simulated.spread:.0%} of the prediction; of two layouts only what differs counts",
         f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
-        f"block; {proof.simulated:,} simulated by events"
+        f"block; {proof.simulated:,} simulated by events",
     ]
     if found.proven:
         lines.append(f"proven: no plan of the space that fits is faster as simulated, nor comes before the first "

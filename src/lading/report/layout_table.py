@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
 from textwrap import wrap
 from typing import Any
 
@@ -21,6 +22,7 @@ class LayoutRow:
     """Row of a table of layouts.
 
     Attributes:
+        spread: Half width of the interval that nine of ten steps lie in, as a share of the seconds.
         shares_s: Seconds of the step by cause.
         peaks: Bytes by moment and tier.
         over: "" where it fits, else what does not and by how much.
@@ -29,6 +31,7 @@ class LayoutRow:
 
     layout: str
     step_s: float
+    spread: float
     bound_s: float
     mfu: float
     tokens_per_s_per_device: float
@@ -48,6 +51,19 @@ class LayoutRow:
     def bubble_s(self) -> float:
         """Seconds in which a rank of the pipeline waits for another."""
         return self.shares_s.get(_BUBBLE, 0.0)
+
+    def uncertain_s(self, other: LayoutRow) -> float:
+        """Half width of the interval of the seconds between two layouts.
+
+        What both have in common is wrong in both alike and falls out; causes that differ are taken to be wrong
+        independently, each by ``spread`` of the difference.
+        """
+        causes = {*self.shares_s, *other.shares_s}
+        return self.spread * hypot(*(self.shares_s.get(c, 0.0) - other.shares_s.get(c, 0.0) for c in sorted(causes)))
+
+    def is_told_apart(self, other: LayoutRow) -> bool:
+        """Whether the seconds between two layouts are more than the prediction may be wrong by."""
+        return abs(self.step_s - other.step_s) > self.uncertain_s(other)
 
     def most(self, tier: str) -> int:
         """Bytes of a tier at the moment that needs most."""
@@ -79,10 +95,13 @@ def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
         covered += seconds
         if covered >= _NAMED * total:
             break
+    apart = (
+        "" if row.is_told_apart(winner) else f" (within {row.uncertain_s(winner) / winner.step_s:.1%} not told apart)"
+    )
     share = f" ({covered / total:.0%} of what takes longer)" if len(named) < len(longer) else ""
     less, saved = min((seconds, cause) for cause, seconds in more.items())
     instead = f"; {saved} -{format_seconds(-less)}" if -less > (1 - _NAMED) * total else ""
-    return f"{slower:.1%} slower: {', '.join(named)}{share}{instead}"
+    return f"{slower:.1%} slower{apart}: {', '.join(named)}{share}{instead}"
 
 
 def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: int) -> list[str]:
@@ -98,7 +117,7 @@ def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: i
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         _aligned(table[0], widths),
-        " " * (widths[0] + 1) + "layout: it loses because it is; variants of it among the best",
+        *_wrapped("layout: why it loses; variants of it among the best", width, " " * (widths[0] + 1)),
     ]
     for cells, row in zip(table[1:], every, strict=True):
         rest = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
@@ -143,6 +162,9 @@ def layout_figures(row: LayoutRow, winner: LayoutRow) -> dict[str, Any]:
     return {
         "layout": row.layout,
         "step_s": row.step_s,
+        "low_s": row.step_s * (1 - row.spread),
+        "high_s": row.step_s * (1 + row.spread),
+        "told_apart": row.is_told_apart(winner),
         "bound_s": row.bound_s,
         "mfu": row.mfu,
         "tokens_per_s_per_device": row.tokens_per_s_per_device,

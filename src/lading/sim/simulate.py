@@ -92,18 +92,22 @@ class Simulated:
         """Sentences on what was taken for granted."""
         return self.prediction.assumed
 
+    @property
+    def spread(self) -> float:
+        """Half width of the interval of the step's seconds, as a share of them ([Note: interval])."""
+        gpu = self.machine.device.gpu
+        return self.request.stack.spread_on(gpu.architecture if gpu else "")
+
     @cached_property
     def prediction(self) -> Prediction:
         """The figures, with their intervals ([Note: interval])."""
         step_s, peak = self.step.step_s, self.peak_bytes
         high = int(peak * (1 + MEMORY_SPREAD))
-        gpu = self.machine.device.gpu
-        spread = self.request.stack.spread_on(gpu.architecture if gpu else "")
         tier, beside = self.request.layout.offload_to, self.behind_bytes
         return Prediction(
             step_s=step_s,
-            low_s=step_s * (1 - spread),
-            high_s=step_s * (1 + spread),
+            low_s=step_s * (1 - self.spread),
+            high_s=step_s * (1 + self.spread),
             peak_bytes=peak,
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,

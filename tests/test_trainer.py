@@ -22,7 +22,7 @@ from lading.prepare import plan
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
-from tests.runs import budget_for, failing
+from tests.runs import OVERHEAD_BYTES, budget_for, failing
 
 B, F = 64, 96
 
@@ -366,3 +366,23 @@ def test_several_losses_are_reported_by_name(tmp_path: Path) -> None:
         assert found["loss"] == pytest.approx(sum(found[name] for name in ("fit", "size", "bias")))
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_list_of_tensors_is_a_batch_where_one_was_captured(tmp_path: Path) -> None:
+    """Also one of a single tensor, and in a list of micro-batches."""
+
+    def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return model(batch[0]).square().mean() * len(batch)
+
+    for leaves in (1, 2):
+        made = [torch.ones(4, F)] * leaves
+        for accumulation in (1, 2):
+            model = torch.nn.Linear(F, F)
+            graph = capture(model, made, loss, accumulation=accumulation)
+            ready = plan(graph, small_machine(overhead_bytes=OVERHEAD_BYTES), budget="100%")
+            with Trainer(ready, graph, model, folder=tmp_path) as trainer:
+                assert trainer.step([made] * accumulation) > 0
+                if accumulation == 1:
+                    assert trainer.step(made) > 0
+                with pytest.raises(ConfigError):
+                    trainer.step([made] * 3)

@@ -30,6 +30,7 @@ from lading.ir.update_ops import grouped
 from lading.memory.restore import step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
+from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan, tier_limits
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
@@ -61,7 +62,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     policy: str | Policy = "residency",
     clip_norm: float = 0.0,
     master_weights: bool = False,
-    optimizer: ParameterRule | None = None,
+    optimizer: ParameterRule | torch.optim.Optimizer | None = None,
     matrices: Matrices | None = None,
     compile: bool = False,
     cache: bool = True,
@@ -79,8 +80,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
-        optimizer: Rule that moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``); None for
-            AdamW.
+        optimizer: Rule that moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``), or an
+            optimizer of torch, whose parameter groups then count as they are in each step; None for AdamW.
         matrices: A rule for matrices, as Muon, and which parameters it moves in its stead (``lading.Matrices``).
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
@@ -92,17 +93,15 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     """
     machine = as_machine(machine)
     check_type("graph", graph, StepGraph, "what lading.capture returns")
-    if optimizer is not None:
-        check_type("optimizer", optimizer, ParameterRule, "lading.AdamW(...), lading.optimizer(NAME, ...) or None")
     if matrices is not None:
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     limits = _limits(machine, disk_budget, budgets)
-    optimizer = default_rule() if optimizer is None else optimizer
+    rule = default_rule() if optimizer is None else checked_rule(optimizer)
     step = step_of(
-        graph, machine, clip_norm=clip_norm, master_weights=master_weights, optimizer=optimizer, matrices=matrices
+        graph, machine, clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices
     )
     with planning_progress(after_s=_QUICK_S) as progress:
         memory = _kernel_memory(step, machine, progress)
@@ -122,7 +121,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             },
             workspace_bytes=memory.scratch_bytes,
         )
-    return _told(planned.plan, memory, graph, optimizer, matrices)
+    return _told(planned.plan, memory, graph, rule, matrices)
 
 
 def plan_run(
@@ -209,6 +208,8 @@ def _told(
 ) -> Plan:
     """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
+    if isinstance(optimizer, TorchUpdate):
+        said = (f"updates by {optimizer.optimizer} take the time of reading and writing their tensors once", *said)
     settings = {} if optimizer == default_rule() else dataclasses.asdict(optimizer)
     request = dataclasses.replace(plan.request, optimizer=name_of(optimizer), optimizer_settings=settings)
     if matrices is not None:

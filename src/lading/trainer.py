@@ -31,6 +31,7 @@ from lading.ir.update_ops import rule_of
 from lading.memory.restore import planned_optimizer, program_of
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
+from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import DeviceDriver
@@ -38,6 +39,7 @@ from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
+from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import give_back, trim
 from lading.runtime.update_kernels import check_planned
 from lading.tracing.batches import input_leaves
@@ -64,7 +66,9 @@ class Trainer:
         graph: Graph from ``lading.capture``.
         model: Model whose values are taken over now and written back by ``close``; None starts from zeros (see
             ``load``).
-        optimizer: The rule that the plan was made for, with the numbers that count now; None takes the plan's.
+        optimizer: The rule that the plan was made for, with the numbers that count now; None takes the plan's. Or the
+            optimizer of torch that it was made for: each step takes the numbers that its parameter groups have then,
+            its states are taken over and given back as the model's values are.
         folder: Folder for the swap file.
         threads: Compute threads; None keeps torch's setting.
         device: Driver of the device to run on, for this trainer alone; None is the one that the plan was made for.
@@ -88,7 +92,7 @@ class Trainer:
         graph: StepGraph,
         model: torch.nn.Module | None,
         *,
-        optimizer: ParameterRule | None = None,
+        optimizer: ParameterRule | torch.optim.Optimizer | None = None,
         folder: str | Path = ".",
         threads: int | None = None,
         device: DeviceDriver | None = None,
@@ -100,11 +104,8 @@ class Trainer:
         plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
-        self.optimizer = planned if optimizer is None else optimizer
-        check_type(
-            "optimizer", self.optimizer, ParameterRule,
-            "a lading.AdamW or another of lading.optimizer; what moves matrices is told to lading.plan",
-        )  # fmt: skip
+        stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self.optimizer = planned if optimizer is None else checked_rule(optimizer)
         check_available(plan.request.machine_table["device"]["kind"])
         check_host(plan.request.host_id)
         self.plan = plan
@@ -123,6 +124,9 @@ class Trainer:
         self._closed = False
         model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
+        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, step_graph)
+        if self._groups is None and isinstance(self.optimizer, TorchUpdate) and self.optimizer.seeded:
+            raise ConfigError(f"expected the optimizer itself, as {self.optimizer.optimizer} makes states; got none")
         self._watch = Watch(graph.frozen, model)
         self._executor = Executor(
             self.program,
@@ -157,8 +161,8 @@ class Trainer:
         """Run one optimizer step.
 
         Args:
-            batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch that is itself a
-                list goes into a list.
+            batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch may itself be a
+                list, as a DataLoader makes it.
             lr: Learning rate of this step; None is the optimizer's.
             matrix_lr: Learning rate of the rule that moves matrices, if the plan has one; None is its own.
 
@@ -170,7 +174,7 @@ class Trainer:
                 or load left values of two steps.
             StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
-        micro = batches if isinstance(batches, list) else [batches]
+        micro = self._micro_batches(batches)
         feeds = [dict(input_leaves(batch)) for batch in micro]
         self._check_whole()
         self._watch.check(micro, [name for name, _ in self.program.graph.inputs[0]])
@@ -179,7 +183,8 @@ class Trainer:
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
             try:
-                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1])
+                rules = {} if self._groups is None else self._groups.rules()
+                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1], rules=rules)
             except BaseException as error:
                 if self._executor.completed == before:
                     self._undo(error, state)
@@ -187,9 +192,19 @@ class Trainer:
             finally:
                 self.steps += self._executor.completed - before
         self._tell_excess()
+        if self._groups is not None:
+            self._groups.stepped()
         names = self.program.graph.loss_names
         self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def _micro_batches(self, batches: Any) -> list[Any]:
+        """List the micro-batches of a step; a single one may be a list itself, if the captured one was."""
+        inputs = self.program.graph.inputs
+        if not isinstance(batches, list):
+            return [batches]
+        is_batch = len(inputs) == 1 and {name for name, _ in input_leaves(batches)} == {name for name, _ in inputs[0]}
+        return [batches] if is_batch else batches
 
     def _tell_excess(self) -> None:
         """Warn of a broken budget at the step that broke it, and at the next one of what had not been predicted."""
@@ -225,6 +240,10 @@ class Trainer:
             if rate is not None:
                 check_rate(name, rate)
         matrices = self.plan.request.matrices
+        if self._groups is not None:
+            if lr is not None:
+                raise ConfigError("expected no lr: the optimizer's parameter groups have the rates; set them there")
+            return 0.0, float((matrices or {"lr": 0.0})["lr"] if matrix_lr is None else matrix_lr)
         usual = self.optimizer.lr if lr is None else lr
         if matrices is None:
             if matrix_lr is not None:
@@ -447,30 +466,51 @@ class Trainer:
 
     def _give_back_at_the_end(self) -> None:
         """Let the end of this trainer, or of the process, write the values back if nobody has closed it by then."""
-        self._give_back = partial(_give_back, self._executor, self._custody, self._values, self._lock, pid=os.getpid())
+        values, ended = self._values, None
+        if self._groups is not None:
+            values, ended = values | self._groups.values_of_states(values), self._groups.ended
+        self._give_back = partial(_give_back, self._executor, self._custody, values, self._lock, os.getpid(), ended)
         self._finalizer = weakref.finalize(self, self._give_back)
         atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
 
     def _take_over(self, model: torch.nn.Module | None) -> None:
         """Copy the model's values and free its own memory, one tensor after the other."""
-        tensors = tensors_of(model) if model is not None else []
+        tensors, fresh = tensors_of(model) if model is not None else [], list[tuple[str, torch.Tensor]]()
+        if self._groups is not None:
+            states, filled = self._groups.states(self._values)
+            with_values = {id(tensor) for tensor in filled}
+            tensors += [pair for pair in states if id(pair[1]) in with_values]
+            fresh = [pair for pair in states if id(pair[1]) not in with_values]
         freed = FreedBytes([t for _, t in tensors if t.device.type == self._kind], self._executor.now_bytes)
         for name, tensor in tensors:
-            self.set_value(name, tensor)
+            value = tensor.detach()
+            self.set_value(name, value if value.dim() else value.expand(self._values[name].shape).clone())
+            del value
             take = partial(self._custody.take, name, tensor)
             if tensor.device.type == self._kind:
                 freed.drop(tensor, take)
             else:
                 take()
+        for name, tensor in fresh:
+            self._custody.take(name, tensor)
         self._executor.observe_peak()
         trim()
         self._executor.given_back(freed.total())
 
 
 def _give_back(
-    executor: Executor, custody: Custody, values: Mapping[str, Value], lock: AbstractContextManager[object], pid: int
+    executor: Executor,
+    custody: Custody,
+    values: Mapping[str, Value],
+    lock: AbstractContextManager[object],
+    pid: int,
+    ended: Callable[[], None] | None,
 ) -> None:
-    """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer."""
+    """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer.
+
+    Args:
+        ended: Called once values are back.
+    """
     if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
         return
     with lock, HeldInterrupts():
@@ -491,6 +531,8 @@ def _give_back(
             executor.close()
         finally:
             custody.release(name for name, _ in lost)
+            if ended is not None:
+                ended()
     if lost:
         names = first_few([name for name, _ in lost])
         raise StorageError(f"{len(lost)} values could not be read and are lost ({names}): {lost[0][1]}") from lost[0][1]

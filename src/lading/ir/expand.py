@@ -308,6 +308,8 @@ class _StepBuilder:
         parts = {suffix: [self._rule_state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
         for suffix, tensors in parts.items():
             shape = whole[suffix].shape if suffix in whole else value.shape
+            if not shape and len(tensors) > 1:  # a number, of which each part has its own
+                shape = (len(tensors),)
             self.states.append(State(f"{name}.{suffix}", self.tensors[tensors[0]].dtype, shape, tuple(tensors)))
         if step is not None:
             self.states.append(State(f"{name}.step", "float32", (), (step,)))

@@ -33,7 +33,9 @@ _MATRICES = MappingProxyType(
         "soap": "lading.optim.soap:SOAP",
     }
 )
-_BUILT_IN = MappingProxyType({**_PARAMETERS, **_MATRICES})
+#: Made of an optimizer of torch, never by name.
+_OF_TORCH = MappingProxyType({"torch": "lading.optim.torch_update:TorchUpdate"})
+_BUILT_IN = MappingProxyType({**_PARAMETERS, **_MATRICES, **_OF_TORCH})
 #: Moves parameters where nothing is said.
 DEFAULT = "adamw"
 

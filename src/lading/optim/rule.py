@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lading.errors import ConfigError
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     import torch
 
 States = dict[str, "torch.Tensor"]
+#: What to do where an update does not treat elements alone.
+INSTEAD = (
+    'take one that does, lading.optimizer("adafactor"), or lading.Matrices(rule="muon") for matrices; a rule of your '
+    "own says whole = True"
+)
 #: Norms, orders, and what LAPACK takes whatever the size.
 SMALL_BYTES = 4 << 10
 
@@ -144,6 +150,61 @@ class ParameterRule(ABC):
     def state_elements(self, shape: tuple[int, ...]) -> int:
         """Number of elements of all states of a parameter."""
         return sum(prod(state.shape) for state in self.states(shape).values())
+
+
+def trial_of(size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Make a vector and three gradients of it, of very different sizes along the vector."""
+    import torch
+
+    seed = torch.Generator().manual_seed(0)
+    sizes = torch.linspace(0.1, 8, size)
+    return torch.randn(size, generator=seed), [torch.randn(size, generator=seed) * sizes for _ in range(3)]
+
+
+def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    """Try whether a rule that is not ``whole`` gives the parts of a small matrix the bits of the whole.
+
+    Args:
+        initial: States of 256 elements before the first update; zeros where it says none.
+
+    Raises:
+        ConfigError: it does not, or its update fails.
+    """
+    import torch
+
+    if rule.whole:
+        return
+
+    def after(part: slice, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        param, grads = trial_of(256)
+        moved = param[part].clone().view(shape)
+        states: States = {}
+        for name, spec in rule.states(shape).items():
+            states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, moved.dtype))
+            if name in initial:
+                states[name].copy_(initial[name][part].view(shape) if spec.shape else initial[name])
+        for number, grad in enumerate(grads, 1):
+            step = torch.tensor(float(number)) if rule.counts else None
+            rule.update(moved, grad[part].clone().view(shape), states, lr=1e-2, step=step)
+        return moved, *states.values()
+
+    name = getattr(rule, "optimizer", type(rule).__name__)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            whole = after(slice(0, 256), (16, 16))
+            parts = [(part, after(part, (part.stop - part.start,))) for part in (slice(0, 64), slice(64, 256))]
+    except Exception as error:
+        raise ConfigError(
+            "optimizer: expected one whose update treats elements alone, so that parameters can be moved part by part; "
+            f"{name} failed on a matrix of 256 elements: {type(error).__name__}: {error}; {INSTEAD}"
+        ) from error
+    for part, moved in parts:
+        pairs = ((one.flatten(), other.flatten()) for one, other in zip(whole, moved, strict=True))
+        if not all(torch.equal(one[part] if one.numel() == 256 else one, other) for one, other in pairs):
+            raise ConfigError(
+                f"optimizer: expected one whose update treats elements alone, but {name} gives a part of a parameter "
+                f"other numbers than the whole; {INSTEAD}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

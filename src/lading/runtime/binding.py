@@ -18,10 +18,11 @@ from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
-from lading.runtime.kernel_calls import BoundKernel, Rate, bind
+from lading.runtime.kernel_calls import BoundKernel, bind
 from lading.runtime.regions import FusibleRegion, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import HostBytes, TierBytes
+from lading.runtime.update_kernels import Rate
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
 #: An operation on so many bytes takes some 100 us; to read the resident set takes 3.
@@ -31,7 +32,7 @@ _OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 @dataclass
 class Rates:
-    """Learning rates: of this step's updates, and of those deferred from the step before."""
+    """Numbers of this step's updates, and of those deferred from the step before."""
 
     now: Rate = field(default_factory=Rate)
     before: Rate = field(default_factory=Rate)
@@ -197,13 +198,12 @@ class Binder:
             if action.op is None:
                 raise ProgramError(f"a {action.kind.value} needs an operation")
             rate = self.rates.before if action.op in self.deferred else self.rates.now
+            op = self.graph.ops[action.op]
+            parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
+            bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter)
             if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
-                return bind(
-                    self.graph.ops[action.op], self.host_view, kind="cpu", optimizer=self.optimizer, rate=rate
-                ).run
-            kernel = bind(
-                self.graph.ops[action.op], self.view, kind=self.device.kind, optimizer=self.optimizer, rate=rate
-            )
+                return bound(self.host_view, kind="cpu").run
+            kernel = bound(self.view, kind=self.device.kind)
             self.scratch[action.id] = kernel.scratch_bytes
             if self.make_room is None or not self._is_large(action.op, kernel):
                 return kernel.run

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import torch
@@ -34,6 +34,7 @@ from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import ActionFailed, Clocking, Entry, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import TierBytes
+from lading.runtime.update_kernels import Rate
 from lading.runtime.values import Values
 from lading.units import format_bytes
 
@@ -185,12 +186,20 @@ class Executor:
         self._running = self._bound
         self._cleanup.close()
 
-    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float, matrix_lr: float = 0.0) -> list[float]:
+    def step(
+        self,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        lr: float,
+        matrix_lr: float = 0.0,
+        rules: Mapping[int, ParameterRule] = MappingProxyType({}),
+    ) -> list[float]:
         """Run one training step. Updates that the Program defers wait for the next step, or for ``flush``.
 
         Args:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
             lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
+            rules: Rule of this step by the parameter's storage, its learning rate included; others have ``lr``.
         Returns:
             The losses of each micro-batch in turn, in the order of ``graph.losses``.
         Raises:
@@ -205,7 +214,7 @@ class Executor:
                 "a step failed after it had begun to change values; write them again, or load a checkpoint"
             )
         self._caller.batches = self._device.handed(checked_batches(self.program, batches))
-        self._rates.now.value, self._rates.now.matrices = lr, matrix_lr
+        self._rates.now.take(Rate(lr, matrix_lr, rules))
         self._times.samples.clear()
         self._timeline, self._moments, self._has_run = None, None, False
         self._values.discard()
@@ -234,7 +243,7 @@ class Executor:
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
-        self._rates.before.value, self._rates.before.matrices = self._rates.now.value, self._rates.now.matrices
+        self._rates.before.take(self._rates.now)
         self._caught_up = frozenset()
         self._values.changed = {}
         self._caller.batches = ()

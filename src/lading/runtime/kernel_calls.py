@@ -22,7 +22,7 @@ from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
 from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
-from lading.runtime.update_kernels import matrix_kernel, parameter_kernel
+from lading.runtime.update_kernels import Rate, matrix_kernel, parameter_kernel
 from lading.units import KiB
 
 #: Results of one part: small enough to stay in a cache, large enough to hide a call.
@@ -37,14 +37,6 @@ _Piece = tuple[Call, list[tuple[int, torch.Tensor]]]
 #: would take up to 84 KB an operation, 2.4 MB of a step of GPT-2; to make one costs some microseconds.
 Pieces = tuple[Callable[[], Iterator[_Piece]], int]
 View = Callable[[int], torch.Tensor | None]
-
-
-@dataclass
-class Rate:
-    """Learning rates of the current step, shared by all updates: of the optimizer, and of rules for matrices."""
-
-    value: float = 0.0
-    matrices: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,13 @@ class _Call:
 
 
 def bind(
-    op: Op, view: View, *, kind: str = "cpu", optimizer: ParameterRule | None = None, rate: Rate | None = None
+    op: Op,
+    view: View,
+    *,
+    kind: str = "cpu",
+    optimizer: ParameterRule | None = None,
+    rate: Rate | None = None,
+    parameter: int = -1,
 ) -> BoundKernel:
     """Bind an operation to the tensors it will always work on.
 
@@ -89,7 +87,8 @@ def bind(
         kind: Kind of the device that runs it. Only on a CPU are large results made part by part.
         optimizer: Settings of an update; None takes those that were planned. Rules for matrices have theirs in the
             operation.
-        rate: Learning rates of updates.
+        rate: Numbers of updates that change from step to step.
+        parameter: Storage of the parameter of an update, by which ``rate.rules`` has its own.
 
     Raises:
         ProgramError: this torch has no such operation, or an input has no place.
@@ -98,9 +97,12 @@ def bind(
     if op.name.startswith(PREFIX):
         rates = rate or Rate()
         if matrix_rule_of(op) is None:
-            return BoundKernel(*parameter_kernel(op, *_arguments(op, view), kind, optimizer, lambda: rates.value))
+            args, kwargs = _arguments(op, view)
+            return BoundKernel(
+                *parameter_kernel(op, args, kwargs, kind, optimizer=optimizer, rate=rates, parameter=parameter)
+            )
         out = view(op.outputs[0]) if op.outputs else None
-        return BoundKernel(*matrix_kernel(op, *_arguments(op, view), out, kind, lambda: rates.matrices))
+        return BoundKernel(*matrix_kernel(op, *_arguments(op, view), out, kind, rates))
     call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:

@@ -9,8 +9,8 @@ A rule for matrices takes what is elementwise a few rows at a time; the bits are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
@@ -26,7 +26,25 @@ from lading.runtime.scratch import bytes_of
 
 #: Elements that are worked on at once: few enough for a cache, many enough to hide launches on a GPU.
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
-Rate = Callable[[], float]
+
+
+@dataclass
+class Rate:
+    """Numbers of the updates of a step, which change from step to step.
+
+    Attributes:
+        value: Learning rate of the optimizer.
+        matrices: Learning rate of rules for matrices.
+        rules: Rule by the parameter's storage, its learning rate included, where parameter groups differ.
+    """
+
+    value: float = 0.0
+    matrices: float = 0.0
+    rules: Mapping[int, ParameterRule] = field(default_factory=lambda: {})
+
+    def take(self, other: Rate) -> None:
+        """Take the numbers of another; kernels are bound to this object."""
+        self.value, self.matrices, self.rules = other.value, other.matrices, other.rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +89,22 @@ class _Update:
 
 
 def parameter_kernel(
-    op: Op, args: list[Any], kwargs: dict[str, Any], kind: str, optimizer: ParameterRule | None, rate: Rate
+    op: Op,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    kind: str,
+    *,
+    optimizer: ParameterRule | None = None,
+    rate: Rate,
+    parameter: int = -1,
 ) -> tuple[Callable[[], None], int]:
     """Make the call that moves a parameter, or a part of it, by a rule that treats elements alone.
 
     Args:
         args, kwargs: Arguments of the operation, with tensors where they lie.
         optimizer: The rule with the settings of the run; None takes those that were planned, and the class's defaults.
-        rate: Gives the learning rate of the step.
+        rate: Numbers of the step's updates.
+        parameter: Storage of the parameter, by which ``rate.rules`` has its own.
 
     Returns:
         The call, and the bytes it allocates beside its tensors.
@@ -99,13 +125,15 @@ def parameter_kernel(
             pieces, copied = [[param, grad, param, *states.values()]], bytes_of([grad])
     else:
         pieces, copied = _master_pieces([param, grad, master, *states.values()], rule, kind)
-    most = max(moved.numel() for _, _, moved, *_ in pieces)
+    most, last = max(moved.numel() for _, _, moved, *_ in pieces), pieces[-1][2]
     scratch = copied + rule.temporaries * 4 * most
 
     def run() -> None:
         if counts:
             assert step is not None
             step.add_(1)
+        grouped = rate.rules.get(parameter)
+        now, lr = (rule, rate.value) if grouped is None else (grouped, grouped.lr)
         room = None
         if copied and master is not None:
             room = torch.empty(copied // 4, dtype=torch.float32, device=param.device)
@@ -117,7 +145,8 @@ def parameter_kernel(
                     seen.mul_(coefficient)
             elif copied:
                 seen = torch.empty_like(moved).copy_(gradient)
-            rule.update(moved, seen, dict(zip(names, parts, strict=True)), lr=rate(), step=step)
+            mine = [p.clone() if p.dim() == 0 and moved is not last else p for p in parts]  # a number of all pieces
+            now.update(moved, seen, dict(zip(names, mine, strict=True)), lr=lr, step=step)
             if master is not None:
                 rounded.copy_(moved)
 
@@ -166,8 +195,8 @@ def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) 
 
 
 def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:
-    flat = [t.view(-1) for t in tensors]
-    return [[t[at : at + at_once] for t in flat] for at in range(0, flat[0].numel(), at_once)]
+    flat = [t.view(-1) if t.dim() else t for t in tensors]
+    return [[t[at : at + at_once] if t.dim() else t for t in flat] for at in range(0, tensors[0].numel(), at_once)]
 
 
 def matrix_kernel(
@@ -178,7 +207,7 @@ def matrix_kernel(
     Args:
         args, kwargs: Arguments of the operation, with tensors where they lie.
         out: The workspace; None without one.
-        rate: Gives the learning rate of the step.
+        rate: Numbers of the step's updates.
 
     Returns:
         The call, and the bytes it allocates beside its tensors.
@@ -226,7 +255,7 @@ def _matrices(update: _Update, kind: str, rate: Rate) -> Callable[[], None]:
             if update.counts:
                 update.step.add_(1)
             number = int(update.step)
-        lr = rate()
+        lr = rate.matrices
         for index in range(update.param.shape[0]):
             direction = _direction(update, rule, index, number, rows)
             for part in _parts(shape[0], rows):

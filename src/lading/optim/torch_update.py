@@ -1,0 +1,297 @@
+"""Any ``torch.optim.Optimizer`` whose update treats elements alone: its own ``step`` moves parameters part by part.
+
+What it keeps of a parameter, and that it treats elements alone, is found by trial (``rule_of_optimizer``), on 256
+numbers, before anything else happens: the whole must equal its parts to the bit. Nothing here knows an optimizer by
+name, so one from another package serves as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from lading.errors import ConfigError, check_type
+from lading.optim.registry import name_of
+from lading.optim.rule import INSTEAD, ParameterRule, States, StateSpec, check_elementwise, trial_of
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP = "step"
+#: Learning rate of the trial: a warm-up begins at 0, where nothing would be seen.
+_TRIAL_LR = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchUpdate(ParameterRule):
+    """Update by a torch optimizer's own code; made by ``rule_of_optimizer``.
+
+    Attributes:
+        optimizer: Its class, as "module:Class".
+        elementwise: Names of the states that have the parameter's shape, with spaces between.
+        scalars: Names of those that are one number, each part of a parameter having its own.
+        step_kind: Type of the number of updates among its states: "tensor", "int", or "" where it keeps none.
+        seeded: Whether states are made with the optimizer; else its first update makes them.
+        temporaries: Numbers that an update allocates for each element.
+        numbers: A parameter group without its parameters, as JSON.
+    """
+
+    optimizer: str = "torch.optim.sgd:SGD"
+    elementwise: str = ""
+    scalars: str = ""
+    step_kind: str = ""
+    seeded: bool = False
+    temporaries: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]  # each optimizer has its own
+    numbers: str = "{}"
+
+    planned: ClassVar[tuple[str, ...]] = (
+        "optimizer", "elementwise", "scalars", "step_kind", "seeded", "temporaries",
+    )  # fmt: skip
+    counts: ClassVar[bool] = True
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        """Shapes of the states; the number of updates is not among them."""
+        cut = {name: StateSpec(shape) for name in self.elementwise.split()}
+        return cut | {name: StateSpec((), "float32") for name in self.scalars.split()}
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor | None
+    ) -> None:
+        """Give the optimizer one parameter with its states, and let it step."""
+        import torch
+
+        assert step is not None
+        stand_in = _stand_in(self.optimizer, self.numbers)
+        group, number = stand_in.param_groups[0], step.item()
+        group["lr"], group["params"] = lr, [param]
+        before: dict[str, Any] = {}
+        if number > 1 or self.seeded:
+            before = dict(states)
+            if self.step_kind:
+                before[_STEP] = torch.tensor(number - 1) if self.step_kind == "tensor" else int(number) - 1
+            stand_in.state[param] = before
+        param.grad = grad
+        try:
+            stand_in.step()
+            after = stand_in.state[param]
+            for name, place in states.items():
+                if after[name] is not place:
+                    place.copy_(after[name])
+        finally:
+            stand_in.state.clear()
+            group["params"], param.grad = [], None
+
+    def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """Make the optimizer itself."""
+        made = _made(self.optimizer, json.loads(self.numbers))
+        made.param_groups[0]["params"] = list(params)
+        return made
+
+
+def checked_rule(optimizer: object) -> ParameterRule:
+    """Make the rule of an optimizer of torch, or return a rule, tried where it does not come with Lading.
+
+    Raises:
+        ConfigError: as ``rule_of_optimizer`` and ``check_elementwise``, or it is neither.
+    """
+    import torch
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return rule_of_optimizer(optimizer)
+    check_type(
+        "optimizer", optimizer, ParameterRule,
+        "a lading.AdamW or another of lading.optimizer, or an optimizer of torch; what moves matrices is told to "
+        "lading.plan",
+    )  # fmt: skip
+    rule = cast(ParameterRule, optimizer)
+    if ":" in name_of(rule):
+        check_elementwise(rule)
+    return rule
+
+
+def rule_of_optimizer(optimizer: torch.optim.Optimizer) -> TorchUpdate:
+    """Find out by trial what an optimizer keeps of a parameter, and that it treats elements alone.
+
+    Returns:
+        The rule of its first parameter group; see ``rules_of_groups``.
+
+    Raises:
+        ConfigError: its update does not treat elements alone, or cannot be run part by part; says why, and what to do.
+    """
+    kind = type(optimizer)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    tried: dict[str, TorchUpdate] = {}
+    for numbers in {_numbers(name, group): None for group in optimizer.param_groups}:
+        try:
+            rule = _tried(name, numbers)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer: expected one whose update treats elements alone, so that parameters can be moved part by "
+                f"part; {kind.__name__} failed on a vector of its own: {type(error).__name__}: {error}; {INSTEAD}"
+            ) from error
+        tried[", ".join(rule.states(()))] = rule
+    if len(tried) > 1:
+        raise ConfigError(
+            f"optimizer: expected every parameter group of {kind.__name__} to keep the same states, got "
+            f"{' beside '.join(names or 'none' for names in tried)}; give the groups the same momentum and the like"
+        )
+    most = max(rule.temporaries for rule in tried.values())
+    first = next(iter(tried.values()))
+    return replace(first, temporaries=most, **_of_group(name, optimizer.param_groups[0]))
+
+
+def rules_of_groups(rule: TorchUpdate, optimizer: torch.optim.Optimizer) -> tuple[TorchUpdate, ...]:
+    """Rule of each parameter group with the numbers that it has now, whoever changed them.
+
+    Raises:
+        ConfigError: a number of a group is none.
+    """
+    return tuple(replace(rule, **_of_group(rule.optimizer, group)) for group in optimizer.param_groups)
+
+
+def _of_group(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"lr": float(group["lr"]), "numbers": _numbers(name, group)}
+
+
+def _numbers(name: str, group: Mapping[str, Any]) -> str:
+    """Write a parameter group without its parameters and its rate, which changes with every step."""
+    try:
+        return json.dumps({key: value for key, value in group.items() if key not in ("params", "lr", "param_names")})
+    except TypeError:
+        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in group.items() if key != "params")
+        raise ConfigError(
+            f"optimizer: expected numbers, texts and flags in the parameter groups of {name}, got {kinds}; "
+            "tensors become numbers by .item()"
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
+    """Make an optimizer of a class without parameters, with a group of these numbers."""
+    return _made(name, json.loads(numbers))
+
+
+def _made(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:
+    kind: Any = import_module(name.partition(":")[0])
+    for part in name.partition(":")[2].split("."):
+        kind = getattr(kind, part, None)
+        if kind is None:
+            raise ConfigError(f"optimizer: expected {name!r} to be a class that can be imported, found none")
+    made = kind.__new__(kind)
+    groups = [{"lr": _TRIAL_LR, **numbers, "params": []}]
+    made.__setstate__({"defaults": dict(numbers), "state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
+def _tried(name: str, numbers: str) -> TorchUpdate:
+    """Run three updates of a small vector, whole and in parts.
+
+    Raises:
+        ConfigError: they differ, or leave what cannot be kept for each part.
+    """
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        param, grads = trial_of(256)
+        rule, expected, states = _watched(name, numbers, param, grads)
+        initial = _initial(rule, name, param)
+        check_elementwise(rule, initial)
+        for number, grad in enumerate(grads, 1):
+            rule.update(param, grad, initial, lr=_TRIAL_LR, step=torch.tensor(float(number)))
+        if not torch.equal(param, expected) or any(not torch.equal(initial[key], states[key]) for key in initial):
+            raise ConfigError(
+                f"optimizer: expected one that goes on from its parameter groups and states alone, {name} does not; "
+                f"{INSTEAD}"
+            )
+    return rule
+
+
+def _watched(
+    name: str, numbers: str, param: torch.Tensor, grads: list[torch.Tensor]
+) -> tuple[TorchUpdate, torch.Tensor, dict[str, torch.Tensor]]:
+    """Run the optimizer on a whole vector; returns its rule, and what the parameter and the states become."""
+    import torch
+
+    made, whole, seeded = _made(name, json.loads(numbers)), param.clone().view(16, 16), False
+    group = made.param_groups[0]
+    group["params"] = [whole]
+    most = 0
+    for grad in grads:
+        whole.grad = grad.view(16, 16)
+        try:
+            allocated = _allocated(made)
+        except KeyError:
+            if seeded or (state := _seed(name, group)) is None:
+                raise
+            made.state[whole], seeded = state, True
+            allocated = _allocated(made)
+        most = max(most, allocated)
+    left = {key for key, value in group.items() if key != "params"} ^ {"lr", *json.loads(numbers)}
+    if left or json.loads(_numbers(name, group)) != json.loads(numbers):
+        raise ConfigError(f"optimizer: expected a step to leave the parameter groups as they are, {name} changes them")
+    state = {key: value for key, value in made.state[whole].items() if value is not None}
+    step = state.pop(_STEP, None)
+    odd = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() not in (1, 256)]
+    if odd:
+        raise ConfigError(
+            f"optimizer: expected states of the parameter's shape or of one number, {name} keeps {', '.join(odd)}; "
+            f"{INSTEAD}"
+        )
+    rule = TorchUpdate(
+        lr=_TRIAL_LR, optimizer=name, numbers=numbers, seeded=seeded, temporaries=-(-most // (4 * param.numel())),
+        elementwise=" ".join(key for key, value in state.items() if value.numel() > 1),
+        scalars=" ".join(key for key, value in state.items() if value.numel() == 1),
+        step_kind="" if step is None else "tensor" if isinstance(step, torch.Tensor) else "int",
+    )  # fmt: skip
+    return rule, whole.flatten(), {key: value.flatten() if value.dim() else value for key, value in state.items()}
+
+
+def _initial(rule: TorchUpdate, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """States of a vector before the first update: the optimizer's where it makes them, else zeros."""
+    import torch
+
+    seed = _seed(name, {**json.loads(rule.numbers), "lr": rule.lr, "params": [param]}) if rule.seeded else None
+    return {
+        key: torch.zeros(state.shape) if seed is None else seed[key]
+        for key, state in rule.states(tuple(param.shape)).items()
+    }
+
+
+def _seed(name: str, group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """States that an optimizer makes for a parameter at once; None if it makes none."""
+    import torch
+
+    kind = type(_made(name, {}))
+    taken = signature(kind.__init__).parameters
+    made = kind(
+        [torch.nn.Parameter(group["params"][0].clone())],
+        **{key: value for key, value in group.items() if key in taken and key != "params"},
+    )
+    return next(iter(made.state.values()), None)
+
+
+def _allocated(optimizer: torch.optim.Optimizer) -> int:
+    """Let an optimizer step; returns the bytes of all that its operations made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Allocations(TorchDispatchMode):
+        size_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            made = out if isinstance(out, (tuple, list)) else [out]
+            fresh = all(info.alias_info is None for info in func._schema.returns)
+            self.size_bytes += sum(getattr(t, "nbytes", 0) for t in made) if fresh else 0
+            return out
+
+    with Allocations() as allocations:
+        optimizer.step()
+    return allocations.size_bytes

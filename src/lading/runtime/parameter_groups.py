@@ -1,0 +1,131 @@
+"""Parameter groups: the numbers and the states of a torch optimizer while a Trainer moves its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lading.errors import ConfigError
+from lading.ir.graph import StepGraph
+from lading.ir.update_ops import rule_of
+from lading.optim.rule import ParameterRule
+from lading.optim.torch_update import TorchUpdate, rules_of_groups
+from lading.runtime.custody import is_held
+from lading.runtime.named import Value, first_few, tensors_of
+
+_STEP = "step"
+
+
+class ParameterGroups:
+    """A torch optimizer's groups, and the place of each of its states in the step.
+
+    Args:
+        optimizer: Optimizer with the model's parameters.
+        rule: What ``rule_of_optimizer`` made of it.
+        model: Model that is trained.
+        graph: The whole step.
+
+    Raises:
+        ConfigError: there is no model, a parameter that is trained is in no group, or states do not fit the plan's.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: ParameterRule, model: torch.nn.Module | None, graph: StepGraph
+    ) -> None:
+        assert isinstance(rule, TorchUpdate)
+        if model is None:
+            raise ConfigError("optimizer: expected the model that it has the parameters of, got None; give model=")
+        self._optimizer, self._rule = optimizer, rule
+        self._named = dict(tensors_of(model))
+        self._members = self._read_members()
+        self._masters = {state.name.removesuffix(".master") for state in graph.states if state.name.endswith(".master")}
+        moved = {graph.storage_of(op.inputs[0]) for op in graph.ops if isinstance(rule_of(op), ParameterRule)}
+        self._trained = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
+        self._trained = {name: storage for name, storage in self._trained.items() if storage in moved}
+        if missing := [name for name in self._trained if id(self._named[name]) not in self._members]:
+            raise ConfigError(
+                f"optimizer: expected every parameter that is trained in one of its groups, {first_few(missing)} "
+                "are in none; add them, or set their requires_grad to False and capture again"
+            )
+        self._steps: dict[str, torch.Tensor] = {}
+        if rule.seeded and self._masters:
+            raise ConfigError(f"master_weights: expected an optimizer whose first update makes its states, got {rule}")
+
+    def _read_members(self) -> dict[int, int]:
+        groups = enumerate(self._optimizer.param_groups)
+        return {id(p): number for number, group in groups for p in group["params"]}
+
+    def rules(self) -> dict[int, TorchUpdate]:
+        """Rule of each parameter's group with the numbers that it has now, by the parameter's storage.
+
+        Raises:
+            ConfigError: parameters came, went or changed their group since the Trainer was made.
+        """
+        if self._read_members() != self._members:
+            raise ConfigError(
+                "optimizer: expected the parameter groups that the Trainer was made with, found others; close it, "
+                "capture and plan again, and make another"
+            )
+        rules = rules_of_groups(self._rule, self._optimizer)
+        return {storage: rules[self._members[id(self._named[name])]] for name, storage in self._trained.items()}
+
+    def stepped(self) -> None:
+        """Tell learning-rate schedulers that the optimizer has made a step."""
+        vars(self._optimizer)["_opt_called"] = True  # what torch's own schedulers look at
+
+    def states(self, values: Mapping[str, Value]) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]:
+        """List the optimizer's tensors of states by the names of their values.
+
+        What it would make at its first update, it is given now, without memory.
+
+        Returns:
+            All of them; and those that have values to take over.
+
+        Raises:
+            ConfigError: a parameter with a float32 master has states.
+        """
+        named: list[tuple[str, torch.Tensor]] = []
+        filled: list[torch.Tensor] = []
+        for name in self._trained:
+            place = self._named[name]
+            state: dict[str, Any] = self._optimizer.state[place]
+            if name in self._masters:
+                if state:
+                    raise ConfigError(
+                        f"optimizer: expected no states of {name}, which a float32 master of the plan moves, found "
+                        f"{', '.join(state)}; go on from a checkpoint of a Trainer"
+                    )
+                continue
+            self._steps[name] = torch.tensor(float(state.get(_STEP, bool(state))))
+            if self._rule.step_kind == "tensor":
+                state[_STEP] = self._steps[name]
+            named.append((f"{name}.{_STEP}", self._steps[name]))
+            filled.append(self._steps[name])
+            for suffix, spec in self._rule.states(values[name].shape).items():
+                if state.get(suffix) is not None:
+                    filled.append(state[suffix])
+                else:
+                    dtype = getattr(torch, values[f"{name}.{suffix}"].dtype)
+                    state[suffix] = torch.zeros((), dtype=dtype, device=place.device).expand(spec.shape)
+                named.append((f"{name}.{suffix}", state[suffix]))
+        return named, filled
+
+    def values_of_states(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Values that the optimizer's tensors get back; of a number that each part has, the first part's."""
+        numbers = [f"{name}.{suffix}" for name in self._trained for suffix in self._rule.scalars.split()]
+        return {name: Value(values[name].dtype, (), values[name].storages[:1]) for name in numbers}
+
+    def ended(self) -> None:
+        """Leave the optimizer as if its own steps had been made: numbers of updates, no states before the first."""
+        for name, step in self._steps.items():
+            parameter = self._named[name]
+            if is_held(step):  # lost, as was said
+                continue
+            if not step.item() and not self._rule.seeded:
+                self._optimizer.state.pop(parameter, None)
+            elif self._rule.step_kind:
+                state: dict[str, Any] = self._optimizer.state[parameter]
+                state[_STEP] = step if self._rule.step_kind == "tensor" else int(step)
+        self._steps = {}

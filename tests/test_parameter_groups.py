@@ -1,0 +1,282 @@
+"""A user's loop with an optimizer of torch: groups, schedulers, states; each step's bits are plain PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from lading.errors import ConfigError
+from lading.memory.restore import program_of
+from lading.optim.rule import States
+from lading.optim.sgd import SGD
+from lading.prepare import plan
+from lading.tracing.trace import capture
+from lading.trainer import Trainer
+from tests.machines import small_machine
+from tests.runs import OVERHEAD_BYTES, budget_for
+
+MACHINE = small_machine(overhead_bytes=OVERHEAD_BYTES)
+B, F, STEPS = 16, 96, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(torch.nn.Module):
+    """Backbone with biases and a norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(F, 128), torch.nn.LayerNorm(128), torch.nn.GELU())
+        self.head = torch.nn.Linear(128, F)
+
+    def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x_BF))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(B, F, generator=generator), "y": torch.randn(B, F, generator=generator)}
+
+
+def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def grouped(model: Net) -> list[dict[str, Any]]:
+    """No decay on biases and norms, another rate for the head."""
+    body, head = list(model.body.parameters()), list(model.head.parameters())
+    return [
+        {"params": [p for p in body if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in body if p.dim() < 2], "weight_decay": 0.0},
+        {"params": head, "lr": 3e-3, "weight_decay": 0.1},
+    ]
+
+
+Make = Callable[[Net], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda m: torch.optim.AdamW(grouped(m), lr=1e-3),
+    "adamw fused": lambda m: torch.optim.AdamW(grouped(m), lr=1e-3, fused=True),
+    "amsgrad": lambda m: torch.optim.Adam(grouped(m), lr=1e-3, amsgrad=True, maximize=True),
+    "nesterov": lambda m: torch.optim.SGD(grouped(m), lr=1e-2, momentum=0.9, nesterov=True),
+    "dampened": lambda m: torch.optim.SGD(grouped(m), lr=1e-2, momentum=0.9, dampening=0.5),
+    "sgd": lambda m: torch.optim.SGD(grouped(m), lr=1e-2),
+    "nadam": lambda m: torch.optim.NAdam(grouped(m), lr=1e-3),
+    "radam": lambda m: torch.optim.RAdam(grouped(m), lr=1e-3),
+    "adamax": lambda m: torch.optim.Adamax(grouped(m), lr=1e-3),
+    "adagrad": lambda m: torch.optim.Adagrad(grouped(m), lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop": lambda m: torch.optim.RMSprop(grouped(m), lr=1e-3, centered=True, momentum=0.5),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=1e-3),
+    "asgd": lambda m: torch.optim.ASGD(grouped(m), lr=1e-2),
+    "adadelta": lambda m: torch.optim.Adadelta(grouped(m), lr=1.0),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "none": lambda o: None,
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 4),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "cycle": lambda o: lr_scheduler.OneCycleLR(o, [1e-2, 1e-2, 3e-2], total_steps=STEPS),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    elif scheduler is not None:
+        scheduler.step()
+
+
+def plainly(model: Net, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range) -> list[float]:
+    losses: list[float] = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        advance(scheduler, losses[-1])
+    return losses
+
+
+def within(
+    model: Net, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range, share: float = 0.6
+) -> list[float]:
+    """The same loop in a Trainer, in a share of the memory that the step's tensors take."""
+    graph = capture(model, batch(0), loss_fn)
+    everything = program_of(plan(graph, MACHINE, budget="100%", optimizer=optimizer), graph)
+    made = plan(graph, MACHINE, budget=budget_for(everything, share), optimizer=optimizer)
+    losses: list[float] = []
+    with Trainer(made, graph, model, optimizer=optimizer) as trainer:
+        for step in steps:
+            losses.append(trainer.step(batch(step)))
+            advance(scheduler, losses[-1])
+    return losses
+
+
+def assert_same(ours: Net, mine: torch.optim.Optimizer, theirs: Net, other: torch.optim.Optimizer) -> None:
+    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+        kept, wanted = mine.state[p], {key: value for key, value in other.state[q].items() if value is not None}
+        assert kept.keys() == wanted.keys(), name
+        assert all(torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(value)) for key, value in wanted.items())
+
+
+def compare(make: Make, schedule: Callable[[torch.optim.Optimizer], Any], share: float = 0.6) -> None:
+    ours, theirs = net(), net()
+    mine, other = make(ours), make(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = within(ours, mine, schedule(mine), range(STEPS), share)
+    assert got == plainly(theirs, other, schedule(other), range(STEPS))
+    assert_same(ours, mine, theirs, other)
+    assert got == sorted(got, reverse=True) or len(set(got)) == STEPS
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_elementwise_optimizer_gives_plain_pytorchs_bits(name: str) -> None:
+    compare(OPTIMIZERS[name], SCHEDULERS["none"])
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "none"])
+def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
+    compare(OPTIMIZERS["adamw"], SCHEDULERS[name])
+
+
+def test_training_goes_on_in_plain_pytorch_and_back_with_the_states() -> None:
+    """Ten steps of which the middle ones are plain; a layer is unfrozen, and planned for, on the way."""
+    models, optimizers = (net(), net()), list[torch.optim.Optimizer]()
+    for model in models:
+        model.body.requires_grad_(requires_grad=False)
+        optimizers.append(OPTIMIZERS["nadam"](model))
+    losses: list[list[float]] = [[], []]
+    for first, frozen in ((0, True), (3, False), (6, False)):
+        for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            model.body.requires_grad_(requires_grad=not frozen)
+            run = plainly if place or first == 6 else within
+            options = () if run is plainly else (1.0,)
+            losses[place] += run(model, optimizer, None, range(first, first + 3), *options)
+            model.zero_grad()
+    assert losses[0] == losses[1]
+    assert_same(models[0], optimizers[0], models[1], optimizers[1])
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, which no part of it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda m: Normed(m.parameters(), lr=0.1), "gives a part of a parameter other numbers than the whole"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS failed on a vector"),
+        (lambda m: torch.optim.Adafactor(m.parameters()), "keeps row_var, col_var"),
+        (lambda m: torch.optim.SGD([{"params": m.body.parameters(), "momentum": 0.9}, {"params": m.head.parameters()}]),
+         "every parameter group of SGD to keep the same states"),
+        (lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1), betas=(torch.tensor(0.1), torch.tensor(0.9))),
+         "expected numbers, texts and flags"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_cut_is_refused_before_anything_is_taken(make: Make, why: str) -> None:
+    model = net()
+    graph = capture(model, batch(0), loss_fn)
+    made = plan(graph, MACHINE, budget="100%")
+    for refused in (
+        lambda: plan(graph, MACHINE, budget="100%", optimizer=make(model)),
+        lambda: Trainer(made, graph, model, optimizer=make(model)),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            refused()
+    loss_fn(model, batch(0)).backward()  # it has its values
+
+
+class OfTheNorm(SGD):
+    """A rule of one's own that forgets to say that it is whole."""
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, states: States, **others: Any) -> None:
+        super().update(param, grad / grad.norm(), states, **others)
+
+
+def test_a_rule_of_ones_own_is_tried_before_weights_are_taken() -> None:
+    model = net()
+    graph = capture(model, batch(0), loss_fn)
+    with pytest.raises(ConfigError, match="OfTheNorm gives a part of a parameter other numbers"):
+        plan(graph, MACHINE, budget="100%", optimizer=OfTheNorm())
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+def test_a_number_among_the_states_serves_every_part_of_a_large_parameter(make: Any) -> None:
+    """Two parts of five pieces each."""
+    models = [torch.nn.Linear(1024, 2048, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    mine, other = (make(model.parameters(), lr=1e-3) for model in models)
+
+    def mean(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(2, 1024)
+    graph = capture(models[0], x, mean)
+    with Trainer(plan(graph, MACHINE, budget="100%", optimizer=mine), graph, models[0], optimizer=mine) as trainer:
+        for _ in range(3):
+            trainer.step(x)
+    for _ in range(3):
+        other.zero_grad()
+        mean(models[1], x).backward()
+        other.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    kept, wanted = mine.state[models[0].weight], other.state[models[1].weight]
+    assert kept.keys() == wanted.keys()
+    assert all(torch.equal(kept[key], wanted[key]) for key in wanted)
+
+
+def test_a_trainer_says_what_it_cannot_take() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    graph = capture(model, batch(0), loss_fn)
+    made = plan(graph, MACHINE, budget="100%", optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"body.0.weight, body.0.bias, body.1.weight, 1 more are in none"):
+        Trainer(made, graph, model, optimizer=optimizer)
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    with Trainer(made, graph, model, optimizer=optimizer) as trainer:
+        trainer.step(batch(0))
+        with pytest.raises(ConfigError, match="parameter groups have the rates"):
+            trainer.step(batch(0), lr=0.1)
+        with pytest.raises(ConfigError, match="values are with a lading"):
+            optimizer.step()
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(ConfigError, match="found others; close it"):
+            trainer.step(batch(1))
+
+
+def test_states_refuse_to_be_saved_while_the_trainer_has_them(tmp_path: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model)
+    graph = capture(model, batch(0), loss_fn)
+    with Trainer(plan(graph, MACHINE, budget="100%", optimizer=optimizer), graph, model, optimizer=optimizer) as t:
+        t.step(batch(0))
+        with pytest.raises(ConfigError, match="values are with a lading"):
+            torch.save(optimizer.state_dict(), tmp_path / "states.pt")
+        with pytest.raises(ConfigError, match="values are with a lading"):
+            copy.deepcopy(optimizer.state_dict())
+    assert len(optimizer.state_dict()["state"]) == 6

@@ -48,7 +48,7 @@ class Loop:
 
     def optimizers(self) -> list[Optimizer]:
         """Make two, of half the parameters each."""
-        params = list(self.model.parameters())
+        params = [p for p in self.model.parameters() if p.requires_grad]
         half = len(params) // 2
         return [torch.optim.AdamW(params[:half], lr=1e-2), torch.optim.SGD(params[half:], lr=1e-2, momentum=0.9)]
 

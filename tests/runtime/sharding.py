@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit
 from lading.models.gpt import GPT, GptConfig
@@ -190,11 +191,12 @@ def compare(plan: Plan, measures: bool, kind: str) -> dict[str, Any]:
     }
 
 
-def _stock(plan: Plan, model: Any, mesh: Any) -> Any:
-    """Cut a model by stock FSDP2, a group for each block."""
+def _stock(plan: Plan, model: Any, mesh: Any, outer: list[Any] | None = None) -> Any:
+    """Cut a model by stock FSDP2, a group for each block and one of ``outer``."""
     dtypes = [getattr(torch, name) if name else None for name in (plan.choices.gather_dtype, plan.choices.reduce_dtype)]
     first = [model.tokens, model.positions] if isinstance(model, GPT) else model.tokens
-    for block in (first, *model.layers, [model.norm, model.head]):
+    outer = outer or [model.norm, model.head]
+    for block in (*(() if first in outer else (first,)), *model.layers, outer):
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
 
@@ -219,6 +221,101 @@ def _loops(plan: Plan) -> dict[str, str]:
         else:
             outcomes[name] = "equal" if _are_equal(planned, stock) else "unlike"
         stop_counting(planned)
+    return outcomes
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen product with a low-rank one beside it, which is trained."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.base(x_BTD) + self.up(self.down(x_BTD))
+
+
+class _Seeing(torch.nn.Module):
+    """A small Llama behind a frozen tower, whose output is added to every token's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.vision = torch.nn.Module()
+        self.vision.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+        self.vision.forward = self._look
+        self.tokens, self.layers, self.norm, self.head = model.tokens, model.layers, model.norm, model.head
+        self.rope = model.rope
+
+    def _look(self, x_D: torch.Tensor) -> torch.Tensor:
+        for block in self.vision.blocks:
+            x_D = block(x_D).tanh()
+        return x_D
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.tokens(tokens_BT) + self.vision(torch.ones(64, dtype=self.vision.blocks[0].weight.dtype))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, self.rope)
+        return self.head(self.norm(x_BTD))
+
+
+def _tied() -> torch.nn.Module:
+    model: Any = built()
+    model.head.weight = model.tokens.weight
+    return model
+
+
+def _frozen() -> torch.nn.Module:
+    model: Any = built()
+    for part in (model.tokens, *model.layers[:2], model.layers[2].attn_norm):
+        part.requires_grad_(False)
+    return model
+
+
+def _with_adapters() -> torch.nn.Module:
+    model: Any = built().requires_grad_(False)
+    for layer in model.layers:
+        for owner, name in [
+            (m, n) for m in layer.modules() for n, c in m.named_children() if type(c) is torch.nn.Linear
+        ]:
+            setattr(owner, name, _Adapted(getattr(owner, name)))
+    return model
+
+
+def _seeing() -> torch.nn.Module:
+    model = _Seeing(built())
+    model.vision.requires_grad_(False)
+    return model
+
+
+#: Models of the plan's modules that are not all trained, or share.
+UNLIKE = {"tied": _tied, "frozen": _frozen, "adapters": _with_adapters, "tower": _seeing}
+
+
+def _unlike(plan: Plan) -> dict[str, str]:
+    """What comes of training each of ``UNLIKE`` by the plan: "equal" to stock FSDP2's weights, or what was refused."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    outcomes: dict[str, str] = {}
+    for name, made in UNLIKE.items():
+        try:
+            planned = apply(plan, made(), mesh)
+        except ConfigError as error:
+            outcomes[name] = str(error)
+            continue
+        model: Any = made()
+        outer = [model.tokens, model.norm, model.head] if name == "tied" else [model.norm, model.head]
+        stock = _stock(plan, model, mesh, outer)
+        for each, is_stock in ((stock, True), (planned, False)):
+            Loop(each, plan.micro_batches, stock=is_stock).several()
+        outcomes[name] = "equal" if _are_equal(planned, stock) else "unlike"
+        stop_counting(planned)
+    full = dataclasses.replace(plan.request, budgets={DEVICE: plan.peak_bytes[DEVICE]})
+    for name in ("tied", "tower"):
+        try:
+            apply(dataclasses.replace(plan, request=full), UNLIKE[name](), mesh)
+        except ConfigError as error:
+            outcomes[f"full {name}"] = str(error)
     return outcomes
 
 
@@ -306,7 +403,7 @@ def compare_plans(rank: int, folder: str) -> None:
     for path in sorted(Path(folder).glob("*.json")):
         plan = Plan.load(path, PlanKind.CLUSTER)
         kind, _, case = path.stem.rpartition(".")
-        other = {"refused": refused, "loops": _loops}.get(case)
+        other = {"refused": refused, "loops": _loops, "unlike": _unlike}.get(case)
         found = other(plan) if other else compare(plan, case.startswith("residency"), kind)
         if rank == 0:
             path.with_suffix(".out").write_text(json.dumps(found))

@@ -42,6 +42,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lading import __version__
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import HOST_TIER, Layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit, plan_for
@@ -64,10 +65,17 @@ def apply(
 ) -> nn.Module:
     """Shard a model over data-parallel ranks as a plan says; in place.
 
+    A parameter that several groups share, such as a tied embedding, makes them one group, unsharded from its first use
+    to its last. Frozen parameters are taken: of the plan's modules as they are; of modules that the plan does not
+    know, such as a vision tower, in groups of their own, one for each element of a list; and as what adapters (LoRA)
+    are trained beside. What that takes above the plan must fit its budget. Activations of towers and adapters are
+    not planned for, and not counted.
+
     Args:
         plan: Plan from ``lading plan --model``, or the path of its file.
         model: Model as it is on one rank (tensor parallel may be applied), with the modules that the plan names. All
-            ranks have the same values, or all have it on the meta device, to be filled after.
+            ranks have the same values, or all have it on the meta device, to be filled after. Parameters are frozen
+            already, and adapters are there.
         mesh: Data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
         names: Names in the model of what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
             modules, wherever they stand in a path.
@@ -76,8 +84,9 @@ def apply(
         The model, for a line such as ``model = lading.apply(plan, model, mesh)``.
     Raises:
         ConfigError: the plan is not one of a cluster or is for another model, a module is not known, the mesh has
-            another size, or the model is cut already or has blocks that are recomputed already; ranks were given unlike
-            plans or models, or one did not call. Nothing has been done to the model then.
+            another size, what is shared or beside it does not fit the budget, or the model is cut already or has blocks
+            that are recomputed already; ranks were given unlike plans or models, or one did not call. Nothing has been
+            done to the model then.
     """
     plan = agree_on("lading.apply", ranks_of(mesh), lambda: _facts(plan, model, mesh, names or {}), timeout_s=timeout_s)
     return _applied(plan, model, mesh)
@@ -108,6 +117,16 @@ def _checked(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names:
     groups = [_members(group, modules) for group in plan.choices.units]
     _check_compiled(groups, modules)
     _check_parameters(plan, model, groups)
+    plan, more_bytes = _joined(plan, model)
+    beside = _beside(plan, model)
+    more_bytes += _beside_bytes(beside, mesh.size(-1))
+    left_bytes = plan.budgets[DEVICE] - plan.peak_bytes[DEVICE] if more_bytes else 0
+    if more_bytes > left_bytes:
+        raise ConfigError(
+            f"apply: expected shared parameters and frozen modules that are not planned to take at most the "
+            f"{left_bytes:,} bytes that the plan leaves of its budget, found {more_bytes:,}; plan with a memory budget "
+            f"smaller by {more_bytes - left_bytes:,}, or untie what is shared"
+        )
     for path in plan.choices.recomputed:
         _known(path, modules)
     return plan
@@ -117,6 +136,7 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     layout = plan.parsed_layout
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.choices.units]
+    beside = [unit for unit, _ in _beside(plan, model)]
     modules.update({path: _recompute(model, path) for path in plan.choices.recomputed})
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(plan.choices.gather_dtype), reduce_dtype=_dtype(plan.choices.reduce_dtype)
@@ -133,7 +153,10 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         sharded[number] = _as_sharded(members[0])
         if not group.unshard_in_backward:
             sharded[number].set_unshard_in_backward(False)
-    if not isinstance(model, FSDPModule):  # has no parameters of its own left
+    for unit in beside:
+        if unit is not model:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    if not isinstance(model, FSDPModule):  # has at most frozen parameters of its own left
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _prefetch(plan.choices.units, sharded)
     removers: list[Callable[[], None]] = []
@@ -264,33 +287,118 @@ def _members(group: ShardedUnit, modules: Mapping[str, nn.Module]) -> list[str]:
     return list(group.modules)
 
 
+def _home(name: str, homes: Mapping[str, int]) -> int | None:
+    """Find the group of a parameter: that of the nearest module around it that any group names."""
+    path = name.rpartition(".")[0]
+    while path and path not in homes:
+        path = path.rpartition(".")[0]
+    return homes.get(path)
+
+
+def _homes(units: Sequence[ShardedUnit]) -> dict[str, int]:
+    return {path: number for number, unit in enumerate(units) for path in unit.modules}
+
+
 def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Refuse a model whose groups have not as many bytes as the plan says."""
-    home = {path: number for number, group in enumerate(groups) for path in group}
-    counts = [0] * len(groups)
-    seen: dict[int, tuple[str, int]] = {}
+    """Refuse a model whose groups have not as many bytes as the plan says; a shared parameter counts in each."""
+    homes = _homes(plan.choices.units)
+    counts, trained = ([0] * len(groups) for _ in range(2))
+    seen: set[tuple[int, int]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        path = name.rpartition(".")[0]
-        while path and path not in home:
-            path = path.rpartition(".")[0]
-        if path not in home:
-            raise ConfigError(f"apply: expected every parameter in a group of the plan, found {name!r} in none")
-        other, number = seen.setdefault(id(parameter), (name, home[path]))
-        if number != home[path]:
-            raise ConfigError(
-                f"apply: {other!r} and {name!r} are one parameter, expected them in one group, got groups {number} and "
-                f"{home[path]}; untie them"
-            )
-        if other == name:
+        home = _home(name, homes)
+        if home is None:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"apply: expected every trained parameter in a group of the plan, found {name!r} in none; plan for "
+                    "the model with it, or freeze it before apply"
+                )
+            continue
+        if (id(parameter), home) not in seen:
+            seen.add((id(parameter), home))
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            counts[home[path]] += local.numel()
+            counts[home] += local.numel()
+            trained[home] += local.numel() if parameter.requires_grad else 0
     for number, (group, count) in enumerate(zip(plan.choices.units, counts, strict=True)):
         width = DTYPE_BYTES[plan.choices.gather_dtype] if plan.choices.gather_dtype else _width(model)
-        if group.unsharded_bytes and count * width != group.unsharded_bytes:
+        # Adapters beside frozen weights, with their gradients in place of the weights' own.
+        adapts = (count - trained[number]) * width == group.unsharded_bytes >= 2 * trained[number] * width
+        if group.unsharded_bytes and count * width != group.unsharded_bytes and not adapts:
             raise ConfigError(
                 f"apply: expected {group.unsharded_bytes:,} bytes of parameters in group {number} "
-                f"({', '.join(group.modules)}), found {count * width:,}: the plan is for another model than this"
+                f"({', '.join(group.modules)}), found {count * width:,}: the plan is for another model than this; "
+                "adapters are taken beside frozen parameters of at least twice their bytes"
             )
+
+
+def _joined(plan: Plan, model: nn.Module) -> tuple[Plan, int]:
+    """Join groups that share a parameter, as FSDP2 unshards one in one group alone; the first keeps its place.
+
+    Returns:
+        The plan, and the most bytes that joined groups take above it: parameters and gradients, unsharded throughout.
+    """
+    units, more_bytes = list(plan.choices.units), 0
+    while pair := _sharing(units, model):
+        first, second = sorted(pair)
+        one, other = units[first], units.pop(second)
+        both_bytes = one.unsharded_bytes + other.unsharded_bytes
+        units[first] = replace(
+            other,
+            modules=(*one.modules, *other.modules),
+            reshard_after_backward=one.reshard_after_backward or other.reshard_after_backward,
+            unshard_in_backward=True,
+            prefetch_forward=one.prefetch_forward,
+            unsharded_bytes=both_bytes,
+        )
+        more_bytes += 2 * both_bytes
+    return replace(plan, choices=replace(plan.choices, units=tuple(units))), more_bytes
+
+
+def _sharing(units: Sequence[ShardedUnit], model: nn.Module) -> tuple[int, int] | None:
+    """Find two groups that have one parameter."""
+    homes, seen = _homes(units), dict[int, int]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = _home(name, homes)
+        if home is not None and seen.setdefault(id(parameter), home) != home:
+            return seen[id(parameter)], home
+    return None
+
+
+def _beside(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Find modules with frozen parameters that no group has, from the innermost outward.
+
+    Returns:
+        Each module to be cut, with the number of elements that are its own: elements of lists in a module that has none
+        of the plan's, then that module; at last the model itself, where it has any left.
+    """
+    homes = _homes(plan.choices.units)
+    planned = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _home(name, homes) is not None}
+    around = {path[:end] for path in homes for end, letter in enumerate(path) if letter == "."}
+    apart: list[nn.Module] = []
+
+    def find(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            below = f"{path}.{name}".lstrip(".")
+            if below in around:
+                find(below, child)
+            elif below not in homes:
+                inner = [element for m in child.modules() if isinstance(m, nn.ModuleList) for element in m]
+                apart.extend((*reversed(inner), child))
+
+    if "" not in homes:
+        find("", model)
+    cut: list[tuple[nn.Module, int]] = []
+    for module in (*apart, model):
+        sizes = {id(p): p.numel() for p in module.parameters() if id(p) not in planned}
+        planned |= sizes.keys()
+        if sizes:
+            cut.append((module, sum(sizes.values())))
+    return cut
+
+
+def _beside_bytes(beside: Sequence[tuple[nn.Module, int]], ranks: int) -> int:
+    """Count bytes of frozen modules that are not planned: shards of all, and two groups of the largest, unsharded."""
+    sizes = [elements * max(p.element_size() for p in module.parameters()) for module, elements in beside]
+    return -(-sum(sizes) // ranks) + 2 * max(sizes, default=0)
 
 
 def _width(model: nn.Module) -> int:

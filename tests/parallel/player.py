@@ -11,13 +11,14 @@ import torch
 
 from lading.ir.graph import Arg, Literal, Op, Phase, Ref, Role
 from lading.ir.layout import Layout
-from lading.ir.rankgraph import RankGraph, RankTensor
-from lading.ir.table import ModelTable
+from lading.ir.rankgraph import DimShards, RankGraph
+from lading.ir.table import ModelTable, SegmentTensor
 from lading.parallel.chunks import chunks
 from lading.parallel.shard import rank_graph
 from lading.tracing.fused import WholeKernels  # noqa: F401  (registers the whole norms)
 
 Env = dict[int, torch.Tensor]
+RankTensor = SegmentTensor[DimShards]
 #: Collectives of rows that are sorted by expert, as ``lading.ir.work.Collective`` names them.
 _AS_COUNTED = {
     "send_rows": "all_to_all",
@@ -83,13 +84,16 @@ class Player:
         made = result if isinstance(result, (tuple, list)) else (result,)
         for t, value in zip(op.results, made, strict=False):
             if t is not None:
-                expected = graph.tensors[t].shape
+                expected = [dim.length for dim in graph.tensors[t].dims]
                 assert len(expected) == value.dim(), (op, expected, value.shape)
                 assert all(n in (-1, m) for n, m in zip(expected, value.shape, strict=True)), (
                     op,
                     expected,
                     value.shape,
                 )
+                for source in op.inputs:  # one number is one memory
+                    if graph.tensors[source].storage == graph.tensors[t].storage:
+                        assert value.untyped_storage().data_ptr() == env[source].untyped_storage().data_ptr(), op
                 env[t] = value
 
     def between(self, graph: RankGraph, op: Op, envs: Sequence[Env]) -> list[Any]:

@@ -19,7 +19,7 @@ from lading.catalog.models import named_model
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, Role, refs
 from lading.ir.sizes import Power, Size
-from lading.ir.table import ModelTable, Segment, TableTensor
+from lading.ir.table import ModelTable, Segment, SegmentTensor
 
 TABLES = Path(__file__).parent / "tables"
 _ROLES = {role.value[:3]: role for role in Role}
@@ -220,7 +220,7 @@ def _write_segment(segment: Segment) -> str:
     return "{" + ",\n".join(lines) + "}"
 
 
-def _tensor_row(tensor: TableTensor) -> list[Any]:
+def _tensor_row(tensor: SegmentTensor[Size]) -> list[Any]:
     dims = ",".join(map(str, tensor.dims)).replace(" ", "")
     row = [tensor.storage, tensor.dtype, dims, tensor.role.value[:3], tensor.name, list(tensor.repeats)]
     return _trimmed(row)
@@ -292,10 +292,10 @@ def _dims(text: str) -> tuple[Size, ...]:
     return tuple(map(Size.of, text.split(","))) if text else ()
 
 
-def _read_tensor(row: Sequence[Any]) -> TableTensor:
+def _read_tensor(row: Sequence[Any]) -> SegmentTensor[Size]:
     defaults: tuple[Any, ...] = ("", [])
     storage, dtype, dims, role, name, repeats = (*row, *defaults[len(row) - 4 :])
-    return TableTensor(storage, dtype, _dims(dims), _ROLES[role], name, tuple(repeats))
+    return SegmentTensor(storage, dtype, _dims(dims), _ROLES[role], name, tuple(repeats))
 
 
 def _read_op(row: Sequence[Any]) -> Op:

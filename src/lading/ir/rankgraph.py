@@ -8,9 +8,10 @@ are torch's own, with the sizes of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from lading.ir.graph import Op, Role
+from lading.ir.graph import Op
+from lading.ir.table import SegmentTensor
 
 #: Operations between the ranks of an axis: (tensor, axis, ...) -> tensor.
 COLLECTIVES = {
@@ -51,9 +52,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class DimShards:
-    """Shards of a dim, by rank: the dim is ``parts`` one after another, each a product of leaves."""
+    """Shards of a dim, by rank: the dim is ``parts`` one after another, each a product of leaves.
+
+    Attributes:
+        length: Elements of each rank; -1 for rows whose number depends on what a router chose.
+    """
 
     parts: tuple[tuple[Leaf, ...], ...]
+    length: int = field(compare=False)
 
     @property
     def is_cut(self) -> bool:
@@ -80,6 +86,12 @@ class DimShards:
         return elements
 
 
+def shards_of(parts: tuple[tuple[Leaf, ...], ...], degrees: Mapping[str, int]) -> DimShards:
+    """Cut a dim of such parts over axes of such degrees; all ranks have as many elements as the first."""
+    dim = DimShards(parts, 0)
+    return replace(dim, length=len(dim.elements(dict.fromkeys(degrees, 0), degrees)))
+
+
 def leaf_elements(leaf: Leaf, place: Mapping[str, int], degrees: Mapping[str, int]) -> list[int]:
     """Elements of a leaf that a rank has.
 
@@ -101,23 +113,6 @@ def leaf_elements(leaf: Leaf, place: Mapping[str, int], degrees: Mapping[str, in
             each = -(-len(elements) // degree)
             elements = elements[rank * each : (rank + 1) * each]
     return elements
-
-
-@dataclass(frozen=True, slots=True)
-class RankTensor:
-    """Tensor of a rank, with the shards of each of its dims.
-
-    Attributes:
-        dims: Shards of each dim.
-        shape: Shape on each rank; -1 for rows whose number depends on what a router chose.
-        name: Name of a parameter, a buffer or an input.
-    """
-
-    dtype: str
-    dims: tuple[DimShards, ...]
-    shape: tuple[int, ...]
-    role: Role
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class RankGraph:
     """
 
     name: str
-    tensors: tuple[RankTensor, ...]
+    tensors: tuple[SegmentTensor[DimShards], ...]
     ops: tuple[Op, ...]
     enters: tuple[int, ...]
     leaves: tuple[int, ...]

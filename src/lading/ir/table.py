@@ -19,18 +19,23 @@ unbind). Of others: ``dim`` (cat, stack, softmax, topk, gather, ...), ``reduces`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lading.ir.graph import Op, Role
 from lading.ir.sizes import Size
 
+#: Type of what a tensor knows of a dim.
+Dim = TypeVar("Dim")
+
 
 @dataclass(frozen=True, slots=True)
-class TableTensor:
-    """View of a storage in a table, with symbolic lengths.
+class SegmentTensor(Generic[Dim]):
+    """View of a storage in a segment: of the whole model, or of one rank.
 
     Attributes:
         storage: Tensors with the same number share memory; the storage's bytes are those of its largest tensor.
-        dims: Length of each dim.
+        dims: Each dim. In a table its length, a ``Size``; in a cut segment the place of its length among the segment's;
+            in a rank graph the shards that ranks have of it (``DimShards``).
         role: Role of the storage.
         name: Qualified parameter name within the segment, or "".
         repeats: Dims along which the same elements are read again and again (stride 0): they take no memory.
@@ -38,13 +43,13 @@ class TableTensor:
 
     storage: int
     dtype: str
-    dims: tuple[Size, ...]
+    dims: tuple[Dim, ...]
     role: Role
     name: str = ""
     repeats: tuple[int, ...] = ()
 
     @property
-    def elements(self) -> Size:
+    def elements(self: SegmentTensor[Size]) -> Size:
         """Elements in memory: each once, however often it is repeated."""
         total = Size.of(1)
         for dim, length in enumerate(self.dims):
@@ -68,7 +73,7 @@ class Segment:
     """
 
     name: str
-    tensors: tuple[TableTensor, ...]
+    tensors: tuple[SegmentTensor[Size], ...]
     ops: tuple[Op, ...]
     enters: tuple[int, ...]
     leaves: tuple[int, ...]

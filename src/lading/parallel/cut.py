@@ -15,14 +15,15 @@ from typing import cast
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, Role
 from lading.ir.opkinds import base_name
-from lading.ir.table import Segment, TableTensor
+from lading.ir.sizes import Size
+from lading.ir.table import Segment, SegmentTensor
 from lading.ir.work import Stage
 from lading.parallel.atoms import Lineage, setting
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
 from lading.parallel.contractions import PRODUCTS, product_operands
 from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
-from lading.parallel.specs import CutKernel, CutParameter, Cuts, CutSegment, CutTensor, Origin, Spec, staged
+from lading.parallel.specs import CutKernel, CutParameter, Cuts, CutSegment, Origin, Spec, staged
 
 #: A partial sum may pass through these: the sum of results is the result of sums.
 _LINEAR = frozenset(["add", "sub", "neg", "clone", "cat", "mul", "div"])
@@ -81,7 +82,7 @@ class _Cutter:
     found: Lineage = field(init=False)
     choice: Choice = field(init=False)
     lengths: Lengths = field(init=False)
-    tensors: list[CutTensor] = field(default_factory=lambda: [])
+    tensors: list[SegmentTensor[int]] = field(default_factory=lambda: [])
     origins: list[Origin] = field(default_factory=list[Origin])
     slots: list[list[CutKernel]] = field(default_factory=lambda: [])
     states: dict[int, _State] = field(default_factory=lambda: {})
@@ -222,14 +223,16 @@ class _Cutter:
             storage = self._storages.setdefault((mine.storage, tag), len(self._storages))
             repeats = mine.repeats
             self._local[key] = len(self.tensors)
-            self.tensors.append(CutTensor(storage, mine.dtype, dims, mine.role, mine.name, repeats))
+            self.tensors.append(SegmentTensor(storage, mine.dtype, dims, mine.role, mine.name, repeats))
             self.origins.append(Origin(tensor, tag, scattered))
         return self._local[key]
 
     def _new(self, dtype: str, dims: tuple[int, ...], role: Role) -> int:
         """A local tensor that the segment does not have: statistics that ranks exchange."""
         key = (-1 - len(self.tensors), "")
-        self.tensors.append(CutTensor(self._storages.setdefault(key, len(self._storages)), dtype, dims, role, "", ()))
+        self.tensors.append(
+            SegmentTensor(self._storages.setdefault(key, len(self._storages)), dtype, dims, role, "", ())
+        )
         self.origins.append(Origin(-1, "", False))
         return len(self.tensors) - 1
 
@@ -560,7 +563,7 @@ def widened(segment: Segment) -> Segment:
     return replace(segment, tensors=found, ops=tuple(ops))
 
 
-def _is_idle(op: Op, tensors: list[TableTensor]) -> bool:
+def _is_idle(op: Op, tensors: list[SegmentTensor[Size]]) -> bool:
     """Whether a cast has nothing left to cast."""
     if not op.name.startswith(_CAST) or len(op.inputs) != 1 or len(op.outputs) != 1:
         return False

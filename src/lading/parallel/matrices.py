@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lading.ir.graph import OpKind, Role
-from lading.ir.table import ModelTable, Segment, TableTensor
+from lading.ir.sizes import Size
+from lading.ir.table import ModelTable, Segment, SegmentTensor
 
 #: Parameters that hold several projections one after another: q, k and v; gate and up; as a stack, up_EDG.
 _FUSED = re.compile(r"(?:qkv|kv|up)(?:_[A-Z]+)?")
@@ -50,7 +51,7 @@ def matrices_of(segment: Segment, symbols: Mapping[str, int]) -> tuple[BlockMatr
     return tuple(matrix for tensor in named.values() for matrix in _matrices(tensor, symbols))
 
 
-def _matrices(tensor: TableTensor, symbols: Mapping[str, int]) -> list[BlockMatrix]:
+def _matrices(tensor: SegmentTensor[Size], symbols: Mapping[str, int]) -> list[BlockMatrix]:
     lengths = [int(dim.at(symbols)) for dim in tensor.dims]
     if len(lengths) not in (2, 3) or min(lengths[-2:]) < 2:
         return []

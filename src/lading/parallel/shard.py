@@ -18,9 +18,9 @@ from lading.errors import ConfigError
 from lading.ir.graph import UNKNOWN, Arg, Literal, Op, OpKind, Phase, Ref, Role, refs
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
-from lading.ir.rankgraph import DimShards, Leaf, RankGraph, RankParameter, RankTensor
+from lading.ir.rankgraph import DimShards, Leaf, RankGraph, RankParameter, shards_of
 from lading.ir.sizes import Power, Size
-from lading.ir.table import Segment
+from lading.ir.table import Segment, SegmentTensor
 from lading.ir.work import Stage
 from lading.parallel.atoms import Lineage, setting
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, is_token
@@ -61,6 +61,7 @@ def rank_graph(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, re
 
 #: A tensor of the segment, and which copy: the collectives it came through with its tokens whole or cut.
 _Key = tuple[int, str, bool]
+_RankTensor = SegmentTensor[DimShards]
 
 
 @dataclass
@@ -71,7 +72,7 @@ class _Builder:
     values: Mapping[str, int]
     degrees: Mapping[str, int]
     sp: bool
-    tensors: list[RankTensor] = field(default_factory=list[RankTensor])
+    tensors: list[_RankTensor] = field(default_factory=list[_RankTensor])
     ops: list[Op] = field(default_factory=list[Op])
     keys: dict[_Key, int] = field(default_factory=dict[_Key, int])
     statistics: dict[str, int] = field(default_factory=dict[str, int])
@@ -122,19 +123,23 @@ class _Builder:
     def _dims(self, tensor: int, *, scattered: bool = False, whole: bool = False) -> tuple[DimShards, ...]:
         mine = self.segment.tensors[tensor]
         if whole and mine.role is not Role.PARAMETER:
-            return tuple(DimShards(((Leaf(size.at(self.values)),),)) for size in mine.dims)
+            return tuple(self._uncut(size) for size in mine.dims)
         return tuple(map(self._shards, self.lengths.of(tensor, scattered=scattered, persistent=whole)))
+
+    def _uncut(self, size: Size) -> DimShards:
+        return shards_of(((Leaf(size.at(self.values)),),), self.degrees)
 
     def _shards(self, place: int) -> DimShards:
         length = self.lengths.lengths[place]
         if not length.parts:
-            return DimShards((self._leaves(length),))
+            return shards_of((self._leaves(length),), self.degrees)
         parts = [[self.lengths.lengths[inner] for inner in part] for part in length.parts]
         if any(inner.parts for part in parts for inner in part):
             raise ConfigError(
                 f"segment {self.segment.name!r}: a dim of {length.size} has parts within parts: cannot run"
             )
-        return DimShards(tuple(tuple(leaf for inner in part for leaf in self._leaves(inner)) for part in parts))
+        leaves = tuple(tuple(leaf for inner in part for leaf in self._leaves(inner)) for part in parts)
+        return shards_of(leaves, self.degrees)
 
     def _leaves(self, length: Length) -> tuple[Leaf, ...]:
         leaves: list[Leaf] = []
@@ -150,29 +155,27 @@ class _Builder:
             leaves.append(Leaf(number, cuts))
         return tuple(leaves)
 
-    def _new(self, tensor: int, dims: tuple[DimShards, ...], *, routed: bool = False) -> int:
-        """A tensor of the rank that is a copy of one of the segment."""
+    def _new(self, tensor: int, dims: tuple[DimShards, ...], *, routed: bool = False, shares: int = -1) -> int:
+        """A tensor of the rank that is a copy of one of the segment, in the memory of ``shares`` if that is given."""
         mine = self.segment.tensors[tensor]
-        shape = self._shape(dims)
         if routed:
             frame = self.lineage.dims[tensor]
-            shape = tuple(-1 if self._is_rows(dim) else n for dim, n in zip(frame, shape, strict=True))
-        return self._add(RankTensor(mine.dtype, dims, shape, mine.role, mine.name))
+            dims = tuple(replace(n, length=-1) if self._is_rows(dim) else n for dim, n in zip(frame, dims, strict=True))
+        return self._add(mine.dtype, dims, mine.role, mine.name, shares=shares)
 
-    def _add(self, tensor: RankTensor) -> int:
-        self.tensors.append(tensor)
+    def _add(
+        self, dtype: str, dims: tuple[DimShards, ...], role: Role = Role.ACTIVATION, name: str = "", *, shares: int = -1
+    ) -> int:
+        storage = len(self.tensors) if shares < 0 else self.tensors[shares].storage
+        self.tensors.append(SegmentTensor(storage, dtype, dims, role, name))
         return len(self.tensors) - 1
-
-    def _shape(self, dims: tuple[DimShards, ...]) -> tuple[int, ...]:
-        first = dict.fromkeys(self.degrees, 0)
-        return tuple(len(dim.elements(first, self.degrees)) for dim in dims)
 
     def _is_rows(self, dim: tuple[int, ...]) -> bool:
         rows = [k.op.inputs[0] for k in self.cut.kernels if k.op is not None and base_name(k.op.name) == "_grouped_mm"]
         return bool(rows) and self.lineage.atoms.leaves(dim) == self.lineage.atoms.leaves(self.lineage.dims[rows[0]][0])
 
     def _is_routed(self, tensor: int) -> bool:
-        return -1 in self.tensors[tensor].shape
+        return any(dim.length == -1 for dim in self.tensors[tensor].dims)
 
     def _has_tokens(self, tensor: int) -> bool:
         return any(is_token(self.lineage, leaf) for leaf in self.lineage.leaves(tensor))
@@ -266,7 +269,7 @@ class _Builder:
         for t in op.outputs:
             key = (t, _WHOLE, False) if whole else self._key(t, *form)
             dims = self._dims(t, scattered=form[1], whole=whole)
-            self.keys[key] = self._new(t, dims, routed=self._is_routed(source))
+            self.keys[key] = self._new(t, dims, routed=self._is_routed(source), shares=source)
         made = {t: self.keys[(t, _WHOLE, False) if whole else self._key(t, *form)] for t in op.outputs}
         self._put(op, {op.inputs[0]: source}, made)
 
@@ -307,14 +310,15 @@ class _Builder:
         outs = [self.tensors[made[t]] for t in op.outputs]
         lengths: dict[int, Arg] = {}
         if base in _SHAPED:
-            lengths[_SHAPED[base]] = outs[0].shape
+            lengths[_SHAPED[base]] = tuple(dim.length for dim in outs[0].dims)
         if base in ("slice", "slice_backward"):
             lengths.update(self._slice(op, self.tensors[taken[op.inputs[0]]], outs[0]))
         if base in ("split_with_sizes", "split"):
             dim = cast(int, setting(op, "dim"))
-            lengths[1] = tuple(t.shape[dim] for t in outs) if base == "split_with_sizes" else outs[0].shape[dim]
+            sizes = tuple(t.dims[dim].length for t in outs)
+            lengths[1] = sizes if base == "split_with_sizes" else sizes[0]
         if base == "embedding_dense_backward":
-            lengths[2] = outs[0].shape[0]
+            lengths[2] = outs[0].dims[0].length
         is_cut = any(dim.is_cut for ids in (taken, made) for t in ids.values() for dim in self.tensors[t].dims)
         rest = [arg for at, arg in enumerate(op.args) if at not in lengths and _has_size(arg)]
         if rest and is_cut and base not in _SCALES and setting(op, "normalizes") is None:
@@ -324,7 +328,7 @@ class _Builder:
             )
         return lengths
 
-    def _slice(self, op: Op, source: RankTensor, made: RankTensor) -> dict[int, Arg]:
+    def _slice(self, op: Op, source: _RankTensor, made: _RankTensor) -> dict[int, Arg]:
         """Where a slice starts and ends on a rank."""
         dim, at = cast(int, setting(op, "dim")), 2
         if base_name(op.name).endswith("backward"):
@@ -333,11 +337,11 @@ class _Builder:
         if not (source.dims[dim].is_cut or made.dims[dim].is_cut):
             step = op.args[at + 2] if len(op.args) > at + 2 else 1
             assert isinstance(step, int)
-            return {at: first, at + 1: first + step * made.shape[dim]}
+            return {at: first, at + 1: first + step * made.dims[dim].length}
         start = self._start(source, dim, first)
-        return {at: start, at + 1: start + made.shape[dim]}
+        return {at: start, at + 1: start + made.dims[dim].length}
 
-    def _start(self, tensor: RankTensor, dim: int, first: int) -> int:
+    def _start(self, tensor: _RankTensor, dim: int, first: int) -> int:
         """Where element ``first`` of a dim stands on the first rank, which has some of each slice."""
         elements = tensor.dims[dim].elements(dict.fromkeys(self.degrees, 0), self.degrees)
         return sum(at < first for at in elements)
@@ -382,8 +386,14 @@ class _Builder:
         for t, local in zip(op.outputs, kernel.outputs, strict=True):
             origin = self.cut.cuts.origins[local]
             key = self._key(t, origin.copy, origin.scattered)
-            made[t] = self.keys[key] = self._new(t, self._dims(t, scattered=key[2]), routed=routed)
+            shares = self._written(op, t, taken)
+            made[t] = self.keys[key] = self._new(t, self._dims(t, scattered=key[2]), routed=routed, shares=shares)
         return made
+
+    def _written(self, op: Op, output: int, taken: Mapping[int, int]) -> int:
+        """Operand of a rank that an operation writes to as ``output``; -1 where the result is new."""
+        storage = self.segment.tensors[output].storage
+        return next((taken[t] for t in op.inputs if self.segment.tensors[t].storage == storage), -1)
 
     def _lost(self, op: Op, taken: Mapping[int, int]) -> int:
         """Ranks whose results have to be added up."""
@@ -427,7 +437,7 @@ class _Builder:
         made = self._results(kernel, op, taken)
         if self.tensors[taken[source]].dims[dim].is_cut and not self.tensors[made[op.outputs[0]]].dims[dim].is_cut:
             dims = list(self.tensors[taken[source]].dims)
-            dims[dim] = DimShards(((Leaf(self.segment.tensors[source].dims[dim].at(self.values)),),))
+            dims[dim] = self._uncut(self.segment.tensors[source].dims[dim])
             spread = self._new(source, tuple(dims))
             self._call("lading.spread", (Ref(taken[source]),), (spread,))
             taken = {source: spread}
@@ -439,7 +449,7 @@ class _Builder:
     def _statistic(self, scores: int, name: str, args: tuple[Arg, ...], dtype: str = "") -> int:
         """A number for each row of scores."""
         rows = self.tensors[scores]
-        made = self._add(RankTensor(dtype or rows.dtype, rows.dims[:-1], rows.shape[:-1], Role.ACTIVATION))
+        made = self._add(dtype or rows.dtype, rows.dims[:-1])
         self._call(name, args, (made,))
         return made
 
@@ -534,8 +544,7 @@ class _Builder:
         if len(args) > causal and args[causal]:
             queries = self.tensors[taken[q]]
             keys = self.tensors[operands[k]]
-            dims = (queries.dims[2], keys.dims[2])
-            mask = self._add(RankTensor(queries.dtype, dims, self._shape(dims), Role.CONSTANT))
+            mask = self._add(queries.dtype, (queries.dims[2], keys.dims[2]), Role.CONSTANT)
             self._call("lading.causal_mask", (Ref(taken[q]),), (mask,))
             args[causal], named["attn_mask"] = False, Ref(-1)
             operands[-1] = mask
@@ -549,10 +558,10 @@ class _Builder:
             self._call("lading.reduce_scatter", (Ref(outs[t]), CONTEXT), (made[t],))
         return True
 
-    def _all_tokens(self, tensor: int, of_rank: RankTensor) -> int:
+    def _all_tokens(self, tensor: int, of_rank: _RankTensor) -> int:
         """A tensor with the tokens of all context-parallel ranks."""
         dims = tuple(
-            DimShards(tuple(tuple(_without(leaf, CONTEXT) for leaf in part) for part in dim.parts))
+            shards_of(tuple(tuple(_without(leaf, CONTEXT) for leaf in part) for part in dim.parts), self.degrees)
             for dim in of_rank.dims
         )
         return self._new(tensor, dims)
@@ -572,12 +581,11 @@ class _Builder:
         grouped = next(k.op for k in self.cut.kernels if k.op is not None and base_name(k.op.name) == "_grouped_mm")
         if gathered:
             before = self._ends(sent=sent)
-            self.keys[key] = self._add(self.tensors[before])
+            self.keys[key] = self._add(self.tensors[before].dtype, self.tensors[before].dims)
             self._call("lading.all_reduce", (Ref(before), EXPERT_TENSOR, "sum"), (self.keys[key],))
         elif sent:
             stacked = next(t for t in (*grouped.inputs, *grouped.outputs) if len(self.segment.tensors[t].dims) == 3)
-            experts = self._dims(stacked)[:1]
-            self.keys[key] = self._add(RankTensor("int32", experts, self._shape(experts), Role.ACTIVATION))
+            self.keys[key] = self._add("int32", self._dims(stacked)[:1])
             self._call("lading.expert_ends", (Ref(self._ends(sent=False)), EXPERT), (self.keys[key],))
         else:
             kernel = next(k for k in self.cut.kernels if k.op is grouped)

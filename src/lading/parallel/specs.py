@@ -6,22 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lading.ir.graph import Op, OpKind, Role
-from lading.ir.table import Segment
+from lading.ir.graph import Op, OpKind
+from lading.ir.table import Segment, SegmentTensor
 from lading.ir.work import Stage
 from lading.parallel.shapes import Length, Lengths
-
-
-@dataclass(frozen=True, slots=True)
-class CutTensor:
-    """Local tensor; ``dims`` are places among the segment's lengths, ``repeats`` dims that take no memory."""
-
-    storage: int
-    dtype: str
-    dims: tuple[int, ...]
-    role: Role
-    name: str
-    repeats: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +107,16 @@ class CutParameter:
 
 @dataclass(frozen=True, eq=False)
 class CutSegment:
-    """A segment of one rank in lengths; ``saved`` are kept from forward to backward."""
+    """Segment of one rank in lengths.
+
+    Attributes:
+        lengths: Lengths that dims of ``tensors`` name by their place.
+        saved: Tensors kept from forward to backward.
+    """
 
     name: str
     lengths: tuple[Length, ...]
-    tensors: tuple[CutTensor, ...]
+    tensors: tuple[SegmentTensor[int], ...]
     kernels: tuple[CutKernel, ...]
     enters: tuple[int, ...]
     leaves: tuple[int, ...]
@@ -133,7 +126,7 @@ class CutSegment:
     cuts: Cuts
 
 
-def staged(kernels: list[CutKernel], tensors: list[CutTensor]) -> tuple[CutKernel, ...]:
+def staged(kernels: list[CutKernel], tensors: list[SegmentTensor[int]]) -> tuple[CutKernel, ...]:
     """A collective that gradients of activations wait for belongs to them, whoever asked first."""
     awaited = {tensors[t].storage for k in kernels if k.stage is Stage.BACKWARD_INPUT for t in k.inputs}
     return tuple(

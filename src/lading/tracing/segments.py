@@ -14,7 +14,7 @@ from lading.errors import CaptureError
 from lading.ir.fold import block_items
 from lading.ir.graph import Op, OpKind, Parameter, Phase, Role, StepGraph, rename_op
 from lading.ir.sizes import Size
-from lading.ir.table import ModelTable, Segment, TableTensor
+from lading.ir.table import ModelTable, Segment, SegmentTensor
 from lading.tracing.settings import settings_of
 
 _PRODUCTS = (OpKind.MATMUL, OpKind.CONVOLUTION)
@@ -240,14 +240,14 @@ class _SegmentNumbers:
                 of_storage = [t for t, tensor in enumerate(graph.tensors) if tensor.storage == storage]
                 self.add([max(of_storage, key=lambda t: graph.tensors[t].touched_bytes)])
 
-    def tensors(self) -> tuple[TableTensor, ...]:
+    def tensors(self) -> tuple[SegmentTensor[Size], ...]:
         graph = self.cutter.graph
         named = self.cutter.named
-        made: list[TableTensor] = []
+        made: list[SegmentTensor[Size]] = []
         for t in self.numbers:
             tensor, role = graph.tensors[t], self.cutter._role(t)
             made.append(
-                TableTensor(
+                SegmentTensor(
                     storage=self._storages[tensor.storage],
                     dtype="float32" if t in self.cutter.fp32 else tensor.dtype,
                     dims=tuple(map(Size.of, tensor.shape)),

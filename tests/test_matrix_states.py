@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
@@ -37,6 +42,20 @@ def updates(model: Any, optimizer: Any, first: int) -> None:
         optimizer.step()
 
 
+def _through_torch(kind: str, model: Any, optimizer: Any, place: Path) -> tuple[Any, Any]:
+    """Copy of a model and its optimizer, by torch's functions for states of any optimizer, and a checkpoint."""
+    other, second = build(kind, "fsdp-tp", 4)
+    save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=place)
+    for options in (None, StateDictOptions(flatten_optimizer_state_dict=True)):
+        states = get_optimizer_state_dict(other, second, options=options)
+        if options is None:
+            assert set(states["state"]) == {name for name, _ in other.named_parameters()}
+            load({"optimizer": states}, checkpoint_id=place)
+        set_optimizer_state_dict(other, second, states, options=options)
+    other.load_state_dict(model.state_dict())
+    return other, second
+
+
 def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
     mode, ranks = TRIP[number]
     for kind, whole in expected.items():
@@ -45,6 +64,8 @@ def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Te
             weights = model.state_dict()
             load({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / f"{kind}-{number - 1}")
             model.load_state_dict(weights)
+        if mode == "fsdp-tp":
+            model, optimizer = _through_torch(kind, model, optimizer, folder / f"{kind}-torch")
         updates(model, optimizer, 2 * number)
         state, place = {"model": model.state_dict(), "optimizer": optimizer}, folder / f"{kind}-{number}"
         if number:
@@ -88,14 +109,19 @@ def test_a_state_dict_of_one_process_is_taken_over():
 def test_what_is_not_taken_over_says_so_and_leaves_everything():
     model, optimizer = build("muon", "own", 1)
     updates(model, optimizer, 0)
-    before = {name: row["step"].clone() for name, row in optimizer.state_dict()["elementwise"].items()}
+    before = {key: row["step"].clone() for key, row in optimizer.state_dict()["state"].items()}
     _, plain = build("muon", "ddp", 1)
     with pytest.raises(ConfigError, match=r"of momentum, got all of it; .* torch\.distributed\.checkpoint"):
         optimizer.load_state_dict(plain.state_dict())
-    state = plain.state_dict()
-    state["rates"]["up.weight"] = 0.5
-    with pytest.raises(ConfigError, match="expected one learning rate in each group, found"):
+    state = copy.deepcopy(plain.state_dict())
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ConfigError, match=r"expected states of groups of .* group parameters as they were"):
         plain.load_state_dict(state)
-    assert all(torch.equal(row["step"], before[n]) for n, row in optimizer.state_dict()["elementwise"].items())
+    state = copy.deepcopy(plain.state_dict())
+    state["param_groups"][0]["param_names"].reverse()
+    with pytest.raises(ConfigError, match="give parameters in the order in which they were saved"):
+        plain.load_state_dict(state)
+    assert all(torch.equal(row["step"], before[key]) for key, row in optimizer.state_dict()["state"].items())
+    pieces = optimizer.state[dict(model.named_parameters())["up.weight"]]["momentum"]
     with pytest.raises(NotImplementedError, match="pieces of one; load them by a checkpoint"):
-        optimizer.state_dict()["elementwise"]["up.weight"]["momentum"].add(1)
+        pieces.add(1)

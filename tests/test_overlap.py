@@ -215,11 +215,11 @@ def _faults(rank: int, mode: str, overlap: str) -> None:
     optimizer = optimizer_of(model, overlap=overlap, reduces=mode == "own")
     data = 0 if mode == "tp" else rank
     trained(model, optimizer, data, steps=1)
-    before = copy.deepcopy(optimizer.state_dict()["elementwise"])
+    before = copy.deepcopy(optimizer.state_dict()["state"])
     start = weights(model, optimizer)
 
     def unmoved() -> bool:
-        now = optimizer.state_dict()["elementwise"]
+        now = optimizer.state_dict()["state"]
         states = [(a, now[name][key]) for name, row in before.items() for key, a in row.items()]
         pairs = [pair for a, b in states for pair in zip(_parts(a), _parts(b), strict=True)]
         return all(torch.equal(a, b) for a, b in [*pairs, *zip(weights(model, optimizer), start, strict=True)])

@@ -74,6 +74,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         how = how or How()
         entries, rules = groups_of(params, rule, lr)
         super().__init__(entries, {"lr": lr, "parts": ()})
+        self.defaults["momentum"] = 0.0  # schedules that cycle it look for it here, and write their own into groups
         self.how = how
         self.moves: Moves | None = None
         self.skipped = 0
@@ -98,6 +99,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
         for member in self._members:
             self._begin(member)
+        self._show_owned()
         self._early, self._late = Early(self._route, self._prepared, self._blank), Late(self._device)
         self._handles: list[RemovableHandle] = []
         self._hook(model)
@@ -400,70 +402,74 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Make this rank's elementwise states of a parameter, before the first update."""
         param, state = member.param, self.state[member.param]
         state["step"] = torch.zeros((), dtype=torch.float32)
+        for name, kind in self._cut_states(member).items():
+            state[name] = torch.zeros_like(param, dtype=dtype_of(kind, param.dtype), requires_grad=False)
+
+    def _cut_states(self, member: OptimizerMember) -> dict[str, StateSpec]:
+        """Specifications of a parameter's states that lie as it does, by name."""
         if self.how.reduces:
-            return
-        rule = member.rule
-        kinds = (
-            rule.states(tuple(param.shape)) if isinstance(rule, PieceRule) else rule.settings.states(*param.shape[-2:])
-        )
-        for name, kind in kinds.items():
-            if kind.held is StatePlace.ELEMENTWISE:
-                state[name] = torch.zeros_like(param, dtype=dtype_of(kind, param.dtype), requires_grad=False)
+            return {}
+        rule, shape = member.rule, member.param.shape
+        kinds = rule.states(tuple(shape)) if isinstance(rule, PieceRule) else rule.settings.states(*shape[-2:])
+        return {name: kind for name, kind in kinds.items() if kind.held is StatePlace.ELEMENTWISE}
 
     def _held(self, number: int) -> States:
         """This rank's pieces of a parameter's elementwise states, by name."""
-        state = self.state[self._members[number].param]
-        return {key: piece(value, self._regions[number]) for key, value in state.items() if key != "step"}
+        member = self._members[number]
+        state, kinds = self.state[member.param], self._cut_states(member)
+        return {key: piece(state[key], self._regions[number]) for key in kinds}
 
     def state_dict(self) -> dict[str, Any]:
-        """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.
+        """States in torch's form, by parameters' numbers, and groups.
 
-        Elementwise states are placed as their parameters, or are pieces of them with their owners; whole ones are there
-        on their owner alone, under the name of the matrix: another number of ranks, mesh, plan, or way of reducing
-        gradients finds what it needs.
+        Give ``{"optimizer": optimizer}``, or what ``get_optimizer_state_dict(model, optimizer)`` makes of it, to
+        ``torch.distributed.checkpoint``, to save and to load. Elementwise states are placed as their parameters, or are
+        pieces of them with their owners; whole ones are there on their owner alone, so that another number of ranks,
+        mesh, plan, or way of reducing gradients finds what it needs. So ``full_state_dict`` has all of Muon's states,
+        but of SOAP's and Shampoo's only what one rank owns, which other ranks refuse to load.
         """
         self.finish()
-        elementwise = {m.name: dict(self.state[m.param]) for m in self._members}
-        whole: dict[str, States] = {}
+        return super().state_dict()
+
+    def _show_owned(self) -> None:
+        """Put states that lie with this rank among torch's, which checkpoints see; they share memory."""
         owned: dict[tuple[int, str], dict[ShardRegion, torch.Tensor]] = {}
         for number, states in self._whole.items():
             matrix, kinds = self._wholes[number], self._states_of(number)
+            member = self._members[matrix.parameter]
+            place = matrix.name.removeprefix(member.name).replace(".", "/")  # torch flattens names at dots
             for key, value in states.items():
                 if kinds[key].held is StatePlace.WHOLE:
-                    whole.setdefault(matrix.name, {})[key] = value
+                    self.state[member.param][key + place] = value
                 else:
                     owned.setdefault((matrix.parameter, key), {})[matrix.region] = value.view(matrix.region.shape)
         for (parameter, key), parts in owned.items():
-            member = self._members[parameter]
-            elementwise[member.name][key] = Pieces(member.param.shape, parts)
-        return {
-            "elementwise": elementwise,
-            "whole": whole,
-            **self._live.saved([(m.name, m.number) for m in self._members]),
-        }
+            param = self._members[parameter].param
+            self.state[param][key] = Pieces(param.shape, parts)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over states from ``state_dict`` of an optimizer of the same parameters and rules.
+        """Take over states from ``state_dict`` of an optimizer of the same parameters and rules, grouped alike.
+
+        Parameters may be numbered, as torch's optimizers do it, or named, as ``set_optimizer_state_dict`` does.
 
         Raises:
-            ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing, or parameters of
-                one group had unlike settings; nothing has been taken over.
+            ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing, or parameters were
+                others or grouped otherwise; nothing has been taken over.
         """
-        current = self.state_dict()
-        source = {kind: state_dict.get(kind, {}) for kind in current}
-        for kind in ("elementwise", "whole"):
-            for name, states in current[kind].items():
-                check_states(name, states, source[kind].get(name))
-        names = [[m.name for m in self._members if m.group is group] for group in self.param_groups]
-        settings = self._live.loadable(names, source["rates"], source["settings"])
+        saved, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
+        self._live.check_loadable(groups)
+        keys = [key for group in groups for key in group["params"]]
+        found = {m.name: saved.get(key) for key, m in zip(keys, self._members, strict=True)}
+        for member in self._members:
+            states = found[member.name]
+            if states is not None or member.param.requires_grad:  # torch leaves out what is frozen
+                check_states(member.name, self.state[member.param], states)
         self._give_up()  # it was made with the states of before
-        for kind in ("elementwise", "whole"):
-            for name, states in current[kind].items():
-                for key, value in states.items():
-                    take_over(value, source[kind][name][key])
-        for group, loaded in zip(self.param_groups, settings, strict=True):
-            group.update(loaded)
+        for member in self._members:
+            for key, value in (found[member.name] or {}).items():
+                take_over(self.state[member.param][key], value)
+        self._live.load(groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does while an optimizer is made; refuse one afterwards.
@@ -491,7 +497,12 @@ def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
         made, how = split(rule, settings)
         MatrixOptimizer.__init__(self, params, made, lr, mesh=mesh, model=model, how=how)
 
-    told = f"{rule.__name__} (``{rule.__module__}``) of matrices that ranks share; see ``MatrixOptimizer``."
+    told = (
+        f"{rule.__name__} (``{rule.__module__}``) of matrices that ranks share; see ``MatrixOptimizer``.\n\n"
+        "Products are taken, and gradients of matrices travel, in the number format of the rule's ``dtype`` where it "
+        "has one: Muon's is bfloat16 as in ``torch.optim.Muon``, whatever parameters are, and dtype='float32' keeps "
+        "float32. States have the parameters' own, or float32 where the rule says so."
+    )
     return type(rule.__name__, (MatrixOptimizer,), {"__init__": __init__, "__doc__": told, "__module__": __name__})
 
 

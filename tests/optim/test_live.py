@@ -143,6 +143,27 @@ def test_schedules_of_torch_have_what_they_keep_in_groups() -> None:
         schedule.step()
 
 
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_schedules_that_cycle_momentum_reach_every_rule(rule: str) -> None:
+    """OneCycleLR writes one momentum into all groups: Muon's own, and beta1 of the others."""
+    matrix, vector = _parameters()
+    groups = [{"params": [matrix]}, {"params": [vector], "rule": AdamW(lr=1e-2)}]
+    optimizer: Any = KINDS[rule](groups, lr=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, max_momentum=0.9, base_momentum=0.5)
+    seen: list[float] = []
+    for step in range(3):
+        _give((matrix, vector), step)
+        optimizer.step()
+        seen += [optimizer._live.current[0].rule.momentum if rule == "muon" else optimizer._live.current[0].rule.beta1]
+        assert optimizer._live.current[1].rule.beta1 == optimizer.param_groups[0]["momentum"] == seen[-1]
+        schedule.step()
+    assert seen[0] == 0.9
+    assert min(seen) < 0.6
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[1]["max_momentum"] == 0.9
+
+
 def test_settings_are_saved_with_states() -> None:
     parameters, optimizer = _made()
     optimizer.param_groups[0].update(momentum=0.5, weight_decay=0.0)

@@ -25,7 +25,9 @@ from lading.runtime.agreement import Facts, agree_on
 #: Settings that may change between steps.
 LIVE = frozenset(("momentum", "nesterov", "weight_decay", "eps", "beta1", "beta2", "factor_beta", "grafting_eps"))
 #: What an optimizer itself, its user and torch's schedules keep in a group.
-_KEPT = frozenset(("params", "param_names", "name", "lr", "parts", "initial_lr", "max_lr", "min_lr", "swa_lr"))
+_KEPT = frozenset(("params", "param_names", "name", "parts"))
+#: What torch's schedules keep there; with the last two goes a "momentum", of rules that call it beta1, too.
+_SCHEDULED = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"))
 
 
 @dataclass(frozen=True)
@@ -113,38 +115,33 @@ class LiveSettings:
 
         return agree_on(call, ranks, prepare, timeout_s=timeout_s)
 
-    def saved(self, parameters: Sequence[tuple[str, int]]) -> dict[str, dict[str, Any]]:
-        """Entries of a checkpoint about the groups of parameters: rates and settings, by the parameters' names.
-
-        Args:
-            parameters: Names, each with the number of its group.
-        """
-        live = [sorted(LIVE & _settings(rule).keys()) for rule in self._rules]
-        return {
-            "rates": {name: float(self._groups[number]["lr"]) for name, number in parameters},
-            "settings": {name: {key: self._groups[number][key] for key in live[number]} for name, number in parameters},
-        }
-
-    def loadable(
-        self, names: Sequence[Sequence[str]], rates: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Entries of each group's parameters in what ``saved`` gave, found by their names.
+    def check_loadable(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Make sure that groups of a checkpoint have the parameters of these, in order.
 
         Raises:
-            ConfigError: parameters of one group had several.
+            ConfigError: they do not.
         """
-        loaded: list[dict[str, Any]] = []
-        for group, members in zip(self._groups, names, strict=True):
-            each = [{"lr": rates.get(name, group["lr"]), **settings.get(name, {})} for name in members]
-            for key in each[0] if each else ():
-                values = sorted({saved.get(key, group[key]) for saved in each})
-                if len(values) > 1:
-                    what = "learning rate" if key == "lr" else key
-                    raise ConfigError(
-                        f"expected one {what} in each group, found {values}; group parameters as they were"
-                    )
-            loaded.append(each[0] if each else {})
-        return loaded
+        sizes = [[len(group["params"]) for group in groups] for groups in (self._groups, saved)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"expected states of groups of {sizes[0]} parameters, found groups of {sizes[1]}; group parameters as "
+                "they were"
+            )
+        for number, (group, other) in enumerate(zip(self._groups, saved, strict=True)):
+            is_numbered = all(isinstance(key, int) for key in other["params"])
+            names, others = group.get("param_names"), other.get("param_names")
+            if is_numbered and names and others and names != others:
+                pair = next((a, b) for a, b in zip(names, others, strict=True) if a != b)
+                raise ConfigError(
+                    f"param_groups[{number}]: expected states of {pair[0]!r}, found those of {pair[1]!r}; give "
+                    "parameters in the order in which they were saved"
+                )
+
+    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take rates, live settings and what schedules keep over from groups of a checkpoint."""
+        for group, other, rule in zip(self._groups, saved, self._rules, strict=True):
+            loaded = (LIVE & _settings(rule).keys()) | _SCHEDULED
+            group.update({key: other[key] for key in loaded if key in other})
 
     def _check_groups(self) -> None:
         same = len(self._groups) == len(self._made) and all(map(_is, self._groups, self._made))
@@ -160,7 +157,10 @@ class LiveSettings:
     def _setting(self, number: int, group: Mapping[str, Any]) -> Setting:
         rule, place = self._rules[number], f"param_groups[{number}]"
         made = _settings(rule)
-        known = made.keys() | _KEPT
+        known = made.keys() | _KEPT | _SCHEDULED
+        cycled = "momentum" in group and "momentum" not in made and "max_momentum" in group
+        if cycled:
+            known |= {"momentum"}
         if unknown := [key for key in group if key not in known]:
             near = get_close_matches(unknown[0], known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -182,6 +182,8 @@ class LiveSettings:
             for key, value in made.items()
             if key in LIVE and group[key] != value
         }
+        if cycled and "beta1" in made:
+            changed["beta1"] = _as(f"{place}, momentum", group["momentum"], 0.0)
         return Setting(_replaced(place, rule, changed), _rate(place, group["lr"]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -128,20 +129,50 @@ def test_sets_agree_in_whatever_order_they_print() -> None:
 
 def test_a_digest_is_of_every_value_and_of_their_order() -> None:
     model = nn.ModuleList([nn.Linear(129, 65), nn.Linear(3, 1, bias=False).bfloat16(), nn.Conv2d(3, 4, 3)])
-    before = digests(model)
-    assert digests(cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)) == before
-    for name, parameter in model.named_parameters():
-        for index in (0, parameter.numel() // 2 + 1, -1):
-            flat = parameter.data.view(-1)
+    model.append(nn.BatchNorm1d(5))
+    model.register_buffer("table", torch.arange(6000.0), persistent=False)
+
+    def hashes() -> dict[str, str]:
+        sections = digests(model)
+        assert set(sections["values"]) == {name for name, _ in model.named_parameters()}
+        assert set(sections["buffers"]) == {
+            "table", "3.running_mean", "3.running_var", "3.num_batches_tracked",
+        }  # fmt: skip
+        return sections["values"] | sections["buffers"]
+
+    before, sections = hashes(), digests(model)
+    assert digests(cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)) == sections
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for index in (0, tensor.numel() // 2 + 1 if tensor.dim() else 0, -1):
+            flat = tensor.data.view(-1)
             value = flat[index].clone()
             flat[index] = value + 1
-            after = digests(model)
+            after = hashes()
             assert {key for key in before if after[key] != before[key]} == {name}
             flat[index] = value
     weight = cast(Any, model[0]).weight
     weight.data = weight.data.flip(0)
-    assert digests(model)["0.weight"] != before["0.weight"]
-    assert set(digests(model.to("meta")).values()) == {"no values"}
+    assert hashes()["0.weight"] != before["0.weight"]
+    model.to("meta")
+    assert set(hashes().values()) == {"no values"}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, None])
+def test_a_digest_of_buffers_that_lie_otherwise(layout: torch.layout | None) -> None:
+    def digest(edge: float) -> str:
+        graph = torch.zeros(4, 4)
+        graph[1, 2], graph[3, 0] = 1.0, edge
+        model = nn.Module()
+        model.register_buffer("graph", torch.complex(graph, graph).conj() if layout is None else _sparse(graph, layout))
+        return digests(model)["buffers"]["graph"]
+
+    assert digest(2.0) == digest(2.0) != digest(3.0)
+
+
+def _sparse(dense: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CS. tensor support is in beta")
+        return dense.to_sparse(layout=layout)
 
 
 def _model(layers: int = 3) -> nn.Module:
@@ -200,6 +231,13 @@ def _unlike(rank: int) -> None:
         trained.get_parameter("2.weight")[1, 2] += rank
     for call in (lambda: place(plan, trained), lambda: lading.apply(cluster, trained, mesh)):
         _refused(r"ranks differ: rank 1 in the values, 2\.weight: expected \w{16} as on rank 0, got \w{16}; give", call)
+    for unlike, is_saved in (("running_mean", True), ("mask", False)):
+        normed = _model()
+        normed.register_buffer(unlike, torch.zeros(4) + rank, persistent=is_saved)
+        for call in (lambda: place(plan, normed), lambda: lading.apply(cluster, normed, mesh)):  # noqa: B023
+            _refused(
+                rf"ranks differ: rank 1 in the buffers, {unlike}: expected \w{{16}} as on rank 0, got \w{{16}}", call
+            )
     if rank == 0:
         _refused("expected 2 ranks to call it, rank 1 did not within 0.5 s",
                  lambda: lading.apply(cluster, _model(), mesh, timeout_s=0.5))  # fmt: skip

@@ -92,26 +92,45 @@ def structure(model: nn.Module) -> dict[str, str]:
     return modules | tensors
 
 
-def digests(model: nn.Module) -> dict[str, str]:
-    """Facts of the values of a model's parameters, each a hash of 64 bits: equal values give equal ones on any device.
+def digests(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Facts of the values of a model's parameters and buffers: a hash of 64 bits each, the same on any device.
 
-    Of a DTensor the piece that lies here counts. Every byte is added up, as integers, whose sum no order changes; some
-    thousand elements are hashed besides, as the sum of rows that changed places stays. A parameter without values (on
-    the meta device, or fake) says that it has none.
+    Buffers that are not saved count too, and running statistics as any: they begin alike, and what each rank's own
+    micro-batches make of them later is not compared. Of a DTensor the piece that lies here counts. Every byte is added
+    up, as integers, whose sum no order changes; some thousand elements are hashed besides, as the sum of rows that
+    changed places stays. A tensor without values (on the meta device, or fake) says that it has none.
+
+    Returns:
+        By section, "values" of parameters and "buffers", the hash by name.
     """
-    return {name: _digest(parameter) for name, parameter in model.named_parameters()}
+    return {
+        "values": {name: _digest(parameter) for name, parameter in model.named_parameters()},
+        "buffers": {name: _digest(buffer) for name, buffer in model.named_buffers()},
+    }
 
 
-def _digest(parameter: torch.Tensor) -> str:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _digest(tensor: torch.Tensor) -> str:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if local.is_meta or isinstance(local, FakeTensor):
         return "no values"
-    elements = local.detach().contiguous().reshape(-1)
+    if local.layout is not torch.strided:
+        return " ".join(_digest(part) for part in _dense_parts(local))
+    elements = local.contiguous().resolve_conj().resolve_neg().reshape(-1)
     raw, sampled = elements.view(torch.uint8), elements[:: max(1, len(elements) // _SAMPLED)].contiguous()
     words = len(raw) // 8 * 8
     total = raw[:words].view(torch.int64).sum().item() if words else 0
     rest = torch.cat([raw[words:], sampled.view(torch.uint8)]).cpu().numpy().tobytes()
     return hashlib.sha256(f"{total} ".encode() + rest).hexdigest()[:16]
+
+
+def _dense_parts(sparse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Indices and values of a sparse tensor, such as the adjacency of a graph."""
+    if sparse.layout is torch.sparse_coo:
+        entries = sparse.coalesce()
+        return entries.indices(), entries.values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
 
 
 def flattened(value: object, name: str = "") -> dict[str, str]:

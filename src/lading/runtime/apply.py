@@ -74,8 +74,8 @@ def apply(
     Args:
         plan: Plan from ``lading plan --model``, or the path of its file.
         model: Model as it is on one rank (tensor parallel may be applied), with the modules that the plan names. All
-            ranks have the same values, or all have it on the meta device, to be filled after. Parameters are frozen
-            already, and adapters are there.
+            ranks have the same values of parameters and buffers, or all have it on the meta device, to be filled after.
+            Parameters are frozen already, and adapters are there.
         mesh: Data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
         names: Names in the model of what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
             modules, wherever they stand in a path.
@@ -99,7 +99,7 @@ def _facts(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names: M
     return plan, {
         "plan": flattened(asdict(plan)),
         "model": structure(model),
-        "values": digests(model),
+        **digests(model),
         "versions": versions,
     }
 

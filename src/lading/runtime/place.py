@@ -246,7 +246,7 @@ def _facts(
     return plan, {
         "plan": flattened(asdict(plan)),
         "model": structure(model),
-        "values": digests(model),
+        **digests(model),
         "settings": settings,
     }
 

@@ -5,7 +5,7 @@
 Biases and norms do not decay, the head learns faster than the backbone, which thaws half-way. Each step takes the
 numbers that the groups have then, whoever changed them. Where the ``with`` block ends, values and states are back in
 the model and in the optimizer, so plain PyTorch can go on from there, or another plan. Any optimizer serves whose
-update treats elements alone; ``lading.plan`` refuses another.
+update treats elements alone; ``lading.plan`` refuses another. The last batch is shorter and runs by the same plan.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def make() -> tuple[Classifier, torch.optim.Optimizer, torch.optim.lr_scheduler.
 
 def main() -> None:
     """Train half with a frozen backbone, half without; compare with plain PyTorch."""
-    generator = torch.Generator().manual_seed(1)
-    x, classes = torch.randn(STEPS // 2 * BATCH, WIDTH, generator=generator), torch.randint(10, (STEPS // 2 * BATCH,))
+    samples = STEPS // 2 * BATCH - 100
+    x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
+    classes = torch.arange(samples) % 10
     loader = DataLoader(TensorDataset(x, classes), batch_size=BATCH)
     machine = lading.load_machine(Path(__file__).parent / "own_machine.toml")
 
@@ -65,9 +66,10 @@ def main() -> None:
     losses: list[float] = []
     for frozen in (True, False):
         model.backbone.requires_grad_(not frozen)
-        graph = lading.capture(model, next(iter(loader)), loss)
+        first, *_, last = loader
+        graph, shorter = (lading.capture(model, batch, loss) for batch in (first, last))
         plan = lading.plan(graph, machine, budget="90%", optimizer=optimizer)
-        with lading.Trainer(plan, graph, model, optimizer=optimizer) as trainer:
+        with lading.Trainer(plan, graph, model, optimizer=optimizer, shapes=[shorter]) as trainer:
             for batch in loader:
                 losses.append(trainer.step(batch))
                 scheduler.step()

@@ -119,7 +119,7 @@ def within(
 ) -> list[float]:
     """The same loop in a Trainer, in a share of the memory that the step's tensors take."""
     graph = capture(model, batch(0), loss_fn)
-    everything = program_of(plan(graph, MACHINE, budget="100%", optimizer=optimizer), graph)
+    everything = program_of(plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all"), graph)
     made = plan(graph, MACHINE, budget=budget_for(everything, share), optimizer=optimizer)
     losses: list[float] = []
     with Trainer(made, graph, model, optimizer=optimizer) as trainer:

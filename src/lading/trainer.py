@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
@@ -23,12 +23,12 @@ from lading.alone import check_only_rank
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
-from lading.ir.graph import StepGraph
+from lading.ir.graph import Phase, StepGraph
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
-from lading.memory.restore import planned_optimizer, program_of
+from lading.memory.restore import planned_optimizer, program_of, program_of_shape
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -73,6 +73,8 @@ class Trainer:
         threads: Compute threads; None keeps torch's setting.
         device: Driver of the device to run on, for this trainer alone; None is the one that the plan was made for.
         independent: Train for oneself where the job has several ranks, as in a sweep: nothing is reduced between them.
+        shapes: Captures of the same step over smaller batches (a short last batch, shorter sequences): they run by the
+            same plan, in the same memory. The plan is for the largest.
         program: The plan's Program, where it was restored and verified already (``lading.memory.restore``).
 
     Attributes:
@@ -98,6 +100,7 @@ class Trainer:
         device: DeviceDriver | None = None,
         program: Program | None = None,
         independent: bool = False,
+        shapes: Sequence[StepGraph] = (),
     ) -> None:
         if not independent:
             check_only_rank()
@@ -127,7 +130,13 @@ class Trainer:
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, step_graph)
         if self._groups is None and isinstance(self.optimizer, TorchUpdate) and self.optimizer.seeded:
             raise ConfigError(f"expected the optimizer itself, as {self.optimizer.optimizer} makes states; got none")
-        self._watch = Watch(graph.frozen, model)
+        self._watches = [Watch(captured.frozen, model) for captured in (graph, *shapes)]
+        if shapes and plan.compiled:
+            raise ConfigError(
+                "shapes: expected a plan without compiled regions, got compile=True; plan again without it"
+            )
+        programs = [self.program, *(program_of_shape(plan, self.program, captured) for captured in shapes)]
+        self._shapes = {_shape_of(p.graph): number for number, p in reversed(list(enumerate(programs)))}
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
@@ -136,6 +145,8 @@ class Trainer:
             device=device or device_of(plan.request.machine_table["device"]["kind"]),
             fuse=plan.compiled,
         )
+        for other in programs[1:]:
+            self._executor.add_shape(other)
         self._kind = self._executor.kind
         self._custody, self._lock = Custody(), threading.RLock()
         self._give_back_at_the_end()
@@ -174,17 +185,14 @@ class Trainer:
                 or load left values of two steps.
             StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
-        micro = self._micro_batches(batches)
-        feeds = [dict(input_leaves(batch)) for batch in micro]
-        self._check_whole()
-        self._watch.check(micro, [name for name, _ in self.program.graph.inputs[0]])
+        feeds, shape = self._fed(batches)
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
             try:
                 rules = {} if self._groups is None else self._groups.rules()
-                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1], rules=rules)
+                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape)
             except BaseException as error:
                 if self._executor.completed == before:
                     self._undo(error, state)
@@ -194,9 +202,50 @@ class Trainer:
         self._tell_excess()
         if self._groups is not None:
             self._groups.stepped()
-        names = self.program.graph.loss_names
-        self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
+        return self._told(losses)
+
+    def _told(self, losses: Sequence[float]) -> float:
+        names, count = self.program.graph.loss_names, len(self.program.graph.inputs)
+        self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def evaluate(self, batches: Any) -> float:
+        """Compute the loss of a batch, or of micro-batches, as ``step`` does, and change no value.
+
+        Forward and loss of the planned step run, in its memory; ``losses`` has their terms.
+
+        Raises:
+            ConfigError: as ``step``; or the forward draws random numbers or changes buffers, as in training only.
+            StorageError, ProgramError: as ``step``.
+        """
+        graph = self.program.graph
+        buffers = {graph.storage_of(tensor) for _, tensor in graph.buffers}
+        for op in graph.ops:
+            writes = not buffers.isdisjoint(graph.storage_of(t) for t in op.mutates)
+            if op.phase in (Phase.FORWARD, Phase.LOSS) and (op.random or writes):
+                raise ConfigError(
+                    f"evaluate: expected a forward without dropout and running statistics, found {op.name} in "
+                    f"{op.module or 'the loss'}; give trainer.state_dict() to a copy of the model in eval() instead"
+                )
+        feeds, shape = self._fed(batches)
+        with self._lock, HeldInterrupts(self._executor.stop):
+            losses = self._executor.forward(feeds, shape=shape)
+        return self._told(losses)
+
+    def _fed(self, batches: Any) -> tuple[list[dict[str, torch.Tensor]], int]:
+        """Tensors of each micro-batch by name, and the number of their shape.
+
+        Raises:
+            ConfigError: the trainer cannot make a step, or something is not as it was captured.
+        """
+        micro = self._micro_batches(batches)
+        feeds = [dict(input_leaves(batch)) for batch in micro]
+        self._check_whole()
+        leaves = ((i, name, tensor) for i, feed in enumerate(feeds) for name, tensor in feed.items())
+        key = frozenset(_leaf(i, name, _dtype_of(tensor), tensor.shape) for i, name, tensor in leaves)
+        shape = self._shapes.get(key, 0)
+        self._watches[shape].check(micro, [name for name, _ in self.program.graph.inputs[0]])
+        return feeds, shape
 
     def _micro_batches(self, batches: Any) -> list[Any]:
         """List the micro-batches of a step; a single one may be a list itself, if the captured one was."""
@@ -574,6 +623,16 @@ def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
 
 def _dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape_of(graph: StepGraph) -> frozenset[Hashable]:
+    """Dtypes and shapes of all inputs of a step, as ``_fed`` has them of a batch."""
+    named = ((i, name, graph.tensors[t]) for i, inputs in enumerate(graph.inputs) for name, t in inputs)
+    return frozenset(_leaf(i, name, t.dtype, t.shape) for i, name, t in named)
+
+
+def _leaf(micro: int, name: str, dtype: str, shape: Iterable[int]) -> Hashable:
+    return micro, name, dtype, tuple(shape)
 
 
 def _differing(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:

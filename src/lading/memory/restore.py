@@ -6,6 +6,7 @@ said when the plan was made.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from lading.errors import ConfigError, ProgramError
 from lading.grouping import Matrices, matrices_from
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
-from lading.ir.graph import StepGraph
+from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
@@ -60,6 +61,65 @@ def program_of(plan: Plan, captured: StepGraph) -> Program:
         matrices=matrices_from(request.matrices) if request.matrices is not None else None,
     )
     return restore_program(plan, step, machine)
+
+
+def program_of_shape(plan: Plan, program: Program, captured: StepGraph) -> Program:
+    """Program of a smaller batch of the step that a plan was made for: its actions and addresses as they are.
+
+    Args:
+        program: The plan's own.
+        captured: The same step over tensors of the same size or smaller; no value that lasts may differ.
+
+    Raises:
+        ConfigError: it is another step, or a larger one; says where.
+    """
+    request = plan.request
+    step = step_of(
+        captured,
+        machine_from_dict(request.machine_table, "the plan's machine"),
+        clip_norm=request.settings.get("clip_norm", 0.0),
+        master_weights=bool(request.settings.get("master_weights", 0.0)),
+        optimizer=planned_optimizer(plan),
+        matrices=matrices_from(request.matrices) if request.matrices is not None else None,
+    )
+    if len(step.ops) != len(program.graph.ops):
+        raise ConfigError(
+            f"shapes: expected the {len(program.graph.ops)} operations of the step that was planned, found "
+            f"{len(step.ops)}; the model computes this batch in another way, so plan for it by itself"
+        )
+    graph = apply_choices(step, plan.choices)
+    _check_same_step(program.graph, graph)
+    other = dataclasses.replace(program, graph=graph)
+    verify(other)
+    return other
+
+
+def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
+    """Refuse a step whose operations, or whose lasting values, are not those that were planned, or that is larger."""
+    for index, (op, now) in enumerate(zip(planned.ops, other.ops, strict=True)):
+        if _wiring(op) != _wiring(now):
+            where, there = op.module or "the loss", now.module or "the loss"
+            raise ConfigError(
+                f"shapes: expected operation {index} to be {op.name} of {where}, on the same tensors as planned, found "
+                f"{now.name} of {there}; the model computes this batch in another way, so plan for it by itself"
+            )
+    places = [(t.storage, t.dtype) for t in planned.tensors]
+    if places != [(t.storage, t.dtype) for t in other.tensors] or len(planned.storages) != len(other.storages):
+        raise ConfigError(
+            "shapes: expected tensors on the same storages as planned, found others; plan for it by itself"
+        )
+    lasting = planned.persistent
+    for index, (storage, now) in enumerate(zip(planned.storages, other.storages, strict=True)):
+        fits = now.size_bytes == storage.size_bytes if index in lasting else now.size_bytes <= storage.size_bytes
+        if not fits or now.role is not storage.role or now.data != storage.data:
+            raise ConfigError(
+                f"shapes: expected {storage.name} of at most {storage.size_bytes} bytes, as planned, and with the same "
+                f"values if it is a constant, found {now.size_bytes} bytes; plan for the largest batch"
+            )
+
+
+def _wiring(op: Op) -> tuple[object, ...]:
+    return op.name, op.phase, op.inputs, op.outputs, op.results, op.mutates, op.module, op.place
 
 
 def planned_optimizer(plan: Plan) -> ParameterRule:

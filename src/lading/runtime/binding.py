@@ -383,7 +383,7 @@ def checked_batches(
             if got != (t.dtype, t.shape):
                 raise ConfigError(
                     f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {got[0]} {got[1]}; "
-                    "pad or cut the batch, or plan for this shape"
+                    "pad or cut the batch, or give the Trainer a capture of this shape in shapes="
                 )
             if leaf.layout is not torch.strided or leaf.is_meta:
                 kind = "a tensor without values (meta)" if leaf.is_meta else str(leaf.layout)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -18,8 +19,8 @@ from typing import Self
 import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
-from lading.ir.action import CALLER
-from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.action import CALLER, ActionKind
+from lading.ir.graph import DTYPE_BYTES, Phase, Role
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
@@ -113,11 +114,12 @@ class Executor:
             if poison:
                 self._poison_arena()
             place = Place(self._device, self._arena, self.tiers, self._caller)
-            binder = Binder(
-                program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter, fused=fused,
+            self._binder = partial(
+                Binder, place=place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
                 make_room=self._ceiling and self._ceiling.make_room,
             )  # fmt: skip
-            self._bound = self._running = binder.bind()
+            self._bound = self._running = self._binder(program, fused=fused).bind()
+            self._shapes = [(program, self._bound)]
             count = len(program.actions)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
             self._gate = Gate(len(self._bound.streams))
@@ -182,9 +184,19 @@ class Executor:
     def close(self) -> None:
         """Stop the threads and give all memory and disk space back. May be called twice."""
         self._state = _ExecutorState.CLOSED
-        self._bound.entries.clear()
+        for _, bound in self._shapes:
+            bound.entries.clear()
         self._running = self._bound
         self._cleanup.close()
+
+    def add_shape(self, program: Program) -> int:
+        """Bind the Program of another shape of the step to the same memory; returns its number, for ``step``.
+
+        Args:
+            program: From ``lading.memory.restore.program_of_shape``, so of the same actions and addresses.
+        """
+        self._shapes.append((program, self._binder(program).bind()))
+        return len(self._shapes) - 1
 
     def step(
         self,
@@ -193,6 +205,7 @@ class Executor:
         lr: float,
         matrix_lr: float = 0.0,
         rules: Mapping[int, ParameterRule] = MappingProxyType({}),
+        shape: int = 0,
     ) -> list[float]:
         """Run one training step. Updates that the Program defers wait for the next step, or for ``flush``.
 
@@ -200,6 +213,7 @@ class Executor:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
             lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
             rules: Rule of this step by the parameter's storage, its learning rate included; others have ``lr``.
+            shape: Number of the batch's shape, from ``add_shape``; 0 for that of the plan.
         Returns:
             The losses of each micro-batch in turn, in the order of ``graph.losses``.
         Raises:
@@ -208,13 +222,29 @@ class Executor:
             StorageError: a tier failed. ProgramError: an operation failed. Both name the action. Where the step had
                 changed no parameter and no state by then, it has not happened: the next one may be run.
         """
+        self._prepare(batches, shape)
+        self._rates.now.take(Rate(lr, matrix_lr, rules))
+        return self._run(self._skipped(), self._end_step)
+
+    def forward(self, batches: Sequence[Mapping[str, torch.Tensor]], *, shape: int = 0) -> list[float]:
+        """Run the step's forward and loss alone; arguments, losses and errors are those of ``step``.
+
+        What lies in lower tiers moves as in a step. Updates that wait for the next step are made.
+        """
+        self._prepare(batches, shape)
+        return self._run(self._skipped() | _actions_beside_forward(self.program), self._end_flush)
+
+    def _prepare(self, batches: Sequence[Mapping[str, torch.Tensor]], shape: int) -> None:
         self._check_idle()
         if not self.is_whole:
             raise ConfigError(
                 "a step failed after it had begun to change values; write them again, or load a checkpoint"
             )
-        self._caller.batches = self._device.handed(checked_batches(self.program, batches))
-        self._rates.now.take(Rate(lr, matrix_lr, rules))
+        self._caller.batches = self._device.handed(checked_batches(self._shapes[shape][0], batches))
+        self.program, self._bound = self._shapes[shape]
+
+    def _run(self, skipped: frozenset[int], end: Callable[[], None]) -> list[float]:
+        """Run the streams but for some actions; returns the losses."""
         self._times.samples.clear()
         self._timeline, self._moments, self._has_run = None, None, False
         self._values.discard()
@@ -222,7 +252,7 @@ class Executor:
             give_back()  # what setting the values has freed
         self._leave_to_caller()
         self._meter.reset()
-        self._run_streams(self._skipped(), self._end_step)
+        self._run_streams(skipped, end)
         self._last_peak = self.observe_peak()
         self._left_bytes = self._meter.now_bytes()
         self._has_run = self._times.enabled
@@ -590,6 +620,24 @@ def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
         a.id
         for a in program.actions
         if (a.op is not None and (a.op in deferred) == updates) or (not updates and CALLER in (a.source, a.target))
+    )
+
+
+def _actions_beside_forward(program: Program) -> frozenset[int]:
+    """Ids of the actions of operations that forward, loss and what was deferred from the step before do not need."""
+    ops, deferred = program.graph.ops, frozenset(program.graph.deferred)
+    forward = [
+        a.id
+        for a in program.actions
+        if a.kind is ActionKind.COMPUTE and a.op is not None and ops[a.op].phase in (Phase.FORWARD, Phase.LOSS)
+    ]
+    last = max(forward, default=-1)
+    return frozenset(
+        a.id
+        for a in program.actions
+        if a.op is not None
+        and a.op not in deferred
+        and (ops[a.op].phase not in (Phase.FORWARD, Phase.LOSS) or (a.kind is ActionKind.RECOMPUTE and a.id > last))
     )
 
 

@@ -1,0 +1,125 @@
+"""Batches of several shapes over one plan, one memory and one set of values; and losses without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lading.errors import ConfigError
+from lading.ir.graph import StepGraph
+from lading.ir.plan import Plan
+from lading.memory.restore import program_of
+from lading.prepare import plan
+from lading.tracing.trace import capture
+from lading.trainer import Trainer
+from tests.machines import small_machine
+from tests.runs import OVERHEAD_BYTES, budget_for
+
+MACHINE = small_machine(overhead_bytes=OVERHEAD_BYTES)
+#: Sequences and tokens of a batch: the largest, a short last one, and two buckets of lengths.
+SHAPES = [(4, 32), (3, 32), (4, 16), (2, 24)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Words(torch.nn.Module):
+    """A small transformer with attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 48)
+        self.qkv, self.out = torch.nn.Linear(48, 144, bias=False), torch.nn.Linear(48, 48, bias=False)
+        self.norm, self.head = torch.nn.LayerNorm(48), torch.nn.Linear(48, 64, bias=False)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        h_BTD = self.embed(ids_BT)
+        q, k, v = (x.unflatten(-1, (2, 24)).transpose(1, 2) for x in self.qkv(h_BTD).chunk(3, dim=-1))
+        a = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(self.norm(h_BTD + self.out(a.transpose(1, 2).flatten(2))))
+
+
+def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["next"].flatten())
+
+
+def words() -> Words:
+    torch.manual_seed(0)
+    return Words()
+
+
+def batch(step: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    seed = torch.Generator().manual_seed(step)
+    return {name: torch.randint(64, shape, generator=seed) for name in ("ids", "next")}
+
+
+def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, share: float) -> tuple[Plan, list[StepGraph]]:
+    graphs = [capture(model, batch(0, shape), loss_fn) for shape in SHAPES]
+    everything = program_of(plan(graphs[0], MACHINE, budget="100%", optimizer=optimizer, policy="keep-all"), graphs[0])
+    return plan(graphs[0], MACHINE, budget=budget_for(everything, share), optimizer=optimizer, clip_norm=0.5), graphs
+
+
+def test_steps_of_several_shapes_give_plain_pytorchs_bits(tmp_path: Path) -> None:
+    """Interleaved, with losses evaluated between; each step's gradients are clipped."""
+    ours, theirs = words(), words()
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    made, graphs = planned(ours, mine, 0.55)
+    order = [SHAPES[i] for i in (0, 1, 0, 2, 3, 2, 0, 1)]
+    got: list[float] = []
+    assert made.choices.deferred
+    assert made.choices.gaps
+    with Trainer(made, graphs[0], ours, optimizer=mine, shapes=graphs[1:], folder=tmp_path) as trainer:
+        for step, shape in enumerate(order):
+            got += [trainer.evaluate(batch(100 + step, shape)), trainer.step(batch(step, shape))]
+    expected: list[float] = []
+    for step, shape in enumerate(order):
+        with torch.no_grad():
+            expected.append(loss_fn(theirs, batch(100 + step, shape)).item())
+        other.zero_grad()
+        loss = loss_fn(theirs, batch(step, shape))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        other.step()
+        expected.append(loss.item())
+    assert got == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_another_step_is_no_shape_of_it() -> None:
+    model = words()
+    graph, larger = (capture(model, batch(0, shape), loss_fn) for shape in ((4, 16), (4, 32)))
+    made = plan(graph, MACHINE, budget="100%")
+
+    def squared(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_fn(model, batch) ** 2
+
+    with pytest.raises(
+        ConfigError, match=r"expected ids of at most 512 bytes, .* found 1024 bytes; plan for the largest"
+    ):
+        Trainer(made, graph, model, shapes=[larger])
+    with pytest.raises(ConfigError, match=r"expected the \d+ operations of the step .* found \d+; the model computes"):
+        Trainer(made, graph, model, shapes=[capture(model, batch(0, (4, 16)), squared)])
+    with (
+        Trainer(made, graph, model) as trainer,
+        pytest.raises(ConfigError, match=r"expected 'ids' of int64 \(4, 16\), got int64 \(3, 16\); .* in shapes="),
+    ):
+        trainer.step(batch(0, (3, 16)))
+
+
+def test_a_forward_of_training_is_not_evaluated() -> None:
+    for layer, found in ((torch.nn.Dropout(0.5), "bernoulli"), (torch.nn.BatchNorm1d(8), "batch_norm|add_")):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), layer)
+        graph = capture(model, torch.ones(4, 8), lambda model, x: model(x).square().mean())
+        with (
+            Trainer(plan(graph, MACHINE, budget="100%"), graph, model) as trainer,
+            pytest.raises(ConfigError, match=f"expected a forward without dropout and running .*({found})"),
+        ):
+            trainer.evaluate(torch.ones(4, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from lading.clusters import space_of, step_of
@@ -12,7 +13,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.request import Request
 from lading.planner.layouts import best_bucket, cluster_plan, find_layouts
 from lading.sim.prices import MachinePrices
-from lading.sim.simulate import Simulated, simulate
+from lading.sim.simulate import WAITING, Priced, Simulated, seconds_until_reduced, simulate
 from lading.sim.step import DATA_PARALLEL
 
 
@@ -60,6 +61,21 @@ def test_no_other_size_is_much_better(layout: str, model: str) -> None:
         for power in (23.5, 25.5, 27.4, 28.6, 30.5)
     ]
     assert min(other.step.step_s for other in others) > 0.997 * bucket.simulated.step.step_s
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp4,pp4,zero1,gb512", "tp4,pp4,vpp2,zero0,gb512", "tp4,pp4,zero1,gb512,zero-bubble"]
+)
+def test_two_rounds_of_micro_batches_tell_sizes_apart_as_all_do(layout: str) -> None:
+    """Buckets are reduced beside the last backwards, so a size saves the same behind 2 rounds as behind 32."""
+    kept = step(layout, "llama3-8b")
+    layouts = [replace(kept.request.layout, bucket_bytes=1 << power) for power in (25, 27, 29, 31)]
+    few = np.array([seconds_until_reduced(kept, one) for one in layouts])
+    parts = Priced(kept.machine, kept.table, kept.segments)
+    steps = [simulate(replace(kept.request, layout=one), kept.table, parts).step for one in layouts]
+    whole = np.array([one.step_s - one.shares_s[WAITING] for one in steps])
+    assert few.max() < 0.2 * whole.min()
+    assert np.diff(few) == pytest.approx(np.diff(whole), rel=1e-6)
 
 
 def test_cut_parameters_and_one_replica_have_none() -> None:

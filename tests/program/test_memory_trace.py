@@ -99,3 +99,19 @@ def test_buckets_take_gradients_over() -> None:
     assert made
     assert {region.unit for region in regions} <= {ALL_UNITS, 0, 1}
     assert all(getattr(region, "work", None) is Work.BACKWARD for region in regions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
+@pytest.mark.parametrize("rules", [GradientRules(makes=False), MADE, GradientRules(makes=True, in_buckets=True)])
+def test_regions_that_were_seen_before_change_the_same(
+    kind: str, shards: str, rules: GradientRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = emit(pipeline(kind, shards, micro_batches=16))
+    remembered = [memory_changes.__wrapped__(program, rank, rules) for rank in range(len(program.ranks))]
+    monkeypatch.setattr("lading.program.memory_trace._Reader._is_steady", lambda self, op: False)
+    for rank, changes in enumerate(remembered):
+        read = memory_changes.__wrapped__(program, rank, rules)
+        assert read.things == changes.things
+        for name in ("number", "sign", "action", "ends"):
+            assert np.array_equal(getattr(read, name), getattr(changes, name))

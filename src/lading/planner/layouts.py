@@ -28,14 +28,16 @@ step is longer by
     E(n) = max(t(G / n), n t(G / n) - (1 - 1 / n) B)
 
 as the last bucket waits for the last gradient, or all buckets for the network: few are late, many cost latency. ``E``
-is convex in n but for steps of t and for how full the last bucket is, so sizes a factor of two apart are tried, then
-quarters of that around the best; each is simulated (``best_bucket``), with the units as they are (``lading.sim.step``)
-or the stages (``lading.program.emit``). A size is taken if it saves a share worth having of the step; else a block is a
-bucket, as the stacks have it.
+is convex in n but for steps of t and for how full the last bucket is, so sizes a factor of two apart are tried from the
+middle on as long as the next one is better, then quarters of that around the best (``best_bucket``). Each is timed with
+the units as they are (``lading.sim.step``) or the stages (``lading.program.emit``); in a pipeline with two rounds of
+micro-batches, as more before them change nothing. The best is simulated. A size is taken if it saves a share worth
+having of the step; else a block is a bucket, as the stacks have it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lading.errors import ConfigError
@@ -48,7 +50,7 @@ from lading.planner.peaks import room_of
 from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import LayoutSearch, Tell
 from lading.planner.space import Space
-from lading.sim.simulate import Priced, Simulated, simulate
+from lading.sim.simulate import Priced, Simulated, seconds_until_reduced, simulate
 from lading.units import format_capacity
 
 #: Actions of the longest Program that is saved; a longer one is emitted again from the layout.
@@ -211,13 +213,12 @@ def best_bucket(found: Simulated) -> BucketComparison | None:
     whole = width * max(sum(stage.trained.values()) for stage in found.step.stages)
     blocks = [each for each in found.segments if each.segment.enters and each.segment.leaves]
     block = width * max(sum(each.trained.values()) for each in blocks or found.segments)
-    tried: dict[int, Simulated] = {}
+    tried: dict[int, float] = {}
 
     def step_s(size: int) -> float:
         if size not in tried:
-            request = replace(found.request, layout=replace(layout, bucket_bytes=size))
-            tried[size] = simulate(request, found.table, priced)
-        return tried[size].step.step_s
+            tried[size] = seconds_until_reduced(found, replace(layout, bucket_bytes=size))
+        return tried[size]
 
     size = _LEAST_BYTES
     while size * _MOST_BUCKETS < whole:
@@ -225,7 +226,19 @@ def best_bucket(found: Simulated) -> BucketComparison | None:
     octaves = [size]
     while octaves[-1] < whole:
         octaves.append(2 * octaves[-1])
-    first = min(octaves, key=step_s)
-    size = min((round(first * 2 ** (quarter / 4)) for quarter in range(-3, 4)), key=step_s)
-    saves_s = found.step.step_s - step_s(size)
-    return BucketComparison(block, size, tried[size], saves_s, saves_s > _WORTH * found.step.step_s)
+    first = _descend(octaves, len(octaves) // 2, step_s)
+    size = _descend([round(first * 2 ** (quarter / 4)) for quarter in range(-3, 4)], 3, step_s)
+    best = simulate(replace(found.request, layout=replace(layout, bucket_bytes=size)), found.table, priced)
+    saves_s = found.step.step_s - best.step.step_s
+    return BucketComparison(block, size, best, saves_s, saves_s > _WORTH * found.step.step_s)
+
+
+def _descend(sizes: Sequence[int], start: int, step_s: Callable[[int], float]) -> int:
+    """Go from a size to the next as long as that is better, or smaller and as good; returns the last."""
+    at = start
+    while at > 0 and step_s(sizes[at - 1]) <= step_s(sizes[at]):
+        at -= 1
+    if at == start:
+        while at < len(sizes) - 1 and step_s(sizes[at + 1]) < step_s(sizes[at]):
+            at += 1
+    return sizes[at]

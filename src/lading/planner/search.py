@@ -33,7 +33,7 @@ from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
-from lading.sim.simulate import Simulated, segments_by_mode
+from lading.sim.simulate import Simulated, pipeline_seconds, segments_by_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,9 +256,13 @@ class LayoutSearch:
         return Segments(self.space.machine, self.space.table, self._segments[found.block][found.mode])
 
     def span_s(self, found: Bounded) -> float | None:
-        """Least seconds of a layout's pipeline, as one simulated with states kept otherwise shows; None if none was."""
-        alone_s = self._alone_s.get((found.block, found.mode, found.pipe))
-        return alone_s * _ROUNDING if alone_s else None
+        """Least seconds of a layout's pipeline, whoever keeps its states; None where there is none."""
+        request, key = self.request(self.layout(found)), (found.block, found.mode, found.pipe)
+        if not request.layout.is_pipeline:
+            return None
+        if key not in self._alone_s:
+            self._alone_s[key] = pipeline_seconds(request, self.segments(found))
+        return self._alone_s[key] * _ROUNDING
 
     def peak_bytes(self, found: Bounded) -> float:
         """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""
@@ -268,15 +272,13 @@ class LayoutSearch:
         return max(found.peak_bytes, max(map(add, activations, found.states)) * _ROUNDING)
 
     def learn(self, found: Bounded, simulated: Simulated) -> None:
-        """Remember from a simulation when a pipeline runs and what it keeps, whoever keeps its states."""
+        """Remember from a simulation what a pipeline keeps, whoever keeps its states."""
         run, key = simulated.step.pipeline, (found.block, found.mode, found.pipe)
         if run is None:
             return
         ranks = len(simulated.memory)
         watched = (0, min(1, ranks - 1), ranks - 1)
         self._kept[key] = tuple(simulated.memory[rank].get(Role.ACTIVATION, 0) for rank in watched)
-        if key not in self._alone_s and (listed := simulated.step.listed) is not None:
-            self._alone_s[key] = listed.pipeline_s
 
     def families(self, tell: Tell) -> list[Family]:
         """List all families of blocks that can be.

@@ -183,7 +183,7 @@ class _Reader:
         self.last = {
             one[0][0]: one[1] for one in self.passes if one and one[0][2] in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         }
-        self.known: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self.known: dict[tuple[int, ...], tuple[list[int], list[int], list[int], Region | None, Region | None]] = {}
 
     def read(self) -> Changes:
         """Go through the list."""
@@ -192,7 +192,7 @@ class _Reader:
             kind = self.actions.kind[number]
             self.now, self.ending = number, 0
             if kind is ActionKind.COMPUTE:
-                self._run(number) if self.sharded or self.rules.makes else self._run_known(number)
+                self._run_known(number)
             elif kind in (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD):
                 group = self.program.storages[self.actions.storage[number]]
                 assert isinstance(group, ParameterGroup)
@@ -220,23 +220,36 @@ class _Reader:
         self.ends.append(self.ending)
 
     def _run_known(self, number: int) -> None:
-        """As ``_run``, where what a region that is a whole pass changes follows from the region alone."""
-        before, here, behind = self.passes[self.turn - 1], self.passes[self.turn], self.passes[self.turn + 1]
-        op = self.actions.op[number]
-        if here in (before, behind):
+        """As ``_run``; a region that is a whole pass changes what it did when all it looks at was the same."""
+        op, here, behind = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
+        if not self._is_steady(op) or here in (self.passes[self.turn - 1], behind):
             self._run(number)
             return
-        if op not in self.known:
+        enters = self.actions.op[self.regions[self.turn + 1]] if behind and behind[0][2] is Work.FORWARD else -1
+        key = (op, enters, id(self.left), id(self.entering))
+        if key not in self.known:
             start = len(self.numbers)
             self._run(number)
-            self.known[op] = self.numbers[start:], self.signs[start:], self.ends[start:]
+            changed = self.numbers[start:], self.signs[start:], self.ends[start:]
+            self.known[key] = (*changed, self.left, self.entering)
             return
-        numbers, signs, ends = self.known[op]
+        numbers, signs, ends, self.left, self.entering = self.known[key]
         self.numbers += numbers
         self.signs += signs
         self.ends += ends
         self.at += [number] * len(numbers)
         self.turn += 1
+
+    def _is_steady(self, op: int) -> bool:
+        """Whether nothing is to be copied out for a region, and gradients that it makes are added to those there."""
+        if self.buffer is not None or self.rules.in_buckets:
+            return False
+        used = self.program.uses[op] if self.coming else ()
+        if any(self.actions.storage[number] in used for number in self.coming):
+            return False
+        region = self.program.regions[op]
+        makes = self.rules.makes and region.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
+        return not makes or (region.stage, region.unit) in self.made
 
     def _run(self, number: int) -> None:
         region = self._region(number)

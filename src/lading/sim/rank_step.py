@@ -45,24 +45,6 @@ _LISTED, _LISTED_SHARDED = 3, 2
 _SHARDS = {0: "", 1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
-def rank_step(
-    request: StepRequest,
-    stages: Sequence[SimulatedStage],
-    runs: Sequence[Run],
-    segments: Sequence[Phases],
-    prices: MachinePrices,
-) -> Step:
-    """One step of all ranks.
-
-    Args:
-        stages: In the order of forward, each with all its units.
-        runs: Segments of each stage, and how often each stands.
-        segments: What each costs; ``runs`` count in them.
-    """
-    listed = ListedStep(request, stages, runs, segments, prices)
-    return listed.step(listed.times())
-
-
 def units_of_runs(
     request: StepRequest, runs: Sequence[Run], segments: Sequence[Phases]
 ) -> list[list[tuple[Unit, int]]]:
@@ -133,7 +115,9 @@ class ListedStep:
     """A step as lists, and what each of their actions costs.
 
     Attributes:
-        stages, runs, segments: As ``rank_step``.
+        stages: In the order of forward, each with all its units.
+        runs: Segments of each stage, and how often each stands.
+        segments: What each costs; ``runs`` count in them.
         every: List every micro-batch.
         keep: How long unsharded parameters stay, where there is no pipeline.
         by_unit: Forward and backward are a region for each unit, also where nothing happens between.
@@ -223,12 +207,21 @@ class ListedStep:
             return self.prices.copies_sum_s(self._tied)
         return 0.0
 
-    @cached_property
+    @property
     def pipeline_s(self) -> float:
-        """Seconds of the regions and their sends alone: a lower bound on what the pipeline takes whoever keeps what."""
-        timed = (ActionKind.COMPUTE, ActionKind.SEND)
-        seconds = action_seconds(self.program, lambda key: self.seconds(key) if key[0] in timed else 0.0)
-        return run_ranks(self.program, seconds).step_s
+        """Seconds of stages and sends alone: a lower bound on what the pipeline takes, whoever keeps what."""
+        shape, plan = self.shape, self.shape.plan
+        bare = ListShape(
+            plan, ((),) * plan.stages, pipelined=True, overlap_send=shape.overlap_send, whole_first=shape.whole_first
+        )
+
+        def seconds(key: Priced) -> float:
+            if isinstance(region := key[1], Region):
+                return _work_s(self.stages[region.stage], region.work)
+            return self._send_s if key[0] is ActionKind.SEND else 0.0
+
+        program = emit(bare)
+        return run_ranks(program, action_seconds(program, seconds)).step_s
 
     def times(self) -> RankTimes:
         """When every action runs."""

@@ -36,7 +36,7 @@ from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
-from lading.sim.rank_step import rank_step
+from lading.sim.rank_step import ListedStep
 from lading.sim.step import DATA_PARALLEL, SimulatedStage, Step, stage_of
 from lading.sim.storage import device_traces, listed_of, stored
 from lading.sim.updates import Updated, updated
@@ -218,13 +218,7 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
     parts = parts or priced(request, table)
     machine, table, both = parts.machine, parts.table, as_held(parts.segments, request.layout, request.stack)
     request = _on_host(request, machine)
-    prices = prices_of(request, machine, table)
-    parts_of_stages = parts_of(runs_of(request, table), request, table)
-    stages = _stages(parts_of_stages, both, request, prices)
-    if machine.processes is not None:
-        step = processes_step(request, machine, both, parts_of_stages)
-    else:
-        step = rank_step(request, stages, parts_of_stages, both, prices)
+    stages, step = _timed(request, table, both, machine)
     program = step.program if step.listed is None else listed_of(request, step).program
     given = [trace.peak for trace in device_traces(request, both, stages, step, program)]
     here, there = zip(*stored(request, given, both, stages, step), strict=True)
@@ -233,6 +227,43 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
         found = updated(request, machine, table, step, here)
         step, here = found.step, found.memory
     return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both, found)
+
+
+def _timed(
+    request: StepRequest, table: ModelTable, both: Sequence[Phases], machine: Machine
+) -> tuple[list[SimulatedStage], Step]:
+    """Time a step whose ranks wait for none that is slower, and its stages."""
+    if machine.processes is not None:
+        parts_of_stages = parts_of(runs_of(request, table), request, table)
+        stages = _stages(parts_of_stages, both, request, prices_of(request, machine, table))
+        return stages, processes_step(request, machine, both, parts_of_stages)
+    listed = _listed(request, table, both, machine)
+    return list(listed.stages), listed.step(listed.times())
+
+
+def _listed(request: StepRequest, table: ModelTable, both: Sequence[Phases], machine: Machine) -> ListedStep:
+    prices = prices_of(request, machine, table)
+    parts_of_stages = parts_of(runs_of(request, table), request, table)
+    return ListedStep(request, _stages(parts_of_stages, both, request, prices), parts_of_stages, both, prices)
+
+
+def pipeline_seconds(request: StepRequest, parts: Priced) -> float:
+    """Lower bound on the seconds of a layout's pipeline, whoever keeps which states: its stages and sends alone."""
+    both = as_held(parts.segments, request.layout, request.stack)
+    return _listed(request, parts.table, both, parts.machine).pipeline_s
+
+
+def seconds_until_reduced(simulated: Simulated, layout: Layout) -> float:
+    """Seconds of a step with another layout's buckets: times alone, with few micro-batches where there is a pipeline.
+
+    Buckets are reduced beside the last backwards, which run alike behind two rounds of micro-batches or more. So these
+    seconds say which size is better, not what a step takes.
+    """
+    rounds, rest = divmod(layout.micro_batches, layout.pp)
+    if layout.is_pipeline and rounds > 2 and not rest:
+        layout = replace(layout, global_batch=2 * layout.pp * layout.dp * layout.micro_batch)
+    request = replace(simulated.request, layout=layout)
+    return _timed(request, simulated.table, simulated.segments, simulated.machine)[1].step_s
 
 
 def _waiting(step: Step, layout: Layout) -> Step:

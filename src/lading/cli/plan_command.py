@@ -93,6 +93,10 @@ class SearchOptions:
         FlagCreatePairsOff[bool], flag("Show the memory of every module at the peak, for layouts with zero 3.")
     ] = False
     top: Annotated[int, arg(metavar="N", help="Number of layouts to show.")] = 10
+    to: Annotated[
+        Literal["torchtitan", "megatron"] | None,
+        optional("NAME", "Also write the first layout as settings of torchtitan or megatron, beside --out."),
+    ] = None
     json: Annotated[Path | None, optional("FILE.json", "Also write the figures as JSON (docs/plan-json.md).")] = None
 
 
@@ -178,6 +182,30 @@ def _plan_cluster(asked: PlanCommand) -> None:
     plan = unsharded(asked, found, cluster_plan(found, __version__), console)
     plan.save(asked.out)
     say(console, f"wrote {asked.out}")
+    if asked.search.to is not None:
+        _hand_over(asked.search.to, found, asked.out, console)
+
+
+def _hand_over(framework: str, found: Layouts, out: Path, console: Console) -> None:
+    """Write the first layout as settings of a framework, and say what it cannot be told."""
+    from lading.report.handover import HANDOVERS, HandedLayout
+
+    request, stack = found.winner.simulated.request, found.space.request.stack
+    handed = HandedLayout(
+        model=request.name,
+        layout=request.layout,
+        seq_len=request.seq_len,
+        compiled=stack.fusion == "compiled",
+        overlaps=(stack.overlap_grad_reduce, stack.overlap_param_gather),
+        stage_layers=found.winner.simulated.stage_layers,
+        ahead=sum(found.space.table.counts[1:-1]) - request.model.layers,
+    )
+    settings = HANDOVERS[framework](handed)
+    path = out.with_name(f"{out.stem}.{settings.file_name}")
+    write_text(path, settings.text)
+    for sentence in settings.unsaid:
+        say(console, f"{framework} cannot be told - {sentence}")
+    say(console, f"wrote {path}")
 
 
 def _document(
@@ -393,6 +421,8 @@ def over_text(one: Refined) -> str:
 
 def _said(found: Layouts, seconds: float) -> list[str]:
     """Say how much was searched, and what is proven."""
+    from lading.report.handover import stages_text
+
     proof, winner = found.proof, found.winner
     lines = [
         f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} are within "
@@ -407,6 +437,12 @@ def _said(found: Layouts, seconds: float) -> list[str]:
         gap = 1 - proof.rest_s / winner.step_s
         lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
                      f"{gap:.2%} less than the first")  # fmt: skip
+    layers = winner.simulated.stage_layers
+    if len(set(layers)) > 1:
+        lines.append(
+            f"layers of the {len(layers)} stages of the first, in order of forward: {stages_text(layers)} (torchtitan: "
+            "module_fqns_per_model_part, Megatron-LM: --pipeline-model-parallel-layout; --to writes them)"
+        )
     if found.bucket is not None:
         lines.append(str(found.bucket))
     lines += [f"not searched - {sentence}" for sentence in found.left_out]

@@ -94,6 +94,7 @@ class Stack:
         drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
             they have buffers that are always there.
         cuts_in_pipeline: Gradients and parameters may be cut in a pipeline (zero 2 and 3), as PyTorch's FSDP2 can.
+        zeros: How far states may be cut over replicas, as stages of ZeRO.
         recompute_choices: Parts of a block that it recomputes alone besides attention's core, as ``recompute_modules``
             names them: "layernorm", "layernorm+mlp". A search of layouts tries each that the model has.
         low_precisions: Recipes of products with fewer than 16 bits that it has: "fp8", "mxfp8", "nvfp4".
@@ -154,6 +155,7 @@ class Stack:
     merges: tuple[str, ...] = ()
     drops_gradients: bool = False
     cuts_in_pipeline: bool = False
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute_choices: tuple[str, ...] = ()
     low_precisions: tuple[str, ...] = ()
     clips: bool = True

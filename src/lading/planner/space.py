@@ -392,9 +392,9 @@ class Space:
 
     def cuts(self, data: int, pp: int) -> list[StateLayout]:
         """List the ways to keep states over ``data`` replicas in a pipeline of ``pp`` ranks."""
-        stages = [0, 1, 2, 3]
+        stages = list(self.request.stack.zeros)
         if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
-            stages = [0, 1, 3] if self.request.stack.cuts_in_pipeline else [0, 1]
+            stages = [zero for zero in stages if zero < 2 or (zero == 3 and self.request.stack.cuts_in_pipeline)]
         cuts: list[StateLayout] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
@@ -470,6 +470,8 @@ class Space:
                 ("the core of attention", *("+".join(mode.modules) for mode in self.modes if mode.modules))
             )
             found.append(f"other parts of a block recomputed than {parts} (--pin recompute_modules)")
+        if fewer := [str(zero) for zero in range(4) if zero not in stack.zeros]:
+            found.append(f"zero {', '.join(fewer)}, which software stack {stack.name} has not")
         if not stack.cuts_in_pipeline:
             found.append(f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none")
         if len(self.precisions) == 1:

@@ -93,6 +93,12 @@ class Simulated:
         return self.prediction.assumed
 
     @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage of the pipeline, in order of forward."""
+        ends = (0, len(self.table.segments) - 1)
+        return tuple(sum(n for i, n in run if i not in ends) for run in runs_of(self.request, self.table))
+
+    @property
     def spread(self) -> float:
         """Half width of the interval of the step's seconds, as a share of them ([Note: interval])."""
         gpu = self.machine.device.gpu

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lading.errors import ConfigError
 from lading.memory.restore import program_of
 from lading.optim.rule import States
 from lading.optim.sgd import SGD
+from lading.optim.torch_update import rule_of_optimizer
 from lading.prepare import plan
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -209,6 +212,37 @@ def test_an_optimizer_that_cannot_be_cut_is_refused_before_anything_is_taken(mak
         with pytest.raises(ConfigError, match=why):
             refused()
     loss_fn(model, batch(0)).backward()  # it has its values
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
+def test_an_update_by_itself_runs_by_the_numbers_of_its_class(name: str) -> None:
+    """As where its memory is measured, in a process that has the operation alone."""
+    rule = rule_of_optimizer(OPTIMIZERS[name](net()))
+    alone = replace(rule, numbers="{}")
+    param, states = torch.ones(4), {key: torch.zeros(spec.shape) for key, spec in rule.states((4,)).items()}
+    for number in (1.0, 2.0):
+        alone.update(param, torch.ones(4), states, lr=0.1, step=torch.tensor(number))
+    assert (param < 1).all()
+
+
+def test_checkpoints_have_the_states_and_a_plan_the_optimizer(tmp_path: Path) -> None:
+    """Saved after two steps, loaded into another trainer, whose next steps are those of the first."""
+    got, saved = list[list[float]](), tmp_path
+    for place in range(2):
+        model = net()
+        optimizer = OPTIMIZERS["nadam"](model)
+        graph = capture(model, batch(0), loss_fn)
+        made = plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all")
+        with pytest.raises(ConfigError, match=r"expected the torch\.optim\.nadam:NAdam that"):
+            Trainer(made, graph, model)
+        with Trainer(made, graph, model, optimizer=optimizer, folder=tmp_path) as trainer:
+            if place:
+                trainer.load(saved)
+            else:
+                got.append([trainer.step(batch(step)) for step in range(2)])
+                saved = trainer.save(tmp_path / "saved")
+            got.append([trainer.step(batch(step)) for step in range(2, 4)])
+    assert got[1] == got[2]
 
 
 class OfTheNorm(SGD):

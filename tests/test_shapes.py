@@ -1,14 +1,15 @@
-"""Batches of several shapes over one plan, one memory and one set of values; and losses without a step."""
+"""Batches of several shapes over one plan, one memory and one set of values; losses without a step; metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lading.errors import ConfigError
+from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.memory.restore import program_of
@@ -123,3 +124,40 @@ def test_a_forward_of_training_is_not_evaluated() -> None:
             pytest.raises(ConfigError, match=f"expected a forward without dropout and running .*({found})"),
         ):
             trainer.evaluate(torch.ones(4, 8))
+
+
+def test_metrics_are_reported_and_not_trained() -> None:
+    """Of each step, of micro-batches together, and of an evaluation."""
+
+    def scored(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        logits = model(batch["ids"]).flatten(0, 1)
+        right = logits.argmax(-1) == batch["next"].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, batch["next"].flatten())
+        return {"loss": loss, "metrics": {"accuracy": right.float().mean(), "right": right.sum()}}
+
+    for accumulation in (1, 2):
+        model = words()
+        micro = [batch(i, (4, 16)) for i in range(accumulation)]
+        graph = capture(model, micro[0], scored, accumulation=accumulation)
+        with torch.no_grad():
+            plain = [scored(model, each) for each in micro]
+        wanted = [sum(float(out["metrics"][name]) for out in plain) / accumulation for name in ("accuracy", "right")]
+        with Trainer(plan(graph, MACHINE, budget="100%", policy="keep-all"), graph, model) as trainer:
+            for run in (trainer.evaluate, trainer.step):
+                assert run(micro) == pytest.approx(sum(float(out["loss"]) for out in plain) / accumulation)
+                assert trainer.losses == {"accuracy": wanted[0], "right": wanted[1]}
+            assert trainer.step(micro) < float(plain[0]["loss"])
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scale = torch.amp.GradScaler.scale
+
+    def scaled(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(model(x).square().mean())
+
+    with pytest.raises(CaptureError, match=r"a loss without a scale.* Train in bfloat16"):
+        capture(torch.nn.Linear(4, 4), torch.ones(2, 4), scaled)
+    assert torch.amp.GradScaler.scale is scale
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert capture(torch.nn.Linear(4, 4), torch.ones(2, 4), scaled).ops

@@ -78,8 +78,8 @@ class Trainer:
         program: The plan's Program, where it was restored and verified already (``lading.memory.restore``).
 
     Attributes:
-        losses: Terms of the last step's loss, where it is several: the value of each by name, averaged over
-            micro-batches.
+        losses: Terms of the last step's loss, where it is several, and its metrics: the value of each by name,
+            averaged over micro-batches.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
@@ -128,8 +128,11 @@ class Trainer:
         model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, step_graph)
-        if self._groups is None and isinstance(self.optimizer, TorchUpdate) and self.optimizer.seeded:
-            raise ConfigError(f"expected the optimizer itself, as {self.optimizer.optimizer} makes states; got none")
+        if self._groups is None and isinstance(self.optimizer, TorchUpdate):
+            raise ConfigError(
+                f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
+                "groups have the numbers, got None; give it to the Trainer too"
+            )
         self._watches = [Watch(captured.frozen, model) for captured in (graph, *shapes)]
         if shapes and plan.compiled:
             raise ConfigError(

@@ -175,8 +175,15 @@ def _numbers(name: str, group: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
-    """Make an optimizer of a class without parameters, with a group of these numbers."""
-    return _made(name, json.loads(numbers))
+    """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none."""
+    import torch
+
+    made = _made(name, json.loads(numbers))
+    if numbers == "{}":  # an operation by itself, as where its memory is measured: a plan has no numbers
+        kind: Any = type(made)
+        usual = kind([torch.nn.Parameter(torch.zeros(1))])
+        made.defaults, made.param_groups = usual.defaults, [{**usual.param_groups[0], "params": []}]
+    return made
 
 
 def _made(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:

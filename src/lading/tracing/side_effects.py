@@ -136,6 +136,31 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def refusing_scalers() -> Iterator[None]:
+    """Refuse a loss that a ``GradScaler`` scales: its scale would be frozen, and no step skipped.
+
+    Raises:
+        CaptureError: inside, where ``scale`` of one that is enabled is called.
+    """
+    kind: Any = torch.amp.GradScaler
+    before = kind.scale
+
+    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return before(scaler, outputs)
+        raise CaptureError(
+            "GradScaler: expected a loss without a scale, which changes as gradients overflow and skips such steps; a "
+            "planned step does neither. Train in bfloat16, which needs no scale: torch.autocast(..., torch.bfloat16)"
+        )
+
+    kind.scale = scale
+    try:
+        yield
+    finally:
+        kind.scale = before
+
+
 def _unconverted(
     name: str, module: torch.nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
 ) -> Any:

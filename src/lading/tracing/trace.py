@@ -22,9 +22,16 @@ from lading.ir.graph import Phase, StepGraph
 from lading.tracing.attributes import Left, check_steady
 from lading.tracing.batches import input_leaves, map_batch
 from lading.tracing.frozen_values import freeze, hooks_label, without
-from lading.tracing.loss_terms import TOTAL, named_losses, total_of
+from lading.tracing.loss_terms import TOTAL, named_losses, named_metrics, total_of
 from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
-from lading.tracing.side_effects import as_written, branches_of_eager, left_as_it_was, uncompiled, without_cached_fakes
+from lading.tracing.side_effects import (
+    as_written,
+    branches_of_eager,
+    left_as_it_was,
+    refusing_scalers,
+    uncompiled,
+    without_cached_fakes,
+)
 from lading.tracing.slow_notice import told_if_slow
 from lading.tracing.tracer import Tracer
 
@@ -44,7 +51,8 @@ def capture(
         batch: Dicts, lists, tuples and dataclasses whose tensors give shapes and dtypes. Values are read only where the
             model itself asks for a number (``if mask.any()``); the graph then checks that later batches give the same.
         loss: ``loss(model, batch)`` runs the forward and returns a scalar, or a dict, list or tuple of scalars, whose
-            sum is trained; each is reported by its name or number.
+            sum is trained; each is reported by its name or number. A dict may have an entry "metrics" besides, a dict
+            of scalars that are reported and not trained.
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
 
     Returns:
@@ -94,6 +102,7 @@ def _once(
         branches_of_eager(),
         uncompiled(),
         refusing_wrappers(),
+        refusing_scalers(),
         mode,
         tracer,
         module_paths(model, tracer),
@@ -112,7 +121,8 @@ def forward_backward(
     Backward is inside too, as a model with its own checkpointing runs its modules again there.
     """
     try:
-        terms = named_losses(loss(model, batch))
+        returned = loss(model, batch)
+        terms, metrics = named_losses(returned), named_metrics(returned)
         value = total_of(terms)
         if accumulation > 1:
             value = value / accumulation
@@ -127,9 +137,9 @@ def forward_backward(
         ) from error
     _keep_assigned_buffers(model, fakes)
     if len(terms) == 1:
-        return {TOTAL: value}
+        terms = {}  # it is the total
     with torch.no_grad():  # a term that lives on, such as a parameter, changes before the step ends
-        losses = {name: t.clone() if tracer.lives_on(t) else t for name, t in terms.items()}
+        losses = {name: t.clone() if tracer.lives_on(t) else t for name, t in (terms | metrics).items()}
     return {TOTAL: value, **losses}
 
 

@@ -11,7 +11,9 @@ DTensors (``lading.ir.routes``), and a step is ``lading.runtime.matrix_route``.
 
 from __future__ import annotations
 
+import gc
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -86,12 +88,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         told = facts_of(self._members, how)
         self._live.current = self._live.agree(self._call, ranks_of(mesh), told, how.timeout_s)
         self._team = Team.of(process_group(mesh))
+        with _uncollected():
+            self._set_up(model)
+
+    def _set_up(self, model: nn.Module | None) -> None:
+        """Find matrices, plan their owners, and make routes, states and hooks."""
+        how = self.how
         self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
         self._check_names()
         self._rules = rules_of(self._wholes, self._members, how)
         holdings = self._holdings()
         self._regions = [row[self._team.rank] for row in holdings]
         self._costs = DirectionCosts.of(how.machine)
+        self._items = [self._item(number) for number in range(len(self._wholes))]
         self.owners = self._planned()
         ranks = self.owners.ranks if self.owners else ()
         owner = [gang[0] for gang in ranks]
@@ -130,7 +139,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _check_names(self) -> None:
         for names in ([m.name for m in self._members], [whole.name for whole in self._wholes]):
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+            if twice := sorted(name for name, count in Counter(names).items() if count > 1):
                 raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
 
     def _holdings(self) -> list[list[ShardRegion]]:
@@ -141,7 +150,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _planned(self) -> Owners | None:
         if not self._wholes:
             return None
-        items = [self._item(number) for number in range(len(self._wholes))]
+        items = self._items
         planned = spread_turns(items, assign(items, self._team.ranks, cap_bytes=self.how.state_cap_bytes))
         digest = hashlib.sha256(repr(planned.ranks).encode()).hexdigest()
         if len(set(self._team.gather(digest))) > 1:
@@ -166,9 +175,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             where = [place.get(id(member.param), -1) for member in self._members]
             order.sort(key=lambda n: where[self._wholes[n].parameter], reverse=self.how.under_backward)
         if self.how.under_backward:
-            apart = [n for n in order if self._wholes[n].parameter not in self._hooked]
-            order = [n for n in order if self._wholes[n].parameter in self._hooked]
-        seconds = [self._item(number).seconds for number in order]
+            hooked = self._hooked
+            apart = [n for n in order if self._wholes[n].parameter not in hooked]
+            order = [n for n in order if self._wholes[n].parameter in hooked]
+        seconds = [self._items[number].seconds for number in order]
         most = max(1, self.how.groups - bool(apart))
         groups = micro_groups(seconds, [owner[number] for number in order], most)
         return [[order[place] for place in group] for group in groups] + ([apart] if apart else [])
@@ -480,6 +490,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_members"):
             raise ConfigError("expected all parameters when a matrix optimizer is made; make another with all of them")
         super().add_param_group(param_group)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the collector of cycles: it would walk all objects there are, again and again, while 100,000 are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @lru_cache

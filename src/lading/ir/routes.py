@@ -6,15 +6,17 @@ too: all of it, a projection of a fused one, or one expert of a stack. Pieces ar
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from lading.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ShardRegion:
+class ShardRegion(NamedTuple):
     """Region of a tensor: its offset and its lengths, in elements by dim."""
 
     offset: tuple[int, ...]
@@ -27,13 +29,15 @@ class ShardRegion:
 
     def meet(self, other: ShardRegion) -> ShardRegion | None:
         """Intersection with another region; None if it is empty."""
-        ends = [
-            (max(a, b), min(a + m, b + n))
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        ]
-        if any(start >= end for start, end in ends):
-            return None
-        return ShardRegion(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
+        offset: list[int] = []
+        shape: list[int] = []
+        for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start, end = max(a, b), min(a + m, b + n)
+            if start >= end:
+                return None
+            offset.append(start)
+            shape.append(end - start)
+        return ShardRegion(tuple(offset), tuple(shape))
 
     def within(self, other: ShardRegion) -> tuple[slice, ...]:
         """Slices that pick this region out of a tensor that holds the region ``other``, which contains it."""
@@ -55,8 +59,7 @@ class WholeMatrix:
         return self.region.shape[-2], self.region.shape[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedShard:
+class RoutedShard(NamedTuple):
     """Shard of a matrix that one rank sends to another, or keeps."""
 
     whole: int
@@ -110,24 +113,61 @@ def pieces(
     inbound: list[RoutedShard] = []
     outbound: list[RoutedShard] = []
     sent = [0] * (max(map(len, holdings)) if holdings else 0)
+    rows: dict[tuple[ShardRegion, ...], _RegionsByRows] = {}  # a model has few kinds of parameters
+    for key in map(tuple, holdings):
+        if key not in rows:
+            rows[key] = _RegionsByRows(key)
+    by_rows = [rows[tuple(regions)] for regions in holdings]
     for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
-        holders: dict[ShardRegion, list[int]] = {}
-        for rank, region in enumerate(holdings[whole.parameter]):
-            common = region.meet(whole.region)
-            if common is not None:
-                holders.setdefault(common, []).append(rank)
-                outbound.append(RoutedShard(number, common, owner, rank))
-        covered = sum(region.size for region in holders)
+        holders, held, covered = by_rows[whole.parameter].holders(whole.region)
+        outbound.extend([RoutedShard(number, region, owner, rank) for rank, region in held])
         if covered != whole.region.size:
             raise ConfigError(
                 f"{whole.name}: expected its {whole.region.size} elements on the ranks once each, found {covered} in "
                 f"{len(holders)} different pieces; placements other than shards and replicas cannot be routed"
             )
-        for region, ranks in sorted(holders.items()):
+        for region, ranks in holders:
             source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
             sent[source] += region.size if source != owner else 0
             inbound.append(RoutedShard(number, region, source, owner))
     return inbound, outbound
+
+
+class _RegionsByRows:
+    """Regions that ranks have of parameters, sorted by offset in the first dim, so that few are tried."""
+
+    def __init__(self, regions: Sequence[ShardRegion]) -> None:
+        ranks: dict[ShardRegion, list[int]] = {}
+        for rank, region in enumerate(regions):
+            ranks.setdefault(region, []).append(rank)
+        self._ranks = sorted((pair for pair in ranks.items() if pair[0].size), key=lambda pair: pair[0].offset)
+        self._starts = [region.offset[0] for region, _ in self._ranks]
+        self._longest = max((region.shape[0] for region, _ in self._ranks), default=0)
+
+        self._holders: dict[ShardRegion, _Holders] = {}
+
+    def holders(self, whole: ShardRegion) -> _Holders:
+        """Find the ranks that have some of ``whole``."""
+        if whole not in self._holders:
+            start, end = whole.offset[0], whole.offset[0] + whole.shape[0]
+            first, last = bisect_right(self._starts, start - self._longest), bisect_left(self._starts, end)
+            found: dict[ShardRegion, list[int]] = {}
+            for region, ranks in self._ranks[first:last]:
+                common = region.meet(whole)
+                if common is not None:
+                    found.setdefault(common, []).extend(ranks)
+            by_region = [(region, sorted(ranks)) for region, ranks in sorted(found.items())]
+            by_rank = sorted((rank, region) for region, ranks in by_region for rank in ranks)
+            self._holders[whole] = _Holders(by_region, by_rank, sum(region.size for region in found))
+        return self._holders[whole]
+
+
+class _Holders(NamedTuple):
+    """Ranks that have some of a matrix, by the region that they have of it and in order, and elements on any."""
+
+    by_region: list[tuple[ShardRegion, list[int]]]
+    by_rank: list[tuple[int, ShardRegion]]
+    elements: int
 
 
 def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -> list[list[int]]:
@@ -168,15 +208,16 @@ class Moves:
 def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks: int) -> Moves:
     """Count the elements that travel to owners and back (``pieces``)."""
     taken = [0] * ranks
-    for piece in (*routes[0], *routes[1]):
-        taken[piece.target] += piece.region.size if piece.source != piece.target else 0
+    for piece in chain(*routes):
+        if piece.source != piece.target:
+            taken[piece.target] += piece.region.size
     by_whole: dict[int, list[RoutedShard]] = {}
     for piece in routes[1]:
         by_whole.setdefault(piece.whole, []).append(piece)
     total = 0
     for outbound in by_whole.values():
-        size = sum(region.size for region in {piece.region for piece in outbound})
-        everyone = sum(piece.region.size for piece in outbound)
+        sizes = {piece.region: piece.region.size for piece in outbound}
+        everyone = sum(sizes[piece.region] for piece in outbound)
         # An owner gets what it has not, and all but it get their direction.
-        total += min(size - piece.region.size + everyone - piece.region.size for piece in outbound)
+        total += sum(sizes.values()) + everyone - 2 * max(sizes.values())
     return Moves(max(taken, default=0), -(-total // ranks))

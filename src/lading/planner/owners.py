@@ -126,7 +126,10 @@ class Loads:
     def put(self, number: int, matrix: Matrix, gang: tuple[int, ...], seconds: float) -> None:
         """Give a matrix to a gang, which begins when all of it are free."""
         self.owner[number] = gang
-        self.seconds[list(gang)] = self.seconds[list(gang)].max() + seconds
+        if len(gang) == 1:
+            self.seconds[gang[0]] += seconds
+        else:
+            self.seconds[list(gang)] = self.seconds[list(gang)].max() + seconds
         self.kept[gang[0]] += matrix.state_bytes
 
 
@@ -290,15 +293,21 @@ def _multifit(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> 
 
 def _fits(matrices: Sequence[Matrix], order: Sequence[int], loads: Loads, size: float) -> Loads | None:
     levels = [(0.0, rank) for rank in range(loads.ranks)]
+    chosen: list[int] = []
     for number in order:
-        place = bisect.bisect_right(levels, (size - matrices[number].seconds + size * 1e-9, loads.ranks)) - 1
-        while place >= 0 and not loads.room(levels[place][1], matrices[number]):
+        matrix = matrices[number]
+        place = bisect.bisect_right(levels, (size - matrix.seconds + size * 1e-9, loads.ranks)) - 1
+        while place >= 0 and not loads.room(levels[place][1], matrix):
             place -= 1
         if place < 0:
             return None
-        _, rank = levels.pop(place)
-        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
-        bisect.insort(levels, (float(loads.seconds[rank]), rank))
+        done, rank = levels.pop(place)
+        chosen.append(rank)
+        loads.kept[rank] += matrix.state_bytes
+        bisect.insort(levels, (done + matrix.seconds, rank))
+    loads.owner = {number: (rank,) for number, rank in zip(order, chosen, strict=True)}
+    for done, rank in levels:
+        loads.seconds[rank] = done
     return loads
 
 
@@ -384,13 +393,21 @@ def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
     ranks = list(owners.ranks)
     due: dict[tuple[int, int], float] = {}
     for _, numbers in sorted(kinds.items(), reverse=True):
-        slots = sorted(owners.ranks[number] for number in numbers)
-        for number in sorted(numbers, key=lambda i: (matrices[i].turn, matrices[i].name)):
-            turn = matrices[number].turn
-            slot = min(slots, key=lambda gang: (due.get((gang[0], turn), 0.0), gang))
-            slots.remove(slot)
-            ranks[number] = slot
-            due[slot[0], turn] = due.get((slot[0], turn), 0.0) + matrices[number].seconds
+        slots = Counter(owners.ranks[number] for number in numbers)
+        in_turn = sorted(numbers, key=lambda i: (matrices[i].turn, matrices[i].name))
+        for turn, members in itertools.groupby(in_turn, lambda i: matrices[i].turn):
+            # Only what the rank at the top gets changes its place, so that a heap has the least at every moment.
+            heap = [(due.get((slot[0], turn), 0.0), slot) for slot, count in slots.items() if count]
+            heapq.heapify(heap)
+            for number in members:
+                done, slot = heap[0]
+                ranks[number] = slot
+                slots[slot] -= 1
+                due[slot[0], turn] = done + matrices[number].seconds
+                if slots[slot]:
+                    heapq.heapreplace(heap, (due[slot[0], turn], slot))
+                else:
+                    heapq.heappop(heap)
     return replace(owners, ranks=tuple(ranks))
 
 

@@ -135,8 +135,13 @@ class PieceExchange:
         self.group = group
         self.dtype = dtype
         self.kept = [p for p in pieces if p.source == p.target == rank]
-        self.sent = [[p for p in pieces if p.source == rank and p.target == to != rank] for to in range(ranks)]
-        self.taken = [[p for p in pieces if p.target == rank and p.source == of != rank] for of in range(ranks)]
+        self.sent: list[list[RoutedShard]] = [[] for _ in range(ranks)]
+        self.taken: list[list[RoutedShard]] = [[] for _ in range(ranks)]
+        for p in pieces:
+            if p.source == rank != p.target:
+                self.sent[p.target].append(p)
+            elif p.target == rank != p.source:
+                self.taken[p.source].append(p)
         self._out = [sum(p.region.size for p in row) for row in self.sent]
         self._in = [sum(p.region.size for p in row) for row in self.taken]
         #: Whether any rank sends: all agree, as all know every piece.

@@ -31,7 +31,7 @@ from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernel_memory import largest_product
 from lading.runtime.regions import FusibleRegion
-from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
+from lading.runtime.resident import Ceiling, give_back, reuse_pages, take_gaps, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import ActionFailed, Clocking, Entry, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import TierBytes
@@ -109,6 +109,7 @@ class Executor:
             fused = fuse_regions(program, self._device.kind) if fuse else ()
             trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
+            stack.callback(take_gaps())
             self._open_memory(stack, folder)
             stack.callback(self._drain)
             if poison:

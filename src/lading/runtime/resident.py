@@ -41,6 +41,53 @@ def reuse_pages() -> bool:
         return False
 
 
+class _MallocStatistics(ctypes.Structure):
+    """What glibc's mallinfo2 returns, of all heaps together, in bytes but for counts; named as there."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def take_gaps() -> Callable[[], None]:
+    """Take the gaps of the heap in which temporaries above 4 MiB would come to lie; returns what gives them back.
+
+    A heap has gaps where large pieces were freed, as planning leaves them, of up to 32 MiB. glibc puts a request into a
+    gap that fits, whatever its size; only where none does, requests above the threshold of ``reuse_pages`` have a
+    mapping of their own, which goes back to the kernel when they are freed. What lies in a gap stays. Taken gaps are
+    not touched: they have no pages.
+    """
+    libc, taken = ctypes.CDLL(None), list[ctypes.c_void_p]()
+    if not hasattr(libc, "mallinfo2"):  # another C library, or glibc before 2.33
+        return lambda: None
+    statistics, libc.malloc.restype = libc.mallinfo2, ctypes.c_void_p
+    statistics.restype = _MallocStatistics
+    before = statistics()
+    for _ in range(before.fordblks // LARGEST_KEPT_BYTES):  # of what is free
+        taken.append(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(LARGEST_KEPT_BYTES))))
+        if statistics().hblks > before.hblks:  # it has a mapping of its own, so no gap is left
+            libc.free(taken.pop())
+            break
+
+    def give() -> None:
+        while taken:
+            libc.free(taken.pop())
+
+    return give
+
+
 def trim() -> bool:
     """Return freed memory to the kernel; True if the C library can (glibc)."""
     gc.collect()

@@ -245,6 +245,31 @@ def test_checkpoints_have_the_states_and_a_plan_the_optimizer(tmp_path: Path) ->
     assert got[1] == got[2]
 
 
+def test_a_float32_master_is_moved_by_the_optimizer_too() -> None:
+    """Equal to float32 weights that a loop keeps beside, and rounds after each step."""
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch["x"].bfloat16()).float(), batch["y"])
+
+    for name in ("nadam", "adagrad"):
+        ours, theirs, masters = net().bfloat16(), net().bfloat16(), net().bfloat16().float()
+        mine, other = OPTIMIZERS[name](ours), OPTIMIZERS[name](masters)
+        graph = capture(ours, batch(0), loss)
+        made = plan(graph, MACHINE, budget="100%", optimizer=mine, master_weights=True, policy="keep-all")
+        with Trainer(made, graph, ours, optimizer=mine) as trainer:
+            for step in range(3):
+                trainer.step(batch(step))
+        assert not any(mine.state.values())
+        for step in range(3):
+            loss(theirs, batch(step)).backward()
+            for weight, master in zip(theirs.parameters(), masters.parameters(), strict=True):
+                assert weight.grad is not None
+                master.grad, weight.grad = weight.grad.float(), None
+            other.step()
+            theirs.load_state_dict(masters.state_dict())
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 class OfTheNorm(SGD):
     """A rule of one's own that forgets to say that it is whole."""
 

@@ -92,11 +92,12 @@ class ParameterGroups:
             place = self._named[name]
             state: dict[str, Any] = self._optimizer.state[place]
             if name in self._masters:
-                if state:
+                if state and float(state.get(_STEP, 1)):
                     raise ConfigError(
                         f"optimizer: expected no states of {name}, which a float32 master of the plan moves, found "
                         f"{', '.join(state)}; go on from a checkpoint of a Trainer"
                     )
+                state.clear()  # made with the optimizer; its first update makes those of the master
                 continue
             self._steps[name] = torch.tensor(float(state.get(_STEP, bool(state))))
             if self._rule.step_kind == "tensor":

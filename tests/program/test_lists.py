@@ -45,25 +45,23 @@ def pipeline(kind: str, shards: str, *, units: int = 2, micro_batches: int = 8, 
     return ListShape(plan, (((unit, units),),) * plan.stages, shards=shards, pipelined=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chunks"), [*((kind, 0) for kind in KINDS), ("interleaved", 5), ("zero-bubble", 5)])
 @pytest.mark.parametrize("shards", ["", "optimizer", "parameters"])
-@pytest.mark.parametrize("overlap_send", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
 def test_rows_that_are_alike_are_written_as_one_by_one(
-    kind: str, shards: str, overlap_send: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, chunks: int, shards: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = dataclasses.replace(
-        pipeline(kind, shards, micro_batches=16), overlap_send=overlap_send, overlap_gather=overlap_send
-    )
+    asked = dataclasses.replace(pipeline(kind, shards, micro_batches=16), overlap_send=overlap, overlap_gather=overlap)
+    if chunks:  # of which three are gathered at once
+        plan = schedule(kind, 4, chunks, 16)
+        asked = dataclasses.replace(asked, plan=plan, stages=asked.stages[:1] * plan.stages)
     monkeypatch.setattr("lading.program.emit._FEW_ROWS", 1)
     at_once = emit.__wrapped__(asked)
     monkeypatch.setattr("lading.program.emit._FEW_ROWS", 1 << 30)
     one_by_one = emit.__wrapped__(asked)
     assert at_once.ranks == one_by_one.ranks
-    assert (at_once.regions, at_once.storages, at_once.uses) == (
-        one_by_one.regions,
-        one_by_one.storages,
-        one_by_one.uses,
-    )
+    for name in ("regions", "storages", "uses"):
+        assert getattr(at_once, name) == getattr(one_by_one, name)
 
 
 def timed(

@@ -213,7 +213,7 @@ class _Rank:
             if place < written:
                 continue
             at += place > special[at]
-            if special[at] - place >= _FEW_ROWS and not self.asked and not self.pending:
+            if special[at] - place >= _FEW_ROWS and not self.pending and not self._asked_for(place, special[at]):
                 written = special[at]
                 self._plain_rows(self.plan.orders[self.rank][place:written])
                 continue
@@ -251,9 +251,17 @@ class _Rank:
             special[
                 np.flatnonzero((chunk == mine) & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))[-1:]
             ] = True
-        if changes is not None:
-            special |= [bool(gone or comes) for gone, comes in changes]
+        for place, (gone, comes) in enumerate(changes or ()):
+            special[place] |= bool(gone or comes)
+            for stage in comes:  # the first pass waits for it
+                special[place + int(np.argmax(chunk[place:] == self.plan.stages_of(self.rank).index(stage)))] = True
         return special
+
+    def _asked_for(self, place: int, until: int) -> bool:
+        """Whether one of these rows is of a stage that has been asked for, and not waited for yet."""
+        asked = {group.stage for group in self.asked}
+        chunks = np.unique(self.plan.orders[self.rank][place:until, 1]).tolist() if asked else ()
+        return any(self.plan.stage(self.rank, chunk) in asked for chunk in chunks)
 
     def _chunk_of_first(self) -> int:
         stages = self.plan.stages_of(self.rank)

@@ -218,7 +218,7 @@ def action_seconds(program: Program, seconds_of: Callable[[Priced], float]) -> l
     """Seconds of every action, from those of each distinct kind of action."""
     wires = wired(program)
     prices = [seconds_of(key) for key in wires.priced]
-    return [prices[key] for key in wires.price]
+    return list(map(prices.__getitem__, wires.price))
 
 
 def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[float] = ()) -> RankTimes:

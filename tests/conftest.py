@@ -6,13 +6,19 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lading")
+
+# Where bytecode is not written, pytest rewrites each file of tests again in every run, and processes compile the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A background shell ignores Ctrl-C for the tests and all they start; the tests of Ctrl-C need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,6 +33,17 @@ else:  # Plans are kept for the tests of all processes, not in the user's cache.
 multiprocessing.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "lading.train", "lading.matrices", "highspy"]
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> Iterator[None]:
+    """Plans of small steps are not improved choice by choice at the end, which is most of what their search takes.
+
+    They keep what every plan keeps; how good a plan is, tests/planner and tests/golden check with the whole search.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lading.planner.residency._WORK", 0)
+        yield
 
 
 @pytest.fixture(autouse=True)

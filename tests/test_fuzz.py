@@ -42,6 +42,11 @@ FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=list(Heal
 FEW = settings(FUZZ, max_examples=20)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> None:
+    """Search as for users, so that the documents which are damaged have something of every kind."""
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has ended."""

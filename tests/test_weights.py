@@ -414,11 +414,12 @@ def test_a_trainer_that_nobody_closed(planned: tuple[Plan, StepGraph], tmp_path:
 
 
 def in_a_child(work: Callable[[], bool]) -> bool:
-    """Whether ``work`` is true in a forked process."""
+    """Whether ``work`` is true in a forked process, on one thread: the others of OpenMP's are not there any more."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            torch.set_num_threads(1)
             code = 0 if work() else 2
         finally:
             os._exit(code)

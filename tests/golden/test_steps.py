@@ -12,6 +12,11 @@ from tests.golden.store import check, read_json, read_text
 from lading.memory.verify import verify
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> None:
+    """Search as for users: goldens are of whole searches."""
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

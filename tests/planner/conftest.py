@@ -1,4 +1,4 @@
-"""One thread: the machine that runs the tests may have few cores."""
+"""The whole search, on one thread: the machine that runs the tests may have few cores."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_search() -> None:
+    """Search as for users."""

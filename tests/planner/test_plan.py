@@ -53,9 +53,15 @@ CASES = [
     ("gpt", "100%"),
     pytest.param("gpt", "80%", marks=pytest.mark.slow),
     ("gpt", "65%"),
-    ("llama", "75%"),
+    pytest.param("llama", "75%", marks=pytest.mark.slow),
     ("gpt+", "75%"),
 ]
+
+
+@pytest.fixture
+def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is not improved choice by choice: whether there is one is all that the test asks."""
+    monkeypatch.setattr("lading.planner.residency._WORK", 0)
 
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
@@ -182,6 +188,7 @@ def test_a_timeline_of_another_program_is_refused() -> None:
         predicted_timeline(plan, made.program)
 
 
+@pytest.mark.usefixtures("first_that_fits")
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt+"))])
 def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     made = make_plan(graph_of(name), small_machine(), budget=smallest(name))
@@ -190,6 +197,7 @@ def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     assert smallest(name) < 0.75 * made.plan.predictions.keep_all_bytes
 
 
+@pytest.mark.usefixtures("first_that_fits")
 def test_transfers_go_without_room_where_nothing_else_fits() -> None:
     """Their room would have needed 632,504 bytes, as it leaves holes that nothing fits into."""
     made = make_plan(graph_of("gpt"), small_machine(), budget=600_000)
@@ -257,6 +265,7 @@ def test_arguments_that_mean_nothing(settings: dict[str, object], named: str) ->
         make_plan(graph_of("gpt"), small_machine(), **{"budget": "100%", **settings})  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("first_that_fits")
 def test_a_disk_budget_that_is_too_small_is_refused() -> None:
     wanted = planned("gpt", "65%").plan.peak_bytes["disk"]
     assert wanted > 4096

@@ -36,13 +36,15 @@ multiprocessing.set_forkserver_preload(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_search() -> Iterator[None]:
+def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of small steps are not improved choice by choice at the end, which is most of what their search takes.
 
-    They keep what every plan keeps; how good a plan is, tests/planner and tests/golden check with the whole search.
+    They keep what every plan keeps. How good a plan is, tests/planner and tests/golden check with the whole search;
+    runs that tests start as processes and the slow tests search as for users, too.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lading.planner.residency._WORK", 0)
+        if not any("slow" in item.keywords for item in request.session.items):
+            patch.setattr("lading.planner.residency._WORK", 0)
         yield
 
 

@@ -207,7 +207,7 @@ def test_metrics(out: Path, data: st.DataObject) -> None:
 
 
 @FEW
-@given(data=st.data(), name=st.sampled_from(["metrics.jsonl", "measured.json", "predicted.json"]))
+@given(data=st.data(), name=st.sampled_from(["metrics.jsonl", "measured.json"]))
 def test_report_of_damaged_files(out: Path, prepared: Prepared, data: st.DataObject, name: str) -> None:
     file = out / name
     if name == "metrics.jsonl":

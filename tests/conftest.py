@@ -16,7 +16,7 @@ from hypothesis import settings
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lading")
 
-# Where bytecode is not written, pytest rewrites each file of tests again in every run, and processes compile the package.
+# Where bytecode is not written, pytest rewrites each file of tests in every run, and processes compile the package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -75,6 +75,15 @@ def _plan(units: int | None = 10, **choices: Any) -> Plan:
     return dataclasses.replace(plan, request=request, choices=dataclasses.replace(plan.choices, **choices))
 
 
+def test_too_few_units_to_divide_the_model_are_refused() -> None:
+    """Six layers beside three other modules are nine; with eight, all layers would be one."""
+    graph = capture(_model(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
+    with pytest.raises(ConfigError, match=r"got 8: 'layers' is then one module with 9\d% .* give --units 9 or more"):
+        problem_of(graph, _fleet(1e9), grain=Grain(most=8))
+    divided = problem_of(graph, _fleet(1e9), grain=Grain(most=9))
+    assert {"layers.0", "layers.5"} <= {group.name for group in divided.groups}
+
+
 def test_the_parts_of_a_chain_are_split_points() -> None:
     problem, found = _problem(), _placed()
     points = split_points(problem, found)

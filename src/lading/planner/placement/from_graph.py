@@ -29,6 +29,8 @@ from lading.planner.placement.tied import Holder, Weight, tie
 #: AdamW's two moments, and the fp32 value beside a parameter of 16 bits, for each element.
 MOMENT_BYTES, MASTER_BYTES = 8, 4
 _MOST_UNITS = 96
+#: Share of the work with which one module leaves nothing to be placed.
+_MOST_OF_ALL = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ def problem_of(
     base = graphs[devices[0].kind]
     units = operations(base, training=grain.training) if grain.operations else _modules(base, grain)
     seconds, assumed = _seconds(base, graphs, units, devices, grain)
+    if not grain.operations and len(devices) > 1:
+        _check_divisible(base, grain, units, [row[0] for row in seconds])
     built = _Built(base, units, grain.training)
     tasks, flows = built.tasks(seconds, devices), built.flows()
     shared = built.shared(tasks, flows, devices)
@@ -69,6 +73,27 @@ def problem_of(
     return PlacementProblem(
         name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), tuple(shared)
     )
+
+
+def _check_divisible(graph: StepGraph, grain: Grain, units: Sequence[PlacementUnit], seconds: Sequence[float]) -> None:
+    """Refuse so few modules that nearly all work is one, such as the list of all blocks, while finer ones are there.
+
+    Raises:
+        ConfigError: one module has more than nine tenths of the work; says how many modules the next depth has.
+    """
+    work: dict[str, float] = defaultdict(float)
+    for unit, unit_s in zip(units, seconds, strict=True):
+        work[unit.key] += unit_s
+    fullest = max(work, key=lambda key: work[key])
+    share = work[fullest] / (sum(work.values()) or 1.0)
+    finer = _cut(graph, _at_depth(fullest.count(".") + 2), training=grain.training)
+    inside = {unit.key for unit in finer if unit.key.startswith(f"{fullest}.")}
+    needed = len({unit.key for unit in finer if unit.phase is Phase.FORWARD})
+    if share > _MOST_OF_ALL and len(inside) > 1 and needed > grain.most:
+        raise ConfigError(
+            f"expected units enough to divide the model, got {grain.most}: {fullest!r} is then one module with "
+            f"{share:.0%} of the work, of {len(inside)} below it; give --units {needed} or more"
+        )
 
 
 def _modules(graph: StepGraph, grain: Grain) -> list[PlacementUnit]:

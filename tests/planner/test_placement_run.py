@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 import lading
 from lading.catalog.load import load_machine
@@ -26,7 +27,7 @@ from lading.placing import saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
-from lading.runtime.place import _path, _set_private
+from lading.runtime.place import _lay_row_by_row, _path, _set_private
 from lading.tracing.trace import capture
 
 MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
@@ -155,6 +156,55 @@ def test_a_placed_model_has_the_losses_gradients_and_output_of_the_whole(under_w
     plan = _plan()
     in_flight = {name: min(count, under_way) for name, count in plan.choices.in_flight.items()}
     run_ranks(_part, 2, _plan(in_flight=in_flight))
+
+
+class _Turned(nn.Sequential):
+    """Layers that hand over a transpose, or one row for all: neither is contiguous."""
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x_BTC = torch.tanh(layer(x_BTC)).transpose(1, 2)
+        return x_BTC.mean(1)
+
+
+def _turned() -> nn.Module:
+    torch.manual_seed(0)
+    return _Turned(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's tracer uses what torch deprecates
+def test_what_leaves_a_part_is_contiguous() -> None:
+    """Ranks send and receive nothing else."""
+    example = torch.randn(ROWS, 8, 8)
+    pipe = pipeline(_turned(), mb_args=(example,), split_spec={"2": SplitPoint.BEGINNING})
+    first, second = (pipe.get_stage_module(number) for number in (0, 1))
+    expected = first(example)
+    assert not expected.is_contiguous()
+    _lay_row_by_row(first, comes_in=False, goes_out=True)
+    _lay_row_by_row(second, comes_in=True, goes_out=False)
+    assert torch.equal(first(example), expected)
+    assert first(example).is_contiguous()
+    (taken,) = second.graph.find_nodes(op="placeholder")
+    assert taken.meta["val"].is_contiguous()
+    assert torch.equal(second(first(example)), _turned()(example))
+
+
+@pytest.mark.slow
+def test_parts_may_hand_over_a_transpose() -> None:
+    run_ranks(_turned_part, 2, _plan(None, placement=(("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"))))
+
+
+def _turned_part(rank: int, plan: Plan) -> None:
+    torch.manual_seed(1)
+    inputs, target = torch.randn(MICRO_BATCHES * ROWS, 8, 8), torch.randn(MICRO_BATCHES * ROWS, 8)
+    part = lading.place(plan, _turned(), (inputs[:ROWS],), nn.functional.mse_loss)
+    plain = _turned()
+    losses = part.step(inputs, target=target)
+    nn.functional.mse_loss(plain(inputs), target).backward()
+    if part.is_last:
+        torch.testing.assert_close(torch.stack(losses).mean(), nn.functional.mse_loss(plain(inputs), target).detach())
+    for name, parameter in part.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
 def _loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ begins, and gives this process its part; ranks go by the order of parts. Parts r
 - A weight tied between parts is a copy in each: their gradients are added up after the last micro-batch, in the same
   order everywhere, so that the copies stay equal to the bit.
 - Torch sets buffers aside for what comes in of every micro-batch; here as many as are under way take turns (``_Ring``).
+- What passes from part to part lies row by row, as ranks send nothing else: a transpose is copied where it leaves.
 - Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, it keeps fewer
   (``Plan.windows``).
 
@@ -290,6 +291,7 @@ def _placed(
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)
+    _lay_row_by_row(stage.submod, comes_in=not stage.is_first, goes_out=not stage.is_last)
     for name, size in (("_create_act_recv_info", plan.windows[rank]), ("_create_grad_recv_info", 1)):
         _set_private(stage, name, _Ring(getattr(stage, name, None), size, plan.micro_batches))
     others = [pipe.get_stage_module(number) for number in range(len(stages)) if number != rank]
@@ -330,6 +332,26 @@ def _drop_unread(module: nn.Module, aliases: set[str]) -> None:
         if name in aliases and name not in read:
             parent, _, leaf = name.rpartition(".")
             delattr(module.get_submodule(parent), leaf)
+
+
+def _lay_row_by_row(part: Any, *, comes_in: bool, goes_out: bool) -> None:
+    """Copy what leaves a traced part where it is not contiguous, and expect what comes in to be.
+
+    Torch takes the strides of its buffers from the trace, and sends tensors as they lie; ranks send none but contiguous.
+    """
+    graph = part.graph
+    (output,) = graph.find_nodes(op="output")
+    traced = [*graph.find_nodes(op="placeholder")] if comes_in else []
+    for node in output.all_input_nodes if goes_out else ():
+        if not node.meta["val"].is_contiguous():
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.contiguous.default, (node,))
+            copied.meta["val"] = node.meta["val"]
+            output.replace_input_with(node, copied)
+            traced.append(copied)
+    for node in traced:
+        node.meta["val"] = node.meta["val"].contiguous()
+    part.recompile()
 
 
 def _tied(

@@ -337,7 +337,7 @@ def _drop_unread(module: nn.Module, aliases: set[str]) -> None:
 def _lay_row_by_row(part: Any, *, comes_in: bool, goes_out: bool) -> None:
     """Copy what leaves a traced part where it is not contiguous, and expect what comes in to be.
 
-    Torch takes the strides of its buffers from the trace, and sends tensors as they lie; ranks send none but contiguous.
+    Torch takes strides of buffers from the trace, and sends tensors as they lie; ranks send none but contiguous ones.
     """
     graph = part.graph
     (output,) = graph.find_nodes(op="output")

@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: len(item.path.parts))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of every later look for garbage, as each Trainer collects it."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_look_through() -> None:
+    """What was imported and captured is left out of every later look for garbage, as each Trainer collects it."""
+    if len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()

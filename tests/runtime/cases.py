@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,8 +94,10 @@ def eager_run(
     return losses
 
 
-def graph_of(model: torch.nn.Module, *, micro: int = 1, clip: float = 0.0) -> StepGraph:
-    """The whole step of a model on ``batches_of``."""
+@cache
+def graph_of(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: Any) -> StepGraph:
+    """The whole step of a model on ``batches_of``, captured once."""
+    model = model_of(name, **sizes)
     return expand(capture(model, batches_of(1, 1)[0][0], loss_fn, accumulation=micro), clip_norm=clip)
 
 

@@ -57,7 +57,7 @@ def test_equals_plain_pytorch(
     tmp_path: Path, api: FakeApi, name: str, micro: int, clip: float, dropout: float, machine: Machine
 ) -> None:
     sizes = {"dropout": dropout} if dropout else {}
-    program = program_of(graph_of(model_of(name, **sizes), micro=micro, clip=clip), at_random(0), machine)
+    program = program_of(graph_of(name, micro=micro, clip=clip, **sizes), at_random(0), machine)
     tiers = {"host", "disk"} if machine is TIERED else {"host"}
     assert set(program.streams) == {"compute", *(f"{t}_{way}" for t in tiers for way in ("read", "write"))}
     with executor_of(program, tmp_path, api) as executor:
@@ -69,7 +69,7 @@ def test_equals_plain_pytorch(
 
 def test_a_step_that_stops_leaves_its_values(tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was issued by then runs to its end; the values come home through the host."""
-    program, batches = program_of(graph_of(model_of("gpt")), at_random(0), TIERED), batches_of(1, 1)
+    program, batches = program_of(graph_of("gpt"), at_random(0), TIERED), batches_of(1, 1)
     reference = model_of("gpt")
     eager_run(reference, batches, RATES[:1], 0.0)
     with executor_of(program, tmp_path, api) as executor:
@@ -98,7 +98,7 @@ def test_a_step_that_stops_leaves_its_values(tmp_path: Path, api: FakeApi, monke
 def test_the_host_runs_ahead_of_the_device(tmp_path: Path) -> None:
     """Issuing a step takes less time than the device takes to do it, and nothing but the end waits for it."""
     api, seen = FakeApi(lambda: time.sleep(1e-3)), []
-    program = program_of(graph_of(model_of("gpt", num_layers=1)), None, HOST_ONLY)
+    program = program_of(graph_of("gpt", num_layers=1), None, HOST_ONLY)
     with executor_of(program, tmp_path, api) as executor:
         load(executor, model_of("gpt", num_layers=1))
         run = executor._run_stream
@@ -119,7 +119,7 @@ def test_the_host_runs_ahead_of_the_device(tmp_path: Path) -> None:
 
 def test_streams_that_do_not_wait_for_events_show(tmp_path: Path, api: FakeApi) -> None:
     """The tests above can fail: without the waits between streams the numbers are wrong."""
-    program = program_of(graph_of(model_of("gpt")), host_always, HOST_ONLY)
+    program = program_of(graph_of("gpt"), host_always, HOST_ONLY)
     losses = eager_run(model_of("gpt"), batches_of(1, 1), RATES[:1], 0.0)
     with executor_of(program, tmp_path, api) as executor:
         load(executor, model_of("gpt"))
@@ -134,7 +134,7 @@ def test_streams_that_do_not_wait_for_events_show(tmp_path: Path, api: FakeApi) 
 
 @pytest.mark.parametrize("machine", [TIERED, HOST_ONLY], ids=["host and disk", "host"])
 def test_timeline_is_one_legal_run(tmp_path: Path, api: FakeApi, machine: Machine) -> None:
-    program = program_of(graph_of(model_of("gpt")), at_random(0), machine)
+    program = program_of(graph_of("gpt"), at_random(0), machine)
     with executor_of(program, tmp_path, api) as executor:
         load(executor, model_of("gpt"))
         for timing in (True, False, True):
@@ -157,7 +157,7 @@ def test_timeline_is_one_legal_run(tmp_path: Path, api: FakeApi, machine: Machin
 
 def test_a_failure_on_the_device_is_reported(tmp_path: Path, api: FakeApi) -> None:
     """It shows when the step is awaited; a failure while issuing is still named."""
-    program = program_of(graph_of(model_of("gpt")), host_always, HOST_ONLY)
+    program = program_of(graph_of("gpt"), host_always, HOST_ONLY)
     with executor_of(program, tmp_path, api) as executor:
         load(executor, model_of("gpt"))
         (batches,) = batches_of(1, 1)
@@ -170,7 +170,7 @@ def test_a_failure_on_the_device_is_reported(tmp_path: Path, api: FakeApi) -> No
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, api: FakeApi) -> None:
-    program = program_of(graph_of(model_of("gpt")), at_random(0), TIERED)
+    program = program_of(graph_of("gpt"), at_random(0), TIERED)
     with executor_of(program, tmp_path, api) as executor:
         load(executor, model_of("gpt"))
         executor._caller.batches = ()
@@ -215,7 +215,7 @@ def test_actions_are_named_on_both_halves(tmp_path: Path, api: FakeApi) -> None:
         if action.stream == "disk_read":
             raise OSError("no such luck")
 
-    program = program_of(graph_of(model_of("gpt")), at_random(0), TIERED)
+    program = program_of(graph_of("gpt"), at_random(0), TIERED)
     with executor_of(program, tmp_path, api, jitter=jitter) as executor:
         load(executor, model_of("gpt"))
         with pytest.raises(Exception, match=r"action \d+ MOVE disk_read .* failed: no such luck"):
@@ -223,7 +223,7 @@ def test_actions_are_named_on_both_halves(tmp_path: Path, api: FakeApi) -> None:
 
 
 def test_updates_deferred_into_the_next_step(tmp_path: Path, api: FakeApi) -> None:
-    graph = graph_of(model_of("gpt"))
+    graph = graph_of("gpt")
     later, _ = defer(graph, len(updates(graph)))
     program = program_of(later, host_always, HOST_ONLY)
     with executor_of(program, tmp_path, api) as executor:
@@ -231,7 +231,7 @@ def test_updates_deferred_into_the_next_step(tmp_path: Path, api: FakeApi) -> No
 
 
 def test_scratch_is_measured_once_for_equal_operations(api: FakeApi) -> None:
-    graph = graph_of(model_of("gpt"))
+    graph = graph_of("gpt")
     reset = []
     api.meter = lambda: CountingMeter(api, reset)  # type: ignore[method-assign,assignment]
     scratch = measured_workspace(graph, api)

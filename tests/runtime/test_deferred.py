@@ -39,7 +39,7 @@ def test_equals_plain_pytorch(
     tmp_path: Path, name: str, micro: int, clip: float, dropout: float, evict: str, share: float
 ) -> None:
     sizes = {"dropout": dropout} if dropout else {}
-    graph = graph_of(model_of(name, **sizes), micro=micro, clip=clip)
+    graph = graph_of(name, micro=micro, clip=clip, **sizes)
     later, order = defer(graph, int(share * len(updates(graph))))
     assert sorted(order) == list(range(len(graph.ops)))
     assert later.deferred
@@ -49,7 +49,7 @@ def test_equals_plain_pytorch(
 
 
 def test_values_read_after_every_step_are_those_of_that_step(tmp_path: Path) -> None:
-    graph = graph_of(model_of("gpt"), micro=2, clip=1.0)
+    graph = graph_of("gpt", micro=2, clip=1.0)
     later, _ = defer(graph, len(updates(graph)))
     program = program_of(later, at_random(3))
     batches = batches_of(len(RATES), 2)
@@ -70,7 +70,7 @@ def test_values_read_after_every_step_are_those_of_that_step(tmp_path: Path) -> 
 
 def test_values_are_read_without_making_a_timeline_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would lie beside what saving takes; it is made when it is asked for, of the step and not of what followed."""
-    later, _ = defer(graph_of(model_of("gpt")), 4)
+    later, _ = defer(graph_of("gpt"), 4)
     with Executor(program_of(later), optimizer=OPTIMIZER, folder=tmp_path) as executor:
         load(executor, model_of("gpt"))
         executor.step(batches_of(1, 1)[0], lr=1e-3)
@@ -86,7 +86,7 @@ def test_values_are_read_without_making_a_timeline_of_the_step(tmp_path: Path, m
 
 
 def test_every_update_stands_before_the_first_use_of_its_parameter() -> None:
-    graph = graph_of(model_of("llama"), micro=2, clip=1.0)
+    graph = graph_of("llama", micro=2, clip=1.0)
     later, _ = defer(graph, len(updates(graph)))
     assert {op.kind for op in later.ops if op.kind is OpKind.STEP} == {OpKind.STEP}
     for index in later.deferred:
@@ -99,7 +99,7 @@ def test_every_update_stands_before_the_first_use_of_its_parameter() -> None:
 
 
 def test_what_is_deferred_is_skipped_where_nothing_is_pending(tmp_path: Path) -> None:
-    graph = graph_of(model_of("gpt"))
+    graph = graph_of("gpt")
     later, _ = defer(graph, len(updates(graph)))
     program = program_of(later)
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path) as executor:

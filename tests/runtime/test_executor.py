@@ -52,7 +52,7 @@ def executor_of(program: Program, folder: Path, **settings: object) -> Executor:
 @pytest.mark.parametrize("evict", ["nothing", "half", "all"])
 def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, clip: float, dropout: float, evict: str) -> None:
     sizes = {"dropout": dropout} if dropout else {}
-    graph = graph_of(model_of(name, **sizes), micro=micro, clip=clip)
+    graph = graph_of(name, micro=micro, clip=clip, **sizes)
     pick = {"nothing": None, "half": at_random(0), "all": disk_always}[evict]
     program = keep_all(graph) if pick is None else program_of(graph, pick)
     with executor_of(program, tmp_path, poison=True) as executor:
@@ -60,7 +60,7 @@ def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, clip: float
 
 
 def test_sleeping_streams_do_not_change_the_numbers(tmp_path: Path) -> None:
-    graph = graph_of(model_of("gpt"), micro=2, clip=1.0)
+    graph = graph_of("gpt", micro=2, clip=1.0)
     program = program_of(graph, at_random(1))
     assert set(program.streams) == {"compute", "disk_read", "disk_write"}
     sleepers = {stream: random.Random(stream) for stream in program.streams}
@@ -75,7 +75,7 @@ def test_sleeping_streams_do_not_change_the_numbers(tmp_path: Path) -> None:
 
 def test_a_missing_wait_shows(tmp_path: Path) -> None:
     """The test above can fail: without the waits on reads, slow reads give wrong numbers."""
-    program = program_of(graph_of(model_of("gpt")), disk_always)
+    program = program_of(graph_of("gpt"), disk_always)
     reads = {a.id for a in program.actions if a.stream == "disk_read"}
     careless = tuple(
         dataclasses.replace(a, waits=tuple(w for w in a.waits if w not in reads)) if a.stream == "compute" else a
@@ -96,7 +96,7 @@ def test_a_missing_wait_shows(tmp_path: Path) -> None:
 
 def test_a_use_after_free_shows(tmp_path: Path) -> None:
     """Poison works: freeing a weight that is still needed turns the loss into NaN."""
-    program = keep_all(graph_of(model_of("llama")))
+    program = keep_all(graph_of("llama"))
     weight = program.graph.storage_of(program.graph.parameters[3].tensor)
     first = next(a.id for a in program.actions if a.op is not None)
     actions = list(program.actions)
@@ -156,7 +156,7 @@ def test_buffers_constants_and_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("evict", [None, disk_always], ids=["device", "disk"])
 def test_storages_come_back_as_written(tmp_path: Path, evict: object) -> None:
-    graph = graph_of(model_of("gpt", dim=128))
+    graph = graph_of("gpt", dim=128)
     program = program_of(graph, evict)  # type: ignore[arg-type]
     with executor_of(program, tmp_path) as executor:
         homes = set(executor.homes.values())
@@ -195,7 +195,7 @@ def test_storages_larger_than_the_bounce_buffer(tmp_path: Path) -> None:
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
-    graph = graph_of(model_of("gpt"), micro=2)
+    graph = graph_of("gpt", micro=2)
     (batches,) = batches_of(1, 2)
     with executor_of(keep_all(graph), tmp_path) as executor:
         load(executor, model_of("gpt"))
@@ -223,7 +223,7 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
 
 
 def test_timeline_is_one_legal_run(tmp_path: Path) -> None:
-    program = program_of(graph_of(model_of("gpt")), at_random(0))
+    program = program_of(graph_of("gpt"), at_random(0))
     with executor_of(program, tmp_path) as executor:
         load(executor, model_of("gpt"))
         (batch,) = batches_of(1, 1)
@@ -256,7 +256,7 @@ def test_timeline_is_one_legal_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["preadv", "pwritev"])
 def test_a_failing_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    program = program_of(graph_of(model_of("gpt")), disk_always)
+    program = program_of(graph_of("gpt"), disk_always)
     with executor_of(program, tmp_path) as executor:
         load(executor, model_of("gpt"))
         real, count = getattr(os, verb), iter(range(1000))
@@ -282,7 +282,7 @@ def test_a_failing_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stream", ["compute", "disk_read", "disk_write"])
 def test_any_stream_may_fail_at_any_action(tmp_path: Path, stream: str) -> None:
-    program = program_of(graph_of(model_of("gpt")), disk_always)
+    program = program_of(graph_of("gpt"), disk_always)
     ids = [a.id for a in program.actions if a.stream == stream]
     for position in (0, len(ids) // 2, len(ids) - 1):
 
@@ -299,7 +299,7 @@ def test_any_stream_may_fail_at_any_action(tmp_path: Path, stream: str) -> None:
 
 
 def test_an_interrupt_comes_through(tmp_path: Path) -> None:
-    program = program_of(graph_of(model_of("gpt")), disk_always)
+    program = program_of(graph_of("gpt"), disk_always)
 
     def jitter(action: Action) -> None:
         if action.kind is ActionKind.STEP:
@@ -313,7 +313,7 @@ def test_an_interrupt_comes_through(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_refuses_is_named(tmp_path: Path) -> None:
-    with executor_of(keep_all(graph_of(model_of("gpt"))), tmp_path) as executor:
+    with executor_of(keep_all(graph_of("gpt")), tmp_path) as executor:
         load(executor, model_of("gpt"))
         (batches,) = batches_of(1, 1)
         batches[0]["x"][0, 0] = 1000
@@ -322,7 +322,7 @@ def test_a_kernel_that_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_operations_are_refused_at_the_start(tmp_path: Path) -> None:
-    graph = graph_of(model_of("gpt"))
+    graph = graph_of("gpt")
     ops = (dataclasses.replace(graph.ops[0], name="mylib.nothing.default"), *graph.ops[1:])
     program = dataclasses.replace(keep_all(graph), graph=dataclasses.replace(graph, ops=ops))
     with pytest.raises(ProgramError, match=r"found 'mylib.nothing.default'; import the library") as caught:
@@ -331,7 +331,7 @@ def test_unknown_operations_are_refused_at_the_start(tmp_path: Path) -> None:
 
 
 def test_one_run_per_folder(tmp_path: Path) -> None:
-    program = program_of(graph_of(model_of("gpt")), disk_always)
+    program = program_of(graph_of("gpt"), disk_always)
     threads = torch.get_num_threads()
     with executor_of(program, tmp_path, threads=2):
         with pytest.raises(StorageError, match="in use by process"):
@@ -385,12 +385,12 @@ def measure(size):
     torch.ones(1 << 16), faults(), trim(), resident_bytes()  # code that the fork has not mapped yet
     trim()
     start = resident_bytes()
-    for round in range(40):
-        if round == 20:
+    for round in range(16):
+        if round == 8:
             before = faults()
         several = [torch.ones(size >> 4) for _ in range(4)]
         del several
-    print((faults() - before) / 20, resident_bytes() - start, flush=True)
+    print((faults() - before) / 8, resident_bytes() - start, flush=True)
 for size in map(int, sys.argv[1:]):
     if not os.fork():
         measure(size)

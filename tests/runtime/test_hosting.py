@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.runtime.cases import OPTIMIZER, TIERED, assert_equals_eager, at_random, graph_of, model_of, program_of
+from tests.runtime.cases import OPTIMIZER, TIERED, assert_equals_eager, at_random, graph_of, program_of
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 
 from lading.ir.action import ActionKind
@@ -42,7 +42,7 @@ def on_host(graph: StepGraph, share: float, *, sums: bool = False) -> StepGraph:
 def test_equals_plain_pytorch(
     tmp_path: Path, device: DeviceDriver, micro: int, clip: float, share: float, sums: bool
 ) -> None:
-    graph = on_host(graph_of(model_of("llama"), micro=micro, clip=clip), share, sums=sums)
+    graph = on_host(graph_of("llama", micro=micro, clip=clip), share, sums=sums)
     program = program_of(graph, at_random(0), TIERED)
     worked = [a for a in program.actions if a.stream == HOST_STREAM and a.kind is not ActionKind.FREE]
     assert {a.op for a in worked} == graph.on_host
@@ -58,7 +58,7 @@ def test_equals_plain_pytorch(
 @pytest.mark.slow
 def test_deferred_updates_on_the_host(tmp_path: Path, device: DeviceDriver) -> None:
     """They run in the next step, or before a value is read."""
-    graph = on_host(defer(graph_of(model_of("llama")), 6)[0], 1.0)
+    graph = on_host(defer(graph_of("llama"), 6)[0], 1.0)
     assert set(graph.deferred) <= graph.on_host
     program = program_of(graph, at_random(1), TIERED)
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, device=device, poison=True) as executor:
@@ -68,7 +68,7 @@ def test_deferred_updates_on_the_host(tmp_path: Path, device: DeviceDriver) -> N
 @pytest.mark.slow
 def test_gradients_on_their_way_share_their_place() -> None:
     """What is on the host only to be worked on takes less there than all of it together."""
-    graph = on_host(graph_of(model_of("llama")), 1.0)
+    graph = on_host(graph_of("llama"), 1.0)
     program = program_of(graph, None, TIERED)
     passing = graph.host_storages - graph.persistent
     places = [(o, o + graph.storages[s].size_bytes) for s, o in program.slots["host"] if s in passing]

@@ -81,7 +81,7 @@ def test_each_as_one_call_gives_the_same_bits(
 ) -> None:
     """Packed addresses are used again at once, so a place written too early, or a value read too late, shows."""
     monkeypatch.setattr(fuse, "compile_region", stand_in)
-    graph = graph_of(model_of(name), micro=micro, clip=clip)
+    graph = graph_of(name, micro=micro, clip=clip)
     program = program_of(graph, None if seed is None else at_random(seed))
     assert len(RegionFinder(program).longest()) >= 4
     steps(program, tmp_path, name, micro=micro, clip=clip, poison=True)
@@ -95,12 +95,12 @@ def test_streams_that_sleep_do_not_change_the_numbers(tmp_path: Path, monkeypatc
         if sleeper.random() < 0.05:
             time.sleep(sleeper.random() * 2e-3)
 
-    program = program_of(graph_of(model_of("gpt"), micro=2, clip=1.0), at_random(1))
+    program = program_of(graph_of("gpt", micro=2, clip=1.0), at_random(1))
     steps(program, tmp_path, "gpt", micro=2, clip=1.0, poison=True, jitter=jitter)
 
 
 def test_regions_that_need_too_much_scratch_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = graph_of(model_of("llama"))
+    graph = graph_of("llama")
     program = program_of(graph)
     asked: list[int] = []
 
@@ -117,7 +117,7 @@ def test_regions_that_need_too_much_scratch_are_cut(tmp_path: Path, monkeypatch:
 
 def test_no_place_is_written_that_is_read() -> None:
     for seed in range(3):
-        program = program_of(graph_of(model_of("llama")), at_random(seed))
+        program = program_of(graph_of("llama"), at_random(seed))
         sizes, tensors = program.graph.storages, program.graph.tensors
         for region in RegionFinder(program).longest():
             for out in region.outputs:
@@ -131,7 +131,7 @@ def test_a_block_that_repeats_is_compiled_once() -> None:
     """What differs between two depths is how often a signature comes, not how many there are."""
     sizes = {"dim": 128, "max_seq_len": 16}
     few, many = (
-        {r.signature for r in RegionFinder(program_of(graph_of(model_of("llama", num_layers=n, **sizes)))).longest()}
+        {r.signature for r in RegionFinder(program_of(graph_of("llama", num_layers=n, **sizes))).longest()}
         for n in (3, 6)
     )
     assert len(few) == len(many) > 3
@@ -205,7 +205,7 @@ def test_scratch_is_read_from_what_the_compiler_wrote() -> None:
 def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    program = program_of(graph_of(model_of("gpt", dim=68)))
+    program = program_of(graph_of("gpt", dim=68))
     region = RegionFinder(program).longest()[0]
     with config.patch({"cpp.cxx": ("/no/such/compiler",)}), pytest.raises(ConfigError, match=r"install g\+\+"):
         compile_region(program.graph, region)
@@ -213,7 +213,7 @@ def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_a_cpu_compiles() -> None:
     with pytest.raises(ConfigError, match="CPU"):
-        fuse.fuse(program_of(graph_of(model_of("gpt"))), "cuda")
+        fuse.fuse(program_of(graph_of("gpt")), "cuda")
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_only_a_cpu_compiles() -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_compiled_steps_are_close_to_plain_pytorch(tmp_path: Path, name: str) -> None:
     """Sums are added in another order: errors of some units of the last place of a float32 sum, 2e-5 relative."""
-    program = program_of(graph_of(model_of(name)))
+    program = program_of(graph_of(name))
     batches, reference = batches_of(len(RATES), 1), model_of(name)
     losses = eager_run(reference, batches, RATES, 0.0)
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, fuse=True) as executor:

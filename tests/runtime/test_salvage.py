@@ -55,7 +55,7 @@ def write(executor: Executor, values: Values) -> None:
 
 
 def small(deferred: float = 0.0, clip: float = 0.0) -> StepGraph:
-    graph = graph_of(model_of("llama", num_layers=1), clip=clip)
+    graph = graph_of("llama", clip=clip, num_layers=1)
     return defer(graph, int(deferred * len(updates(graph))))[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading import AdamW
 from lading.errors import ConfigError
@@ -188,8 +190,78 @@ def test_parts_add_up():
         Muon([{"params": [("qkv", Model().qkv.weight)], "parts": (6, 4)}])
 
 
+class _Counted(TorchDispatchMode):
+    """Counts calls of torch's operations, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _experts(batched: bool, reduces: bool, dtype: str) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Weights after three steps of seven matrices of one shape, one of its transpose and a vector; and calls."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"experts": (6, 24, 40), "up": (24, 40), "down": (40, 24), "norm": (40,)}
+    made = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    groups = [
+        {"params": [pair for pair in made.items() if pair[0] != "norm"]},
+        {"params": [("norm", made["norm"])], "rule": AdamW(lr=1e-2)},
+    ]
+    optimizer = Muon(groups, lr=0.02, groups=1, batched=batched, reduces=reduces, dtype=dtype)
+    with _Counted() as counted:
+        for _ in range(3):
+            for parameter in made.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    return [parameter.detach() for parameter in made.values()], counted.calls
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-3)])
+def test_equal_shapes_are_batched_where_asked(reduces: bool, dtype: str, tolerance: float) -> None:
+    """Seven matrices are one of batched products, and weights are those without up to rounding."""
+    plain, calls = _experts(batched=False, reduces=reduces, dtype=dtype)
+    batched, fewer = _experts(batched=True, reduces=reduces, dtype=dtype)
+    updates = 2 * 5 * 3  # two in a step of the iteration
+    assert (calls["aten::addmm"], calls["aten::baddbmm"]) == (8 * updates, 0)
+    assert (fewer["aten::addmm"], fewer["aten::baddbmm"]) == (updates, updates)
+    for one, other in zip(plain, batched, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=tolerance)  # of weights that moved by 0.02 a step
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (Muon, {"share": True}, "expected batched or share, got both"),
+        (Shampoo, {}, "expected a rule whose matrices can be batched, as Muon's, got Shampoo; leave batched out"),
+    ],
+)
+def test_what_cannot_be_batched_is_refused(kind: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind([("up", Model().up.weight)], batched=True, **options)
+
+
+def _batched(rank: int) -> None:
+    weights: list[list[torch.Tensor]] = []
+    for batched in (False, True):
+        model = cut(Model(), "fsdp", 2)
+        optimizer = Muon(groups_of(model), lr=0.02, dtype="float32", batched=batched)
+        weights.append(moved(model, optimizer))
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_owners_batch_what_they_own() -> None:
+    run_ranks(_batched, 2)
+
+
 def test_a_setting_that_is_not_known():
-    with pytest.raises(ConfigError, match="unknown setting 'moment' of Muon; expected coefficients, dtype"):
+    with pytest.raises(ConfigError, match="unknown setting 'moment' of Muon; expected batched, coefficients, dtype"):
         Muon([Model().up.weight], moment=0.9)
 
 

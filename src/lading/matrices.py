@@ -161,11 +161,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self, holdings: list[list[ShardRegion]], ranks: Sequence[tuple[int, ...]], travelling: list[list[int]]
     ) -> MatrixRoute | ReplicaRoute:
         if self.how.reduces:
-            return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), ranks, travelling, self._team)
+            pairs = list(zip(self._wholes, self._rules, strict=True))
+            return ReplicaRoute(pairs, ranks, travelling, self._team, batched=self.how.batched)
         wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
         routes = pieces(self._wholes, holdings, [gang[0] for gang in ranks])
         self.moves = moves_of(routes, self._team.ranks)
-        return MatrixRoute(wholes, ranks, travelling, routes, self._team)
+        return MatrixRoute(wholes, ranks, travelling, routes, self._team, batched=self.how.batched)
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
         """Groups in the order in which backward or forward comes to them; what cannot begin early is a group apart."""

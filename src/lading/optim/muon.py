@@ -193,6 +193,25 @@ def orthogonal(
     return x.T if tall else x
 
 
+def orthogonal_stack(
+    matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make matrices (number, rows, columns) orthogonal as ``orthogonal`` does, in batched products.
+
+    Bits are those of batched kernels, which may sum in another order: results differ from ``orthogonal`` by rounding.
+    """
+    import torch
+
+    tall = matrices.size(1) > matrices.size(2)
+    x = matrices.to(dtype, copy=True)
+    x = x.mT if tall else x
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
 def row_blocks(rows: int) -> list[slice]:
     """Cut a matrix's rows into blocks for products that ranks share: multiples of 64, sixteen at most."""
     size = 64 * max(1, -(-rows // (64 * 16)))
@@ -229,6 +248,10 @@ class MuonRule:
         if self.shared:
             return self.by_blocks(matrix, self.blocks(min(matrix.shape)), lambda product: product)
         return orthogonal(matrix, self.settings.iteration, self.settings.eps, self._dtype)
+
+    def directions(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Make matrices (number, rows, columns) orthogonal in one iteration of batched products."""
+        return orthogonal_stack(matrices, self.settings.iteration, self.settings.eps, self._dtype)
 
     def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Run the iteration in a matrix that may be overwritten; ``room`` holds another and two squares."""

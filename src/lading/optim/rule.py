@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from lading.errors import ConfigError
 
@@ -358,6 +358,15 @@ class SharedRule(Rule, Protocol):
             own: Blocks of rows.
             meet: From a product with these rows, the product with all.
         """
+        ...
+
+
+@runtime_checkable
+class StackedRule(Rule, Protocol):
+    """Rule that computes directions of several matrices of one shape at once; ``update`` does not matter to it."""
+
+    def directions(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Directions of matrices (number, rows, columns), which need not have the bits of ``direction``."""
         ...
 
 

@@ -1,4 +1,6 @@
-"""Gangs: several ranks that compute one matrix's direction together, each some blocks of rows of every product.
+"""Gangs, several ranks that compute one matrix's direction together, and stacks, several matrices that one computes.
+
+Of a gang each rank computes some blocks of rows of every product.
 
 Its owner, the first of the gang, tells the others the matrix; after each product all get each other's rows, so that all
 end with the whole direction. Blocks follow from the matrix's shape alone (``SharedRule.blocks``), so that bits do not
@@ -7,14 +9,18 @@ depend on how many share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from lading.optim.rule import Rule, SharedRule
-from lading.runtime.exchange import Team, Traffic
+from lading.optim.rule import Rule, SharedRule, StackedRule, States
+from lading.runtime.exchange import FAILURES, RuleFailures, Team, Traffic
+
+#: Most elements that are copied into one stack: matrices so large that few fit keep a device busy alone.
+_STACKED_ELEMENTS = 1 << 25
 
 
 class Gang:
@@ -74,9 +80,42 @@ def gangs_of(ranks: Sequence[tuple[int, ...]], team: Team) -> dict[int, Gang]:
     return {number: made[gang] for number, gang in enumerate(ranks) if len(gang) > 1 and gang in made}
 
 
-def together_first(numbers: Sequence[int], gangs: Mapping[int, Gang]) -> list[int]:
-    """Order matrices for computing: shared ones first, in one order on all ranks, so that none waits in a circle."""
-    return sorted(numbers, key=lambda number: (number not in gangs, number))
+def shared_of(numbers: Iterable[int], gangs: Mapping[int, Gang]) -> list[int]:
+    """Matrices that this rank shares; all compute them first, in this one order, so that none waits in a circle."""
+    return sorted(number for number in numbers if number in gangs)
+
+
+def stacks_of(matrices: Mapping[int, tuple[Rule, tuple[int, int], torch.dtype]], *, batched: bool) -> list[list[int]]:
+    """Group matrices whose directions one call computes: alike, under equal settings of a rule that stacks.
+
+    Args:
+        matrices: Rule, (rows, columns) and dtype of matrices that this rank alone computes, by number.
+        batched: Whether any are stacked.
+    """
+    stacks: list[list[int]] = []
+    last: dict[object, list[int]] = {}
+    for number in sorted(matrices):
+        rule, shape, dtype = matrices[number]
+        key = (shape, dtype, rule.settings) if batched and isinstance(rule, StackedRule) else number
+        stack = last.get(key)
+        if stack is None or (len(stack) + 1) * prod(shape) > _STACKED_ELEMENTS:
+            stack = last[key] = []
+            stacks.append(stack)
+        stack.append(number)
+    return stacks
+
+
+def directions_of(
+    rule: Rule, matrices: Sequence[torch.Tensor], states: States, update: int, failures: RuleFailures
+) -> Sequence[torch.Tensor]:
+    """Directions of a stack's matrices, (rows, columns) each; zeros, and a failure noted, where the rule raises."""
+    try:
+        if len(matrices) > 1:
+            return cast(StackedRule, rule).directions(torch.stack(list(matrices))).unbind()
+        return [rule.direction(matrices[0], states, update)]
+    except FAILURES as error:  # zeros travel, and all ranks are told at the end
+        failures.last = error
+        return [torch.zeros_like(matrix) for matrix in matrices]
 
 
 def shares(rule: Rule, rows_columns: tuple[int, int]) -> list[float]:

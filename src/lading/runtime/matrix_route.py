@@ -8,7 +8,7 @@ elementwise parts do not see cuts, and the rest sees the same whole matrix, laid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,8 +16,8 @@ import torch
 
 from lading.ir.routes import RoutedShard, ShardRegion, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
-from lading.runtime.exchange import FAILURES, PieceExchange, RuleFailures, Team, Traffic, Under
-from lading.runtime.gangs import gangs_of, together_first
+from lading.runtime.exchange import PieceExchange, RuleFailures, Team, Traffic, Under
+from lading.runtime.gangs import directions_of, gangs_of, shared_of, stacks_of
 from lading.runtime.in_flight import Moving
 
 
@@ -40,6 +40,8 @@ class MatrixRoute:
         groups: Sequence[Sequence[int]],
         routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]],
         team: Team,
+        *,
+        batched: bool = False,
     ) -> None:
         """Make the route of ``wholes``.
 
@@ -48,7 +50,9 @@ class MatrixRoute:
             ranks: Owner of each matrix, then the ranks that compute it with the owner.
             groups: Numbers of matrices that travel together, in order.
             routes: Pieces to owners, and back (``lading.ir.routes.pieces``).
+            batched: Whether owners stack matrices (``lading.runtime.gangs.stacks_of``).
         """
+        self.batched = batched
         self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
         self.owners, self.groups, self.team = [gang[0] for gang in ranks], groups, team
         self.gangs = gangs_of(ranks, team)
@@ -135,29 +139,31 @@ class MatrixFlight:
         arrived = {n: torch.empty(wholes[n].region.shape, dtype=inbound.dtype, device=self._device) for n in mine}
         self.under.wait(self.route.traffic)
         inbound.finish(self.under, self._held, lambda number: (arrived[number], wholes[number].region))
-        for number in together_first(self.ways.numbers, self.route.gangs):
-            if number in arrived:
-                seen = arrived.pop(number).view(wholes[number].rows_columns)
-                direction = self._direction(number, seen, whole.get(number, {}))
-                self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].region.shape)
-            elif number in self.route.gangs:
-                blank = torch.empty(wholes[number].rows_columns, dtype=inbound.dtype, device=self._device)
-                self._direction(number, blank, {})
+        for number, direction in self._directions(arrived, whole):
+            self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].region.shape)
         self.under = outbound.start(self._computed, self._device, self.route.traffic)
 
     def _computed(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
         return self.matrices[number], self.route.wholes[number].region
 
-    def _direction(self, number: int, seen: torch.Tensor, states: States) -> torch.Tensor:
-        """Direction that the rule makes of a matrix, (rows, columns); zeros, and a failure noted, where it raises."""
-        if number in self.route.gangs:
-            rule = self.route.rules[number]
-            return self.route.gangs[number].direction(cast(SharedRule, rule), seen, self.route.traffic)
-        try:
-            return self.route.rules[number].direction(seen, states, self._own(number).update)
-        except FAILURES as error:
-            self.route.failures.last = error
-            return torch.zeros_like(seen)
+    def _directions(
+        self, arrived: dict[int, torch.Tensor], whole: Mapping[int, States]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Directions, (rows, columns), of the matrices that have arrived; each is taken out of ``arrived``."""
+        route, dtype = self.route, self.ways.inbound.dtype
+        matrices = {n: (route.rules[n], route.wholes[n].rows_columns, dtype) for n in self.ways.numbers}
+        for number in shared_of(matrices, route.gangs):
+            rule, shape, _ = matrices[number]
+            seen = arrived.pop(number, None)
+            matrix = torch.empty(shape, dtype=dtype, device=self._device) if seen is None else seen.view(shape)
+            direction = route.gangs[number].direction(cast(SharedRule, rule), matrix, route.traffic)
+            if seen is not None:
+                yield number, direction
+        for stack in stacks_of({number: matrices[number] for number in arrived}, batched=route.batched):
+            rule, shape, _ = matrices[stack[0]]
+            taken = [arrived.pop(number).view(shape) for number in stack]
+            states, update = whole.get(stack[0], {}), self._own(stack[0]).update
+            yield from zip(stack, directions_of(rule, taken, states, update, route.failures), strict=True)
 
     def apply(self) -> None:
         """Wait for directions, and move this rank's pieces along them."""

@@ -12,7 +12,7 @@ import torch
 from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.routes import WholeMatrix
-from lading.optim.rule import MatrixRule, ParameterRule, Rule, States, StateSpec
+from lading.optim.rule import MatrixRule, ParameterRule, Rule, StackedRule, States, StateSpec
 from lading.runtime.agreement import ARRIVAL_S, Facts
 
 #: Of a group of parameters; the last two are what users call it, and what torch's schedules keep there.
@@ -34,6 +34,9 @@ class How:
         share: Several ranks may compute one matrix, of a rule that can be shared (Muon), as where they are more than
             matrices. Its products are then taken by blocks of rows, on one rank, too: any number of ranks gives the
             same bits, which on some processors differ in rounding from those without.
+        batched: An owner computes its matrices of one shape in batched products, of a rule that can (Muon): many
+            experts' small matrices take as many launches as one. Numbers differ in rounding from those without, and
+            with the number of ranks, as owners stack what they own; not with ``share``.
         state_cap_bytes: Most bytes on one rank of states that lie with owners.
         machine: Machine of each rank, a name in the catalog or what ``lading probe`` wrote: owners are planned by
             seconds there, decompositions, launches and what ranks of a shared matrix tell each other included; "" plans
@@ -51,6 +54,7 @@ class How:
     reduces: bool = False
     skip_nonfinite: bool = True
     share: bool = False
+    batched: bool = False
     state_cap_bytes: int | None = None
     machine: str = ""
     timeout_s: float = ARRIVAL_S
@@ -58,6 +62,11 @@ class How:
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise ConfigError(f"expected groups >= 1, got {self.groups}")
+        if self.batched and self.share:
+            raise ConfigError(
+                "expected batched or share, got both: what is shared has the same bits on any number of ranks, what "
+                "is batched has not"
+            )
         if self.overlap not in ("step", "backward", "forward", "both"):
             raise ConfigError(f"expected overlap step, backward, forward or both, got {self.overlap!r}")
 
@@ -176,11 +185,19 @@ def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool =
 
 
 def rules_of(wholes: Sequence[WholeMatrix], members: Sequence[OptimizerMember], how: How) -> list[Rule | PieceRule]:
-    """Rule of each matrix; when staggered, matrices of one shape take turns in the order of their names."""
+    """Rule of each matrix; when staggered, matrices of one shape take turns in the order of their names.
+
+    Raises:
+        ConfigError: matrices are to be batched, and no rule can.
+    """
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}
     for whole in sorted(wholes, key=lambda w: w.name):
         shifts[whole.name] = turns.get(whole.region.shape, 0)
         turns[whole.region.shape] = shifts[whole.name] + 1
     settings = [members[whole.parameter].settings for whole in wholes]
-    return [maths_of(s, shifts[w.name] * how.stagger, shared=how.share) for s, w in zip(settings, wholes, strict=True)]
+    rules = [maths_of(s, shifts[w.name] * how.stagger, shared=how.share) for s, w in zip(settings, wholes, strict=True)]
+    if how.batched and not any(isinstance(rule, StackedRule) for rule in rules):
+        names = ", ".join(sorted({type(rule.settings).__name__ for rule in rules})) or "no matrix"
+        raise ConfigError(f"expected a rule whose matrices can be batched, as Muon's, got {names}; leave batched out")
+    return rules

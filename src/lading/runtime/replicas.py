@@ -9,7 +9,7 @@ Owners add up in the order of ranks and divide at the end, so that the sum is th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lading.ir.routes import ShardRegion, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
-from lading.runtime.exchange import FAILURES, RuleFailures, Team, Traffic, Under
-from lading.runtime.gangs import gangs_of, together_first
+from lading.runtime.exchange import RuleFailures, Team, Traffic, Under
+from lading.runtime.gangs import directions_of, gangs_of, shared_of, stacks_of
 from lading.runtime.in_flight import Moving
 from lading.runtime.members import PieceRule
 
@@ -29,14 +29,16 @@ class ReplicaRoute:
 
     def __init__(
         self, wholes: Sequence[tuple[WholeMatrix, Rule | PieceRule]], ranks: Sequence[tuple[int, ...]],
-        groups: Sequence[Sequence[int]], team: Team,
+        groups: Sequence[Sequence[int]], team: Team, *, batched: bool = False,
     ) -> None:  # fmt: skip
         """Make the route of ``wholes``.
 
         Args:
             ranks: Owner of each matrix, then the ranks that compute it with the owner.
             groups: Numbers of matrices that travel together, in order.
+            batched: Whether owners stack matrices (``lading.runtime.gangs.stacks_of``).
         """
+        self.batched = batched
         self.wholes, self.groups, self.team = wholes, groups, team
         self.owners, self.gangs = [gang[0] for gang in ranks], gangs_of(ranks, team)
         self.traffic, self.failures = Traffic(), RuleFailures()
@@ -99,15 +101,7 @@ class ReplicaFlight:
         """Compute what every replica is to get of the matrices that this rank owns, and start sending it to all."""
         self.rates = {number: rates[number] for number in self.moving}
         gradients = self._summed()
-        results: dict[int, torch.Tensor] = {}
-        for number in together_first(self.numbers, self.route.gangs):
-            if number in gradients:
-                results[number] = self._result(number, gradients.pop(number), whole[number]).reshape(-1)
-            elif number in self.route.gangs:
-                matrix = self._own(number).param.new_empty(
-                    self.route.wholes[number][0].rows_columns, dtype=self._travels(number)
-                )
-                self._shared(number, matrix)
+        results = {number: result.reshape(-1) for number, result in self._results(gradients, whole)}
         self._send_out([results[number] for number in self._of(self.route.team.rank)])
 
     def _summed(self) -> dict[int, torch.Tensor]:
@@ -129,24 +123,43 @@ class ReplicaFlight:
             start += self._size(number)
         return means
 
-    def _shared(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
-        rule = self.route.wholes[number][1]
-        return self.route.gangs[number].direction(cast(SharedRule, rule), matrix, self.route.traffic)
+    def _results(
+        self, gradients: dict[int, torch.Tensor], whole: Mapping[int, States]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Directions, or new values, of what this rank owns, by number; each is taken out of ``gradients``."""
+        route = self.route
+        pairs = {number: route.wholes[number] for number in self.numbers}
+        for number in [n for n in gradients if isinstance(pairs[n][1], PieceRule)]:
+            yield number, self._moved(number, gradients.pop(number), whole[number])
+        matrices = {
+            number: (rule, matrix.rows_columns, self._travels(number))
+            for number, (matrix, rule) in pairs.items() if not isinstance(rule, PieceRule)
+        }  # fmt: skip
 
-    def _result(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
+        def ahead(number: int) -> torch.Tensor:
+            rule, shape, _ = matrices[number]
+            return rule.pre(gradients.pop(number).view(shape), whole[number], self._own(number).update).contiguous()
+
+        for number in shared_of(matrices, route.gangs):
+            rule, shape, dtype = matrices[number]
+            is_owned = number in gradients
+            matrix = ahead(number) if is_owned else self._own(number).param.new_empty(shape, dtype=dtype)
+            direction = route.gangs[number].direction(cast(SharedRule, rule), matrix, route.traffic)
+            if is_owned:
+                yield number, direction
+        for stack in stacks_of({number: matrices[number] for number in gradients}, batched=route.batched):
+            rule, _, _ = matrices[stack[0]]
+            states, update = whole[stack[0]], self._own(stack[0]).update
+            taken = [ahead(number) for number in stack]
+            directions = directions_of(rule, taken, states, update, route.failures)
+            yield from zip(stack, (each.to(taken[0].dtype) for each in directions), strict=True)
+
+    def _moved(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
+        """New value of what is no matrix."""
         (whole, rule), moving = self.route.wholes[number], self._own(number)
-        if isinstance(rule, PieceRule):
-            value = self._view(number, moving.param).clone()
-            rule.step(value, grad, states, lr=self.rates[whole.parameter], update=moving.update)
-            return value
-        matrix = rule.pre(grad.view(whole.rows_columns), states, moving.update).contiguous()
-        if number in self.route.gangs:
-            return self._shared(number, matrix)
-        try:
-            return rule.direction(matrix, states, moving.update).to(matrix.dtype)
-        except FAILURES as error:  # zeros travel, and all ranks are told at the end
-            self.route.failures.last = error
-            return torch.zeros_like(matrix)
+        value = self._view(number, moving.param).clone()
+        cast(PieceRule, rule).step(value, grad, states, lr=self.rates[whole.parameter], update=moving.update)
+        return value
 
     def _send_out(self, results: list[torch.Tensor]) -> None:
         """Start sending results to every replica in one dtype, that of the group's widest."""

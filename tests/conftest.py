@@ -31,7 +31,10 @@ else:  # Plans are kept for the tests of all processes, not in the user's cache.
 
 # Runs and ranks that tests start are forked from one process, which has imported what they need.
 multiprocessing.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "lading.train", "lading.matrices", "highspy"]
+    [
+        *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "tyro", "highspy"),
+        *("lading.cli.train_command", "lading.prepare", "lading.matrices"),
+    ]
 )
 
 
@@ -39,8 +42,8 @@ multiprocessing.set_forkserver_preload(
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans of small steps are not improved choice by choice at the end, which is most of what their search takes.
 
-    They keep what every plan keeps. How good a plan is, tests/planner and tests/golden check with the whole search;
-    runs that tests start as processes and the slow tests search as for users, too.
+    They keep what every plan keeps. How good a plan is, tests/planner and tests/golden check with the whole search, and
+    the slow tests search as for users, too.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not any("slow" in item.keywords for item in request.session.items):

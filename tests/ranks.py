@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def run_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
 
 
 def _run(rank: int, ranks: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
     try:

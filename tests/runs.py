@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from lading.catalog.load import save_machine
 from lading.cli.main import main
 from lading.ir.plan import Plan
 from lading.ir.program import Program
+from lading.planner import residency
 from lading.units import MiB
 from tests.machines import small_machine
 
@@ -84,19 +86,22 @@ def _started(log: Path, function: Callable[..., None], argument: object) -> Base
 
 
 def _command(log: Path, argv: tuple[str, ...]) -> None:
-    _write_to(log)
+    _begin(log)
     sys.exit(main(argv))
 
 
 def _script(log: Path, path: Path) -> None:
-    _write_to(log)
+    _begin(log)
     os.chdir(log.parent)
     sys.path.insert(0, str(path.parent))  # as `python PATH` has it
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _write_to(log: Path) -> None:
-    os.environ["COLUMNS"] = "500"  # as in every test: what this is forked from may be older than the test
+def _begin(log: Path) -> None:
+    """Set a process up as tests/conftest.py does theirs, and write its output to ``log``."""
+    gc.freeze()
+    residency._WORK = 0
+    os.environ["COLUMNS"] = "500"  # what this is forked from may be older than the test
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -156,7 +156,7 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
                 assert unpriced.prefiltered.peak_bytes <= opened.prefiltered.peak_bytes <= least
     found += search.over
     ratios: list[float] = []
-    for one in found[:: max(1, len(found) // 60)]:
+    for one in found[:: max(1, len(found) // 25)]:
         refined = refine(search, one, room_of(asked))
         assert one.step_s <= refined.step_s
         assert one.peak_bytes <= refined.simulated.peak_bytes
@@ -344,34 +344,31 @@ def test_what_does_not_divide_says_what_would() -> None:
 
 
 def test_same_plan_on_every_rank(tmp_path: Path) -> None:
-    texts: list[str] = []
-    for seed in ("1", "2"):
-        out = tmp_path / f"{seed}.json"
-        options = [
-            "--devices",
-            "8",
-            "--global-batch",
-            "32",
-            "--seq",
-            "1024",
-            "--pin",
-            "tp=2",
-            "--pin",
-            "mb=1",
-            "--pin",
-            "recompute=none",
-        ]
-        command = ["plan", "--model", "llama3-8b", "--machine", "h100", *options, "--json", str(out)]
-        plan = tmp_path / "plan.json"
-        subprocess.run(
-            [sys.executable, "-m", "lading.cli.main", *command, "--out", str(plan)],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            timeout=60,
-        )
-        texts += [out.read_text() + plan.read_text()]
-    assert texts[0] == texts[1]
+    """What is planned here is planned by a process that hashes in another order."""
+    options = ["--devices", "8", "--global-batch", "32", "--seq", "1024", "--price", "1"]
+    pins = [word for pin in ("tp=2", "mb=1", "recompute=none", "zero=1") for word in ("--pin", pin)]
+    command = ["plan", "--model", "llama3-8b", "--machine", "h100", *options, *pins]
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    assert main([*command, "--json", str(here), "--out", str(tmp_path / "plan.json")]) == 0
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "lading.cli.main",
+            *command,
+            "--json",
+            str(there),
+            "--out",
+            str(tmp_path / "again.json"),
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        timeout=60,
+    )
+    assert here.read_text() == there.read_text()
+    assert (tmp_path / "plan.json").read_text() == (tmp_path / "again.json").read_text()
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ comes out is verified and simulated like any other. Here: optimizer states wait 
 operation of the forward made is made again for the backward.
 
 Where to look: src/lading/planner/policies.py (the plain ones), src/lading/planner/relaxation.py (the one that solves
-for the least time), src/lading/planner/emit.py and lower.py (what is made of choices).
+for the least time), src/lading/planner/emission.py and lower.py (what is made of choices).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.catalog.load import load_machine
-from lading.cost import attention as model
+from lading.cost import fused_attention as model
 from lading.cost.product import power_slowdown
 from lading.ir.machine import Device
 from lading.ir.work import Attention

@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate/eigen.py
 
-Prints what ``lading.cost.updates`` takes beside it; 9 n^3 FLOP each, processor time of one thread, best of five.
+Prints what ``lading.cost.matrix_updates`` takes beside it; 9 n^3 FLOP each, processor time of one thread, best of five.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from lading.cost.updates import eigen_share
+from lading.cost.matrix_updates import eigen_share
 from lading.ir.machine import Device
 
 _ROUNDS, _SECONDS = 5, 0.3

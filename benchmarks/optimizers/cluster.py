@@ -22,12 +22,12 @@ from benchmarks.optimizers.owner_policies import POLICIES
 
 from lading.clusters import step_of
 from lading.cost.collective import collective_s
+from lading.cost.matrix_updates import direction_s, shared_s
 from lading.cost.owned import GROUPS, Update
 from lading.cost.topology import group_of
-from lading.cost.updates import direction_s, shared_s
 from lading.ir.request import Request
 from lading.optim.muon import Muon
-from lading.parallel.matrices import projections
+from lading.parallel.block_matrices import projections
 from lading.planner.owners import Matrix, Owners, assign
 from lading.sim.simulate import Simulated, simulate
 from lading.units import format_seconds

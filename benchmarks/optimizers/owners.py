@@ -17,7 +17,7 @@ from benchmarks.optimizers.owner_policies import POLICIES
 
 from lading.catalog.tables import model_table
 from lading.optim.muon import Muon
-from lading.parallel.matrices import projections
+from lading.parallel.block_matrices import projections
 from lading.planner.owners import DirectionCosts, Matrix, assign
 
 MODELS = ("1.7b", "4b", "8b", "14b", "32b")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lading.catalog.load import load_machine
+from lading.cost.matrix_updates import direction_s
 from lading.cost.product import peak_flops
-from lading.cost.updates import direction_s
 from lading.optim.muon import Muon
 from lading.optim.rule import UpdateWork
 

@@ -10,7 +10,7 @@ from tests.captured import captured_step
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import lifetimes
 from lading.memory.packing import Buffer, pack, peak_bytes, profile
-from lading.planner.emit import emit
+from lading.planner.emission import emit
 
 moments = st.integers(0, 30)
 sizes = st.sampled_from([0, 1, 64, 100, 4095, 4096, 5000, 8192, 40_000]) | st.integers(1, 1 << 20)

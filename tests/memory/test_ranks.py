@@ -9,7 +9,7 @@ from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.stack import Stack
-from lading.memory.ranks import adapter_bytes, gathered_bytes, replicas, shards, state_bytes
+from lading.memory.rank_bytes import adapter_bytes, gathered_bytes, replicas, shards, state_bytes
 
 HALF = Stack(name="s", title="t", gradient_dtype="bfloat16")
 ELEMENTS = {"dp": 7_500_000_000}

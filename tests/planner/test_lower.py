@@ -19,7 +19,7 @@ from lading.memory.lifetime import gaps, is_movable
 from lading.memory.packing import Buffer, Packing
 from lading.memory.verify import verify
 from lading.planner import lower
-from lading.planner.emit import Emission
+from lading.planner.emission import Emission
 from lading.planner.lower import fixed_bytes, overhead_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import StepProblem

@@ -11,7 +11,7 @@ from benchmarks.optimizers.owner_policies import POLICIES
 from lading.catalog.tables import model_table
 from lading.errors import ConfigError
 from lading.optim.muon import Muon
-from lading.parallel.matrices import projections
+from lading.parallel.block_matrices import projections
 from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
 
 

@@ -19,10 +19,10 @@ from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, Kernel
-from lading.memory.ranks import gathered_width, gradient_width, replicas
+from lading.memory.rank_bytes import gathered_width, gradient_width, replicas
 from lading.parallel.recompute import recomputed
 from lading.program.emit import ListShape, emit
-from lading.program.units import Unit, groups_of, without_tied
+from lading.program.rank_units import Unit, groups_of, without_tied
 from lading.sim.phases import groups_apart
 from lading.sim.rank_step import list_shape
 from lading.sim.simulate import runs_of, segments_of, table_of

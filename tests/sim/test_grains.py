@@ -30,8 +30,8 @@ from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.parallel.ranks import rank_segment
 from lading.program.emit import ListShape, emit
+from lading.program.rank_units import Unit
 from lading.program.schedules import schedule
-from lading.program.units import Unit
 from lading.sim.engine import simulate as simulate_program
 from lading.sim.rank_engine import Priced, action_seconds, run_ranks
 from lading.sim.rank_step import ListedStep, units_of_runs

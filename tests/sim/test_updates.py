@@ -22,7 +22,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.request import Request
 from lading.ir.routes import ShardRegion, pieces, wholes_of
 from lading.optim.muon import Muon
-from lading.parallel.matrices import BlockMatrix, matrices_of, projections
+from lading.parallel.block_matrices import BlockMatrix, matrices_of, projections
 from lading.planner.layouts import find_layouts
 from lading.planner.owners import Matrix, assign
 from lading.planner.search import LayoutSearch

@@ -17,8 +17,8 @@ from math import prod
 from lading.cost.access import ALLOCATIONS, op_bytes, walk
 from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
+from lading.cost.matrix_updates import eigen_s, eigen_share
 from lading.cost.product import product_s
-from lading.cost.updates import eigen_s, eigen_share
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor

@@ -3,8 +3,8 @@
     kernels = launched(segment, stack)                                lading.cost.fusion
     seconds = [kernel_s(kernel, device, stack, layout.precision) for kernel in kernels]
 
-Products and attention go by shape (``lading.cost.product``, ``lading.cost.attention``), the rest by bytes. Launches are
-not in here: who adds up a stretch of kernels compares with what the host needs to issue them.
+Products and attention go by shape (``lading.cost.product``, ``lading.cost.fused_attention``), the rest by bytes.
+Launches are not in here: who adds up a stretch of kernels compares with what the host needs to issue them.
 
 [Note: memory]
 Moving bytes takes ``class * (fixed_s + bytes / (share * bandwidth))``, where the class says how much longer such a
@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lading.catalog.kernel_rates import kernel_rates
-from lading.cost.attention import attention_s
 from lading.cost.curves import curve_s
+from lading.cost.fused_attention import attention_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (

@@ -21,16 +21,16 @@ from functools import lru_cache
 
 from lading.cost.collective import collective_s
 from lading.cost.kernels import adam_bytes, step_s
+from lading.cost.matrix_updates import direction_s, eigen_share, precision_of
 from lading.cost.patterns import Kind, Spread, spread
 from lading.cost.topology import Group, group_of, group_of_ranks
-from lading.cost.updates import direction_s, eigen_share, precision_of
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.machine import Device, Machine
 from lading.ir.stack import Stack
 from lading.optim.registry import default_rule
 from lading.optim.rule import MatrixRule
-from lading.parallel.matrices import BlockMatrix
+from lading.parallel.block_matrices import BlockMatrix
 
 #: All-to-alls in each direction (``groups`` of ``lading.optim.Muon``).
 GROUPS = 4

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lading.ir.graph import Block, Phase, StepGraph
+from lading.ir.graph import Phase, RepeatedBlock, StepGraph
 
 
 def updates(graph: StepGraph) -> list[tuple[int, ...]]:
@@ -64,7 +64,7 @@ def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
     return result, tuple(order)
 
 
-def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[Block, ...]:
+def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[RepeatedBlock, ...]:
     """Find the blocks with the updates that now stand inside them.
 
     Instances of unlike length become blocks of their own.
@@ -74,4 +74,6 @@ def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[Block, ...]:
         for start in block.starts:
             length = place[start + block.num_ops - 1] - place[start] + 1
             runs.setdefault((block.module, block.phase, length), []).append(place[start])
-    return tuple(Block(module, phase, length, tuple(starts)) for (module, phase, length), starts in runs.items())
+    return tuple(
+        RepeatedBlock(module, phase, length, tuple(starts)) for (module, phase, length), starts in runs.items()
+    )

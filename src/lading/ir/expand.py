@@ -28,13 +28,13 @@ from lading.ir.graph import (
     DTYPE_BYTES,
     PERSISTENT,
     Arg,
-    Block,
     Literal,
     Op,
     OpKind,
     Parameter,
     Phase,
     Ref,
+    RepeatedBlock,
     Role,
     State,
     StepGraph,
@@ -490,7 +490,7 @@ class _StepBuilder:
     def finish(self) -> StepGraph:
         """Check and return the expanded graph. Only forward blocks stay runs of consecutive operations."""
         blocks = tuple(
-            Block(b.module, b.phase, b.num_ops, tuple(s + start for start in self.starts for s in b.starts))
+            RepeatedBlock(b.module, b.phase, b.num_ops, tuple(s + start for start in self.starts for s in b.starts))
             for b in self.graph.blocks
             if b.phase is Phase.FORWARD
         )

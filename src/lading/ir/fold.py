@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from lading.ir.graph import Arg, Block, Op, Phase, Ref, StepGraph
+from lading.ir.graph import Arg, Op, Phase, Ref, RepeatedBlock, StepGraph
 
 
-def fold(graph: StepGraph) -> tuple[Block, ...]:
+def fold(graph: StepGraph) -> tuple[RepeatedBlock, ...]:
     """Find the distinct blocks of a graph and the places where each occurs.
 
     A block is a run of consecutive operations of one item of a module list (``layers.3``) in one phase. Two runs
@@ -19,7 +19,7 @@ def fold(graph: StepGraph) -> tuple[Block, ...]:
         key = (module, graph.ops[start].phase, _signature(graph, start, stop))
         alike.setdefault(key, []).append(start)
     blocks = [
-        Block(module=module, phase=phase, num_ops=len(signature), starts=tuple(starts))
+        RepeatedBlock(module=module, phase=phase, num_ops=len(signature), starts=tuple(starts))
         for (module, phase, signature), starts in alike.items()
     ]
     return tuple(sorted(blocks, key=lambda block: block.starts))

@@ -202,7 +202,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RepeatedBlock:
     """A run of operations that repeats: instance ``i`` starts at ``starts[i]`` and is ``num_ops`` long."""
 
     module: str
@@ -231,7 +231,7 @@ class StepGraph:
     inputs: tuple[tuple[tuple[str, int], ...], ...]
     losses: tuple[int, ...]
     loss_names: tuple[str, ...] = ("loss",)
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RepeatedBlock, ...] = ()
     states: tuple[State, ...] = ()
     accumulation: int = 1
     frozen: Frozen | None = field(default=None, compare=False, repr=False)

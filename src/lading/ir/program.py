@@ -440,7 +440,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
     Raises:
         ProgramError: a line is not what ``Program.text`` writes, or one of a device's head is missing or there twice.
     """
-    reader = _Reader(tiers)
+    reader = _ProgramReader(tiers)
     for line in lines:
         try:
             reader.read(line)
@@ -470,7 +470,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
     )
 
 
-class _Reader:
+class _ProgramReader:
     """State of reading a Program's text: what its lines have said so far."""
 
     def __init__(self, tiers: Iterable[Tier]) -> None:

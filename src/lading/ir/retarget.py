@@ -26,12 +26,12 @@ from lading.ir.graph import (
     DTYPE_BYTES,
     PERSISTENT,
     Arg,
-    Block,
     Literal,
     Op,
     OpKind,
     Phase,
     Ref,
+    RepeatedBlock,
     Role,
     StepGraph,
     Storage,
@@ -401,7 +401,7 @@ def _on_gpu(arg: Arg) -> Arg:
     return tuple(map(_on_gpu, arg)) if isinstance(arg, tuple) else arg
 
 
-def _moved(block: Block, starts: list[int]) -> Block | None:
+def _moved(block: RepeatedBlock, starts: list[int]) -> RepeatedBlock | None:
     """Move a block to its new place; None if its instances are not alike any more."""
     spans = [(starts[s], starts[s + block.num_ops] - starts[s]) for s in block.starts]
     lengths = {length for _, length in spans}

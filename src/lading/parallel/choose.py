@@ -41,7 +41,7 @@ class Axes:
 
 
 @dataclass
-class Choice:
+class CutAxes:
     """Axis of each cut atom; ``kv`` are heads of keys that fewer query heads share, ``words`` vocabularies.
 
     ``experts`` are numbers of experts, cut or not; ``heads`` are query heads.
@@ -59,9 +59,9 @@ def is_token(found: Lineage, atom: int) -> bool:
     return "s" in found.atoms.size(atom).symbols
 
 
-def choose(found: Lineage, axes: Axes) -> Choice:
+def choose(found: Lineage, axes: Axes) -> CutAxes:
     """Walk forward once."""
-    choice, segment = Choice(), found.segment
+    choice, segment = CutAxes(), found.segment
     borders = (*segment.enters, *segment.leaves)
     border = {leaf for tensor in borders for leaf in found.leaves(tensor)}
     ends, expert_ends = _ends(found, choice)
@@ -79,7 +79,7 @@ def choose(found: Lineage, axes: Axes) -> Choice:
     return choice
 
 
-def _choose_embedding(found: Lineage, op: Op, choice: Choice, border: set[int]) -> None:
+def _choose_embedding(found: Lineage, op: Op, choice: CutAxes, border: set[int]) -> None:
     weight, index = op.inputs[:2]
     words = found.atoms.leaves(found.dims[weight][0])
     given = found.segment.tensors[index].role is Role.INPUT  # tokens, not positions that are counted
@@ -93,7 +93,7 @@ def _choose_embedding(found: Lineage, op: Op, choice: Choice, border: set[int]) 
         choice.words.add(words[0])
 
 
-def _ends(found: Lineage, choice: Choice) -> tuple[set[int], set[int]]:
+def _ends(found: Lineage, choice: CutAxes) -> tuple[set[int], set[int]]:
     """Atoms that are contracted with a weight, exchanged by a loss, or shared heads of attention.
 
     Returns:
@@ -128,7 +128,7 @@ def _ends(found: Lineage, choice: Choice) -> tuple[set[int], set[int]]:
 
 
 def _choose_product(
-    found: Lineage, op: Op, axes: Axes, choice: Choice, known: tuple[set[int], set[int], set[int]]
+    found: Lineage, op: Op, axes: Axes, choice: CutAxes, known: tuple[set[int], set[int], set[int]]
 ) -> None:
     border, ends, parameters = known
     places = product_operands(op, [len(found.dims[t]) for t in op.inputs])

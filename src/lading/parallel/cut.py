@@ -19,7 +19,7 @@ from lading.ir.sizes import Size
 from lading.ir.table import Segment, SegmentTensor
 from lading.ir.work import Stage
 from lading.parallel.atoms import Lineage, setting
-from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
+from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, CutAxes, choose, is_token
 from lading.parallel.contractions import PRODUCTS, product_operands
 from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
@@ -60,7 +60,7 @@ def _cut(itself: _Itself, axes: Axes, wide: bool) -> CutSegment:
 
 
 @dataclass(slots=True)
-class _State:
+class _PresentCopy:
     """Where a storage's value is: ``tag`` of its present copy, how it is cut, and over which axis it is a partial sum.
 
     ``slot`` is the operation that made it; what is ``free`` every rank can make whole or in part by itself.
@@ -80,12 +80,12 @@ class _Cutter:
     segment: Segment
     axes: Axes
     found: Lineage = field(init=False)
-    choice: Choice = field(init=False)
+    choice: CutAxes = field(init=False)
     lengths: Lengths = field(init=False)
     tensors: list[SegmentTensor[int]] = field(default_factory=lambda: [])
     origins: list[Origin] = field(default_factory=list[Origin])
     slots: list[list[CutKernel]] = field(default_factory=lambda: [])
-    states: dict[int, _State] = field(default_factory=lambda: {})
+    states: dict[int, _PresentCopy] = field(default_factory=lambda: {})
     summed: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class _Cutter:
         for tensor in (*segment.enters, *segment.enters_back):
             self._state(tensor).scattered = sp and self._has_tokens(tensor)
         for tensor in self._without_gradient():
-            self.states[segment.tensors[tensor].storage] = _State(free=True)
+            self.states[segment.tensors[tensor].storage] = _PresentCopy(free=True)
         for index, op in enumerate(segment.ops):
             self.slots.append([])
             if op.kind is not OpKind.VIEW:
@@ -197,8 +197,8 @@ class _Cutter:
     def _has_tokens(self, tensor: int) -> bool:
         return any(is_token(self.found, leaf) for leaf in self._atoms_of(tensor))
 
-    def _state(self, tensor: int) -> _State:
-        return self.states.setdefault(self.segment.tensors[tensor].storage, _State())
+    def _state(self, tensor: int) -> _PresentCopy:
+        return self.states.setdefault(self.segment.tensors[tensor].storage, _PresentCopy())
 
     def _is_free(self, tensor: int) -> bool:
         return self.segment.tensors[tensor].role in _FREE or self._state(tensor).free
@@ -342,7 +342,7 @@ class _Cutter:
         return all(self._is_free(t) and self.segment.tensors[t].role is not Role.PARAMETER for t in op.inputs)
 
     def _made(self, tensor: int, slot: int, scattered: bool, away: bool) -> None:
-        self.states[self.segment.tensors[tensor].storage] = _State(
+        self.states[self.segment.tensors[tensor].storage] = _PresentCopy(
             scattered=scattered and self._has_tokens(tensor), away=away, slot=slot, tensor=tensor
         )
 

@@ -107,7 +107,7 @@ def _kept_as_marked(form: Form, marked: tuple[int, ...], fusion: str, fused_loss
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _LiveStorages:
     """Storages there while kernels run in order: at first, and those that each step adds and then takes away."""
 
     start: tuple[int, ...]
@@ -133,7 +133,7 @@ class _Walk:
 @lru_cache(maxsize=4096)
 def _walks(
     form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], without: frozenset[int]
-) -> tuple[_Walk, _Walk]:
+) -> tuple[_LiveStorages, _LiveStorages]:
     """Walks of forward, and of backward with what runs again; ``without``: storages that are not counted."""
     flow, (fusion, fused_loss) = flow_of(form), fused
     loss, together = loss_of(flow, _way(fusion, fused_loss)), _together(flow)
@@ -341,7 +341,7 @@ def _mapped(storages: Iterable[int], same: Mapping[int, int]) -> frozenset[int]:
 
 def _walk(
     flow: Flow, places: list[int], start: Iterable[int], stay: Iterable[int], loss: Loss, *, in_nodes: bool = False
-) -> _Walk:
+) -> _LiveStorages:
     """Kernels in order; a storage goes after its last use unless it stays.
 
     Args:
@@ -370,4 +370,4 @@ def _walk(
         gone = {s for s in used & live if last[s] == step and s not in stays}
         live -= gone
         changes.append((tuple(added), tuple(gone)))
-    return _Walk(tuple(first), tuple(changes))
+    return _LiveStorages(tuple(first), tuple(changes))

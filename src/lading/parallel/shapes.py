@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lading.errors import ConfigError
 from lading.ir.sizes import Size
 from lading.parallel.atoms import Lineage
-from lading.parallel.choose import CONTEXT, EXPERT, TENSOR, Choice, is_token
+from lading.parallel.choose import CONTEXT, EXPERT, TENSOR, CutAxes, is_token
 
 #: Rules by which a length is divided: see ``Factor``.
 EVEN, HEADS, SHARED_HEADS, WORDS, TOKENS, EXPERTS = "even", "heads", "shared heads", "words", "tokens", "experts"
@@ -47,7 +47,7 @@ class Lengths:
     """All distinct lengths of a segment; dims of its tensors are places here."""
 
     found: Lineage
-    choice: Choice
+    choice: CutAxes
     cp: bool
     lengths: list[Length] = field(default_factory=lambda: [])
     _places: dict[Length, int] = field(default_factory=lambda: {})

@@ -18,7 +18,7 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
-from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_bytes
+from lading.memory.rank_bytes import gathered_width, kept_state_bytes, shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable, watched_rows
 from lading.planner.space import LayoutBlock, Space, StateLayout
 from lading.planner.stages import Floats, Ints, StageRows

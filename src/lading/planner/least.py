@@ -14,7 +14,7 @@ from lading.catalog.architectures import table_parameters
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
-from lading.memory.ranks import kept_state_bytes, parameter_width
+from lading.memory.rank_bytes import kept_state_bytes, parameter_width
 from lading.sim.updates import least_stack
 
 

@@ -27,7 +27,7 @@ from lading.ir.program import (
 )
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, Packing, pack
-from lading.planner.emit import Choices, Emission, Item, emit
+from lading.planner.emission import Choices, Emission, Item, emit
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 

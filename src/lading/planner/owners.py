@@ -33,8 +33,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lading.catalog.load import load_machine
+from lading.cost.matrix_updates import direction_s, precision_of, shared_s
 from lading.cost.patterns import GANGS, MOST_KINDS, Kind, Packing, shortest, shortest_shared
-from lading.cost.updates import direction_s, precision_of, shared_s
 from lading.errors import ConfigError, LadingError
 from lading.ir.machine import Machine
 from lading.ir.routes import Moves

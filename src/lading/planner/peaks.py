@@ -12,7 +12,7 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
 from lading.ir.request import Request
 from lading.memory.moments import RankBytes, Room, moments_of
-from lading.memory.ranks import kept_state_bytes, parameter_width, shards, state_bytes
+from lading.memory.rank_bytes import kept_state_bytes, parameter_width, shards, state_bytes
 from lading.planner.space import Space
 from lading.program.schedules import schedule_of
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate

@@ -37,7 +37,7 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
-from lading.planner.emit import emit
+from lading.planner.emission import emit
 from lading.planner.fluid import flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, StepCosts, fixed_bytes, lower, unlimited_bytes

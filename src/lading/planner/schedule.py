@@ -24,7 +24,7 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_sizes
-from lading.planner.emit import Emission, Residency
+from lading.planner.emission import Emission, Residency
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
 MARGIN = 1.25

@@ -240,7 +240,7 @@ def _zero_bubble(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> 
     return np.concatenate([*parts, weights[done:]])
 
 
-class _Rank:
+class _RankOrder:
     """A rank's list being written: the next micro-batch of each kind of work by chunk, and weights still to do."""
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ class _Rank:
 def _zbv(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> Order:
     """ZB-V: fill both arms of the V, then forward and both gradients of each in turn, weights last of all."""
     filled = max(2 * ranks - 1, micro_batches)
-    build = _Rank()
+    build = _RankOrder()
     build.run(2 * (ranks - rank) - 1, (_F, 0))
     build.run(rank, (_F, 1), (_F, 0))
     build.run(ranks - rank, (_F, 1), (_I, 1), (_W, 1))
@@ -300,7 +300,7 @@ def _zbv(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> Order:
 
 def _dualpipe_v(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> Order:
     """DualPipe-V: in the middle a forward of one arm runs as one with a backward of the other."""
-    build = _Rank()
+    build = _RankOrder()
     after = ranks - 1 - rank
     build.run(2 * after, (_F, 0))
     build.run(rank + 1, (_F, 0), (_F, 1))

@@ -9,7 +9,7 @@ from lading.errors import ConfigError
 from lading.ir.action import Work
 from lading.ir.graph import Role
 from lading.ir.program import Region
-from lading.memory.ranks import replicas, state_bytes
+from lading.memory.rank_bytes import replicas, state_bytes
 from lading.sim.cluster import Job, Stretches
 from lading.sim.goodput import Failures
 from lading.sim.parts import Span

@@ -20,7 +20,7 @@ from lading.ir.machine import Machine
 from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, RankSegment, Stage
-from lading.memory.ranks import gathered_bytes, shards, state_bytes
+from lading.memory.rank_bytes import gathered_bytes, shards, state_bytes
 from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.parallel.recompute import recomputed
 from lading.sim.noise import waiting_share

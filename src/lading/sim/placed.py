@@ -23,7 +23,7 @@ from lading.ir.timeline import Event, Timeline
 
 
 @dataclass(frozen=True)
-class Run:
+class PlacedStep:
     """Result of a placed step.
 
     Attributes:
@@ -83,7 +83,7 @@ class PlacedSimulator:
             self.needs[target] += 1
             self.into[target].append(number)
 
-    def run(self, devices: Sequence[int], windows: Sequence[int], *, record: bool = False) -> Run:
+    def run(self, devices: Sequence[int], windows: Sequence[int], *, record: bool = False) -> PlacedStep:
         """Simulate a step with the groups on ``devices``.
 
         Raises:
@@ -195,7 +195,7 @@ class _Run:
     def _make_ready(self, task: int, copy: int) -> None:
         heappush(self.ready[self.device[task]], (self._key(task, copy), copy * self.num + task))
 
-    def run(self) -> Run:
+    def run(self) -> PlacedStep:
         self._start_all()
         while self.heap:
             self.now_s = self.heap[0][0]
@@ -206,7 +206,7 @@ class _Run:
         if stuck := [row for rows in self.undone for row in rows if row]:
             raise SimulationError(f"{len(stuck)} groups never end; expected flows without a cycle")
         tally = self.tally
-        return Run(self.now_s, tuple(tally.busy), tuple(tally.channel), tuple(tally.peak), tuple(tally.events))
+        return PlacedStep(self.now_s, tuple(tally.busy), tuple(tally.channel), tuple(tally.peak), tuple(tally.events))
 
     def _happen(self, kind: int, what: object) -> None:
         if isinstance(what, _Send):

@@ -19,7 +19,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
-from lading.memory.ranks import gathered_width, kept_state_bytes, shards
+from lading.memory.rank_bytes import gathered_width, kept_state_bytes, shards
 from lading.sim.noise import largest_of
 from lading.sim.parts import ATTENTION, LOW, PRODUCTS
 

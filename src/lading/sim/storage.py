@@ -28,7 +28,7 @@ from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment, Stage
-from lading.memory.ranks import (
+from lading.memory.rank_bytes import (
     adapter_bytes,
     behind,
     gathered_bytes,
@@ -41,7 +41,7 @@ from lading.memory.ranks import (
 )
 from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
-from lading.program.units import bounds, groups_of
+from lading.program.rank_units import bounds, groups_of
 from lading.sim.phases import Phases
 from lading.sim.rank_step import ListedStep
 from lading.sim.step import SimulatedStage, Step, elements_of, trained_of

@@ -20,10 +20,10 @@ from lading.ir.machine import Machine
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
-from lading.memory.ranks import shards
+from lading.memory.rank_bytes import shards
 from lading.optim.registry import matrix_rule
 from lading.optim.rule import MatrixRule
-from lading.parallel.matrices import BlockMatrix, matrices_of
+from lading.parallel.block_matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
 from lading.sim.prices import MachinePrices
 from lading.sim.step import SimulatedStage, Step, trained_of

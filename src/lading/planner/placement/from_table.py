@@ -21,7 +21,7 @@ from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
-from lading.memory.ranks import state_bytes
+from lading.memory.rank_bytes import state_bytes
 from lading.parallel.memory import segment_memory
 from lading.parallel.ranks import rank_segment
 from lading.planner.placement.tied import Holder, Weight, tie

@@ -12,7 +12,7 @@ import numpy as np
 
 from lading.ir.placement import Placement, PlacementProblem
 from lading.planner.placement.micro_peaks import peaks
-from lading.sim.placed import PlacedSimulator, Run
+from lading.sim.placed import PlacedSimulator, PlacedStep
 
 #: Tasks and flows, each as often as there are micro-batches, that an effort of 1 simulates.
 WORK = 100_000
@@ -50,7 +50,7 @@ class Trial:
             self._known[key] = placement
         return dataclasses.replace(placement, policy=policy, note=note)
 
-    def run(self, devices: Sequence[int], *, record: bool = False) -> Run:
+    def run(self, devices: Sequence[int], *, record: bool = False) -> PlacedStep:
         """Simulate a placement; with its events where ``record``."""
         self.runs += 1
         return self.simulator.run(devices, windows_of(self.problem, devices), record=record)

@@ -11,7 +11,7 @@ from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Form, Kernel, RankSegment, Stage
-from lading.memory.ranks import replicas
+from lading.memory.rank_bytes import replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed
 from lading.program.emit import BEGIN, END, RUN, Pass, UnitShape

@@ -28,14 +28,14 @@ def test_a_rule_is_found_by_its_name(name: str) -> None:
     if isinstance(rule, ParameterRule):
         table = registry.rule_to_dict(dataclasses.replace(rule, lr=0.5))
         assert table.pop("rule", registry.DEFAULT) == name
-        assert registry.rule_from_dict({"rule": name, **table}) == dataclasses.replace(rule, lr=0.5)
+        assert registry.optimizer(name, settings=table) == dataclasses.replace(rule, lr=0.5)
 
 
 def test_an_own_rule_is_found_in_its_module() -> None:
     name = registry.name_of(Toy())
     assert name == "tests.optim.toy:Toy"
     assert registry.optimizer(name, lr=0.5) == Toy(lr=0.5)
-    assert registry.rule_from_dict(registry.rule_to_dict(Toy(lr=0.5))) == Toy(lr=0.5)
+    assert registry.rule_to_dict(Toy(lr=0.5)).items() >= {"rule": name, "lr": 0.5}.items()
 
 
 @pytest.mark.parametrize(

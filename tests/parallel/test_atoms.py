@@ -24,7 +24,7 @@ def test_equal_parts_share_their_atoms():
     atoms = Atoms()
     fused, q, k, n, d = dims(atoms, "3*n*d", "n*d", "n*d", "n", "d")
     atoms.align(q, k)
-    atoms.split_evenly(fused, Size.of(3), q)
+    atoms.align(fused, (*atoms.new(Size.of(3)), *q))
     atoms.align(q, (*n, *d))
     assert sizes(atoms, fused) == ["3", "n", "d"]
     assert atoms.leaves(k) == atoms.leaves((*n, *d))

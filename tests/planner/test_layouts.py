@@ -30,7 +30,7 @@ from lading.planner.layouts import find_layouts
 from lading.planner.peaks import peaks_of, room_of
 from lading.planner.refine import refine
 from lading.planner.search import Bounded, LayoutSearch
-from lading.planner.space import Space, parse_pins, pins_of, precisions_of
+from lading.planner.space import PINS, Space, parse_pins, precisions_of
 from lading.sim.simulate import Simulated, simulate
 
 
@@ -248,7 +248,7 @@ def test_experts_over_all_ranks() -> None:
 
 def test_pins() -> None:
     text = "dp2,tp2,pp2,vpp2,sp,zero1,mb2,gb16,interleaved,recompute=full,recompute_layers=1"
-    asked = space(devices=8, pins=pins_of(text))
+    asked = space(devices=8, pins={key: getattr(parse_layout(text), key) for key in PINS})
     found = find_layouts(asked)
     layout = dataclasses.replace(parse_layout(text), global_batch=16)
     assert [one.layout for one in found.best] == [layout]

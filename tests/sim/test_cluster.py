@@ -8,12 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from benchmarks.simulator.stages import job_of
+from tests.sim.waiting import largest_factor, stalled_share
 
 from lading.errors import ConfigError, SimulationError
 from lading.ir.action import Work
 from lading.program.schedules import schedule
 from lading.sim.cluster import Job, Stretches, simulate_cluster
-from lading.sim.noise import Jitter, Noise, largest_factor, largest_of, stalled_share
+from lading.sim.noise import Jitter, Noise, largest_of
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.traces import COLLECTIVE, COMPUTE, cluster_timeline
 

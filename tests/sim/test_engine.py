@@ -25,14 +25,15 @@ from tests.programs import (
 from tests.random_programs import random_program
 
 from lading.cost.compute import op_costs
-from lading.cost.hosting import move_seconds
+from lading.cost.hosting import caller_seconds, move_seconds
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import OpKind, Role
+from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.verify import verify
-from lading.sim.engine import critical_path_s, simulate, stall_s, step_times
+from lading.sim.engine import simulate, stall_s, step_times
 
 STREAMS = ("compute", "host_read", "host_write", "disk_read", "disk_write")
 
@@ -252,6 +253,24 @@ def test_durations(seed: int) -> None:
             assert latency_s + size / full - 1e-6 <= lasted <= latency_s + size / mixed + 1e-6
 
 
+def critical_path_s(program: Program, toy: Machine, seconds: list[float]) -> float:
+    """Seconds of the longest chain of actions, each after the one before on its stream or after those it waits for."""
+    ends: list[float] = []
+    free_at: dict[str, float] = {}
+    for action in program.actions:
+        lasts = seconds[action.op] if action.op is not None else 0.0
+        if action.kind is ActionKind.MOVE:
+            size = program.graph.storages[action.storage or 0].size_bytes
+            if CALLER in (action.source, action.target):
+                lasts = caller_seconds(size, toy.device)
+            else:
+                lasts = toy.tiers[0].latency_s + size / (100.0 if action.target == DEVICE else 200.0)
+        ready = max([free_at.get(action.stream, 0.0), *(ends[wait] for wait in action.waits)])
+        ends.append(ready + lasts)
+        free_at[action.stream] = ends[-1]
+    return max(ends, default=0.0)
+
+
 @given(st.integers(0, 1 << 30))
 def test_bounds(seed: int) -> None:
     """Makespan is at least the critical path and each stream's work; the stall is what compute does not fill."""
@@ -259,7 +278,7 @@ def test_bounds(seed: int) -> None:
     toy = machine(latency_s=latency_s)
     timeline = simulate(program, toy, op_seconds=seconds)
     slack = 1e-9 * timeline.duration_s
-    assert timeline.duration_s >= critical_path_s(program, toy, op_seconds=seconds) - slack
+    assert timeline.duration_s >= critical_path_s(program, toy, seconds) - slack
     assert all(timeline.duration_s >= timeline.busy_s(stream) - slack for stream in STREAMS)
     assert stall_s(timeline, program) == pytest.approx(timeline.duration_s - timeline.busy_s("compute"), abs=1e-6)
 
@@ -269,7 +288,7 @@ def test_equal_rates_reach_the_critical_path(seed: int) -> None:
     """Where the two directions do not slow each other, makespan is the critical path."""
     program, seconds, latency_s = random_case(seed)
     toy = machine(latency_s=latency_s, mixed_read_bytes_per_s=100.0, mixed_write_bytes_per_s=200.0)
-    expected = critical_path_s(program, toy, op_seconds=seconds)
+    expected = critical_path_s(program, toy, seconds)
     assert simulate(program, toy, op_seconds=seconds).duration_s == pytest.approx(expected)
 
 

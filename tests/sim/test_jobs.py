@@ -14,7 +14,7 @@ from lading.ir.request import Request
 from lading.sim.cluster import simulate_cluster
 from lading.sim.goodput import best_interval_s, goodput
 from lading.sim.jobs import checkpoint_bytes, failures_of, job_of
-from lading.sim.noise import DEVICE_SPREAD, Noise, stalled_share, waiting_share
+from lading.sim.noise import DEVICE_SPREAD, Noise, largest_of, waiting_share
 from lading.sim.simulate import WAITING, Simulated, simulate
 from lading.sim.traces import COMPUTE, NETWORK, SEND_DOWN, step_timeline
 
@@ -71,9 +71,7 @@ def test_larger_clusters_wait_longer_for_the_slowest() -> None:
     assert 0.02 < shares[1] < shares[2] < 0.06
     assert waiting_share(512, every_block=True) > 2 * waiting_share(512, every_block=False)
     # Waiting as much as devices of that spread would: all ranks one by one, meeting at the end of a step.
-    whole = stalled_share([1.0], group=1, replicas=512, spread=DEVICE_SPREAD)
-    node = stalled_share([1.0], group=1, replicas=8, spread=DEVICE_SPREAD)
-    assert waiting_share(512, every_block=False) == pytest.approx(whole - node)
+    assert waiting_share(512, every_block=False) == DEVICE_SPREAD * (largest_of(512) - largest_of(8))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")

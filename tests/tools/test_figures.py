@@ -8,6 +8,7 @@ import pytest
 from tools.figures import figures as counted
 from tools.figures import read_package
 
+import lading
 from tools import figures
 
 FILES = {
@@ -55,3 +56,12 @@ def test_the_table_is_printed(
     out = capsys.readouterr().out
     assert "       6  files" in out
     assert "lading.parts.run (2 lines)" in out
+
+
+def test_names_and_docstrings_of_lading_stand_alone() -> None:
+    of = counted(read_package(Path(str(lading.__file__)).parent))
+    assert of["classes of a name that another has"] == []
+    assert of["files of a name that another has"] == []
+    assert {key: names for key, names in of.items() if " open with " in key and names} == {}
+    reached_by_tests = ["lading.ir.rankgraph", "lading.parallel.shard"]
+    assert [line.split()[0] for line in of["modules that nothing reaches"]] == reached_by_tests

@@ -68,7 +68,7 @@ def program_of_shape(plan: Plan, program: Program, captured: StepGraph) -> Progr
 
     Args:
         program: The plan's own.
-        captured: The same step over tensors of the same size or smaller; no value that lasts may differ.
+        captured: Graph of the planned step over tensors of the planned size or smaller; no value that lasts may differ.
 
     Raises:
         ConfigError: it is another step, or a larger one; says where.

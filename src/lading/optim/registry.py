@@ -158,13 +158,3 @@ def rule_to_dict(rule: ParameterRule) -> dict[str, Any]:
     """Write a rule as a table, for files; its name is left out if it is the default's."""
     name, table = name_of(rule), dataclasses.asdict(cast(Any, rule))
     return table if name == DEFAULT else {"rule": name, **table}
-
-
-def rule_from_dict(table: Mapping[str, Any]) -> ParameterRule:
-    """Read the rule that ``rule_to_dict`` wrote.
-
-    Raises:
-        ConfigError: as ``optimizer``.
-    """
-    settings = {key: value for key, value in table.items() if key != "rule"}
-    return optimizer(str(table.get("rule", DEFAULT)), settings=settings)

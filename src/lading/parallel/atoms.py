@@ -68,10 +68,6 @@ class Atoms:
             found.extend(self.leaves(factors) if factors else (root,))
         return tuple(found)
 
-    def split_evenly(self, whole: tuple[int, ...], count: Size, part: tuple[int, ...]) -> None:
-        """``whole`` is ``count`` times ``part``, one after another."""
-        self.align(whole, (*self.new(count), *part))
-
     def split_unevenly(self, whole: tuple[int, ...], parts: tuple[tuple[int, ...], ...]) -> None:
         """``whole`` is these dims one after another."""
         leaves = self.leaves(whole)

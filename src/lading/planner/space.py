@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
-from lading.ir.layout import HOST_TIER, PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
+from lading.ir.layout import HOST_TIER, PRECISIONS, RECOMPUTES, SCHEDULES, Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
 from lading.ir.stack import Stack
@@ -209,16 +209,6 @@ def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
     return ""
 
 
-def pins_of(text: str) -> dict[str, Any]:
-    """Pin all choices of a layout given as it prints: what ``--pin`` of every key would be."""
-    layout = parse_layout(text)
-    if layout.bucket_bytes:
-        raise ConfigError(f"expected a layout without bucket_bytes, which are chosen behind the others, got {text!r}")
-    if len(layout.offload) > 1 or not {*layout.offload} <= {*_BEHIND}:
-        raise ConfigError(f"expected a layout that offloads nothing, {' or '.join(_BEHIND)}, got {text!r}")
-    return {key: getattr(layout, key) for key in PINS}
-
-
 def divisors(number: int) -> list[int]:
     """List the divisors of a number in ascending order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
@@ -226,7 +216,7 @@ def divisors(number: int) -> list[int]:
 
 
 class RecomputeMode(NamedTuple):
-    """What every block of a layout recomputes.
+    """The recomputation of every block of a layout.
 
     Attributes:
         name: "none", "selective" or "full".

@@ -42,7 +42,7 @@ def reuse_pages() -> bool:
 
 
 class _MallocStatistics(ctypes.Structure):
-    """What glibc's mallinfo2 returns, of all heaps together, in bytes but for counts; named as there."""
+    """Result of glibc's mallinfo2, over all heaps: bytes, and counts of blocks, under glibc's names."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

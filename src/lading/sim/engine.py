@@ -214,24 +214,6 @@ def _run_tiers(program: Program, costs: _Costs) -> StreamRun:
     return run
 
 
-def critical_path_s(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> float:
-    """Seconds of the longest chain of actions, each following the one before on its stream or by a wait.
-
-    A lower bound on the simulated step: every move has its tier's direction to itself.
-
-    Raises:
-        SimulationError: an action has no cost or no tier.
-    """
-    costs, actions = _Costs(program, machine, op_seconds), program.ranks[0]
-    ends: list[float] = []
-    free_at = [0.0] * len(actions.streams)
-    for number, (stream, waits) in enumerate(zip(actions.stream, actions.waits, strict=True)):
-        ready = max((ends[wait] for wait in waits), default=0.0)
-        free_at[stream] = max(ready, free_at[stream]) + costs.alone_s(number)
-        ends.append(free_at[stream])
-    return max(ends, default=0.0)
-
-
 def stall_s(timeline: Timeline, program: Program) -> float:
     """Seconds of the step, to the end of its last action, in which the compute stream runs nothing.
 
@@ -276,12 +258,6 @@ class _Costs:
     def on_tier(self, number: int) -> bool:
         """Whether an action is a move between the device and a lower tier."""
         return self.actions.kind[number] is ActionKind.MOVE and CALLER not in self.actions.routes[number]
-
-    def alone_s(self, number: int) -> float:
-        """Least seconds of an action, with no other beside it."""
-        if not self.on_tier(number):
-            return self.fixed_s(number)
-        return self.fixed_s(number) + self.size_bytes(number) / max(self.rates(number))
 
     def size_bytes(self, number: int) -> int:
         """Bytes a MOVE carries."""

@@ -65,19 +65,6 @@ class Failures:
         """Mean seconds between failures of the job."""
         return self.device_mtbf_hours * _HOUR_S / self.devices
 
-    @property
-    def young_s(self) -> float:
-        """Best interval by Young 1974, for checkpoints that are short beside the time between failures."""
-        return sqrt(2.0 * self.checkpoint_s * self.mtbf_s)
-
-    @property
-    def daly_s(self) -> float:
-        """Best interval by Daly 2006, equation 37."""
-        if self.checkpoint_s >= 2.0 * self.mtbf_s:
-            return self.mtbf_s
-        ratio = self.checkpoint_s / (2.0 * self.mtbf_s)
-        return self.young_s * (1.0 + sqrt(ratio) / 3.0 + ratio / 9.0) - self.checkpoint_s
-
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
@@ -172,37 +159,6 @@ def best_interval_steps(failures: Failures, step_s: float) -> int:
     least = max(1, int(np.ceil((failures.write_s - failures.checkpoint_s) / step_s)))
     below = max(least, int(best_interval_s(failures) / step_s))
     return max((below, below + 1), key=lambda steps: _share(failures, steps * step_s))
-
-
-def draw_runs(failures: Failures, interval_s: float, *, run_s: float, runs: int, seed: int = 0) -> Floats:
-    """Goodput of each of many drawn runs, all failures drawn one by one.
-
-    Args:
-        run_s: Length of each.
-        runs: How many.
-    Returns:
-        Shares of useful time; work begun and not lost when the run ends counts.
-    Raises:
-        ConfigError: as ``goodput``.
-    """
-    goodput(failures, interval_s, run_s=run_s)
-    random = np.random.Generator(np.random.SFC64(seed))
-    segment = interval_s + failures.checkpoint_s
-    clock, useful, ready = np.zeros(runs), np.zeros(runs), np.zeros(runs)
-    open_runs = np.arange(runs)
-    while len(open_runs):
-        up = random.exponential(failures.mtbf_s, len(open_runs))
-        left = run_s - clock[open_runs]
-        ends = up >= left
-        worked = np.minimum(up, left) - ready[open_runs]
-        saved = np.maximum(np.floor((worked - failures.write_s) / segment), 0.0) * interval_s
-        begun = np.maximum(worked, 0.0)
-        done = np.floor(begun / segment) * interval_s + np.minimum(begun % segment, interval_s)
-        useful[open_runs] += np.where(ends, done, saved)
-        clock[open_runs] += up
-        ready[open_runs] = failures.restart_s
-        open_runs = open_runs[~ends]
-    return useful / run_s
 
 
 def cost_per_billion_tokens(

@@ -7,11 +7,11 @@ that of the largest of N.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp, log, sqrt
+from math import log, sqrt
 from statistics import NormalDist
 from types import TracebackType
 
@@ -115,26 +115,12 @@ class Jitter:
 @lru_cache(maxsize=256)
 def largest_of(count: int) -> float:
     """Expected largest of so many standard normal numbers: 0 of one, 1.42 of 8, 3.85 of 10,240."""
-    return _mean_of_largest(lambda z: z, count)
-
-
-@lru_cache(maxsize=256)
-def largest_factor(jitter: float, count: int) -> tuple[float, float]:
-    """Mean and standard deviation of the largest of so many lognormal factors of mean 1."""
-    sigma = sqrt(log(1.0 + jitter * jitter))
-    mean = _mean_of_largest(lambda z: exp(sigma * z - sigma * sigma / 2), count)
-    square = _mean_of_largest(lambda z: exp(sigma * z - sigma * sigma / 2) ** 2, count)
-    return mean, sqrt(max(0.0, square - mean * mean))
-
-
-def _mean_of_largest(value: Callable[[float], float], count: int) -> float:
-    """Mean over the quantiles of the largest: of ``count`` uniform numbers it lies below u with chance u**count."""
     if count < 1:
         raise ConfigError(f"expected at least one number to take the largest of, got {count}")
     normal, points = NormalDist(), 4000
     # Of what lies above the u-th quantile of the largest, each single number has the chance 1 - u**(1/count).
     chances = [(i + 0.5) / points for i in range(points)]
-    return sum(value(-normal.inv_cdf(-np.expm1(log(u) / count))) for u in chances) / points
+    return sum(-normal.inv_cdf(-np.expm1(log(u) / count)) for u in chances) / points
 
 
 #: Published steps of one layout on more and more devices (benchmarks/calibrate/scale.py, November 2026) lose 0.026 +-
@@ -153,38 +139,3 @@ def waiting_share(devices: int, *, every_block: bool) -> float:
     """
     lag = largest_of(max(devices, _NODE)) - largest_of(_NODE)
     return (BLOCK_SPREAD if every_block else DEVICE_SPREAD) * lag
-
-
-def stalled_share(
-    stretches: npt.ArrayLike, *, group: int, replicas: int, jitter: float = 0.0, spread: float = 0.0
-) -> float:
-    """Expected share by which a step without a pipeline takes longer because equal ranks are not equal.
-
-    Ranks of a group meet after every stretch, replicas at the end of the step.
-
-    Args:
-        stretches: Seconds of computing between the meetings of a group.
-        group: Ranks that meet each time (tensor and context parallel).
-        replicas: Groups that meet at the end.
-    Returns:
-        For example 0.05 for a step that takes 5% longer than on equal ranks.
-    Source: order statistics, with a sum of many stretches taken as normal; within a tenth of the loss that events give.
-    """
-    seconds = np.asarray(stretches, np.float64)
-    total = float(np.sum(seconds))
-    if total <= 0:
-        raise ConfigError(f"expected stretches of more than 0 seconds in all, got {total}")
-    mean, deviation = largest_factor(jitter, group)
-    of_sum = float(np.sqrt(np.sum(seconds**2))) / total
-    drawn = mean - 1.0 + deviation * of_sum * largest_of(replicas)
-    if spread == 0.0:
-        return drawn
-    # The group that all wait for has the slowest device of all; in it that one meets the largest of the others.
-    slowest = sqrt(spread**2 + (jitter * of_sum) ** 2) * largest_of(group * replicas)
-    if group == 1:
-        return slowest
-    points = (np.arange(400) + 0.5) / 400
-    normal = NormalDist()
-    its = slowest + jitter * np.array([normal.inv_cdf(u) for u in points])
-    others = sqrt(spread**2 + jitter**2) * np.array([normal.inv_cdf(u ** (1 / (group - 1))) for u in points])
-    return max(drawn, float(np.mean(np.maximum.outer(its, others))))

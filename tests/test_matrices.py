@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading import AdamW
@@ -336,6 +337,58 @@ def _counted(rank: int, ranks: int) -> None:
     # Every owner has the gradient already; the direction goes to all others once.
     assert optimizer.traffic.collectives == 1
     assert int(sent) == (ranks - 1) * matrices
+
+
+class _Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a device: numbers, truth and copies of tensors, but for counters on the host.
+
+    On a CPU nothing waits; the calls are those that would.
+    """
+
+    calls = frozenset(
+        ("item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__")
+    )
+
+    def __init__(self, optimizer: MatrixOptimizer) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self._counters = {id(state["step"]) for state in optimizer.state.values()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.calls and id(args[0]) not in self._counters:
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(kind: str, model: nn.Module, **options: Any) -> list[list[str]]:
+    """Waits of each of four steps."""
+    optimizer = KINDS[kind](groups_of(model), **options)
+    waits: list[list[str]] = []
+    for step in range(STEPS):
+        give(model, gradients(step))
+        with _Waits(optimizer) as counted:
+            optimizer.step()
+        waits.append(counted.waits)
+    return waits
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_waits_for_its_device_to_leave_out_steps_only(kind: str, reduces: bool) -> None:
+    assert _waits(kind, Model(), skip_nonfinite=False, reduces=reduces) == [[]] * STEPS
+    assert _waits(kind, Model(), reduces=reduces) == [["tolist"]] * STEPS
+
+
+def _waited(rank: int) -> None:
+    for kind in ("muon", "soap"):
+        due = [2, 1, 2, 1] if kind == "soap" else [1] * STEPS  # bases are made at the first, turned at the third
+        for options in ({}, {"skip_nonfinite": False}):
+            assert [len(each) for each in _waits(kind, cut(Model(), "fsdp", 2), **options)] == due
+
+
+def test_ranks_wait_once_in_a_step_and_once_where_a_decomposition_may_fail() -> None:
+    run_ranks(_waited, 2)
 
 
 def test_what_is_sent_is_counted():

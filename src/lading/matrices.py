@@ -288,8 +288,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> Verdict:
         has = {m.name: number in gradients for number, m in enumerate(self._members)}
         other = self._early.changed(gradients)
-        changed = {m.name: number in other for number, m in enumerate(self._members)}
-        finite = not self.how.skip_nonfinite or all_finite(list(gradients.values()))
+        changed = {m.name: other.get(number, False) for number, m in enumerate(self._members)}
+        finite = all_finite(list(gradients.values())) if self.how.skip_nonfinite else None
         told = None if isinstance(settings, ConfigError) else digest(settings)
         report = Report(has, changed, finite, self._early.groups, steps, told)
         return agree(report, len(self._route.groups), self._team, self._device)
@@ -319,8 +319,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         run(flights, max(sent, ahead), self._whole, rates, late=self.how.under_forward)
         if self.how.under_forward:
             self._late.keep(flights)
-        if flights and any(hasattr(rule.settings, "frequency") for rule in self._rules):
+        if any(self._may_fail(number, moving) for number in range(len(self._wholes))):
             self._agree_done()
+
+    def _may_fail(self, number: int, moving: Mapping[int, Moving]) -> bool:
+        """Whether a matrix is decomposed at this update, which may fail; all ranks know."""
+        rule, parameter = self._rules[number], self._wholes[number].parameter
+        if isinstance(rule, PieceRule) or parameter not in moving:
+            return False
+        return rule.settings.decomposes(moving[parameter].update, getattr(rule, "shift", 0))
 
     def _agree_done(self) -> None:
         """Raise on all ranks if a decomposition failed on one; do nothing where there are none to fail."""

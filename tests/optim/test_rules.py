@@ -165,19 +165,21 @@ def shampoo_in_float64(param: np.ndarray, grads: list[np.ndarray], s: Shampoo, l
     left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
     mean, square = np.zeros_like(param), np.zeros_like(param)
     roots = (left, right)
+    sides = [n <= s.max_preconditioner_dim for n in param.shape]
     for t, g in enumerate(grads, 1):
         left, right = s.beta2 * left + (1 - s.beta2) * g @ g.T, s.beta2 * right + (1 - s.beta2) * g.T @ g
         mean, square = s.beta1 * mean + (1 - s.beta1) * g, s.beta2 * square + (1 - s.beta2) * g * g
         bias = 1 - s.beta2**t
         if t == s.start or (t > s.start and t % s.frequency == 0):
             taken: list[np.ndarray] = []
-            for factor in (left, right):
+            for factor, has_factor in zip((left, right), sides, strict=True):
                 values, vectors = np.linalg.eigh(factor / bias)
-                taken.append((vectors * (values - min(values[0], 0) + s.eps) ** -0.25) @ vectors.T)
+                power = -1 / (2 * sum(sides)) if has_factor else 0  # of a side without factor: 1
+                taken.append((vectors * (values - min(values[0], 0) + s.eps) ** power) @ vectors.T)
             roots = (taken[0], taken[1])
         filtered = mean / (1 - s.beta1**t)
         grafted = filtered / (np.sqrt(square / bias) + s.grafting_eps) if s.grafting == "adam" else filtered
-        found = grafted if t < s.start else roots[0] @ filtered @ roots[1]
+        found = grafted if t < s.start or not any(sides) else roots[0] @ filtered @ roots[1]
         found = found if s.grafting == "none" else found * np.linalg.norm(grafted) / np.linalg.norm(found)
         param = param * (1 - lr * s.weight_decay) - lr * found
     return param
@@ -193,6 +195,22 @@ def test_shampoo_is_its_formula(shape: tuple[int, int], start: int, root: str, g
     found = run(ShampooRule(settings), param, grads, 1e-2).numpy()
     expected = shampoo_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 1e-2)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
+
+
+@pytest.mark.parametrize(("limit", "sides"), [(19, {"left"}), (20, {"left", "right"}), (11, set())])
+@pytest.mark.parametrize("grafting", ["adam", "none"])
+def test_shampoo_leaves_out_factors_above_a_limit(limit: int, sides: set[str], grafting: str):
+    """Neither states, work nor scratch have them; what is left has the root of its number."""
+    options = {"beta2": 0.99, "eps": 1e-2, "frequency": 4, "grafting": grafting}
+    settings = Shampoo(max_preconditioner_dim=limit, **options)  # pyright: ignore[reportArgumentType]
+    param, grads = drawn((12, 20), 12)
+    found = run(ShampooRule(settings), param, grads, 1e-2).numpy()
+    expected = shampoo_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 1e-2)
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
+    assert {"left", "right"} & settings.states(12, 20).keys() == sides
+    assert [n for _, n in settings.work(12, 20).eigen] == [{"left": 12, "right": 20}[side] for side in sorted(sides)]
+    turned = run(ShampooRule(settings), param.T.contiguous(), [g.T.contiguous() for g in grads], 1e-2).numpy()
+    assert np.abs(turned.T - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
 
 
 def test_both_roots_agree():

@@ -266,6 +266,14 @@ class MatrixRule(ABC):
     def work(self, rows: int, columns: int) -> UpdateWork:
         """Work of one direction, the mean over updates."""
 
+    def decomposes(self, update: int, shift: int = 0) -> bool:
+        """Whether an update, from 1, decomposes a matrix, which may fail: all ranks then wait to hear that none did.
+
+        Args:
+            shift: Staggers matrices, as ``maths`` takes it.
+        """
+        return bool(self.due)
+
     @abstractmethod
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """Rounds of a direction that several ranks share, and one rank's work in each; None where none can share it.

@@ -44,6 +44,10 @@ class Shampoo(MatrixRule):
         start: The first update with roots; before it, what is grafted counts alone.
         grafting: Rule whose norm an update has: "adam", "sgd" (the filtered gradient's) or "none".
         grafting_eps: Epsilon of "adam".
+        max_preconditioner_dim: Sides of a matrix above it have no factor. The root of the other is then the second, not
+            the fourth, as in the code of Anil et al., arXiv:2002.09018 (two for each factor); with neither, what is
+            grafted counts alone, as there (``skip_preconditioning_dim_size_gt``). Shi et al. cut what is larger into
+            blocks, and call 8192 the pure method.
     """
 
     beta1: float = 0.9
@@ -55,6 +59,7 @@ class Shampoo(MatrixRule):
     start: int = 1
     grafting: Literal["adam", "sgd", "none"] = "adam"
     grafting_eps: float = 1e-8
+    max_preconditioner_dim: int = 8192
 
     default_lr: ClassVar[float] = 1e-3
     usual_lr: ClassVar[float] = 1e-3
@@ -72,13 +77,23 @@ class Shampoo(MatrixRule):
                 "weight_decay": (self.weight_decay, 0, math.inf),
                 "frequency": (self.frequency, 1, math.inf),
                 "start": (self.start, 1, math.inf),
+                "max_preconditioner_dim": (self.max_preconditioner_dim, 1, math.inf),
             },
         )
         check_choices("shampoo", self, {"root": ("eigen", "newton"), "grafting": ("adam", "sgd", "none")})
 
+    def sides(self, rows: int, columns: int) -> Mapping[str, int]:
+        """Lengths of the sides of a matrix that have a factor: "left" of the rows, "right" of the columns."""
+        lengths = {"left": rows, "right": columns}
+        return {side: n for side, n in lengths.items() if n <= self.max_preconditioner_dim}
+
     def takes_roots(self, update: int, shift: int = 0) -> bool:
         """Whether the roots are taken at this update, counted from 1; ``shift`` staggers matrices."""
         return update == self.start or (update > self.start and (update + shift) % self.frequency == 0)
+
+    def decomposes(self, update: int, shift: int = 0) -> bool:
+        """Whether roots are taken, which may fail."""
+        return self.takes_roots(update, shift)
 
     @property
     def product_dtype(self) -> str:
@@ -92,18 +107,21 @@ class Shampoo(MatrixRule):
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the filtered gradient, factors, their roots and the grafted method's second moment. None is cut."""
-        whole, left, right = (rows, columns), (rows, rows), (columns, columns)
-        sizes = {"filtered": whole, "left": left, "right": right, "left_root": left, "right_root": right}
+        sides = self.sides(rows, columns)
+        sizes = {"filtered": (rows, columns)}
+        sizes |= {f"{side}{kind}": (n, n) for kind in ("", "_root") for side, n in sides.items()}
         if self.grafting == "adam":
-            sizes["grafted"] = whole
+            sizes["grafted"] = (rows, columns)
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
         """Work of a direction, the mean over updates; roots by Newton count as decompositions."""
-        products = ((1.0, rows, rows, columns), (1.0, columns, columns, rows), (1.0, rows, columns, rows))
-        roots = tuple((1.0 / self.frequency, n) for n in (rows, columns))
-        again = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
-        return UpdateWork((*products, (1.0, rows, columns, columns), *again), roots, passes=8)
+        sides = self.sides(rows, columns).values()
+        factors = tuple((1.0, n, n, rows * columns // n) for n in sides)
+        rooted = tuple((1.0, rows, columns, n) for n in sides)
+        roots = tuple((1.0 / self.frequency, n) for n in sides)
+        again = tuple((1.0 / self.frequency, n, n, n) for n in sides)
+        return UpdateWork((*factors, *rooted, *again), roots, passes=8)
 
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """Work when several ranks share a matrix: None, as one rank computes it."""
@@ -114,11 +132,11 @@ class Shampoo(MatrixRule):
         return 0
 
     def scratch_bytes(self, case: MatrixCase) -> int:
-        """Bytes of the squares of the longer side and matrices that live at once in ``direction``, all float32.
+        """Bytes of matrices, and of squares of the longest side with a factor, that live at once in ``direction``.
 
-        Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
+        All are float32. Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
         """
-        elements, side = case.rows * case.columns, max(case.rows, case.columns)
+        elements, side = case.rows * case.columns, max(self.sides(case.rows, case.columns).values(), default=0)
         squares = 9 if self.root == "newton" else 4
         return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * elements)) + SMALL_BYTES
 
@@ -137,19 +155,22 @@ class ShampooRule(WholeRule):
         from lading.optim.roots import eigen_root, newton_root
 
         s, grad = self.settings, matrix.float()
-        whole["left"].lerp_(grad @ grad.T, 1 - s.beta2)
-        whole["right"].lerp_(grad.T @ grad, 1 - s.beta2)
+        sides = s.sides(matrix.shape[0], matrix.shape[1])
+        for side in sides:
+            factor = grad @ grad.T if side == "left" else grad.T @ grad
+            whole[side].lerp_(factor, 1 - s.beta2)
         whole["filtered"].lerp_(grad, 1 - s.beta1)
         corrected = 1 - s.beta2**update
         if s.takes_roots(update, self.shift):
             take = eigen_root if s.root == "eigen" else newton_root
-            for side in ("left", "right"):
-                whole[f"{side}_root"].copy_(take(whole[side] / corrected, 4, s.eps))
+            for side in sides:
+                whole[f"{side}_root"].copy_(take(whole[side] / corrected, 2 * len(sides), s.eps))
         filtered = whole["filtered"] / (1 - s.beta1**update)
         grafted = self._grafted(grad, filtered, whole, corrected)
-        if update < s.start:
+        if update < s.start or not sides:
             return grafted if grafted is not None else filtered
-        rooted = whole["left_root"] @ filtered @ whole["right_root"]
+        rooted = whole["left_root"] @ filtered if "left" in sides else filtered
+        rooted = rooted @ whole["right_root"] if "right" in sides else rooted
         return rooted if grafted is None else rooted.mul_(grafted.norm() / (rooted.norm() + _TINY))
 
     def _grafted(

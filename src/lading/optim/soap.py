@@ -68,6 +68,10 @@ class SOAP(MatrixRule):
         """Whether the bases are turned after this update, counted from 1; ``shift`` staggers matrices."""
         return (update + shift) % self.frequency == 0
 
+    def decomposes(self, update: int, shift: int = 0) -> bool:
+        """Whether bases are made or turned, which may fail."""
+        return update == 1 or self.turns_bases(update - 1, shift)
+
     @property
     def product_dtype(self) -> str:
         """Number format of products: float32, that of the states."""

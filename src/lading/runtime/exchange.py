@@ -190,16 +190,17 @@ class Report:
 
     Attributes:
         has: Whether each parameter has its gradient, by name.
-        changed: Whether a gradient is another one than has been sent already, by name.
-        finite: Whether all its gradients are.
+        changed: Whether a gradient is another one than has been sent already, by name; scalars on the device, where
+            only it knows.
+        finite: Whether all its gradients are, a scalar on the device; None where nobody asks.
         sent: Number of groups that it has sent under backward.
         steps: Whether it is to take the step, not to give up what it has sent.
         settings: 64 bits that stand for the settings of its groups; None where these are wrong.
     """
 
     has: Mapping[str, bool]
-    changed: Mapping[str, bool]
-    finite: bool
+    changed: Mapping[str, bool | torch.Tensor]
+    finite: torch.Tensor | None
     sent: int
     steps: bool
     settings: int | None
@@ -227,13 +228,18 @@ class Verdict:
 def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verdict:
     """Compare the reports of all ranks in one small reduction, before anything more is sent.
 
+    The device is waited for once, and not at all by one rank that asks it nothing.
+
     Args:
         groups: Most groups that can have been sent.
     """
-    told = [int(one) for one in (*report.has.values(), *report.changed.values(), not report.finite)]
+    infinite = False if report.finite is None else ~report.finite
+    facts = [*report.has.values(), *report.changed.values(), infinite]
+    flags = {place: fact for place, fact in enumerate(facts) if isinstance(fact, torch.Tensor)}
+    told = [0 if place in flags else int(fact) for place, fact in enumerate(facts)]
     told += [int(number == report.sent) for number in range(groups + 1)]
     told += [int(report.steps), int(report.settings is None), *_equal_told(report.settings or 0)]
-    counted = _summed(told, team, device)
+    counted = _summed(told, team, device, flags)
     counted, (steps, wrong_settings), equal = counted[: -_TOLD - 2], counted[-_TOLD - 2 : -_TOLD], counted[-_TOLD:]
     settled = not wrong_settings and _is_equal(equal, team.ranks)
     names, parameters = list(report.has), len(report.has)
@@ -277,10 +283,10 @@ def _wrong(has: Mapping[str, int], changed: Mapping[str, int], ranks: int) -> st
     return ""
 
 
-def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether all elements of all tensors are finite; waits for the device once."""
+def all_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Whether all elements of all tensors are finite, a scalar on their device; None of no tensors."""
     flags = [torch.isfinite(gradient).all() for gradient in gradients]
-    return not flags or bool(torch.stack(flags).all())
+    return torch.stack(flags).all() if flags else None
 
 
 def agree_done(failures: RuleFailures, team: Team, device: torch.device) -> None:
@@ -294,8 +300,15 @@ def agree_done(failures: RuleFailures, team: Team, device: torch.device) -> None
         raise RuntimeError(f"a matrix's direction failed on some rank: {error or 'see the others'}") from error
 
 
-def _summed(values: Sequence[int], team: Team, device: torch.device) -> list[int]:
-    counted = torch.tensor(values, dtype=torch.int32, device=device)
+def _summed(
+    values: Sequence[int], team: Team, device: torch.device, flags: Mapping[int, torch.Tensor] | None = None
+) -> list[int]:
+    """Sum integers over ranks, after flags that lie on the device are added to those in their places."""
+    if team.ranks == 1 and not flags:
+        return list(values)
+    counted = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    for place, flag in (flags or {}).items():
+        counted[place] += flag
     if team.ranks > 1:
         dist.all_reduce(counted, group=team.group)
     return counted.tolist()

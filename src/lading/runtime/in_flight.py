@@ -155,15 +155,15 @@ class Early:
         self.flights.extend(flights)
         self.groups += 1
 
-    def changed(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        """Numbers of the parameters whose gradient is not what has been sent; waits for the device once."""
-        gone = set(self.moving) - set(gradients)
-        there = sorted(set(self.moving) - gone)
-        if not there:
-            return gone
-        now = torch.stack([_fingerprint(gradients[number]) for number in there])
-        same = (now == torch.stack([self._seen[number] for number in there])).all(1)
-        return gone | {number for number, equal in zip(there, same.tolist(), strict=True) if not equal}
+    def changed(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, bool | torch.Tensor]:
+        """Whether the gradient of each parameter that has been sent is another one now: known, or on the device."""
+        changed: dict[int, bool | torch.Tensor] = dict.fromkeys(self.moving, True)
+        there = sorted(self.moving.keys() & gradients.keys())
+        if there:
+            now = torch.stack([_fingerprint(gradients[number]) for number in there])
+            seen = torch.stack([self._seen[number] for number in there])
+            changed.update(zip(there, (now != seen).any(1).unbind(), strict=True))
+        return changed
 
     def take(self) -> tuple[list[Flight], dict[int, Moving], int]:
         """Hand over the flights under way, their parameters and the number of groups sent; begin again with none."""

@@ -164,7 +164,8 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
     figures = summary(simulated, price_per_hour)
     head = f"{figures['model']} on {figures['devices']} x {simulated.machine.device.name}"
     say(console, head, "bold")
-    say(console, f"{figures['layout']}; software stack {figures['stack']}")
+    say(console, figures["layout"])
+    say(console, simulated.request.stack.sentence())
     low, high = format_seconds(figures["low_s"]), format_seconds(figures["high_s"])
     say(console, f"step {format_seconds(figures['step_s'])} ({low} to {high})", "bold")
     say(

@@ -55,3 +55,14 @@ def test_a_stack_whose_steps_were_seen_has_a_narrower_interval() -> None:
     seen = stack_by_name("megatron-2022")
     assert seen.spread_on("ampere") < 0.15 < NEVER_SEEN == seen.spread_on("hopper")
     assert stack_by_name(DEFAULT).spread_on("ampere") == NEVER_SEEN
+
+
+def test_a_stack_says_what_runs_beside_computing() -> None:
+    assert stack_by_name("torchtitan-compile").sentence() == (
+        "software stack torchtitan-compile (torchtitan, each block compiled); beside computing: reducing gradients, "
+        "gathering cut parameters; waited for: tensor parallel, context parallel, expert parallel (alltoall), sends "
+        "of a pipeline with one chunk a rank"
+    )
+    said = stack_by_name("megatron-bridge").sentence()
+    assert "60% of tensor parallel, 90% of context parallel, sends of a pipeline; waited for: expert parallel" in said
+    assert "beside" not in stack_by_name("megatron-2021").sentence()

@@ -170,7 +170,8 @@ def _plan_cluster(asked: PlanCommand) -> None:
     device = space.machine.device.name
     request, batch = space.request, space.asked.global_batch
     say(console, f"{request.name} on {space.asked.devices:,} x {device}, {batch:,} sequences of {request.seq_len:,} "
-        f"tokens a step; software stack {request.stack.name}", "bold")  # fmt: skip
+        "tokens a step", "bold")  # fmt: skip
+    say(console, request.stack.sentence())
     title, *table = layouts_lines(rows, over, console.width)
     say(console, title, "bold")
     updated = found.winner.simulated.updated

@@ -204,3 +204,21 @@ class Stack:
     def in_situ_of(self, architecture: str, cause: str) -> float:
         """Factor by which kernels of one cause take longer in a running step on an architecture."""
         return self.in_situ.get(f"{architecture}.{cause}", 1.0)
+
+    def sentence(self) -> str:
+        """Name the stack, and say what of its communication runs beside computing and what computing waits for."""
+        hidden = {} if self.launch_blocking else self.hidden
+        shares = {
+            "reducing gradients": float(self.overlap_grad_reduce),
+            "gathering cut parameters": float(self.overlap_param_gather),
+            "tensor parallel": hidden.get("tp", 0.0),
+            "context parallel": hidden.get("cp", 0.0),
+            f"expert parallel ({self.dispatcher})": hidden.get("ep", 0.0),
+            "sends of a pipeline": hidden.get("pp", 0.0),
+        }
+        beside = [what if share == 1 else f"{share:.0%} of {what}" for what, share in shares.items() if share]
+        alone = [what for what, share in shares.items() if not share]
+        if "sends of a pipeline" in alone:  # a rank with several chunks has another to compute
+            alone[-1] += " with one chunk a rank"
+        said = [f"{what}: {', '.join(of)}" for what, of in (("beside computing", beside), ("waited for", alone)) if of]
+        return f"software stack {self.name} ({self.title}); {'; '.join(said)}"

@@ -116,14 +116,11 @@ def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> 
 
 def peak_bounds(rows: Rows, priced: PricedBlock) -> Floats:
     """[layout]: lower bound of the bytes of its fullest rank."""
+    number, forwards_first = rows.number, rows.table.gpipe[rows.pipe]
+    # Gradients come behind the forwards.
+    states = rows.found.bytes[number] - np.where(forwards_first[:, None], rows.found.gradients[number], 0.0)
     alive = activations(rows.table, priced.costs, rows.alive)
-    return np.max(alive[rows.pipe] + state_bytes(rows, slice(None)), axis=1)
-
-
-def state_bytes(rows: Rows, places: slice) -> Floats:
-    """[layout, watched rank]: bytes of states, and of what is whole when activations are most, of some layouts."""
-    number, forwards_first = rows.number[places], rows.table.gpipe[rows.pipe[places]]
-    return rows.found.bytes[number] - np.where(forwards_first[:, None], rows.found.gradients[number], 0.0)
+    return np.max(alive[rows.pipe] + states, axis=1)
 
 
 def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:

@@ -217,7 +217,8 @@ class _Queue:
 
     def _simulate(self, item: _Layout) -> None:
         bounded = item.found
-        if self.search.peak_bytes(bounded) > self.room.device_bytes:
+        if not item.exact and self.search.peak_bytes(bounded) > self.room.device_bytes:
+            self.search.over.append(bounded)
             return None
         if not item.exact and (span_s := self.search.span_s(bounded)) is not None:
             waits = waiting_share(
@@ -241,5 +242,4 @@ def refine(search: LayoutSearch, found: Bounded, room: Room) -> Refined:
     """Simulate one bounded layout, and count its bytes at all moments."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.space.table, search.segments(found))
-    search.learn(found, simulated)
     return Refined(simulated, found.step_s, peaks_of(simulated, search.space.asked), room)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from operator import add
 
 import numpy as np
 
 from lading.errors import ConfigError
-from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
-from lading.planner.bounds import Rows, peak_bounds, priced_block, state_bytes, step_bounds
+from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, watched_segments
 from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
@@ -33,7 +31,8 @@ from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
-from lading.sim.simulate import Simulated, pipeline_seconds, segments_by_mode
+from lading.sim.simulate import listed_step, segments_by_mode
+from lading.sim.storage import least_bytes_in_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +156,6 @@ class Bounded:
     Attributes:
         span_s: Least seconds of its pipeline.
         mode: Recompute mode.
-        states: Bytes of states on each of its watched ranks.
     """
 
     step_s: float
@@ -167,7 +165,6 @@ class Bounded:
     mode: RecomputeMode
     pipe: Pipe
     cut: StateLayout
-    states: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +218,7 @@ class LayoutSearch:
         counted: Number of layouts of the space that can be.
         evaluated: Number of these that were bounded one by one.
         refused: Reasons why blocks cannot be, with how many each.
-        over: Fastest layout of each opened block that is a little too large.
+        over: Layouts that are a little too large: the fastest of each opened block, and those that turned out to be.
     """
 
     space: Space
@@ -233,7 +230,6 @@ class LayoutSearch:
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
     _alone_s: dict[tuple[LayoutBlock, RecomputeMode, Pipe], float] = field(default_factory=lambda: {})
-    _kept: dict[tuple[LayoutBlock, RecomputeMode, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
     _out: list[UnpricedBlock | Opened] = field(default_factory=lambda: [])
     _families: list[Family] = field(default_factory=lambda: [])
     _never: set[LayoutBlock] = field(default_factory=set[LayoutBlock])
@@ -261,24 +257,15 @@ class LayoutSearch:
         if not request.layout.is_pipeline:
             return None
         if key not in self._alone_s:
-            self._alone_s[key] = pipeline_seconds(request, self.segments(found))
+            self._alone_s[key] = listed_step(request, self.segments(found)).pipeline_s
         return self._alone_s[key] * _ROUNDING
 
     def peak_bytes(self, found: Bounded) -> float:
-        """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""
-        activations = self._kept.get((found.block, found.mode, found.pipe))
-        if activations is None or not found.states:
+        """Least bytes of a layout, by the order of its pipeline's actions where it has one."""
+        request = self.request(self.layout(found))
+        if not request.layout.is_pipeline or request.stack.drops_gradients:
             return found.peak_bytes
-        return max(found.peak_bytes, max(map(add, activations, found.states)) * _ROUNDING)
-
-    def learn(self, found: Bounded, simulated: Simulated) -> None:
-        """Remember from a simulation what a pipeline keeps, whoever keeps its states."""
-        run, key = simulated.step.pipeline, (found.block, found.mode, found.pipe)
-        if run is None:
-            return
-        ranks = len(simulated.memory)
-        watched = (0, min(1, ranks - 1), ranks - 1)
-        self._kept[key] = tuple(simulated.memory[rank].get(Role.ACTIVATION, 0) for rank in watched)
+        return max(found.peak_bytes, least_bytes_in_order(listed_step(request, self.segments(found))) * _ROUNDING)
 
     def families(self, tell: Tell) -> list[Family]:
         """List all families of blocks that can be.
@@ -447,11 +434,14 @@ class LayoutSearch:
         )
 
     def nearly(self, most: int, limit_s: float, budget_bytes: float) -> list[Bounded]:
-        """Find the fastest layouts that are a little too large, among those that may take less than ``limit_s``."""
+        """Find the fastest layouts that are a little too large, one of each pipeline, of those under ``limit_s``."""
         for one in sorted(self._out, key=lambda each: each.prefiltered.over_s)[:most]:
             if one.prefiltered.over_s < limit_s:
                 self._look_into(one, budget_bytes)
-        return sorted(self.over, key=lambda found: (found.step_s, str(self.layout(found))))[:most]
+        fastest: dict[tuple[LayoutBlock, RecomputeMode, Pipe], Bounded] = {}
+        for one in sorted(self.over, key=lambda found: (found.step_s, str(self.layout(found)))):
+            fastest.setdefault((one.block, one.mode, one.pipe), one)
+        return [*fastest.values()][:most]
 
     def _look_into(self, one: UnpricedBlock | Opened, budget_bytes: float) -> None:
         """Bound the layouts of a block of which none fits."""
@@ -561,8 +551,7 @@ class _BlockBounds:
         rows = self.rows
         pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
         bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
-        states = tuple(state_bytes(rows, slice(place, place + 1))[0].tolist())
-        return Bounded(*bounds, self.block, self.mode, pipe, cut, states)
+        return Bounded(*bounds, self.block, self.mode, pipe, cut)
 
 
 def _memory_first(found: Bounded) -> tuple[float, float]:

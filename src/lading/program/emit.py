@@ -66,7 +66,7 @@ from lading.program.schedules import Order, Schedule
 BEGIN, RUN, END = range(3)
 Pass = tuple[tuple[int, int, int], ...]
 #: Stages that torch's lists of actions have gathered at once, and schedules that run without such a list.
-GATHERED_AT_ONCE, _DIRECT = 3, ("gpipe", "1f1b")
+GATHERED_AT_ONCE, DIRECT = 3, ("gpipe", "1f1b")
 #: Fewer rows than these between two with something special are written one by one.
 _FEW_ROWS = 8
 #: Group of an all-reduce of all ranks (the norm of gradients), and of those that have a copy of a tied weight.
@@ -184,7 +184,7 @@ class _Rank:
         axes = {axes for units in self.stages.values() for unit in units for axes in unit.axes}
         self.exchanges = bool(axes - shape.alone)
         self.blocks_ahead = shape.blocks_ahead and any(len(u.axes) > 1 for us in self.stages.values() for u in us)
-        self.direct = self.plan.kind in _DIRECT and self.plan.chunks == 1
+        self.direct = self.plan.kind in DIRECT and self.plan.chunks == 1
         self.last = self.before = -1  # last action on the compute stream, and the one before it
         self.pending: list[int] = []  # what the next region waits for
         self.asked: dict[ParameterGroup, int] = {}

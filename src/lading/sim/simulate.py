@@ -247,16 +247,16 @@ def _timed(
     return list(listed.stages), listed.step(listed.times())
 
 
+def listed_step(request: StepRequest, parts: Priced) -> ListedStep:
+    """Step of a layout as lists, which are written when they are first asked for."""
+    both = as_held(parts.segments, request.layout, request.stack)
+    return _listed(request, parts.table, both, parts.machine)
+
+
 def _listed(request: StepRequest, table: ModelTable, both: Sequence[Phases], machine: Machine) -> ListedStep:
     prices = prices_of(request, machine, table)
     parts_of_stages = parts_of(runs_of(request, table), request, table)
     return ListedStep(request, _stages(parts_of_stages, both, request, prices), parts_of_stages, both, prices)
-
-
-def pipeline_seconds(request: StepRequest, parts: Priced) -> float:
-    """Lower bound on the seconds of a layout's pipeline, whoever keeps which states: its stages and sends alone."""
-    both = as_held(parts.segments, request.layout, request.stack)
-    return _listed(request, parts.table, both, parts.machine).pipeline_s
 
 
 def seconds_until_reduced(simulated: Simulated, layout: Layout) -> float:

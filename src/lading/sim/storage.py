@@ -10,6 +10,12 @@ Gradients are made as backward goes and dropped after the update. DistributedDat
 there; while it is told not to reduce, gradients are tensors of their own beside them. A stage of
 torch.distributed.pipelining has a buffer for what each micro-batch brings, and keeps what it handed on until the
 micro-batch is back (stage.py, _prepare_forward_infra and fwd_cache, torch 2.13).
+
+[Note: bytes in order]
+What a rank of a pipeline keeps follows from the order of its actions alone, whatever they last: a forward's activations
+stay until the gradients of its weights are made, whole gradients from the first backward of a stage to its last. So a
+search knows before a list is written, wired and timed how many bytes it needs, but for passes that exchange something
+between their units, and for buffers.
 """
 
 from __future__ import annotations
@@ -18,6 +24,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from lading.errors import ConfigError
 from lading.ir.action import Work
@@ -40,12 +49,15 @@ from lading.memory.rank_bytes import (
     state_bytes,
 )
 from lading.parallel.memory import AliveBytes, alive_bytes
+from lading.program.emit import DIRECT, gathering
 from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
 from lading.program.rank_units import bounds, groups_of
+from lading.program.schedules import Schedule
 from lading.sim.phases import Phases
 from lading.sim.rank_step import ListedStep
 from lading.sim.step import SimulatedStage, Step, elements_of, trained_of
 
+Ints = npt.NDArray[np.int64]
 #: Bytes by role on the device, and behind it.
 Places = tuple[dict[Role, int], dict[Role, int]]
 _ACTIVATIONS = (What.RUNS, What.ADDS, What.LEAVES, What.SAVED, What.ENTERS, What.HANDED)
@@ -130,6 +142,64 @@ def device_traces(
         of_role = _EAGER_ROLES if stack.drops_gradients else _ROLES
         traces.append(memory_trace(memory_changes(program, rank, rules), sizes, of_role, roles))
     return traces
+
+
+def least_bytes_in_order(listed: ListedStep) -> int:
+    """Lower bound on the bytes of a pipeline's fullest rank, of which no list is written ([Note: bytes in order])."""
+    layout, stack, plan = listed.layout, listed.request.stack, listed.shape.plan
+    most = 0
+    for rank, own in enumerate(listed.ranks):
+        roles = state_bytes(elements_of(own), layout, stack)
+        beside = np.zeros(len(plan.orders[rank]), np.int64)
+        if layout.cuts_parameters:
+            roles[Role.GRADIENT] = 0
+            beside = _whole_in_order(plan, rank, own, layout, stack)
+        roles[Role.WORKSPACE] = sum({shape: size for one in own for shape, size in one.placeholders.items()}.values())
+        roles[Role.ACTIVATION] = int(np.max(_activations_in_order(plan, rank, own) + beside))
+        here, _ = behind(roles, _updated(own, layout), _largest(own), layout, stack)
+        most = max(most, sum(here.values()))
+    return most
+
+
+def _activations_in_order(plan: Schedule, rank: int, own: Sequence[SimulatedStage]) -> Ints:
+    """[action of the schedule]: bytes of activations while it runs or behind it, what is more."""
+    work, chunk, micro_batch, _ = plan.orders[rank].T
+    saved = np.array([one.saved_bytes for one in own], np.int64)[chunk]
+    transients = np.array([one.transients for one in own], np.int64)[chunk]
+    forward, ends = work == Work.FORWARD, (work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)
+    change = np.where(forward, saved, np.where(ends, -saved, 0))
+    after: Ints = np.cumsum(change)
+    whole = (micro_batch > 0) & (forward | ends)  # a region of a whole stage; torch's first has no BACKWARD_INPUT
+    whole[[np.flatnonzero(ends & (chunk == number))[-1] for number in range(plan.chunks)]] = False
+    running = np.where(forward, after + transients[:, 0], after - change + transients[:, 1])
+    return np.maximum(after, np.where(whole, running, 0))
+
+
+def _whole_in_order(plan: Schedule, rank: int, own: Sequence[SimulatedStage], layout: Layout, stack: Stack) -> Ints:
+    """[action of the schedule]: whole parameters and gradients that are there while it runs and behind."""
+    work, chunk, _, _ = plan.orders[rank].T
+    places, sizes = np.arange(len(work)), np.zeros(len(work), np.int64)
+    released = np.full((plan.chunks, len(work)), -1)
+    if plan.chunks > 1 or plan.kind not in DIRECT:
+        numbers = {stage: number for number, stage in enumerate(plan.stages_of(rank))}
+        for place, (gone, _) in enumerate(gathering(plan, rank)):
+            for stage in gone:
+                released[numbers[stage], place] = place
+    for number, stage in enumerate(own):
+        parameters, gradients = (
+            sum(count for axes, count in counts.items() if replicas(axes, layout) > 1) * width
+            for counts, width in (
+                (stage.elements, gathered_width(layout, stack)),
+                (stage.trained, DTYPE_BYTES[stack.gradient_dtype]),
+            )
+        )
+        mine = chunk == number
+        made = np.flatnonzero(mine & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))
+        used = np.maximum.accumulate(np.where(mine, places, -1))
+        whole = (used >= 0) & (used >= np.maximum.accumulate(released[number]))
+        until = places < made[-1]
+        sizes += (whole & until) * parameters + ((places > made[0]) & until) * gradients
+    return sizes
 
 
 def _as_sharded(request: StepRequest) -> Layout:

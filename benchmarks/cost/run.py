@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 from lading.catalog.load import load_machine, save_machine
-from lading.cost.access import op_bytes
-from lading.cost.compute import missing_rates, op_costs
+from lading.cost.compute import missing_rates, op_bytes, op_costs
 from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
-from lading.cost.access import op_bytes, walk
 from lading.cost.compute import (
     compiled_products,
     fused_costs,
     kernel_of,
     missing_rates,
+    op_bytes,
     op_costs,
     op_seconds,
     packed_columns,
+    walk,
 )
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, Role, StepGraph, Storage, Tensor

@@ -10,8 +10,7 @@ import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
-from lading.cost.fused_attention import attention_s
-from lading.cost.kernels import kernel_s
+from lading.cost.kernels import attention_s, kernel_s
 from lading.ir.graph import OpKind
 from lading.ir.work import Attention, Kernel, Stage
 

@@ -12,8 +12,7 @@ import pytest
 from lading.catalog.kernel_rates import kernel_rates
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
-from lading.cost.fused_attention import attention_s
-from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
+from lading.cost.kernels import adam_bytes, attention_s, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import groups_launch_s, peak_flops, product_s, quantize_bytes
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind

@@ -96,7 +96,7 @@ def leaf_elements(leaf: Leaf, place: Mapping[str, int], degrees: Mapping[str, in
     """Elements of a leaf that a rank has.
 
     Tokens over context-parallel ranks are dealt a piece from the front and one from the back (see
-    ``lading.parallel.attention``), where there are pieces enough; all else goes in runs. Of fewer heads than ranks each
+    ``lading.parallel.ranks``), where there are pieces enough; all else goes in runs. Of fewer heads than ranks each
     stands on several.
     """
     elements = list(range(leaf.size))

@@ -1,22 +1,208 @@
-"""Ranks: the numbers of a cut segment for sizes and a layout."""
+"""Ranks: the numbers of a cut segment for sizes and a layout.
+
+[Note: attention with context parallel] Tokens are dealt out so that with a causal mask each rank has as many pairs of
+query and key as any other (a piece from the front and one from the back, as Megatron's context parallel and torch's
+``context_parallel`` do).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from lading.errors import ConfigError
-from lading.ir.graph import DTYPE_BYTES, OpKind
+from lading.ir.graph import DTYPE_BYTES, OpKind, Role
 from lading.ir.layout import Layout
 from lading.ir.table import Segment
-from lading.ir.work import Collective, Kernel, LocalTensor, Product, RankSegment
-from lading.parallel.attention import MERGED, Context, attention_kernels
-from lading.parallel.choose import Axes
+from lading.ir.work import Attention, Collective, Kernel, LocalTensor, Product, RankSegment
+from lading.parallel.choose import CONTEXT, Axes
 from lading.parallel.cut import cut
 from lading.parallel.shapes import SHARED_HEADS, check, evaluate
 from lading.parallel.specs import CutKernel, CutSegment, Spec
+
+#: Names of what a ring keeps, before the storage of the result.
+MERGED = "merged "
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How ranks work on one sequence.
+
+    Attributes:
+        ranks: How many.
+        comm: How keys and values meet, as ``Layout.cp_comm``.
+        fp32_rings: Gradients of keys and values go round the ring in fp32, also where keys met by all-gather, as
+            torch's ``context_parallel`` sends them (torch 2.13, _context_parallel/_attention.py).
+    """
+
+    ranks: int
+    comm: str
+    fp32_rings: bool = False
+
+
+def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], context: Context) -> list[Kernel]:
+    """Split one attention into the kernels and collectives of a rank.
+
+    Args:
+        k: The attention, with query, key and value in its spec.
+        kernel: The attention as one kernel, with its bytes.
+        tensors: Tensors of the rank's segment.
+        context: Ranks that work on one sequence.
+    """
+    assert k.spec is not None
+    whole = _local_attention(k, tensors)
+    if k.spec.axis != CONTEXT:  # keys of a text beside are whole on every rank
+        return [dataclasses.replace(kernel, detail=whole)]
+    if context.comm == "ring" or (context.comm == "all_gather" and context.fp32_rings and not whole.window):
+        width = DTYPE_BYTES[tensors[k.spec.tensors[1]].dtype]
+        back = _bytes(k, tensors) // width * (4 if context.fp32_rings else width)
+        found = _ring(kernel, whole, (_bytes(k, tensors), back), context)
+        if not context.fp32_rings:
+            return found
+        return _with_workspace(found, k, tensors, context) if whole.backward else _with_merged(found, tensors)
+    if context.comm == "all_gather":
+        return _all_gather(kernel, whole, _bytes(k, tensors), context.ranks)
+    return _all_to_all(k, kernel, whole, tensors, context.ranks)
+
+
+def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
+    assert k.spec is not None
+    q, key, value = (tensors[t].shape for t in k.spec.tensors)
+    settings = dict(k.settings)
+    window = settings.get("window", 0)
+    return Attention(
+        batch=q[0],
+        heads=q[1],
+        kv_heads=key[1],
+        query_tokens=q[2],
+        key_tokens=key[2],
+        qk_dim=q[3],
+        v_dim=value[3],
+        causal=bool(settings.get("is_causal")),
+        backward="backward" in k.name,
+        window=window if isinstance(window, int) else 0,
+    )
+
+
+def _bytes(k: CutKernel, tensors: list[LocalTensor]) -> int:
+    """Bytes of a rank's own keys and values."""
+    assert k.spec is not None
+    return sum(tensors[t].size_bytes for t in k.spec.tensors[1:])
+
+
+def _share(kernel: Kernel, detail: Attention) -> Kernel:
+    return dataclasses.replace(kernel, detail=detail)
+
+
+def _collective(kernel: Kernel, op: str, size_bytes: int, tensors: tuple[int, ...]) -> Kernel:
+    """In place among the kernels: what stands behind it may use what it brings."""
+    detail = Collective(op, "cp", size_bytes)
+    return Kernel(op, None, kernel.stage, kernel.module, kernel.dtype, size_bytes, size_bytes, tensors, (), detail)
+
+
+def _kv(kernel: Kernel) -> tuple[int, ...]:
+    first = 2 if "backward" in kernel.name else 1
+    return kernel.inputs[first : first + 2]
+
+
+def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Context) -> list[Kernel]:
+    """Own keys first; then the next rank's, cp - 1 times: with a causal mask half of the pairs of each.
+
+    Args:
+        sizes: Bytes of a rank's keys and values, and of their gradients.
+    """
+    if whole.window:
+        raise ConfigError("layout: attention with a window needs cp_comm=all_gather, got ring")
+    keys = whole.key_tokens // 2 if whole.causal else whole.key_tokens
+    other = dataclasses.replace(whole, causal=False, key_tokens=keys)
+    found: list[Kernel] = []
+    if context.comm == "all_gather":
+        found.append(_collective(kernel, "all_gather", sizes[0] * context.ranks, _kv(kernel)))
+    for step in range(context.ranks):
+        if context.comm == "ring" and step < context.ranks - 1:
+            found.append(_collective(kernel, "send", sizes[0], _kv(kernel)))
+        found.append(_share(kernel, whole if step == 0 else other))
+        if whole.backward:  # gradients of keys and values travel with them, and once more to come home
+            found.append(_collective(kernel, "send", sizes[1], kernel.outputs[1:3]))
+    return found
+
+
+def _with_merged(kernels: list[Kernel], tensors: list[LocalTensor]) -> list[Kernel]:
+    """Add the sum that torch's ring keeps heads first, beside what the next product reads of it, tokens first."""
+    made = tensors[kernels[-1].outputs[0]]
+    tensors.append(dataclasses.replace(made, storage=_next(tensors), name=f"{MERGED}{made.storage}"))
+    return [*kernels[:-1], dataclasses.replace(kernels[-1], outputs=(*kernels[-1].outputs, len(tensors) - 1))]
+
+
+def _next(tensors: list[LocalTensor]) -> int:
+    return max(tensor.storage for tensor in tensors) + 1
+
+
+def _with_workspace(kernels: list[Kernel], k: CutKernel, tensors: list[LocalTensor], context: Context) -> list[Kernel]:
+    """Buffers of torch's ring backward, beside the gradients that it returns.
+
+    Of queries: their gradient in fp32, and half of that of the step before. Of keys and values: what is sent and what
+    came, the gradients of the step before, and gradients in fp32 as they are added up, joined, sent and received.
+    Counted on a CPU with torch 2.13's ``_templated_ring_attention_backward``.
+    """
+    assert k.spec is not None
+    query, kv = tensors[k.spec.tensors[0]].size_bytes, _bytes(k, tensors)
+    came = 1 if context.comm == "ring" else context.ranks
+    size = query * 5 // 2 + kv * (7 + came)
+    names = [f"{MERGED}{tensors[t].storage}" for t in kernels[-2].inputs]
+    merged = tuple(place for place, tensor in enumerate(tensors) if tensor.name in names)
+    tensors.append(LocalTensor(_next(tensors), "uint8", (size,), size, Role.WORKSPACE))
+    place = len(tensors) - 1
+    return [
+        dataclasses.replace(k, inputs=(*k.inputs, *merged), outputs=(*k.outputs, place))
+        if isinstance(k.detail, Attention)
+        else k
+        for k in kernels
+    ]
+
+
+def _all_gather(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> list[Kernel]:
+    """Keys and values of all tokens; with a causal mask as many pairs as with half of them and no mask."""
+    tokens = whole.key_tokens * cp
+    keys = tokens // 2 if whole.causal and not whole.window else tokens
+    if whole.window:
+        keys = min(tokens, whole.window)
+    detail = dataclasses.replace(whole, causal=False, key_tokens=keys, window=0)
+    found = [_collective(kernel, "all_gather", kv_bytes * cp, _kv(kernel)), _share(kernel, detail)]
+    if whole.backward:
+        found.append(_collective(kernel, "reduce_scatter", kv_bytes * cp, kernel.outputs[1:3]))
+    return found
+
+
+def _all_to_all(k: CutKernel, kernel: Kernel, whole: Attention, tensors: list[LocalTensor], cp: int) -> list[Kernel]:
+    """All tokens of a part of the heads: queries, keys and values go there, the result comes back."""
+    if whole.heads % cp or (whole.kv_heads % cp and cp % whole.kv_heads):
+        can = max(d for d in range(1, cp + 1) if whole.heads % d == 0)
+        raise ConfigError(
+            f"layout: cp_comm=all_to_all spreads heads over cp ranks: expected {whole.heads} heads of a tp rank "
+            f"to be a multiple of cp, got cp {cp}; the nearest that can be is {can}, or use cp_comm=ring"
+        )
+    assert k.spec is not None
+    detail = dataclasses.replace(
+        whole,
+        heads=whole.heads // cp,
+        kv_heads=max(1, whole.kv_heads // cp),
+        query_tokens=whole.query_tokens * cp,
+        key_tokens=whole.key_tokens * cp,
+    )
+    q_bytes = tensors[k.spec.tensors[0]].size_bytes
+    o_bytes = q_bytes * whole.v_dim // whole.qk_dim
+    going = [q_bytes, *(tensors[t].size_bytes for t in k.spec.tensors[1:])]
+    before, after = ([o_bytes], going) if whole.backward else (going, [o_bytes])
+    return [
+        *(_collective(kernel, "all_to_all", size, kernel.inputs[:1]) for size in before),
+        _share(kernel, detail),
+        *(_collective(kernel, "all_to_all", size, kernel.outputs[:1]) for size in after),
+    ]
+
 
 #: Names of groups over which a parameter is whole: see ``RankSegment.parameter_elements``.
 DENSE, EXPERTS = "dp", "dp/ep"
@@ -33,7 +219,7 @@ def rank_segment(
         layout: Degrees of tensor, context and expert parallel; pipeline, data parallel and recompute do not matter.
         regather: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
             gathered (torch's ``parallelize_module``).
-        fp32_rings: See ``lading.parallel.attention.Context``.
+        fp32_rings: See ``lading.parallel.ranks.Context``.
 
     Raises:
         ConfigError: the layout cannot be: names the rule, what was found and the nearest that can be.

@@ -29,6 +29,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as for large steps."""
+    monkeypatch.setattr("lading.fit._SEARCHED_OPS", 0)
+
+
+@pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
@@ -94,10 +100,8 @@ def test_what_does_not_fit_shows_what_would(run: RunConfig, tmp_path: Path) -> N
     assert [change.token_s for change in tight.changes] == sorted(change.token_s for change in tight.changes)
 
 
-def test_a_change_that_is_named_does_make_it_fit(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lading.fit._SEARCHED_OPS", 0)  # plans as for large steps: quick
+@pytest.mark.usefixtures("quick_plans")
+def test_a_change_that_is_named_does_make_it_fit(run_file: Path, tmp_path: Path) -> None:
     long = load_run(run_file, (*SMALL, "data.sequence_length=256", "data.batch_size=16", "checkpoint.every_steps=0"))
     least = fit_run(long, Hardware(machine=machine(tmp_path, 1 << 20)))
     assert least.error is not None
@@ -150,6 +154,7 @@ def test_a_machine_without_lower_tiers(run: RunConfig, tmp_path: Path) -> None:
     assert small.error is not None
 
 
+@pytest.mark.usefixtures("quick_plans")
 def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(run_file), *SMALL, "--machine", machine(tmp_path, 1 << 19)]) == 3
     shown = capsys.readouterr()

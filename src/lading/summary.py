@@ -78,6 +78,12 @@ def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return under_plan or list(records)
 
 
+def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Median seconds of a step, the first two left out; None without records."""
+    seconds = [record["step_s"] for record in records]
+    return median(seconds[2:] or seconds) if seconds else None
+
+
 def run_summary(
     prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
 ) -> RunSummary:
@@ -97,8 +103,9 @@ def run_summary(
         keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.predicted_bytes,
+        plain_step_s=_steady_s(plain),
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
-        measured_step_s=median(seconds) if measured and seconds else None,
+        measured_step_s=_steady_s(steps) if measured else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
         measured_peak_bytes=max(r["memory_bytes"] for r in steps) if measured and steps else None,
         identical_to_plain=same,

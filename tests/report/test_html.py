@@ -16,7 +16,7 @@ import pytest
 
 from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.report.charts import memory_figure, metric_figure
-from lading.report.figures import seconds_by_kind
+from lading.report.figures import compute_seconds, seconds_by_kind
 from lading.report.gantt import gantt_figure, merge
 from lading.report.html import write_report
 from lading.report.promises import Promise, RunSummary, error_words, verdict
@@ -97,6 +97,8 @@ def test_numbers_shown_are_the_inputs(report: tuple[str, Page], run: dict[str, A
     for name in ("predicted", "measured"):
         column = 1 + ("predicted", "measured").index(name)
         for kind, seconds in seconds_by_kind(run["program"], run[name]).items():
+            if seconds < 0.01 * run[name].duration_s:  # summed as one
+                continue
             assert rows["optimizer step" if kind == "step" else kind][column] == format_seconds(seconds)
         assert rows["whole step"][column] == format_seconds(run[name].duration_s)
     for policy in plan.policies:
@@ -108,6 +110,46 @@ def test_numbers_shown_are_the_inputs(report: tuple[str, Page], run: dict[str, A
         assert assumption in page.text
     for shown in (plan.request.graph_fingerprint, run["program"].fingerprint, summary.command, "torch 2.13.0"):
         assert shown in page.text
+
+
+def test_the_storages_shown_cover_most_of_the_peak(report: tuple[str, Page]) -> None:
+    _, page = report
+    start = next(i for i, row in enumerate(page.rows) if row[0] == "what")
+    rows = page.rows[start + 1 :]
+    shares = [float(row[4].rstrip("%")) for row in rows if "more rows like these" not in row[0]]
+    assert sum(shares) >= 85
+    assert any("layers.*." in row[0] for row in rows)
+
+
+def test_kinds_of_action_that_take_next_to_nothing_are_one_row(run: dict[str, Any], tmp_path: Path) -> None:
+    def stretched(line: Timeline) -> Timeline:
+        return dataclasses.replace(
+            line,
+            events=tuple(
+                dataclasses.replace(e, end_s=e.start_s + 1e-7)
+                if run["program"].actions[e.action].source == "caller"
+                else e
+                for e in line.events
+            ),
+        )
+
+    changed = {**run, "predicted": stretched(run["predicted"]), "measured": stretched(run["measured"])}
+    _, page = page_of(tmp_path / "r.html", changed)
+    rows = {row[0]: row for row in page.rows if row}
+    assert "read caller" not in rows
+    assert rows["below 1% of the step each"][3] == "-"
+    assert "Below 1%: read caller" in page.text
+
+
+@pytest.mark.parametrize("plain_step_s", [0.5, None])
+def test_a_step_of_plain_pytorch_stands_beside(run: dict[str, Any], tmp_path: Path, plain_step_s: float | None) -> None:
+    summary = dataclasses.replace(run["summary"], plain_step_s=plain_step_s)
+    _, page = page_of(tmp_path / "r.html", {**run, "summary": summary})
+    compute_s = compute_seconds(run["program"], run["predicted"])
+    if plain_step_s:
+        assert f"Plain PyTorch's step{format_seconds(0.5)}measured; this run takes" in page.text
+    else:
+        assert f"Step without a budget{format_seconds(compute_s)}predicted: computing alone" in page.text
 
 
 def test_only_the_chosen_policy_is_marked(report: tuple[str, Page]) -> None:

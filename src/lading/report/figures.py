@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,12 @@ def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
     return {name: seconds[name] for name in names if seconds[name]}
 
 
+def compute_seconds(program: Program, timeline: Timeline) -> float:
+    """Busy seconds of forward, backward and the optimizer's step: a step that moves and recomputes nothing."""
+    seconds = seconds_by_kind(program, timeline)
+    return sum(seconds.get(kind, 0.0) for kind in (SliceKind.FORWARD, SliceKind.BACKWARD, SliceKind.STEP))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptionTotal:
     """Storages of one role that take one option."""
@@ -135,6 +142,23 @@ def peak_storages(program: Program, timeline: Timeline) -> tuple[float, list[int
     for _, arrives, storage in changes[:peak_count]:
         (at_peak.add if arrives else at_peak.discard)(storage)
     return peak_s, sorted(at_peak, key=lambda s: (-sizes[s], s))
+
+
+def grouped_storages(program: Program, storages: Sequence[int]) -> list[tuple[tuple[Role, str], list[int]]]:
+    """Group storages by role and by name, numbers in it aside; groups of most bytes first.
+
+    A number between dots is the layer's and becomes ``*``; one at the end is an operation's and is dropped.
+    """
+    groups: dict[tuple[Role, str], list[int]] = defaultdict(list)
+    for storage in storages:
+        item = program.graph.storages[storage]
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(?<=.)\.\d+$", "", item.name))
+        groups[item.role, name].append(storage)
+
+    def size_bytes(members: list[int]) -> int:
+        return sum(program.graph.storages[s].size_bytes for s in members)
+
+    return sorted(groups.items(), key=lambda group: -size_bytes(group[1]))
 
 
 def tiers_of(*timelines: Timeline | None) -> list[str]:

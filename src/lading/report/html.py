@@ -14,7 +14,16 @@ from lading.ir.plan import Plan
 from lading.ir.program import COMPUTE_STREAM, Program
 from lading.ir.timeline import Timeline
 from lading.report.charts import memory_bars, memory_figure, metric_figure, role_class
-from lading.report.figures import SliceKind, peak_storages, placement, role_title, seconds_by_kind, tiers_of
+from lading.report.figures import (
+    SliceKind,
+    compute_seconds,
+    grouped_storages,
+    peak_storages,
+    placement,
+    role_title,
+    seconds_by_kind,
+    tiers_of,
+)
 from lading.report.gantt import gantt_figure
 from lading.report.plan_table import policy_cells
 from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
@@ -62,7 +71,7 @@ p{margin:0 0 8px;max-width:78ch}
 .verdict p{max-width:none}.verdict p:last-child{margin:0}.verdict .muted{font-size:14px}
 .verdict b{color:var(--tone)}
 .kept{--tone:var(--good)}.broken{--tone:var(--bad)}.open{--tone:var(--open)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(176px,1fr));gap:12px;margin:20px 0 8px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px;margin:20px 0 8px}
 .tile{border:1px solid var(--line);border-radius:6px;padding:12px 16px}
 .tile span{display:block;font-size:13px;color:var(--muted)}
 .tile b{display:block;font-size:22px;line-height:1.35;font-weight:600;font-variant-numeric:tabular-nums}
@@ -137,6 +146,7 @@ pre{background:var(--panel);border-radius:6px;padding:12px 16px;white-space:pre-
  background:var(--ink);color:var(--paper);font-size:13px;line-height:1.45;white-space:pre-line;overflow-wrap:anywhere}
 .timed{position:relative}
 .cursor{position:absolute;top:0;bottom:0;width:1px;background:var(--ink);opacity:.35;pointer-events:none;display:none}
+details{margin-top:12px}summary{cursor:pointer;color:var(--muted);font-size:14px;margin-bottom:8px}
 footer{margin-top:56px;font-size:13px;color:var(--muted)}
 @media (max-width:640px){.bars{grid-template-columns:1fr max-content;gap:2px 12px}.track{grid-column:1/-1;height:16px;
  margin-bottom:8px}.track.head{grid-column:1/-1;margin:0}
@@ -206,8 +216,11 @@ SCRIPT = """
 """
 
 
-#: Rows of the table of largest storages.
-NUM_LARGEST = 12
+#: The table of what fills the peak goes on until its rows cover this share of it, but has at most ``MOST_ROWS``.
+COVERED_SHARE = 0.9
+MOST_ROWS = 24
+#: Kinds of action that take less of every step than this are one row together.
+SMALLEST_SHARE = 0.01
 
 
 def write_report(
@@ -234,7 +247,7 @@ def write_report(
     lines = [predicted] if measured is None else [predicted, measured]
     duration_s = max(line.duration_s for line in lines)
     sections = [
-        _heading(summary),
+        _heading(summary, compute_seconds(program, predicted)),
         _memory(plan, lines, duration_s),
         el("h2", "Time"),
         gantt_figure(program, lines, duration_s),
@@ -242,7 +255,7 @@ def write_report(
         _training(metrics, summary),
         _policies(plan),
         _placement(plan, program),
-        _largest(plan, program, predicted),
+        _fullest(plan, program, predicted),
         _assumptions(plan),
         _reproduction(plan, program, summary),
     ]
@@ -260,11 +273,12 @@ def page(title: str, body: str) -> str:
     return "<!doctype html>\n" + el("html", el("head", head), whole, lang="en") + "\n"
 
 
-def _heading(summary: RunSummary) -> str:
+def _heading(summary: RunSummary, compute_s: float) -> str:
     mood, rest = verdict(summary).split(":", 1)
     tiles = [("Budget", format_bytes(summary.budget_bytes), "of device memory")]
     tiles.append(_tile("Peak memory", summary.predicted_peak_bytes, summary.measured_peak_bytes, format_bytes))
     tiles.append(_tile("Step time", summary.predicted_step_s, summary.measured_step_s, format_seconds))
+    tiles.append(_plain_tile(summary, compute_s))
     if summary.measured_step_s is not None:
         spread = summary.measured_step_spread_s
         tiles.append(("Spread of steps", format_seconds(spread), f"{spread / summary.measured_step_s:.1%} of a step"))
@@ -297,6 +311,16 @@ def _tile(title: str, predicted: float, measured: float | None, show: Any) -> tu
     return title, show(measured), f"predicted {show(predicted)}, {error_words(predicted, measured)}"
 
 
+def _plain_tile(summary: RunSummary, compute_s: float) -> tuple[str, str, str]:
+    """Seconds of a step without a budget: plain PyTorch's as measured, else those of computing as predicted."""
+    step_s = summary.measured_step_s or summary.predicted_step_s
+    if summary.plain_step_s is not None:
+        factor = f"this run takes {step_s / summary.plain_step_s:.2f} times as long"
+        return "Plain PyTorch's step", format_seconds(summary.plain_step_s), f"measured; {factor}"
+    note = "predicted: computing alone, nothing moved or computed twice; plain PyTorch was not run"
+    return "Step without a budget", format_seconds(compute_s), note
+
+
 def _memory(plan: Plan, lines: Sequence[Timeline], duration_s: float) -> str:
     figures = [memory_figure(tier, duration_s, plan.budgets.get(tier), lines) for tier in tiers_of(*lines)]
     what = "Areas are predicted, stacked by role" + ("; lines are measured." if len(lines) > 1 else ".")
@@ -306,15 +330,30 @@ def _memory(plan: Plan, lines: Sequence[Timeline], duration_s: float) -> str:
 def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
     """Table of the busy seconds of each kind in each timeline, and how much of the step compute waits."""
     columns = [seconds_by_kind(program, line) for line in lines]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [_seconds_row(_kind_title(name), [column.get(name, 0.0) for column in columns]) for name in names]
-    idle = [line.duration_s - line.busy_s(COMPUTE_STREAM) for line in lines]
-    rows.append(_seconds_row("compute stream waits", idle))
+    for column, line in zip(columns, lines, strict=True):
+        column["compute stream waits"] = line.duration_s - line.busy_s(COMPUTE_STREAM)
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    shares = {
+        name: max(c.get(name, 0.0) / (line.duration_s or 1.0) for c, line in zip(columns, lines, strict=True))
+        for name in names
+    }
+    small = [name for name in names if shares[name] < SMALLEST_SHARE]
+    rows = [
+        _seconds_row(_kind_title(name), [column.get(name, 0.0) for column in columns])
+        for name in names
+        if name not in small
+    ]
+    if small:
+        sums = [sum(column.get(name, 0.0) for name in small) for column in columns]
+        cells = ["0 us" if s == 0 else format_seconds(s) for s in sums]
+        rows.append([f"below {SMALLEST_SHARE:.0%} of the step each", *cells, *(["-"] if len(lines) > 1 else [])])
     step = _seconds_row("whole step", [line.duration_s for line in lines])
     head = ["kind of action", *(line.source for line in lines)] + (["prediction"] if len(lines) > 1 else [])
-    return table(head, rows, total=step) + el(
-        "p", "Streams run side by side: their seconds do not add up to the step.", class_="under"
-    )
+    left_out = f" Below {SMALLEST_SHARE:.0%}: {', '.join(map(_kind_title, small))}." if small else ""
+    note = f"Streams run side by side: their seconds do not add up to the step.{left_out}"
+    drawn = lines[-1].source if len(lines) > 1 else ""
+    which = f" The step {drawn} here is the last one; the time at the top is the median of all." if drawn else ""
+    return table(head, rows, total=step) + el("p", text(note + which), class_="under")
 
 
 def _kind_title(name: str) -> str:
@@ -414,28 +453,37 @@ def _placement(plan: Plan, program: Program) -> str:
     return el("h2", "What goes where") + table(head, rows, swatches=swatches) + el("p", note, class_="under")
 
 
-def _largest(plan: Plan, program: Program, predicted: Timeline) -> str:
+def _fullest(plan: Plan, program: Program, predicted: Timeline) -> str:
+    """Table of what fills the device at the predicted peak, storages of one name in all layers as one row."""
     peak_s, present = peak_storages(program, predicted)
-    sizes = [program.graph.storages[s].size_bytes for s in present]
-    whole = sum(sizes)
+    storages = program.graph.storages
+    whole = sum(storages[s].size_bytes for s in present)
+    groups = grouped_storages(program, present)
     options: dict[int, list[str]] = {}
     for choice in plan.choices.gaps:
         options.setdefault(choice.storage, []).append(choice.option)
     rows: list[list[str]] = []
-    for storage in present[:NUM_LARGEST]:
-        item = program.graph.storages[storage]
-        elsewhere = ", ".join(dict.fromkeys(options.get(storage, []))) or "keep"
-        share = f"{item.size_bytes / whole:.1%}" if whole else "-"
-        rows.append([item.name, role_title(item.role), format_bytes(item.size_bytes), share, elsewhere])
-    rest = whole - sum(sizes[:NUM_LARGEST])
-    if len(present) > NUM_LARGEST:
-        share = f"{rest / whole:.1%}" if whole else "-"
-        rows.append([f"{len(present) - NUM_LARGEST:,} more", "", format_bytes(rest), share, ""])
-    swatches = [role_class(program.graph.storages[s].role) for s in present[:NUM_LARGEST]] + [""]
-    note = f"{len(present):,} storages, {format_bytes(whole)}, at {format_seconds(peak_s)} of the predicted step."
-    head = ("storage", "role", "bytes", "share", "between uses")
-    body = table(head, rows, left=(0, 1, 4), swatches=swatches)
-    return el("h2", "Largest storages at the peak") + body + el("p", text(note), class_="under")
+    swatches: list[str] = []
+    covered = 0
+    for (role, name), members in groups[:MOST_ROWS]:
+        if covered >= COVERED_SHARE * whole:
+            break
+        size = sum(storages[s].size_bytes for s in members)
+        covered += size
+        between = ", ".join(dict.fromkeys(option for s in members for option in options.get(s, ["keep"])))
+        rows.append([name, role_title(role), f"{len(members):,}", format_bytes(size), f"{size / whole:.1%}", between])
+        swatches.append(role_class(role))
+    if (rest := len(groups) - len(rows)) > 0:
+        share = f"{(whole - covered) / whole:.1%}" if whole else "-"
+        rows.append([f"{rest:,} more rows like these", "", "", format_bytes(whole - covered), share, ""])
+        swatches.append("")
+    note = (
+        f"{len(present):,} storages, {format_bytes(whole)}, at {format_seconds(peak_s)} of the predicted step. "
+        "A star stands for the number of a layer: one row is what all layers hold under one name."
+    )
+    head = ("what", "role", "storages", "bytes", "share", "between uses")
+    body = table(head, rows, left=(0, 1, 5), swatches=swatches)
+    return el("h2", "What fills the device at the peak") + body + el("p", text(note), class_="under")
 
 
 def _assumptions(plan: Plan) -> str:
@@ -459,4 +507,5 @@ def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
     }
     items = "".join(el("dt", text(k)) + el("dd", el("code", text(v))) for k, v in rows.items())
     command = el("pre", text(summary.command)) if summary.command else ""
-    return el("h2", "Reproduction") + command + el("dl", items)
+    details = el("details", el("summary", "Fingerprints, settings and versions"), el("dl", items))
+    return el("h2", "Reproduction") + command + details

@@ -28,6 +28,7 @@ class RunSummary:
         date: When the report was made, as text.
         budget_bytes: Device memory promised.
         keep_all_bytes: Predicted peak when nothing is moved or recomputed.
+        plain_step_s: Measured median seconds of a step of the plain run; None if it was not run.
         plain_peak_bytes: Measured peak of the plain PyTorch run of the same model; None if it was not run.
         predicted_step_s, measured_step_s: Seconds of one step; measured is the median, None if not run.
         measured_step_spread_s: Largest minus smallest measured step.
@@ -47,6 +48,7 @@ class RunSummary:
     keep_all_bytes: int
     predicted_step_s: float
     predicted_peak_bytes: int
+    plain_step_s: float | None = None
     plain_peak_bytes: int | None = None
     measured_step_s: float | None = None
     measured_step_spread_s: float = 0.0

@@ -40,7 +40,12 @@ _FILLS = ("new_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_li
 
 
 class Walk(NamedTuple):
-    """``runs`` two-dimensional pieces of contiguous rows, 1 for a dense tensor; ``strided`` if rows are scattered."""
+    """Way in which an operation goes through a tensor's memory.
+
+    Attributes:
+        runs: Number of pieces of contiguous rows; 1 for a dense tensor.
+        strided: Whether the rows lie scattered.
+    """
 
     runs: int
     strided: bool

@@ -211,7 +211,7 @@ class _Flow:
             self._before[index] |= before | both
 
     def order(self) -> Iterator[list[int]]:
-        """Groups, earliest first, each after all that it needs."""
+        """Yield the groups of kernels in an order in which each comes after all that it reads from."""
         waiting = [index for index, group in enumerate(self._group) if group & -group == 1 << index]
         done = 0
         while waiting:

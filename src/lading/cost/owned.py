@@ -60,12 +60,12 @@ class Update:
 
     @property
     def load_ratio(self) -> float:
-        """Fullest owner over the mean."""
+        """Seconds of the owner with most work over the mean of all owners; 1 where work is even."""
         return self.directions.seconds / self.directions.mean_s
 
     @property
     def gap(self) -> float:
-        """How far the owners are above their bound."""
+        """Share by which the busiest owner takes longer than the least possible; 0.05 for 5%."""
         return max(0.0, self.directions.seconds / self.directions.bound_s - 1)
 
 

@@ -152,7 +152,7 @@ class Muon(MatrixRule):
         return self.steps, UpdateWork(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
 
     def workspace_elements(self, rows: int, columns: int) -> int:
-        """Elements of the arena it works in: the matrix before and after a step, two squares of the short side."""
+        """Elements of scratch for one matrix: two of its size and two squares of its shorter side."""
         return 2 * rows * columns + 2 * min(rows, columns) ** 2
 
     def scratch_bytes(self, case: MatrixCase) -> int:
@@ -254,7 +254,12 @@ class MuonRule:
         return orthogonal_stack(matrices, self.settings.iteration, self.settings.eps, self._dtype)
 
     def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Run the iteration in a matrix that may be overwritten; ``room`` holds another and two squares."""
+        """Orthogonalize a matrix in given memory; the result lies in ``matrix`` or in ``room``.
+
+        Args:
+            matrix: (rows, columns), overwritten.
+            room: Scratch for another such matrix and two squares of the shorter side.
+        """
         import torch
 
         tall = matrix.shape[0] > matrix.shape[1]

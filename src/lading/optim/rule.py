@@ -353,7 +353,7 @@ class SharedRule(Rule, Protocol):
     """Rule whose products ranks share by blocks of rows."""
 
     def blocks(self, rows: int) -> list[slice]:
-        """Blocks of the short side's rows."""
+        """Cut ``rows``, the length of a matrix's shorter side, into the blocks that ranks may take, in order."""
         ...
 
     def by_blocks(
@@ -387,7 +387,7 @@ class WorkspaceRule(Rule, Protocol):
 
 
 class WholeRule:
-    """Base of rules whose states all lie with the owner, as their factors see the raw gradient."""
+    """Base of rules whose states all lie with a matrix's owner, since they are updated from its whole gradient."""
 
     def __init__(self, settings: Any, shift: int = 0) -> None:
         """Take the settings; ``shift`` staggers the updates at which decompositions are due."""
@@ -474,7 +474,7 @@ def update_matrix(
     Args:
         param, grad: (rows, columns).
         held, whole: From ``fresh``.
-        update: From 1.
+        update: Number of the update, from 1.
     """
     shape = (param.shape[0], param.shape[1])
     travels = rule.pre(grad, held, update)

@@ -32,7 +32,7 @@ FOLDER_BYTES = 64 << 20
 
 
 class Asked(TypedDict, total=False):
-    """Arguments of ``make_plan`` that a plan is asked for with."""
+    """Keyword arguments of ``make_plan`` that, with graph and machine, decide the plan: the key of the cache."""
 
     budget: str | float
     budgets: Mapping[str, str | float]

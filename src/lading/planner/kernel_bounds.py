@@ -155,7 +155,7 @@ class KernelBounds:
         return [pair[out] for out in self._outer] * phases, [*self._outer] * phases
 
     def knows(self, mode: RecomputeMode) -> bool:
-        """Whether the leader's segments of a recompute mode are known."""
+        """Whether ``learn`` was given the segments of a recompute mode."""
         return mode in self._again
 
     def learn(self, mode: RecomputeMode, segments: Sequence[Phases]) -> None:

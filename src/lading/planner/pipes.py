@@ -71,7 +71,7 @@ class PipeTable:
 
     @cached_property
     def flat(self) -> Bools:
-        """[pipe]: whether it is one stage."""
+        """Whether each pipeline has a single stage, an array of [pipe]."""
         return self.pp * self.vpp == 1
 
     @cached_property
@@ -96,7 +96,7 @@ class PipeTable:
 
     @cached_property
     def gpipe(self) -> Bools:
-        """[pipe]: whether its schedule runs all forwards first."""
+        """Whether each pipeline runs all forwards before the first backward, an array of [pipe]."""
         return self._of("gpipe")
 
     @cached_property

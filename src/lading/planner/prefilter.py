@@ -144,7 +144,7 @@ def host_of(segments: Sequence[Phases], stack: Stack) -> Floats:
 
 
 def saved_of(segments: Sequence[Phases]) -> Floats:
-    """[segment]: bytes that a micro-batch keeps."""
+    """Bytes that one micro-batch keeps from forward to backward in each segment, an array of [segment]."""
     return np.array([float(s.saved_bytes) for s in segments])
 
 

@@ -203,7 +203,7 @@ class _Queue:
             self._simulate(item)
 
     def take_lightest(self) -> None:
-        """Simulate the layouts that need least memory as bounded."""
+        """Simulate the layouts with the least bounds of memory, where none that was simulated fits."""
         known = {str(one.layout) for one in self.over}
         for bounded in self.search.lightest(_LIGHTEST):
             may_fit = bounded.peak_bytes <= self.room.device_bytes

@@ -70,7 +70,7 @@ class Shares:
 
     @cached_property
     def watched(self) -> Floats:
-        """[pipeline shape, watched rank, segment]: how often the rank has the segment."""
+        """Count how often each watched rank has each segment: an array of [pipeline shape, watched rank, segment]."""
         return watched_segments(self.table(self.space.modes[0]), self.rows)
 
     def partial(self, mode: RecomputeMode) -> bool:

@@ -65,7 +65,7 @@ class StageRows:
         return self.rows.setdefault(run, len(self.rows))
 
     def arrays(self) -> tuple[Ints, Floats, Floats]:
-        """Lay the rows out as arrays.
+        """Lay the rows, one for each make-up of a stage, out as arrays.
 
         Returns:
             [row, place]: segments, and how often each stands there, 0 where a row is shorter; [row, segment]: counts.

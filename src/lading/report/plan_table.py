@@ -55,7 +55,7 @@ def policy_table(plan: Plan) -> Table:
 
 
 def policy_cells(row: PolicyRow) -> list[str]:
-    """Write the cells of a policy's columns after its name; what it moves takes a line for each direction."""
+    """Write a policy's row without its name: whether it fits, step, peak, recomputing, stalls, bytes moved, note."""
     moved = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
     return [
         "yes" if row.fits else "no",

@@ -86,7 +86,7 @@ class _Held:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are elsewhere (``Custody``)."""
+    """Whether a tensor's memory was freed while ``Custody`` has its values: it must not be read directly."""
     return isinstance(tensor, _Held)
 
 

@@ -69,7 +69,7 @@ class Meter(Protocol):
         ...
 
     def peak_bytes(self) -> int:
-        """Highest bytes in use since the last reset."""
+        """Highest bytes of the device in use since the last reset."""
         ...
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class Team:
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def part(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Make a process group of some ranks, who all make it after as many others (``level``)."""
+        """Make a process group of some of the team's ranks; each of them calls this, after as many other such calls."""
         members = [self.members[rank] for rank in ranks]
         return cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True))
 

@@ -145,7 +145,7 @@ class Early:
 
     @property
     def stirred(self) -> bool:
-        """Whether a gradient has come since the last step."""
+        """Whether a parameter's gradient has become final since the last optimizer step."""
         return bool(self._ready)
 
     def _send(self, moving: Mapping[int, Moving]) -> None:

@@ -69,7 +69,7 @@ class HeldInterrupts:
 
 
 class StopRequest:
-    """Context that takes note of the first SIGINT or SIGTERM; a second one does what it would have done without.
+    """Context that takes note of the first SIGINT or SIGTERM; a second one acts as if this context were not there.
 
     Attributes:
         number: Number of the signal; 0 while none came.

@@ -150,7 +150,7 @@ def members_of(number: int, group: dict[str, Any], rule: MatrixRule | ParameterR
 
 
 def facts_of(members: Sequence[OptimizerMember], how: How) -> Facts:
-    """Facts that must be alike on all ranks, but for the settings of groups: parameters, how steps run, versions."""
+    """List what must be alike on all ranks: parameters, how steps run, versions; not the settings of groups."""
     parameters = {
         m.name: f"{str(m.param.dtype).removeprefix('torch.')} {tuple(m.param.shape)} of group {m.number}"
         + (f", parts {tuple(m.group['parts'])}" if m.group["parts"] else "")

@@ -55,7 +55,7 @@ class ActionFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far a stream came: so many of its entries have ended; ``cut`` if the next had begun and raised."""
+    """Place where a stream stopped: how many entries ended, and whether the next began and raised (``cut``)."""
 
     ended: int
     cut: bool = False

@@ -42,11 +42,11 @@ class Exchange(Protocol):
     """Seconds of what data-parallel ranks exchange, and of the optimizer, on one machine under one stack and layout."""
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
-        """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
+        """Seconds of reducing gradients, whose numbers of elements are by the group that has replicas of them."""
         ...
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
-        """Update what a rank keeps of them, clipping included."""
+        """Seconds of updating what a rank keeps of these parameters, clipping included."""
         ...
 
 

@@ -289,7 +289,7 @@ def _is_other(value: Any, old: Any) -> bool:
 
 
 def items_of(table: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs (name, value) of what is in a table; of a list or the like the length and the first items."""
+    """Yield (name, value) for each entry of a mapping; for a list or the like, its length and its first items."""
     if isinstance(table, dict):
         yield from table.items()
     elif isinstance(table, set):

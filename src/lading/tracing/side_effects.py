@@ -25,9 +25,10 @@ from lading.tracing.attributes import Left, carried, carry, copied, left_in, tab
 def left_as_it_was(
     model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None, loss: Any = None
 ) -> Iterator[Left]:
-    """At the end, put every attribute of every module, and of the loss, back; gives what the step left in them.
+    """Context in which a step is traced, and after which no attribute of the model or its loss has changed.
 
     Args:
+        model: Model that is traced.
         before: Changes that an earlier step left, to begin with; ``seen`` then gets the names of the numbers that
             decide something.
 

@@ -303,7 +303,7 @@ class _Built:
         return [group for group in dict.fromkeys(self.groups) if (group,) in self.needs and self.needs[group,].trained]
 
     def shared(self, tasks: list[Task], flows: list[TaskFlow], devices: Sequence[Device]) -> list[Shared]:
-        """List the bytes that several groups hold together; adds the updates of what is trained to ``tasks``."""
+        """List what several groups hold, counted once a device; appends updates of tied weights to both lists."""
         first: dict[str, int] = {}
         for number, group in enumerate(self.groups):
             first.setdefault(group, number)

@@ -15,10 +15,11 @@ from lading.ir.placement import Shared, Task, TaskFlow
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Group of tasks that uses a tied weight.
+    """Group of tasks (a module, say) that holds a copy of a tied weight.
 
     Attributes:
-        makers: Its backward tasks, in order.
+        group: Name of the group, as in ``Task.group``.
+        makers: Numbers of the group's backward tasks, which make its share of the gradient, in order.
     """
 
     group: str
@@ -27,12 +28,12 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Weight that is tied.
+    """Sizes and times of a weight that several groups of tasks share.
 
     Attributes:
         resident_bytes: Bytes of value, gradient and states.
         gradient_bytes: Bytes of the gradient alone.
-        update_s: Seconds of an update by device.
+        update_s: Seconds of an update on each device; infinite on one that cannot run it.
     """
 
     resident_bytes: int
@@ -41,10 +42,16 @@ class Weight:
 
 
 def tie(tasks: list[Task], flows: list[TaskFlow], holders: Sequence[Holder], weight: Weight) -> Shared:
-    """Add what ties groups: an update of each, of all gradients.
+    """Append the tasks and transfers that keep the copies of a tied weight alike.
+
+    Every group sends its gradient to the others, and then updates its own copy with the sum.
 
     Args:
-        holders: In the order of forward; the backward of the first is done last.
+        tasks, flows: Tasks and transfers of the step; the new ones are appended.
+        holders: Groups in the order of forward, so that the backward of the first is done last.
+        weight: Sizes and times of the weight.
+    Returns:
+        The update tasks, which need the weight on one device once only, and its bytes.
     """
     idle = tuple(0.0 if each < float("inf") else each for each in weight.update_s)
     names, senders = " and ".join(holder.group for holder in holders), list[int]()

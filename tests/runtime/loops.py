@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.optimizer import Optimizer
 
 from lading.models.loss import next_byte_loss
@@ -93,6 +94,14 @@ class Loop:
                 with torch.no_grad():
                     next_byte_loss(self.model, {"tokens": torch.zeros(2, 33, dtype=torch.int64)})
 
+    def restored(self) -> None:
+        """Ask for states before the first step, as a script does that goes on from a checkpoint: torch then steps."""
+        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        model, states = get_state_dict(self.model, optimizer)
+        set_state_dict(self.model, optimizer, model_state_dict=model, optim_state_dict=states)
+        for number in self._micro_batches([optimizer]):
+            self.backward(number == self.count - 1, [next_byte_loss(self.model, self.tokens())])
+
     def _micro_batches(self, optimizers: list[Optimizer]) -> Iterator[int]:
         """Numbers of the micro-batches of each step, behind the last of which optimizers step."""
         for _ in range(STEPS):
@@ -105,5 +114,5 @@ class Loop:
 
 LOOPS: dict[str, Callable[[Loop], None]] = {
     each.__name__: each
-    for each in (Loop.several, Loop.contained, Loop.given_up, Loop.preferred, Loop.apart, Loop.looked_at)
+    for each in (Loop.several, Loop.contained, Loop.given_up, Loop.preferred, Loop.apart, Loop.looked_at, Loop.restored)
 }

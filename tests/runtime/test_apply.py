@@ -13,13 +13,16 @@ import pytest
 from tests.ranks import run_ranks
 from tests.runtime.loops import LOOPS
 from tests.runtime.sharding import UNLIKE, compare_plans, with_units
+from torch import nn
 
 from lading.catalog.architectures import architecture_table
 from lading.catalog.stacks import stack_by_name
+from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.plan import Plan
 from lading.ir.request import Architecture, StepRequest
 from lading.planner.unshard import choose_groups, neighbor_peaks, plan_of
+from lading.runtime.apply import _check_plain
 
 #: tests.runtime.sharding.SIZES by the table's names.
 SIZES = {"v": 512, "h": 64, "n": 4, "k": 2, "d": 16, "f": 192}
@@ -142,6 +145,13 @@ def _check_refusals(said: list[str]) -> None:
     assert "expected a plan without pipeline" in said[13]
     assert "expected 2 micro-batches before a step of the optimizer, as planned, got 1" in said[14]
     assert "expected a step of the optimizer after 2 micro-batches, as planned, got one more" in said[15]
+
+
+def test_checkpointing_of_transformers_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].gradient_checkpointing = True  # as gradient_checkpointing_enable() sets it
+    with pytest.raises(ConfigError, match=r"found '0' with gradient_checkpointing .*gradient_checkpointing_disable"):
+        _check_plain(model)
 
 
 def test_plans_are_what_they_are_for() -> None:

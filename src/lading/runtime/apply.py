@@ -218,6 +218,12 @@ def _check_plain(model: nn.Module) -> None:
                 f"apply: expected a model without activation checkpointing, found {path!r} wrapped; leave that to the "
                 "plan, which says what is recomputed"
             )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConfigError(
+                f"apply: expected a model without activation checkpointing, found {path or 'the model'!r} with "
+                "gradient_checkpointing of transformers; call model.gradient_checkpointing_disable() and leave that to "
+                "the plan, which says what is recomputed"
+            )
         if isinstance(module, OptimizedModule):
             raise ConfigError(
                 f"apply: expected modules under their own names, found {path or 'the model'!r} in a wrapper of "
@@ -531,12 +537,15 @@ class _MicroBatches:
     def check(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer of these parameters before all planned micro-batches have run.
 
-        Several optimizers may step behind them, and one that steps others, as torchtitan's container does.
+        Several optimizers may step behind them, and one that steps others, as torchtitan's container does. A
+        step at a rate of zero moves nothing, and counts only behind all of them.
         """
         sharded = {id(each.sharded_param) for group in self._groups for each in group.fsdp_params}
         if not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
             return
         if self.begun != self.count:
+            if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+                return  # moves nothing: torch makes states so, where a checkpoint is to be loaded before any step
             raise ConfigError(
                 f"expected {self.count} micro-batches before a step of the optimizer, as planned, got {self.begun}; "
                 "plan with the global batch of this run"

@@ -30,9 +30,9 @@ _OF_RANKS = frozenset(
 )
 #: What to do instead of one Trainer on each of several ranks.
 _ADVICE_ON_TRAINING = (
-    "a Trainer runs on one rank and reduces nothing, so each would train a model of its own: start one process; or cut "
-    "the model with lading.apply and move it by an optimizer of torch or of lading.optim; or, where each is to train "
-    "for itself, as in a sweep, give independent=True"
+    'its plan is for one rank, so each would train a model of its own: plan in the job, or with layout="dp4" for four '
+    "ranks; or cut the model with lading.apply and move it by an optimizer of torch or of lading.optim; or, where each "
+    'is to train for itself, as in a sweep, plan with layout="dp1" and give independent=True'
 )
 #: Where a wrapper's class is, and what people call it. What nobody has imported no module is of, and importing torch's
 #: distributed parts takes most of a second, so that is not done here.

@@ -7,6 +7,7 @@ ask ``lading.planner``. Nothing here is needed to train: ``lading.run`` takes a 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import MappingProxyType
 
 import torch
 
+from lading.alone import num_ranks
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
@@ -23,11 +25,13 @@ from lading.errors import ConfigError, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
+from lading.ir.layout import Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
-from lading.ir.plan import Plan
+from lading.ir.plan import Plan, PlanKind, plan_from_dict
+from lading.ir.reduction import BUCKET_BYTES
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.update_ops import grouped
-from lading.memory.restore import step_of
+from lading.memory.restore import ALONE, step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -66,8 +70,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     matrices: Matrices | None = None,
     compile: bool = False,
     cache: bool = True,
+    layout: str = "",
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
+
+    In a job of several ranks (under ``torchrun``) the first plans, and all get its plan.
 
     Args:
         graph: Graph from ``lading.capture``.
@@ -86,6 +93,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
             error, and keep it there; False plans anew. A search of more than two seconds says there what it does.
+        layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
+            the mean of their gradients. "" is one replica a rank of the job; "dp1" one by itself.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -98,30 +107,52 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
+    spread = _spread(layout)
     limits = _limits(machine, disk_budget, budgets)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    step = step_of(
-        graph, machine, clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices
-    )
-    with planning_progress(after_s=_QUICK_S) as progress:
-        memory = _kernel_memory(step, machine, progress)
-        planned = cached_plan(
-            step,
-            machine,
-            folder=cache_folder() if cache else None,
-            progress=progress,
-            budget=budget,
-            budgets=limits,
-            policy=policy,
-            expansion={
-                "clip_norm": clip_norm,
-                "master_weights": float(master_weights),
-                "compile": float(compile),
-                **memory.settings(_save_bytes(step, machine)),
-            },
-            workspace_bytes=memory.scratch_bytes,
-        )
-    return _told(planned.plan, memory, graph, rule, matrices)
+
+    def make() -> Plan:
+        moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
+        step = step_of(graph, machine, **moved, layout=spread)
+        with planning_progress(after_s=_QUICK_S) as progress:
+            memory = _kernel_memory(step, machine, progress)
+            planned = cached_plan(
+                step,
+                machine,
+                folder=cache_folder() if cache else None,
+                progress=progress,
+                budget=budget,
+                budgets=limits,
+                policy=policy,
+                expansion={
+                    "clip_norm": clip_norm,
+                    "master_weights": float(master_weights),
+                    "compile": float(compile),
+                    **memory.settings(_save_bytes(step, machine)),
+                },
+                workspace_bytes=memory.scratch_bytes,
+            )
+        return _told(planned.plan, memory, graph, rule, matrices, spread)
+
+    if spread.dp == 1 or num_ranks()[0] != spread.dp:
+        return make()
+    from lading.runtime.job import by_first_rank, start_job  # importing torch.distributed takes most of a second
+
+    start_job(spread.dp)
+    text = by_first_rank("lading.plan", lambda: json.dumps(make().to_dict()))
+    return plan_from_dict(json.loads(text), "the plan of rank 0", PlanKind.RUN.advice)
+
+
+def _spread(layout: str) -> Layout:
+    """Layout of a run: the one asked for, or a replica a rank of the job.
+
+    Raises:
+        ConfigError: it is no layout, or one of more than replicas.
+    """
+    asked = parse_layout(layout) if layout else Layout(dp=num_ranks()[0])
+    if asked != Layout(dp=asked.dp, bucket_bytes=asked.bucket_bytes):
+        raise ConfigError(f'layout: expected replicas, as "dp4", got {layout!r}; a run is spread in no other way yet')
+    return asked if asked.bucket_bytes or asked.dp == 1 else dataclasses.replace(asked, bucket_bytes=BUCKET_BYTES)
 
 
 def plan_run(
@@ -204,7 +235,12 @@ class _KernelMemory:
 
 
 def _told(
-    plan: Plan, memory: _KernelMemory, captured: StepGraph, optimizer: ParameterRule, matrices: Matrices | None
+    plan: Plan,
+    memory: _KernelMemory,
+    captured: StepGraph,
+    optimizer: ParameterRule,
+    matrices: Matrices | None,
+    layout: Layout = ALONE,
 ) -> Plan:
     """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
@@ -215,7 +251,10 @@ def _told(
     if matrices is not None:
         request = dataclasses.replace(request, matrices=dataclasses.asdict(matrices))
         said = (grouped(captured, matrices, name_of(optimizer))[1], *said)
-    return dataclasses.replace(plan, request=request, assumptions=said)
+    if layout.devices == 1:
+        return dataclasses.replace(plan, request=request, assumptions=said)
+    request = dataclasses.replace(request, layout=str(layout), devices=layout.devices)
+    return dataclasses.replace(plan, request=request, assumptions=said, layout=str(layout))
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:

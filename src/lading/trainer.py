@@ -15,10 +15,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from lading import __version__
 from lading.alone import check_only_rank
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
@@ -46,6 +47,9 @@ from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
+
+if TYPE_CHECKING:
+    from lading.runtime.job import Replicas
 
 _RNG = "torch.rng_state"
 
@@ -102,9 +106,9 @@ class Trainer:
         independent: bool = False,
         shapes: Sequence[StepGraph] = (),
     ) -> None:
-        if not independent:
-            check_only_rank()
         plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
+        if plan.replicas == 1 and not independent:
+            check_only_rank()
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
         stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -133,6 +137,7 @@ class Trainer:
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
+        self._replicas = self._joined(plan, model) if plan.replicas > 1 else None
         self._watches = [Watch(captured.frozen, model) for captured in (graph, *shapes)]
         if shapes and plan.compiled:
             raise ConfigError(
@@ -147,6 +152,7 @@ class Trainer:
             threads=threads,
             device=device or device_of(plan.request.machine_table["device"]["kind"]),
             fuse=plan.compiled,
+            replicas=self._replicas,
         )
         for other in programs[1:]:
             self._executor.add_shape(other)
@@ -191,6 +197,7 @@ class Trainer:
         feeds, shape = self._fed(batches)
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
+            self._meet(f"run step {self.steps + 1}", lr=rates[0], matrix_lr=rates[1], shape=shape)
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
             try:
@@ -208,6 +215,7 @@ class Trainer:
         return self._told(losses)
 
     def _told(self, losses: Sequence[float]) -> float:
+        losses = losses if self._replicas is None else self._replicas.mean(losses)
         names, count = self.program.graph.loss_names, len(self.program.graph.inputs)
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
@@ -232,8 +240,14 @@ class Trainer:
                 )
         feeds, shape = self._fed(batches)
         with self._lock, HeldInterrupts(self._executor.stop):
+            self._meet(f"evaluate after step {self.steps}", shape=shape)
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses)
+
+    def _meet(self, doing: str, **facts: float) -> None:
+        """Wait until all ranks come to do the same with the same numbers; alone, do nothing."""
+        if self._replicas is not None:
+            self._replicas.meet(doing, {**facts, "number of steps done": self.steps})
 
     def _fed(self, batches: Any) -> tuple[list[dict[str, torch.Tensor]], int]:
         """Tensors of each micro-batch by name, and the number of their shape.
@@ -391,6 +405,8 @@ class Trainer:
     def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
 
+        Of several ranks, whose values are the same, the first writes it; all call this.
+
         Returns:
             Its folder, for ``load``.
 
@@ -398,6 +414,17 @@ class Trainer:
             StorageError: the disk is full; older checkpoints are whole.
             ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
         """
+        if self._replicas is None:
+            return self._save(Path(folder), meta or {}, keep)
+        from lading.runtime.job import SAVING_S, by_first_rank
+
+        self._meet("save a checkpoint")
+        self._saved = by_first_rank(
+            "Trainer.save", lambda: str(self._save(Path(folder), meta or {}, keep)), timeout_s=SAVING_S
+        )
+        return Path(self._saved)
+
+    def _save(self, folder: Path, meta: Mapping[str, Any], keep: int) -> Path:
         self._check_whole()
         state = generator_state(self._kind)
         give_back()  # what steps freed leaves its room to the buffers of saving
@@ -407,7 +434,7 @@ class Trainer:
             for name, value in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
-        path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+        path = save_checkpoint(folder, self.steps, [*sources, rng], meta, keep)
         self._saved = str(path)
         self._executor.observe_peak()
         return path
@@ -459,6 +486,8 @@ class Trainer:
         finally:
             self._closed = self._executor.is_closed
             if self._closed:
+                if self._replicas is not None:
+                    self._replicas.close()
                 self._finalizer.detach()
                 atexit.unregister(self._finalizer)
             if mixed:
@@ -493,6 +522,27 @@ class Trainer:
             f"step {self.steps + 1} failed half-way, when it had begun to change values; of {len(parameters)} "
             f"parameters now {', '.join(parts)}; trainer.unfinished names all values; {newest}"
         )
+
+    def _joined(self, plan: Plan, model: torch.nn.Module | None) -> Replicas:
+        """Join the other ranks of the plan, which must have been given the same.
+
+        Raises:
+            ConfigError: they were not, or have not come; or the job has another number of ranks.
+        """
+        from lading.runtime.agreement import agree_on, digests, structure
+        from lading.runtime.job import Replicas, start_job
+
+        start_job(plan.replicas)
+        facts: dict[str, Mapping[str, object]] = {
+            "plan": {"": plan.fingerprint},
+            "program": {"": self.program.fingerprint},
+            "optimizer": {"": repr(self.optimizer)},
+            "versions": {"torch": torch.__version__, "lading": __version__},
+        }
+        if model is not None:
+            facts |= {"model": structure(model), **digests(model)}
+        agree_on("lading.Trainer", range(plan.replicas), lambda: (None, facts))
+        return Replicas(plan.replicas)
 
     def _checked(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model if it is the captured one; refuse any other."""

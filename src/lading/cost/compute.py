@@ -18,15 +18,18 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from lading.cost.collective import collective_s
 from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
 from lading.cost.matrix_updates import eigen_s, eigen_share
 from lading.cost.product import product_s
+from lading.cost.topology import group_of_ranks
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
+from lading.ir.reduction import replicas_of
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
 from lading.ir.work import Attention, Kernel, Product, Stage
@@ -134,6 +137,8 @@ def _keeps_last_dim(graph: StepGraph, op: Op) -> bool:
     )
 
 
+#: Least share of a processor's time that computing is taken to have beside a collective of the same processors.
+_LEAST_LEFT = 0.05
 #: PyTorch that runs a step's operations one by one, by its kernel of attention.
 _EAGER = {
     kernel: Stack(name="torch-eager", title="PyTorch, eager", fusion="eager", attention=kernel)
@@ -152,6 +157,9 @@ def op_costs(graph: StepGraph, device: Device) -> list[float]:
     known: dict[object, float] = {}
     costs: list[float] = []
     for op in graph.ops:
+        if op.kind is OpKind.COLLECTIVE:  # no work of the device's
+            costs.append(0.0)
+            continue
         key = _signature(graph, op)
         if key not in known:
             known[key] = op_seconds(graph, op, device)
@@ -178,13 +186,51 @@ def fused_costs(graph: StepGraph, device: Device) -> list[float]:
     return costs
 
 
+def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:
+    """Seconds of each operation on the machine's device, and of each collective between replicas of the step.
+
+    Replicas that are processes of one host take its processors in turns (``Machine.processes``).
+
+    Raises:
+        ConfigError: as ``op_costs``, or nothing is known of collectives among so many ranks.
+    """
+    costs = (fused_costs if fused else op_costs)(graph, machine.device)
+    replicas = replicas_of(graph)
+    if replicas == 1:
+        return costs
+    if not machine.links and f"all_reduce.{replicas}" not in machine.collectives:
+        raise ConfigError(
+            f"{machine.name}: expected the speed of collectives among {replicas} ranks, the machine says nothing of "
+            f"it; measure it with: lading probe --ranks {replicas}"
+        )
+    shared, group = machine.processes, group_of_ranks(replicas, machine)
+    for index, op in enumerate(graph.ops):
+        if index in graph.collectives:
+            costs[index] = collective_s("all_reduce", op.bytes_read, group, machine)
+        elif shared is not None:
+            product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
+            costs[index] *= shared.slower("products" if product else "memory-bound", replicas)
+    return costs
+
+
+def computing_left(graph: StepGraph, machine: Machine) -> float:
+    """Share of its speed at which a replica computes while its gradients are reduced.
+
+    Where replicas are processes of one host, the collective is work of the same processors.
+    """
+    replicas, shared = replicas_of(graph), machine.processes
+    if replicas == 1 or shared is None:
+        return 1.0
+    return max(_LEAST_LEFT, 1.0 - shared.busy.get(f"all_reduce.{replicas}", float(replicas)) / shared.cores)
+
+
 def placed_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:
     """Seconds of each operation where it runs: on the device (``fused_costs`` there), or on the host if hosted.
 
     Raises:
         ConfigError: as ``op_costs``, or operations are to run on a host of which nothing is known.
     """
-    costs = (fused_costs if fused else op_costs)(graph, machine.device)
+    costs = device_costs(graph, machine, fused=fused)
     if graph.hosted:
         host = host_processors(machine)
         for index in graph.hosted:

@@ -73,6 +73,7 @@ def expand(
     optimizer: ParameterRule | None = None,
     matrices: Matrices | None = None,
     part_elements: int = PART_ELEMENTS,
+    widen: bool = False,
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
@@ -83,6 +84,8 @@ def expand(
         optimizer: Rule that moves parameters; None for the default, AdamW.
         matrices: Which parameters another rule moves as matrices, and by which; None leaves all to ``optimizer``.
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
+        widen: Take the gradient of a parameter with a master to float32 of a single micro-batch too, as other ranks
+            add theirs.
 
     Raises:
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
@@ -98,7 +101,7 @@ def expand(
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices)
+    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, widen)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
@@ -116,9 +119,14 @@ class _StepBuilder:
     """
 
     def __init__(
-        self, graph: StepGraph, master_weights: bool, optimizer: ParameterRule, matrices: Matrices | None
+        self,
+        graph: StepGraph,
+        master_weights: bool,
+        optimizer: ParameterRule,
+        matrices: Matrices | None,
+        widen: bool = False,
     ) -> None:
-        self.graph, self.master_weights = graph, master_weights
+        self.graph, self.master_weights, self.widen = graph, master_weights, widen
         self.optimizer, self.matrices = optimizer, matrices
         self.parts = grouped(graph, matrices)[0] if matrices is not None else {}
         self.storages = list(graph.storages)
@@ -141,7 +149,7 @@ class _StepBuilder:
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
         self.losses.extend(names[t] for t in self.graph.losses)
-        if self.graph.accumulation > 1:
+        if self.graph.accumulation > 1 or self.widen:
             self._add_up(micro, names)
 
     def _add_up(self, micro: int, names: Mapping[int, int]) -> None:

@@ -55,7 +55,7 @@ class Phase(StrEnum):
 
 
 class OpKind(StrEnum):
-    """The cost class of an operation; a VIEW moves nothing, and stands in tables only."""
+    """The cost class of an operation; a VIEW moves nothing, and stands in tables only; a COLLECTIVE is of ranks."""
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
@@ -71,6 +71,7 @@ class OpKind(StrEnum):
     SORT = "sort"
     RANDOM = "random"
     STEP = "step"
+    COLLECTIVE = "collective"
     VIEW = "view"
 
 
@@ -287,6 +288,16 @@ class StepGraph:
     def on_host(self) -> frozenset[int]:
         """Operations that the host's processors run."""
         return frozenset(self.hosted)
+
+    @cached_property
+    def collectives(self) -> frozenset[int]:
+        """Operations that all ranks take part in, beside the device's computing."""
+        return frozenset(i for i, op in enumerate(self.ops) if op.kind is OpKind.COLLECTIVE)
+
+    @cached_property
+    def beside(self) -> frozenset[int]:
+        """Operations that take no time of the device's own computing: hosted ones, and collectives."""
+        return self.on_host | self.collectives
 
     @cached_property
     def host_storages(self) -> frozenset[int]:

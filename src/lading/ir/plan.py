@@ -285,7 +285,12 @@ class Plan:
         """Kind of the plan: of a run on one machine, a model on a cluster, or a model on unlike devices."""
         if self.choices.placement:
             return PlanKind.PLACEMENT
-        return PlanKind.RUN if self.layout is None else PlanKind.CLUSTER
+        return PlanKind.RUN if self.layout is None or self.program else PlanKind.CLUSTER
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that a run is planned for, each with a batch of its own."""
+        return self.parsed_layout.dp if self.kind is PlanKind.RUN else 1
 
     @property
     def parsed_layout(self) -> Layout:

@@ -33,21 +33,24 @@ from typing import NamedTuple
 
 from lading.errors import ProgramError
 from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
-from lading.ir.graph import StepGraph
+from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
 from lading.units import format_bytes
 
 #: Streams that every list numbers alike; those of tiers and of the host come behind them as they are first used.
 COMPUTE, NETWORK, SEND_NEXT, SEND_PREVIOUS, RECEIVE = range(5)
 STREAMS = ("compute", "network", "send_next", "send_previous", "receive")
-COMPUTE_STREAM = STREAMS[COMPUTE]
+COMPUTE_STREAM, NETWORK_STREAM = STREAMS[COMPUTE], STREAMS[NETWORK]
 HOST_STREAM = "host_compute"
+#: Streams on which operations of the graph run.
+OPERATION_STREAMS = (COMPUTE_STREAM, NETWORK_STREAM, HOST_STREAM)
 #: Alignment of every storage that may be moved, so that its bytes go by O_DIRECT and DMA.
 PAGE_BYTES = TIER_ALIGNMENT_BYTES
 #: Alignment of smaller storages.
 LINE_BYTES = 64
 #: Unit of a region that is all units of its stage.
 ALL_UNITS = -1
+_KINDS = {OpKind.STEP: ActionKind.STEP, OpKind.COLLECTIVE: ActionKind.REDUCE_GRAD}
 #: Graph of a Program that is not at the grain of kernels.
 NO_GRAPH = StepGraph((), (), (), (), (), (), ())
 
@@ -60,6 +63,18 @@ def read_stream(tier: str) -> str:
 def write_stream(tier: str) -> str:
     """Name of the stream of moves from the device to a tier."""
     return f"{tier}_write"
+
+
+def action_kind(op: Op) -> ActionKind:
+    """Kind of the action that runs an operation for the first time in a step."""
+    return _KINDS.get(op.kind, ActionKind.COMPUTE)
+
+
+def stream_of(graph: StepGraph, op: int) -> str:
+    """Name of the stream on which an operation of a graph runs."""
+    if op in graph.collectives:
+        return NETWORK_STREAM
+    return HOST_STREAM if op in graph.on_host else COMPUTE_STREAM
 
 
 @lru_cache(maxsize=1 << 16)

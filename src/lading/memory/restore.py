@@ -17,9 +17,11 @@ from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
+from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
+from lading.ir.reduction import reduce_gradients
 from lading.ir.retarget import retarget
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
@@ -27,6 +29,8 @@ from lading.memory.verify import verify
 from lading.optim.registry import optimizer as optimizer_by_name
 from lading.optim.rule import ParameterRule
 
+#: Layout of a step that one device runs.
+ALONE = Layout()
 _ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
 
 
@@ -38,29 +42,47 @@ def step_of(
     master_weights: bool,
     optimizer: ParameterRule | None = None,
     matrices: Matrices | None = None,
+    layout: Layout = ALONE,
 ) -> StepGraph:
     """Whole step of a captured micro-batch, with the operations of the machine's device.
 
+    Args:
+        layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``.
+
     Raises:
-        ConfigError: an operation has no kernel there, or the rule for matrices cannot move what it is told to.
+        ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
+            cannot be run by several ranks.
     """
-    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights, optimizer=optimizer, matrices=matrices)
-    return retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
+    step = expand(
+        captured,
+        clip_norm=clip_norm,
+        master_weights=master_weights,
+        optimizer=optimizer,
+        matrices=matrices,
+        widen=layout.dp > 1,
+    )
+    step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
+    return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 else step
+
+
+def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
+    """Whole step that a plan was made for, of its captured micro-batch; raises as ``step_of``."""
+    request, settings = plan.request, plan.request.settings
+    return step_of(
+        captured,
+        machine_from_dict(request.machine_table, "the plan's machine"),
+        clip_norm=settings.get("clip_norm", 0.0),
+        master_weights=bool(settings.get("master_weights", 0.0)),
+        optimizer=planned_optimizer(plan),
+        matrices=matrices_from(request.matrices) if request.matrices is not None else None,
+        layout=plan.parsed_layout,
+    )
 
 
 def program_of(plan: Plan, captured: StepGraph) -> Program:
     """Program of a plan, for the micro-batch that it was made for; raises as ``restore_program``."""
-    request = plan.request
-    machine = machine_from_dict(request.machine_table, "the plan's machine")
-    step = step_of(
-        captured,
-        machine,
-        clip_norm=request.settings.get("clip_norm", 0.0),
-        master_weights=bool(request.settings.get("master_weights", 0.0)),
-        optimizer=planned_optimizer(plan),
-        matrices=matrices_from(request.matrices) if request.matrices is not None else None,
-    )
-    return restore_program(plan, step, machine)
+    machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
+    return restore_program(plan, planned_step(plan, captured), machine)
 
 
 def program_of_shape(plan: Plan, program: Program, captured: StepGraph) -> Program:
@@ -73,15 +95,7 @@ def program_of_shape(plan: Plan, program: Program, captured: StepGraph) -> Progr
     Raises:
         ConfigError: it is another step, or a larger one; says where.
     """
-    request = plan.request
-    step = step_of(
-        captured,
-        machine_from_dict(request.machine_table, "the plan's machine"),
-        clip_norm=request.settings.get("clip_norm", 0.0),
-        master_weights=bool(request.settings.get("master_weights", 0.0)),
-        optimizer=planned_optimizer(plan),
-        matrices=matrices_from(request.matrices) if request.matrices is not None else None,
-    )
+    step = planned_step(plan, captured)
     if len(step.ops) != len(program.graph.ops):
         raise ConfigError(
             f"shapes: expected the {len(program.graph.ops)} operations of the step that was planned, found "

@@ -21,15 +21,17 @@ from typing import NoReturn
 
 from lading.errors import ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
-from lading.ir.graph import Op, OpKind, Role, StepGraph
+from lading.ir.graph import Op, Role, StepGraph
 from lading.ir.program import (
     COMPUTE_STREAM,
-    HOST_STREAM,
+    OPERATION_STREAMS,
     PAGE_BYTES,
     ActionList,
     Program,
+    action_kind,
     read_stream,
     slot_bytes,
+    stream_of,
     write_stream,
 )
 from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
@@ -134,7 +136,7 @@ class AddressMap:
         return covered
 
 
-_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 def verify(program: Program) -> None:
@@ -203,7 +205,7 @@ class _Verifier:
         for tier in program.tiers:
             self.streams_of[tier.name, DEVICE] = read_stream(tier.name)
             self.streams_of[DEVICE, tier.name] = write_stream(tier.name)
-        self.streams = tuple(dict.fromkeys((COMPUTE_STREAM, HOST_STREAM, *self.streams_of.values())))
+        self.streams = tuple(dict.fromkeys((*OPERATION_STREAMS, *self.streams_of.values())))
         self.order = Order(self.streams)
         self.host_tier = program.host_tier
         self.arena = AddressMap()
@@ -255,7 +257,7 @@ class _Verifier:
         elif action.kind in (ActionKind.MOVE, ActionKind.FREE):
             self._check_storage_form(action)
         else:
-            _fail(action, "expected COMPUTE, RECOMPUTE, STEP, MOVE or FREE; other kinds need several ranks")
+            _fail(action, "expected COMPUTE, RECOMPUTE, STEP, REDUCE_GRAD, MOVE or FREE; others are of coarser grain")
         for storage, _ in action.places:
             if not 0 <= storage < len(self.graph.storages):
                 _fail(action, f"expected storage ids in 0..{len(self.graph.storages) - 1}, got {storage} in at=")
@@ -267,7 +269,7 @@ class _Verifier:
             _fail(action, "expected no storage=, from= or to= on an action that runs an op; remove them")
         if action.op in self.graph.on_host and not self.host_tier:
             _fail(action, "expected a tier on which the host's processors can work, the program has none")
-        stream = HOST_STREAM if action.op in self.graph.on_host else COMPUTE_STREAM
+        stream = stream_of(self.graph, action.op)
         if action.stream != stream:
             _fail(action, f"expected stream {stream!r} for an op, got {action.stream!r}")
 
@@ -364,7 +366,7 @@ class _Verifier:
 
     def _compute(self, action: Action) -> None:
         index, op = self._op(action)
-        kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
+        kind = action_kind(op)
         if action.kind is not kind:
             _fail(action, f"expected {kind} for op {index}, whose kind is {op.kind}, got {action.kind}")
         if index in self.done:

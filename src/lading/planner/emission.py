@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import OpKind, Role, StepGraph
 from lading.ir.plan import Option
+from lading.ir.program import action_kind
 from lading.memory.lifetime import Lifetimes, beside_host, gaps
 
 #: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
@@ -151,7 +152,7 @@ class _Walker:
                 continue
             for storage in self.graph.op_reads[op_index]:
                 self._ensure(storage, op_index)
-            kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
+            kind = action_kind(op)
             self._item(Item(kind, op=op_index))
             for tensor in op.outputs:
                 self._arrive(self.graph.storage_of(tensor))
@@ -171,7 +172,7 @@ class _Walker:
                 self._send(storage, self.host_tier)
         missing = [s for s in self.graph.op_reads[op_index] if self.away.get(s) != self.host_tier]
         assert not missing, f"storages {missing} of op {op_index}, which runs on the host, are not there"
-        self._item(Item(ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE, op=op_index))
+        self._item(Item(action_kind(op), op=op_index))
         for storage in self.graph.op_writes[op_index]:
             self.away[storage] = self.out.tiers[storage] = self.host_tier
             self.copies[storage] = {self.host_tier}

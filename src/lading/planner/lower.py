@@ -23,6 +23,7 @@ from lading.ir.program import (
     Program,
     read_stream,
     slot_sizes,
+    stream_of,
     write_stream,
 )
 from lading.memory.lifetime import Lifetimes
@@ -209,10 +210,13 @@ class _ActionWriter:
         waits += [wait for stay in made for wait in self._last_stay(self.emission.residencies[stay].storage)]
         used = self._uses(item)
         waits += [self.ready[s] for s in used if s in self.ready]
+        stream = COMPUTE_STREAM if item.op is None else stream_of(self.graph, item.op)
+        if stream != COMPUTE_STREAM:
+            waits += [self.touched[s] for s in used if s in self.touched]
         places = tuple((self.emission.residencies[i].storage, self.offsets[i]) for i in made)
         action = self._add(
             item.kind,
-            COMPUTE_STREAM,
+            stream,
             waits,
             op=item.op,
             storage=item.storage,
@@ -223,6 +227,8 @@ class _ActionWriter:
             self.touched[storage] = action
         for storage, _ in places:
             self.ready[storage] = action
+        if stream != COMPUTE_STREAM and item.op is not None:
+            self.ready.update(dict.fromkeys(self.graph.op_writes[item.op], action))
 
     def _uses(self, item: Item) -> tuple[int, ...]:
         if item.op is not None:
@@ -263,6 +269,7 @@ class StepCosts:
         kept_bytes: Bytes that the step's kernels were measured to leave behind in the process; None where they were
             not, and they are worked out from the three before.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
+        reducing_bytes: Bytes that a collective takes while it runs, beside whatever computes.
     """
 
     op_seconds: tuple[float, ...]
@@ -273,6 +280,7 @@ class StepCosts:
     save_bytes: int = 0
     kept_bytes: int | None = None
     spare_bytes: int = 0
+    reducing_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -324,7 +332,7 @@ def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
     if device.kind != "cpu":
         return device.overhead_bytes
     if costs.kept_bytes is not None:
-        return costs.kept_bytes + _BYTES_PER_OP_MOVED * len(costs.op_seconds)
+        return costs.kept_bytes + costs.reducing_bytes + _BYTES_PER_OP_MOVED * len(costs.op_seconds)
     calls = _BYTES_PER_OP * len(costs.op_seconds)
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
@@ -440,7 +448,7 @@ def _one_tier(choices: Choices, machine: Machine) -> Choices:
 
 def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: Item) -> float:
     if item.op is not None:
-        return 0.0 if item.op in graph.on_host else costs.op_seconds[item.op]
+        return 0.0 if item.op in graph.beside else costs.op_seconds[item.op]
     assert item.storage is not None
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 

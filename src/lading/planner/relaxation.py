@@ -156,7 +156,7 @@ def build(
         left.add(version)
         candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version))
         chosen.add((gap.storage, gap.start))
-    seconds = np.asarray([0.0 if op in graph.on_host else took for op, took in enumerate(costs.op_seconds)])
+    seconds = np.asarray([0.0 if op in graph.beside else took for op, took in enumerate(costs.op_seconds)])
     if every:
         seconds += _with_caller(graph, lives, machine)
     return ResidencyProblem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)

@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
+from lading.ir.graph import Op, OpKind
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
@@ -30,7 +32,7 @@ _POISON = 0xFF  # NaN in every float format, -1 in every integer
 _LARGE_BYTES = 1 << 20
 #: Scratch above that of the heap may be more than what its shapes say by one part of so many.
 _PADDED = 8
-_OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+_OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 @dataclass
@@ -52,14 +54,23 @@ class CallerData:
     losses: list[torch.Tensor] = field(default_factory=lambda: [])
 
 
+class Reducer(Protocol):
+    """Ranks that reduce gradients with each other."""
+
+    def mean_(self, values: torch.Tensor) -> None:
+        """Replace a tensor by its mean over all ranks."""
+        ...
+
+
 @dataclass(frozen=True)
 class Place:
-    """Surroundings in which a Program runs: the device, its memory, the lower tiers by name, and the caller's side."""
+    """Surroundings of a Program: the device, its memory, the lower tiers by name, the caller's side, other replicas."""
 
     device: DeviceDriver
     arena: Memory
     tiers: Mapping[str, TierBytes]
     caller: CallerData
+    replicas: Reducer | None = None
 
 
 @dataclass
@@ -123,7 +134,7 @@ class Binder:
         self.program, self.graph = program, program.graph
         self.make_room = make_room
         self.device, self.arena = place.device, place.arena
-        self.tiers, self.caller = place.tiers, place.caller
+        self.tiers, self.caller, self.replicas = place.tiers, place.caller, place.replicas
         self.optimizer, self.rates = optimizer, rates
         self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
@@ -202,6 +213,8 @@ class Binder:
                 raise ProgramError(f"a {action.kind.value} needs an operation")
             rate = self.rates.before if action.op in self.deferred else self.rates.now
             op = self.graph.ops[action.op]
+            if op.kind is OpKind.COLLECTIVE:
+                return self._reduce(op)
             parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
             bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter)
             if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
@@ -222,6 +235,13 @@ class Binder:
                 return self._spoil_on_host(action.storage, action.source)
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
+
+    def _reduce(self, op: Op) -> Call:
+        """Make the call that reduces a bucket over all replicas."""
+        bucket = self.view(op.inputs[0])
+        if self.replicas is None or bucket is None:
+            raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
+        return partial(self.replicas.mean_, bucket)
 
     def _is_large(self, op: int, kernel: BoundKernel) -> bool:
         """Whether an operation takes so long that looking at the process before it costs nothing beside it."""

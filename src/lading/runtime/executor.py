@@ -25,7 +25,7 @@ from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.optim.rule import ParameterRule
-from lading.runtime.binding import Binder, CallerData, Place, Rates, checked_batches
+from lading.runtime.binding import Binder, CallerData, Place, Rates, Reducer, checked_batches
 from lading.runtime.device import Call, CpuDevice, DeviceDriver, Meter
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
@@ -68,6 +68,7 @@ class Executor:
         jitter: For tests: called with each action before it runs, on its stream's thread.
         poison: For tests: fill what is freed with NaN.
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
+        replicas: Other ranks, where the Program reduces gradients over them.
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -77,7 +78,7 @@ class Executor:
         ProgramError: an action cannot be executed with this torch.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all that a run is made of
         self,
         program: Program,
         *,
@@ -88,6 +89,7 @@ class Executor:
         jitter: Jitter | None = None,
         poison: bool = False,
         fuse: bool = False,
+        replicas: Reducer | None = None,
     ) -> None:
         self.program = program
         self._state = _ExecutorState.IDLE
@@ -114,7 +116,7 @@ class Executor:
             stack.callback(self._drain)
             if poison:
                 self._poison_arena()
-            place = Place(self._device, self._arena, self.tiers, self._caller)
+            place = Place(self._device, self._arena, self.tiers, self._caller, replicas)
             self._binder = partial(
                 Binder, place=place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
                 make_room=self._ceiling and self._ceiling.make_room,

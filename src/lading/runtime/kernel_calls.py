@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from lading.errors import ProgramError
-from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
+from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, StepGraph
 from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
@@ -94,6 +94,8 @@ def bind(
         ProgramError: this torch has no such operation, or an input has no place.
         ConfigError: an update was planned for another ``optimizer``.
     """
+    if op.kind is OpKind.COLLECTIVE:  # run by who knows the other ranks; alone it takes nothing
+        return BoundKernel(lambda: None)
     if op.name.startswith(PREFIX):
         rates = rate or Rate()
         if matrix_rule_of(op) is None:

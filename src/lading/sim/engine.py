@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Protocol
 
 from lading.catalog.load import as_machine
-from lading.cost.compute import placed_costs
+from lading.cost.compute import computing_left, placed_costs
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program
+from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, OPERATION_STREAMS, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 
-_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 class Resources(Protocol):
@@ -235,6 +235,8 @@ class _Costs:
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
+        #: By how much longer computing takes beside a collective of the same processors.
+        self.beside_collective = 1.0 / computing_left(program.graph, machine) - 1.0
         self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
             raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
@@ -341,7 +343,7 @@ class _TierResources:
     def __init__(self, costs: _Costs, seconds: Sequence[float]) -> None:
         self._costs, self._seconds = costs, seconds
         streams = costs.actions.streams
-        self._computing = [name in (COMPUTE_STREAM, HOST_STREAM) for name in streams]
+        self._computing = [name in OPERATION_STREAMS for name in streams]
         self._host = streams.index(HOST_STREAM) if HOST_STREAM in streams else -1
         self._heap: list[tuple[float, int, int]] = []
         self._tickets = 0
@@ -351,10 +353,14 @@ class _TierResources:
         self._moving: dict[int, tuple[str, bool]] = {}  # by stream
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: dict[int, _Work] = {}  # by stream
+        self._reducing = False
 
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an operation, or the latency of a move."""
         if self._computing[stream]:
+            if stream == NETWORK:
+                self._reducing = True
+                self._retime_work()
             self._work[stream] = work = _Work(self._seconds[action], start_s, self._slowdown(stream))
             self._expect_work(stream, work)
         else:
@@ -375,17 +381,21 @@ class _TierResources:
                 self._end_transfer(stream)
             else:
                 del self._work[stream]
+                if stream == NETWORK:
+                    self._reducing = False
+                    self._retime_work()
             return ((stream, time_s),)
         return ()
 
     def _slowdown(self, stream: int) -> float:
         """How much longer an operation takes beside the transfers of this moment."""
-        if not self._transfers:
-            return 0.0
+        beside = self._costs.beside_collective if self._reducing and stream == COMPUTE else 0.0
+        if not self._transfers or stream == NETWORK:
+            return beside
         running = self._transfers
         if stream == self._host:
             return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
-        return sum(
+        return beside + sum(
             moving.slowdowns[(tier, not read) in running] / self._sharing(moving, read)
             for (tier, read), moving in running.items()
         )

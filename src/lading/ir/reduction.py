@@ -1,0 +1,308 @@
+"""Reduction: the gradients of a step become their mean over replicas, a bucket at a time, before they are used.
+
+A bucket is a few gradients that become final one after another: copied side by side, they are reduced by one collective
+on a stream of its own, and what uses them then reads them where they lie in the bucket. A gradient that fills a bucket
+alone is reduced in place. What uses the gradients of a bucket stands behind the next bucket's reduction, so that
+computing goes on while a bucket is reduced; what uses the last bucket has to wait for it.
+
+[Note: numbers] Each replica's gradients are summed over its own micro-batches first. The sum over replicas is divided
+by their number, so for two replicas, and two micro-batches in one process, the same numbers are added in the same
+order; with more replicas the collective's order counts, which is the library's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+from lading.errors import ConfigError
+from lading.ir.graph import (
+    DTYPE_BYTES,
+    Arg,
+    Literal,
+    Op,
+    OpKind,
+    Phase,
+    Ref,
+    Role,
+    StepGraph,
+    Storage,
+    Tensor,
+    rename_op,
+    row_major,
+)
+
+#: Bytes of a bucket where nothing else is said: as of DistributedDataParallel.
+BUCKET_BYTES = 25 << 20
+#: Sums a tensor over all replicas in place, and divides it by their number.
+ALL_REDUCE = "c10d.allreduce_.mean"
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """Gradient of a parameter, and the operation of the step that writes it last."""
+
+    tensor: int
+    final: int
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements ``start`` to ``stop`` of a storage, which lie from ``offset`` on in the tensor ``bucket``."""
+
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+
+
+def reduce_gradients(step: StepGraph, replicas: int, bucket_bytes: int) -> StepGraph:
+    """Reduce all gradients of an expanded step over replicas, in buckets of at least so many bytes.
+
+    Raises:
+        ConfigError: the step draws random numbers, or changes a buffer, which each replica would do in its own way.
+    """
+    _check_alike(step)
+    return _Reducer(step, replicas, bucket_bytes).reduced()
+
+
+def replicas_of(graph: StepGraph) -> int:
+    """Number of replicas whose gradients a step reduces; 1 where it reduces none."""
+    first = min(graph.collectives, default=-1)
+    return 1 if first < 0 else cast("int", dict(graph.ops[first].kwargs)["ranks"])
+
+
+def _check_alike(step: StepGraph) -> None:
+    """Refuse what each replica would do in a way of its own."""
+    buffers = {step.storage_of(tensor): name for name, tensor in step.buffers}
+    for op in step.ops:
+        where = op.module or "the loss"
+        if op.random:
+            raise ConfigError(
+                f"layout: expected a step without random numbers on several ranks, found {op.name} in {where}, whose "
+                "ranks would draw the same; set dropout to 0, or train on one rank"
+            )
+        if changed := [buffers[s] for t in op.mutates if (s := step.storage_of(t)) in buffers]:
+            raise ConfigError(
+                f"layout: expected buffers that training leaves as they are on several ranks, found that {op.name} in "
+                f"{where} changes {changed[0]!r}, of which each rank would have its own; use a norm without running "
+                "statistics, or train on one rank"
+            )
+
+
+class _Reducer:
+    """Builder of the step with its reductions.
+
+    Attributes:
+        spans: By storage, where elements of gradients lie in buckets.
+        after: By operation, the copies and collectives behind it.
+        bucket_of: By storage that is reduced, the number of its bucket.
+    """
+
+    def __init__(self, step: StepGraph, replicas: int, bucket_bytes: int) -> None:
+        self.step, self.replicas, self.bucket_bytes = step, replicas, bucket_bytes
+        self.storages, self.tensors = list(step.storages), list(step.tensors)
+        self.spans: dict[int, list[_Span]] = {}
+        self.after: dict[int, list[Op]] = {}
+        self.bucket_of: dict[int, int] = {}
+        self.renamed: dict[int, int] = {}
+
+    def reduced(self) -> StepGraph:
+        for number, bucket in enumerate(self._buckets()):
+            self._reduce(number, bucket)
+        ops = [self._on_buckets(op) for op in self.step.ops]
+        parameters = tuple(
+            p if p.gradient is None else dataclasses.replace(p, gradient=self._in_bucket(p.gradient))
+            for p in self.step.parameters
+        )
+        graph = dataclasses.replace(
+            self.step,
+            storages=tuple(self.storages),
+            tensors=tuple(self.tensors),
+            ops=tuple(self._ordered(ops)),
+            parameters=parameters,
+        )
+        graph.validate()
+        return graph
+
+    def _gradients(self) -> list[_Gradient]:
+        """List the gradients in the order in which they become final."""
+        final = {
+            self.step.storage_of(t): index
+            for index, op in enumerate(self.step.ops)
+            if op.phase is not Phase.OPTIMIZER
+            for t in (*op.outputs, *op.mutates)
+        }
+        named = {p.gradient: p.names[0] for p in self.step.parameters if p.gradient is not None}
+        found = [
+            _Gradient(tensor, final[self.step.storage_of(tensor)], name.rpartition(".")[0])
+            for tensor, name in named.items()
+        ]
+        return sorted(found, key=lambda gradient: (gradient.final, gradient.tensor))
+
+    def _buckets(self) -> Iterator[list[_Gradient]]:
+        """Yield gradients of one dtype that are reduced together, in the order in which the last becomes final."""
+        filling: dict[str, list[_Gradient]] = {}
+        for gradient in self._gradients():
+            tensor = self.tensors[gradient.tensor]
+            bucket = filling.setdefault(tensor.dtype, [])
+            bucket.append(gradient)
+            if sum(self.tensors[g.tensor].touched_bytes for g in bucket) >= self.bucket_bytes:
+                yield filling.pop(tensor.dtype)
+        yield from sorted(filling.values(), key=lambda bucket: bucket[-1].final)
+
+    def _reduce(self, number: int, bucket: Sequence[_Gradient]) -> None:
+        """Write the copies of a bucket and its collective behind the last gradient's last write."""
+        ops = self.after.setdefault(bucket[-1].final, [])
+        flat = [self._flat(gradient, ops) for gradient in bucket]
+        module = bucket[0].module if len({g.module for g in bucket}) == 1 else f"{bucket[0].module} and others"
+        reduced = flat[0] if len(flat) == 1 else self._gathered(number, bucket, flat, ops, module)
+        self.bucket_of[self.tensors[reduced].storage] = number
+        size = self.tensors[reduced].touched_bytes
+        ops.append(
+            Op(
+                name=ALL_REDUCE, phase=Phase.BACKWARD, args=(Ref(reduced),), kwargs=(("ranks", self.replicas),),
+                inputs=(reduced,), outputs=(), results=(None,), mutates=(reduced,), module=module,
+                kind=OpKind.COLLECTIVE, bytes_read=size, bytes_written=size,
+            )
+        )  # fmt: skip
+
+    def _flat(self, gradient: _Gradient, ops: list[Op]) -> int:
+        """Make the view of a gradient in which its elements lie one after another; of a copy where they do not."""
+        tensor = self.tensors[gradient.tensor]
+        count = prod(tensor.shape)
+        if tensor.is_dense:
+            return self._tensor(dataclasses.replace(tensor, shape=(count,), stride=(1,)))
+        name = self.step.storages[tensor.storage].name
+        storage = self._storage(f"{name}.dense", count * DTYPE_BYTES[tensor.dtype], Role.GRADIENT)
+        copy = self._tensor(Tensor(storage, tensor.dtype, tensor.shape, row_major(tensor.shape)))
+        layout = (("memory_format", Literal("memory_format", "contiguous_format")),)
+        ops.append(
+            self._copying(
+                "aten.clone.default", (Ref(gradient.tensor),), layout, (gradient.tensor,), copy, gradient.module
+            )
+        )
+        self.renamed[gradient.tensor] = copy
+        return self._tensor(Tensor(storage, tensor.dtype, (count,), (1,)))
+
+    def _gathered(
+        self, number: int, bucket: Sequence[_Gradient], flat: Sequence[int], ops: list[Op], module: str
+    ) -> int:
+        """Copy flat gradients side by side into a bucket of their own, and note where each lies."""
+        dtype = self.tensors[flat[0]].dtype
+        count = sum(prod(self.tensors[t].shape) for t in flat)
+        storage = self._storage(f"bucket {number} of gradients", count * DTYPE_BYTES[dtype], Role.GRADIENT)
+        whole = self._tensor(Tensor(storage, dtype, (count,), (1,)))
+        ops.append(self._copying("aten.cat.default", (tuple(map(Ref, flat)),), (), tuple(flat), whole, module))
+        offset = 0
+        for gradient, piece in zip(bucket, flat, strict=True):
+            start, length = self.tensors[piece].offset, prod(self.tensors[piece].shape)
+            if gradient.tensor in self.renamed:
+                copy = self.renamed[gradient.tensor]
+                self.renamed[gradient.tensor] = self._tensor(
+                    dataclasses.replace(self.tensors[copy], storage=storage, offset=offset)
+                )
+            else:
+                spans = self.spans.setdefault(self.tensors[piece].storage, [])
+                spans.append(_Span(start, start + length, storage, offset))
+            offset += length
+        return whole
+
+    def _copying(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        inputs: tuple[int, ...],
+        output: int,
+        module: str,
+    ) -> Op:
+        size = self.tensors[output].touched_bytes
+        return Op(
+            name=name, phase=Phase.BACKWARD, args=args, kwargs=kwargs, inputs=inputs, outputs=(output,),
+            results=(output,), mutates=(), module=module, kind=OpKind.COPY, bytes_read=size, bytes_written=size,
+        )  # fmt: skip
+
+    def _on_buckets(self, op: Op) -> Op:
+        """Let an operation of the optimizer's phase work on gradients where they lie in buckets."""
+        if op.phase is not Phase.OPTIMIZER:
+            return op
+        moved = {t: self._in_bucket(t) for t in (*op.inputs, *op.mutates)}
+        if all(old == new for old, new in moved.items()):
+            return op
+        return rename_op(op, {**{t: t for t in op.outputs}, **{t: t for t in op.results if t is not None}, **moved})
+
+    def _in_bucket(self, tensor: int) -> int:
+        """Tensor of the reduced gradient that stands for one of the rank's own; itself where it is no gradient."""
+        if tensor not in self.renamed:
+            view = self.step.tensors[tensor] if tensor < len(self.step.tensors) else self.tensors[tensor]
+            for span in self.spans.get(view.storage, ()):
+                if span.start <= view.offset < span.stop or (view.offset == span.start == span.stop):
+                    offset = span.offset + view.offset - span.start
+                    self.renamed[tensor] = self._tensor(dataclasses.replace(view, storage=span.bucket, offset=offset))
+                    break
+            else:
+                return tensor
+        return self.renamed[tensor]
+
+    def _ordered(self, ops: Sequence[Op]) -> Iterator[Op]:
+        """Yield the operations with the reductions, and what uses a bucket behind the next bucket's reduction."""
+        waiting, issued = _Waiting(self.tensors), -1
+        for index, op in enumerate(ops):
+            if op.phase is Phase.OPTIMIZER and (self._newest(op) >= issued or waiting.precedes(op)):
+                waiting.add(op)
+            else:
+                yield op
+            for new in self.after.get(index, ()):
+                yield new
+                if new.kind is OpKind.COLLECTIVE:
+                    issued = self._newest(new)
+                    still = _Waiting(self.tensors)
+                    for held in waiting.ops:
+                        if self._newest(held) >= issued or still.precedes(held):
+                            still.add(held)
+                        else:
+                            yield held
+                    waiting = still
+        yield from waiting.ops
+
+    def _newest(self, op: Op) -> int:
+        """Number of the last bucket that an operation uses; -1 if it uses none."""
+        storages = {self.tensors[t].storage for t in (*op.inputs, *op.mutates)}
+        return max((self.bucket_of[s] for s in storages if s in self.bucket_of), default=-1)
+
+    def _storage(self, name: str, size_bytes: int, role: Role) -> int:
+        self.storages.append(Storage(name, size_bytes, role))
+        return len(self.storages) - 1
+
+    def _tensor(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+
+class _Waiting:
+    """Operations that wait, in order, with the storages that they read and write."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.ops: list[Op] = []
+        self._tensors, self._reads, self._writes = tensors, set[int](), set[int]()
+
+    def add(self, op: Op) -> None:
+        """Let an operation wait behind the others."""
+        reads, writes = self._touched(op)
+        self.ops.append(op)
+        self._reads |= reads
+        self._writes |= writes
+
+    def precedes(self, op: Op) -> bool:
+        """Whether an operation must come after one that waits: they share a storage that one of the two writes."""
+        reads, writes = self._touched(op)
+        return not (self._writes.isdisjoint(reads | writes) and self._reads.isdisjoint(writes))
+
+    def _touched(self, op: Op) -> tuple[set[int], set[int]]:
+        reads = {self._tensors[t].storage for t in (*op.inputs, *op.mutates)}
+        return reads, {self._tensors[t].storage for t in (*op.outputs, *op.mutates)}

@@ -1,0 +1,193 @@
+"""Jobs of several ranks: the processes that train one model together, each with a batch of its own.
+
+torch.distributed is the engine: its launcher starts the ranks (torchrun), its process group carries the collectives,
+its store what is compared before. A job has a process group of its own, so that no collective of the user's comes
+between those of a step, and every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lading.errors import ConfigError, StorageError
+from lading.runtime.agreement import ARRIVAL_S, Meeting
+
+#: Seconds that a rank waits for the others in a collective.
+TIMEOUT_S = 300.0
+#: Seconds that ranks wait for the one that writes a checkpoint.
+SAVING_S = 3600.0
+#: Elements of a first collective, which brings in what later ones keep: it does not count as memory of a step.
+_FIRST_ELEMENTS = 1 << 18
+#: What a collective raises: another rank is gone, or late.
+_FAILURES = (RuntimeError, dist.DistError)
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_job(ranks: int) -> None:
+    """Make sure that this process belongs to a job of so many ranks that can talk to each other.
+
+    A process group that exists is used; else one is made, over gloo, from what the launcher has set.
+
+    Raises:
+        ConfigError: the job has another number of ranks, or nothing launched it.
+    """
+    if not dist.is_initialized():
+        if missing := [name for name in _VARIABLES if name not in os.environ]:
+            raise ConfigError(
+                f"expected a job of {ranks} ranks, as the plan is for so many, found one process (no {missing[0]} in "
+                f"the environment); start it with: torchrun --nproc-per-node {ranks} SCRIPT"
+            )
+        dist.init_process_group("gloo")
+        atexit.register(_end_job)
+    if (count := dist.get_world_size()) != ranks:
+        raise ConfigError(
+            f"expected a job of {ranks} ranks, as the plan is for so many, found one of {count}; start so many, or "
+            f'plan with layout="dp{count}"'
+        )
+
+
+def _end_job() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = ARRIVAL_S) -> str:
+    """Let the first rank make a text that all ranks get.
+
+    Args:
+        call: What the user called, for messages.
+        timeout_s: Seconds that the others wait for it.
+    Raises:
+        ConfigError: the first rank has failed, or has not come in time; it raises what it failed of itself.
+    """
+    meeting = Meeting.of(call, range(dist.get_world_size()), timeout_s)
+    store = meeting.store
+    if meeting.rank == 0:
+        try:
+            text = make()
+        except Exception as error:
+            store.set("failed", f"{error}")
+            store.set("made", "")
+            raise
+        store.set("made", text)
+        return text
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        text = bytes(store.get("made")).decode()
+    except dist.DistError as error:
+        raise ConfigError(
+            f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
+        ) from error
+    if not text:
+        raise ConfigError(f"{call}: failed on rank 0: {bytes(store.get('failed')).decode()}")
+    return text
+
+
+class Replicas:
+    """Ranks that train one model together; made on all of them.
+
+    Args:
+        ranks: How many.
+        timeout_s: Seconds that a rank waits for the others in a collective.
+
+    Attributes:
+        rank: Number of this one.
+
+    Raises:
+        ConfigError: the job has another number of ranks.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
+        start_job(ranks)
+        self.ranks, self.rank, self._timeout_s = ranks, dist.get_rank(), timeout_s
+        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = cast("dist.ProcessGroup | None", made)
+        store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
+        self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
+        self._doing = "begin"
+        self.mean_(torch.zeros(_FIRST_ELEMENTS))
+
+    def mean_(self, values: torch.Tensor) -> None:
+        """Replace a tensor by its mean over all ranks.
+
+        Raises:
+            StorageError: another rank is gone or late; says which.
+        """
+        self._collective(lambda: dist.all_reduce(values, group=self._group))
+        values.div_(self.ranks)
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Means of numbers over all ranks, the same on each; errors as ``mean_``."""
+        total = torch.tensor(values, dtype=torch.float64)
+        self.mean_(total)
+        return total.tolist()
+
+    def meet(self, doing: str, facts: dict[str, float]) -> None:
+        """Wait until all ranks come to do the same.
+
+        Args:
+            doing: What this rank is about to do ("step 8"), for messages.
+            facts: Numbers that are to be equal on all ranks, by name.
+        Raises:
+            ConfigError: they are not; says which, and on which ranks.
+            StorageError: a rank is gone or late; says which.
+        """
+        self._doing = doing
+        self._store.set(f"doing {self.rank}", doing)
+        mine = torch.tensor(list(facts.values()), dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._collective(lambda: dist.all_gather(every, mine, group=self._group))
+        for column, name in enumerate(facts):
+            told = [float(row[column]) for row in every]
+            if len(set(told)) > 1:
+                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))
+                raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
+
+    def barrier(self) -> None:
+        """Wait for all ranks; errors as ``mean_``."""
+        self._collective(lambda: dist.barrier(group=self._group))
+
+    def close(self) -> None:
+        """Give up the process group of these ranks; the job's own stays. May be called twice."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _collective(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except _FAILURES as error:
+            raise StorageError(self._lost(error)) from error
+
+    def _lost(self, error: Exception) -> str:
+        """Say which ranks did not come to a collective, as far as they can still be asked."""
+        first = _first_line(error)
+        try:
+            told = {r: self._told(r) for r in range(self.ranks) if r != self.rank}
+        except _FAILURES as lost:
+            return (
+                f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
+                f"has ended ({_first_line(lost)}; {first}); look at its output, and start the job again"
+            )
+        late = [f"rank {rank} ({doing or 'had not come'})" for rank, doing in told.items() if doing != self._doing]
+        who = ", ".join(late[:8]) if late else "a rank that had come, and then failed or hung"
+        return (
+            f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: {who} "
+            f"({first}); look at its output, and start the job again from the last checkpoint"
+        )
+
+    def _told(self, rank: int) -> str:
+        key = f"doing {rank}"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,234 @@
+"""A step runs on several ranks: each trains on a batch of its own, and all have the numbers of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lading
+from lading.errors import ConfigError, StorageError
+from lading.ir.graph import OpKind, Phase, StepGraph
+from lading.ir.machine import Curve, Machine
+from lading.ir.reduction import reduce_gradients
+from lading.memory.restore import step_of
+from lading.models.loss import next_byte_loss
+from lading.models.reference import build_model
+from lading.optim.registry import optimizer as rule
+from tests.machines import small_machine
+from tests.ranks import run_ranks
+from tests.test_saved_plan import states_on_disk
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2, "num_layers": 2}
+#: Fewer bytes than the gradients of a block, so that there are several buckets.
+BUCKET = 20_000
+
+
+def machine() -> Machine:
+    """The made-up machine, with collectives of its processes."""
+    curve, small = Curve(size=(1e3, 1e6), rate=(1e8, 1e9)), small_machine()
+    device = dataclasses.replace(small.device, peak_flops_per_s={**small.device.peak_flops_per_s, "float64": 5e10})
+    return dataclasses.replace(small, device=device, collectives={f"all_reduce.{n}": curve for n in (2, 3, 4)})
+
+
+def batch(step: int, number: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(100 * step + number)
+    return {"tokens": torch.randint(0, 64, (2, 17), generator=drawn)}
+
+
+def build(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, **SIZES).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to train: what is captured, and how it is planned."""
+
+    model: str = "llama"
+    dtype: torch.dtype = torch.float32
+    micro: int = 1
+    plan: Callable[[], dict[str, Any]] = dict
+
+    def train(self, layout: str, share: int, first: int, folder: Path, steps: int = 3) -> tuple[Any, list[float]]:
+        """Train on ``share`` micro-batches a step from number ``first`` on; returns the values and the losses."""
+        model = build(self.model, self.dtype)
+        graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=share)
+        asked = {"budget": "100%", "cache": False, **self.plan()}
+        made = lading.plan(graph, machine(), layout=layout, **asked)
+        with lading.Trainer(made, graph, model, folder=folder) as trainer:
+            losses = [trainer.step([batch(step, first + number) for number in range(share)]) for step in range(steps)]
+            states = {name: trainer.value(name) for name in trainer._values}
+        return states, losses
+
+
+CASES = {
+    "clipped": Case(plan=lambda: {"clip_norm": 0.1}),
+    "tied": Case("gpt"),
+    "masters": Case(dtype=torch.bfloat16, plan=lambda: {"master_weights": True, "clip_norm": 0.1}),
+    "lion": Case(plan=lambda: {"optimizer": rule("lion")}),
+    "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
+    "muon": Case(plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
+    "disk": Case(plan=lambda: {"policy": states_on_disk, "clip_norm": 0.1}),
+}
+
+
+def _replica(rank: int, out: str) -> None:
+    for name, case in CASES.items():
+        folder = Path(out) / f"{name} {rank}"
+        folder.mkdir()
+        torch.save(case.train(f"dp2,bucket_bytes={BUCKET}", case.micro, rank * case.micro, folder), folder / "values")
+
+
+def test_two_ranks_train_as_one_process_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(_replica, 2, str(tmp_path))
+    for name, case in CASES.items():
+        alone, losses = case.train("dp1", 2 * case.micro, 0, tmp_path)
+        for rank in range(2):
+            values, told = torch.load(tmp_path / f"{name} {rank}" / "values")
+            assert told == losses, name
+            assert values.keys() == alone.keys()
+            assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], name
+
+
+def _four(rank: int, out: str) -> None:
+    case = Case(dtype=torch.float64, micro=2)
+    folder = Path(out) / str(rank)
+    folder.mkdir()
+    torch.save(case.train("", 2, 2 * rank, folder), folder / "values")
+
+
+def test_four_ranks_add_up_in_another_order(tmp_path: Path) -> None:
+    run_ranks(_four, 4, str(tmp_path))
+    alone, losses = Case(dtype=torch.float64).train("dp1", 8, 0, tmp_path)
+    for rank in range(4):
+        values, told = torch.load(tmp_path / str(rank) / "values")
+        assert told == pytest.approx(losses, rel=1e-14)
+        first = torch.load(tmp_path / "0" / "values")[0]
+        for name, value in values.items():
+            assert torch.equal(value, first[name]), name
+            # AdamW divides by the root of a square: where a gradient is near zero its error counts for more.
+            torch.testing.assert_close(value, alone[name], rtol=1e-8, atol=1e-10)
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ConfigError, StorageError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _unlike(rank: int, out: str) -> None:
+    told: dict[str, str] = {}
+    model = build()
+    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    asked: dict[str, Any] = {"budget": "100%", "cache": False}
+    plan = lading.plan(graph, machine(), **asked)
+    other = lading.plan(graph, machine(), layout="dp2,bucket_bytes=1000", **asked)
+    told["plan"] = _refused(lambda: lading.Trainer(other if rank else plan, graph, model, folder=out))
+    changed = build()
+    with torch.no_grad():
+        next(changed.parameters()).view(-1)[0] += rank
+    told["model"] = _refused(lambda: lading.Trainer(plan, graph, changed, folder=out))
+    three = lading.plan(graph, machine(), layout="dp3", **asked)
+    told["ranks"] = _refused(lambda: lading.Trainer(three, graph, model, folder=out))
+    alone = lading.plan(graph, machine(), layout="dp1", **asked)
+    told["alone"] = _refused(lambda: lading.Trainer(alone, graph, model, folder=out))
+    folder = Path(out) / str(rank)
+    folder.mkdir()
+    with lading.Trainer(plan, graph, model, folder=folder) as trainer:
+        told["rates"] = _refused(lambda: trainer.step(batch(0, rank), lr=0.1 * (rank + 1)))
+        trainer.step(batch(0, rank), lr=0.1)
+        path = trainer.save(Path(out) / "saved")
+        before = trainer.value("norm.weight").clone()
+        trainer.step(batch(1, rank), lr=0.1)
+        trainer.load(path)
+        assert torch.equal(trainer.value("norm.weight"), before)
+        told["losses"] = f"{trainer.evaluate(batch(2, rank)):.12f}"
+    torch.save(told, folder / "told")
+
+
+def test_ranks_that_were_given_unlike_things_are_told(tmp_path: Path) -> None:
+    run_ranks(_unlike, 2, str(tmp_path))
+    told, other = (torch.load(tmp_path / str(rank) / "told") for rank in range(2))
+    assert told == other
+    assert "ranks differ: rank 1 in the plan" in told["plan"]
+    assert "rank 1 in the values" in told["model"]
+    assert "expected a job of 3 ranks, as the plan is for so many, found one of 2" in told["ranks"]
+    assert "expected a job of one process" in told["alone"]
+    assert "expected the same lr on all ranks, got 0.1 on rank 0, 0.2 on rank 1; nothing has run" in told["rates"]
+
+
+def _dies(rank: int, out: str) -> None:
+    model = build()
+    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    plan = lading.plan(graph, machine(), budget="100%", cache=False)
+    trainer = lading.Trainer(plan, graph, model, folder=Path(out))
+    trainer.step(batch(0, rank))
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    started = time.monotonic()
+    said = _refused(lambda: trainer.step(batch(1, rank)))
+    (Path(out) / "said").write_text(f"{time.monotonic() - started:.0f} {said}")
+    trainer.close()
+
+
+def test_a_rank_that_died_is_named(tmp_path: Path) -> None:
+    run_ranks(_dies, 2, str(tmp_path))
+    seconds, _, said = (tmp_path / "said").read_text().partition(" ")
+    assert int(seconds) < 30
+    assert "for the others to run step 2; missing: rank 1 (run step 1)" in said
+
+
+def step(model: nn.Module, given: Any, loss: Any = next_byte_loss) -> StepGraph:
+    return step_of(lading.capture(model, given, loss), machine(), clip_norm=0.0, master_weights=False)
+
+
+def test_what_uses_a_bucket_stands_behind_the_next_reduction() -> None:
+    graph = reduce_gradients(step(build(), batch(0, 0)), 2, BUCKET)
+    reduced = [index for index, op in enumerate(graph.ops) if op.kind is OpKind.COLLECTIVE]
+    buckets = [graph.storage_of(graph.ops[index].inputs[0]) for index in reduced]
+    assert len(set(buckets)) == len(buckets) > 3
+    first_use = {
+        bucket: min(i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER and bucket in graph.reads(op))
+        for bucket in buckets
+    }
+    for bucket, behind in zip(buckets, reduced[1:], strict=False):
+        assert first_use[bucket] > behind
+    trained = {graph.storage_of(p.gradient) for p in graph.parameters if p.gradient is not None}
+    assert trained == set(buckets)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), "expected a step without random numbers on several ranks"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "changes '1.num_batches_tracked', of which each rank"),
+    ],
+)
+def test_what_ranks_would_do_each_in_its_way_is_refused(model: nn.Module, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        reduce_gradients(
+            step(model, {"input": torch.ones(3, 4)}, lambda m, b: m(b["input"]).square().mean()), 2, BUCKET
+        )
+
+
+def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:
+    model = build()
+    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    plan = lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2")
+    with pytest.raises(ConfigError, match="start it with: torchrun --nproc-per-node 2 SCRIPT"):
+        lading.Trainer(plan, graph, model, folder=tmp_path)
+    with pytest.raises(ConfigError, match="expected replicas, as \"dp4\", got 'tp2'"):
+        lading.plan(graph, machine(), budget="100%", cache=False, layout="tp2")
+    with pytest.raises(ConfigError, match="test: expected the speed of collectives among 2 ranks"):
+        lading.plan(graph, small_machine(), budget="100%", cache=False, layout="dp2")

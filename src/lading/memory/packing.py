@@ -41,7 +41,7 @@ def peak_bytes(items: Sequence[Buffer]) -> int:
 
 
 def profile(items: Sequence[Buffer]) -> np.ndarray:
-    """[moment]: bytes alive."""
+    """Bytes alive; an array of [moment]."""
     last = max((span[1] for item in items for span in item.spans), default=-1)
     change = [0] * (last + 2)
     for item in items:

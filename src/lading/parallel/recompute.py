@@ -64,11 +64,11 @@ class Flow:
         return self.storages(self.segment.saved)
 
     def users_forward(self, storage: int) -> set[int]:
-        """Kernels of forward that read it."""
+        """Numbers of the forward kernels that read a storage."""
         return {p for p in self.users.get(storage, ()) if self.segment.kernels[p].stage is Stage.FORWARD}
 
     def makers_forward(self, storage: int) -> list[int]:
-        """Kernels of forward that write it."""
+        """Numbers of the forward kernels that write a storage, in order."""
         return [p for p in self.makers.get(storage, ()) if self.segment.kernels[p].stage is Stage.FORWARD]
 
     @cached_property

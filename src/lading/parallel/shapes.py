@@ -29,9 +29,11 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """``size`` by its factors; or, with ``parts``, the sum of those.
+    """Length of a dim, with what is needed to divide it over ranks: a product of factors, or a sum of parts.
 
     Attributes:
+        size: Length before it is divided, as a polynomial in the model's sizes.
+        factors: Factors, outermost first, each with the axes that cut it; () for a sum.
         leaves: Where it has factors: all it is a product of, outermost first, each with its own factors.
         parts: Places, among all lengths, of what each part is a product of.
     """

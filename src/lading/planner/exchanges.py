@@ -68,10 +68,10 @@ class Exchanges:
     segment_reduce_s: Floats
 
     def rows(self, table: PipeTable, good: Any) -> tuple[Ints, Ints]:
-        """Combine the pipes that ``good`` marks with their ways to keep states.
+        """List the layouts of some pipes: each with every way of dividing its states over ranks.
 
         Returns:
-            [layout]: pipe; [layout]: number here.
+            Number of the pipe in ``table``, and of the way in the arrays of this class, each an array of [layout].
         """
         pipes = np.flatnonzero(good)
         geometry = table.geometry[pipes]
@@ -129,9 +129,10 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
 def least_bytes(
     space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
 ) -> tuple[Floats, Floats]:
-    """[pipeline shape, watched rank]: least bytes of states, however they are kept; inf where they cannot be.
+    """Least bytes of states, however they are kept; inf where they cannot be.
 
-    The second is the same without whole gradients, for schedules that run all forwards first.
+    Both results are arrays of [pipeline shape, watched rank]; the second leaves whole gradients out, for schedules that
+    run all forwards first.
 
     Args:
         watched: Result of ``watched_segments``.
@@ -158,7 +159,7 @@ def least_bytes(
 
 
 def alone_of(plain: Sequence[Phases]) -> Floats:
-    """[segment, kind]: parameters."""
+    """Parameters; an array of [segment, kind]."""
     return np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
 
 
@@ -208,7 +209,7 @@ def _all_shapes(
 
 
 def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
-    """[pipeline shape, watched rank]: bytes of gradients that are tensors in name only."""
+    """Bytes of gradients that are tensors in name only; an array of [pipeline shape, watched rank]."""
     if not any(s.placeholders for s in plain):
         return np.zeros(watched.shape[:2])
     there, which = np.unique(watched.reshape(-1, len(plain)) > 0, axis=0, return_inverse=True)
@@ -311,7 +312,7 @@ def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
-    """[row]: seconds of an exchange of [row, kind] elements; 0 where there are none of a kind."""
+    """Seconds of an exchange of [row, kind] elements; 0 where there are none of a kind; an array of [row]."""
     whole = elements.astype(np.int64)
     total = np.zeros(len(elements))
     for place, kind in enumerate(_KINDS):
@@ -330,7 +331,7 @@ def _optimizer(prices: MachinePrices, kept: Floats) -> Floats:
 
 
 def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
-    """[shape, watched rank]: bytes of states, and of placeholders of gradients.
+    """Bytes of states, and of placeholders of gradients; an array of [shape, watched rank].
 
     Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
     they need not be there when activations are most; nor are gradients where a stack drops them, or cut ones where the
@@ -348,7 +349,7 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
 
 
 def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
-    """[shape, watched rank]: least bytes of cut parameters and gradients that are whole in a pipeline.
+    """Least bytes of cut parameters and gradients that are whole in a pipeline; an array of [shape, watched rank].
 
     These are gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
     """
@@ -361,7 +362,11 @@ def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
 
 
 def _whole_gradients(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
-    """[shape, watched rank]: bytes of cut gradients that are whole in a pipeline from the first backward on."""
+    """Bytes of cut gradients that are whole in a pipeline from the first backward on.
+
+    Returns:
+        Array of [shape, watched rank].
+    """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
         return np.zeros((len(shape.held), WATCHED))
     return shape.held[:, :WATCHED, :2].sum(axis=2) * DTYPE_BYTES[stack.gradient_dtype]

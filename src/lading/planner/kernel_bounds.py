@@ -84,7 +84,7 @@ class _Terms:
     sent: dict[_Sent, Floats]
 
     def seconds(self, share: float, device: Device) -> Floats:
-        """[stretch]: least seconds with a share of the tokens, ``grouped`` and ``sent`` left out."""
+        """Least seconds with a share of the tokens, ``grouped`` and ``sent`` left out; an array of [stretch]."""
         total = share * self.linear_s + self.fixed_s
         for kind, moved in self.moved.items():
             sizes: Any = moved.sizes * share
@@ -194,7 +194,7 @@ class KernelBounds:
         return self._of(self._own, None, block, prices)
 
     def _of(self, terms: _Terms, mode: RecomputeMode | None, block: LayoutBlock, prices: MachinePrices) -> Floats:
-        """[stretch]: least seconds of a member."""
+        """Least seconds of a member; an array of [stretch]."""
         share, device = block.micro_batch / self.leader.micro_batch, prices.machine.device
         known = mode, block.micro_batch
         if known not in self._seconds:
@@ -210,7 +210,7 @@ class KernelBounds:
         return total + self._sent_s(terms.sent, block, prices)
 
     def _sent_s(self, sent: Mapping[_Sent, Floats], block: LayoutBlock, prices: MachinePrices) -> Floats | float:
-        """[stretch]: seconds of collectives, less what computing may hide."""
+        """Seconds of collectives, less what computing may hide; an array of [stretch]."""
         share = block.micro_batch / self.leader.micro_batch
         total: Floats | float = 0.0
         for (out, collective), counts in sent.items():

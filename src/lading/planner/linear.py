@@ -338,7 +338,7 @@ class Relaxation:
         return np.asarray(self.model.getSolution().col_value)
 
     def usage(self, shares: dict[Option, np.ndarray]) -> np.ndarray:
-        """[position]: bytes that candidates take there.
+        """Bytes that candidates take there; an array of [position].
 
         Args:
             shares: Share of each option but keep, by class.
@@ -444,11 +444,11 @@ class CandidateArrays:
         )
 
     def summed(self, value: np.ndarray) -> np.ndarray:
-        """[class]: a value of the candidates, summed over each class."""
+        """A value of the candidates, summed over each class; an array of [class]."""
         return np.bincount(self.class_of, weights=value, minlength=self.num_classes)
 
     def bytes_held(self, option: Option, position: int) -> np.ndarray:
-        """[candidate]: bytes that it takes at a position with an option."""
+        """Bytes that it takes at a position with an option; an array of [candidate]."""
         taken = np.zeros(len(self.size))
         if option in self.held:
             who, first, last = self.held[option]
@@ -521,7 +521,7 @@ def dual_bound_s(problem: ResidencyProblem, folding: Folding, budget_bytes: int)
 
 
 def _spread(folded: Relaxation, duals: np.ndarray, share: float) -> np.ndarray:
-    """[position]: price of a MB of memory, each row's price spread over ``share`` of the step around it."""
+    """Price of a MB of memory, each row's price spread over ``share`` of the step around it; an array of [position]."""
     prices = np.zeros(folded.problem.num_ops)
     half = int(share * len(prices))
     for row, position in enumerate(folded.positions, folded.first_memory_row):

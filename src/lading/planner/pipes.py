@@ -76,22 +76,22 @@ class PipeTable:
 
     @cached_property
     def split(self) -> Bools:
-        """[pipe]: whether its schedule splits the backward."""
+        """Whether its schedule splits the backward; an array of [pipe]."""
         return self._of("zero-bubble", *V_SHAPED)
 
     @cached_property
     def turns(self) -> Bools:
-        """[pipe]: whether its chunks turn around at the last rank."""
+        """Whether its chunks turn around at the last rank; an array of [pipe]."""
         return self._of(*V_SHAPED)
 
     @cached_property
     def loops(self) -> Bools:
-        """[pipe]: whether its schedule is interleaved."""
+        """Whether its schedule is interleaved; an array of [pipe]."""
         return self._of("interleaved") | (self._of("1f1b") & (self.vpp > 1))
 
     @cached_property
     def plain(self) -> Bools:
-        """[pipe]: whether its schedule is 1F1B of one chunk."""
+        """Whether its schedule is 1F1B of one chunk; an array of [pipe]."""
         return self._of("1f1b") & (self.vpp == 1)
 
     @cached_property
@@ -101,12 +101,12 @@ class PipeTable:
 
     @cached_property
     def bubble(self) -> Bools:
-        """[pipe]: whether its schedule is a zero-bubble one that does not turn around."""
+        """Whether its schedule is a zero-bubble one that does not turn around; an array of [pipe]."""
         return self._of("zero-bubble")
 
     @cached_property
     def dual(self) -> Bools:
-        """[pipe]: whether its schedule is DualPipe-V."""
+        """Whether its schedule is DualPipe-V; an array of [pipe]."""
         return self._of("dualpipe-v")
 
     def _of(self, *kinds: str) -> Bools:
@@ -151,14 +151,14 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
 
 
 def _ranks(pp: int, vpp: int, turns: bool) -> Ints:
-    """[stage]: rank that has it."""
+    """Rank that has it; an array of [stage]."""
     stage = np.arange(pp * vpp)
     place = stage % pp
     return np.where((stage // pp) % 2 == 1, pp - 1 - place, place) if turns else place
 
 
 def _watched(pp: int, vpp: int, turns: bool) -> Ints:
-    """[watched rank, chunk]: stage."""
+    """Stage; an array of [watched rank, chunk]."""
     ranks = np.array([0, min(1, pp - 1), pp - 1])[:, None]
     chunk = np.arange(vpp)[None, :]
     place = np.where(chunk % 2 == 1, pp - 1 - ranks, ranks) if turns else np.broadcast_to(ranks, (WATCHED, vpp))
@@ -216,7 +216,7 @@ def makespans(
 
 
 def _late(table: PipeTable, costs: StageCosts) -> Floats:
-    """[rank]: seconds of weight gradients that it still has to make after its last gradient of activations.
+    """Seconds of weight gradients that it still has to make after its last gradient of activations; an array of [rank].
 
     By the schedules' lists: ``place + 1`` of looped ones, twice as many but one where stages turn around; less what the
     first rank has left at its end, one.
@@ -230,13 +230,13 @@ def _late(table: PipeTable, costs: StageCosts) -> Floats:
 
 
 def _before(seconds: Floats, table: PipeTable) -> Floats:
-    """[stage]: sum of a number over the stages of its pipe before it."""
+    """Sum of a number over the stages of its pipe before it; an array of [stage]."""
     total = np.cumsum(seconds) - seconds
     return total - total[table.first][table.pipe]
 
 
 def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints]) -> Floats:
-    """[pipe, watched rank]: least bytes of activations alive at once ([Note: activations alive]).
+    """Least bytes of activations alive at once ([Note: activations alive]); an array of [pipe, watched rank].
 
     Args:
         alive: Result of ``alive_of``.
@@ -282,14 +282,14 @@ def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Flo
 
 
 def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
-    """[pipe]: micro-batches in a row of one chunk."""
+    """Micro-batches in a row of one chunk; an array of [pipe]."""
     if stack.megatron_order:
         return np.minimum(table.pp.astype(float), micro_batches)
     return micro_batches / np.maximum(1.0, np.floor(micro_batches / table.pp))
 
 
 def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
-    """[pipe]: whether it can be, by the rules of ``lading.program.schedules``.
+    """Whether it can be, by the rules of ``lading.program.schedules``; an array of [pipe].
 
     Args:
         replicas, micro_batches: [pipe]: not whole where it cannot be.

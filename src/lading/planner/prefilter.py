@@ -66,16 +66,18 @@ class Prefilter:
         )
 
     def kept(self, alive: Floats) -> Floats:
-        """[pipe, watched rank, segment]: how often the rank keeps its activations at a moment of the step.
+        """How often each watched rank keeps each segment's activations at a moment of the step.
+
+        The result is an array of [pipe, watched rank, segment].
 
         Args:
-            alive: Micro-batches alive, of ``pipes.alive_of``.
+            alive: Micro-batches alive on each watched rank, from ``pipes.alive_of``.
         """
         each = self.weights[self.table.row[self.table.held_stage]]
         return _summed(alive[:, None] * each, self.table.held_first)
 
     def seconds(self, costs: SegmentCosts, micro_batches: Floats, *, blocking: bool) -> Floats:
-        """[pipe]: least seconds of the pipeline ([Note: prefilter]).
+        """Least seconds of the pipeline ([Note: prefilter]); an array of [pipe].
 
         Args:
             micro_batches: [pipe]: of a step.
@@ -106,7 +108,7 @@ class SegmentCosts:
     elements: Floats
 
     def spans(self, counts: Floats, *, blocking: bool) -> Floats:
-        """[stretch, phase]: seconds of stretches of ``counts`` ([stretch, segment]) segments each."""
+        """Seconds of stretches of ``counts`` ([stretch, segment]) segments each; an array of [stretch, phase]."""
         device, host = counts @ self.device.T, counts @ self.host.T
         return device + host if blocking else np.maximum(device, host)
 
@@ -139,7 +141,7 @@ def exposed(axis: str, prices: MachinePrices) -> float:
 
 
 def host_of(segments: Sequence[Phases], stack: Stack) -> Floats:
-    """[phase, segment]: seconds that the host needs to launch a micro-batch's kernels."""
+    """Seconds that the host needs to launch a micro-batch's kernels; an array of [phase, segment]."""
     return np.array([[part.host_s(stack) for part in s.parts] for s in segments]).T
 
 
@@ -166,5 +168,5 @@ class Prefiltered:
 
 
 def _summed(each: Floats, firsts: Ints) -> Floats:
-    """[run, column]: sums of the rows of ``each`` ([row, column]), in runs that begin at ``firsts``."""
+    """Sums of the rows of ``each`` ([row, column]), in runs that begin at ``firsts``; an array of [run, column]."""
     return np.add.reduceat(each, firsts.reshape(-1)).reshape(*firsts.shape, each.shape[1])

@@ -163,7 +163,7 @@ def build(
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
-    """[position]: seconds of taking batches and handing losses over, which every plan spends once."""
+    """Seconds of taking batches and handing losses over, which every plan spends once; an array of [position]."""
     seconds = np.zeros(len(graph.ops))
     losses = {graph.storage_of(loss) for loss in graph.losses}
     for storage, uses in enumerate(lives.uses):
@@ -176,7 +176,7 @@ def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.nda
 
 
 def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> np.ndarray:
-    """[position]: bytes that no choice can change."""
+    """Bytes that no choice can change; an array of [position]."""
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
 
     def add(size: int, first: int, last: int) -> None:
@@ -236,7 +236,7 @@ def _stays_inside(graph: StepGraph, lives: Lifetimes, items: Sequence[str], stor
 
 
 def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
-    """[forward op]: first backward position of its block (-1 outside blocks), per micro-batch."""
+    """First backward position of its block (-1 outside blocks), per micro-batch; an array of [forward op]."""
     entry = [-1] * len(graph.ops)
     first_backward: dict[str, int] = {}
     for position in range(len(graph.ops) - 1, -1, -1):

@@ -567,7 +567,11 @@ def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
 
 
 def _missing(step: StepProblem, lowered: Lowered) -> np.ndarray:
-    """[position]: bytes to reserve so that the next solution fits: the lowering's excess around its items."""
+    """Bytes to reserve so that the next solution fits: the lowering's excess around its items.
+
+    Returns:
+        Array of [position].
+    """
     extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     over = base_profile(step.graph, lowered.emission) - step.arena_bytes
     if over.max() <= 0:  # alive bytes fit, their addresses do not

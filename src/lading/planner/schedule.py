@@ -194,7 +194,7 @@ class _Stretcher:
         return begin
 
     def _left_at(self) -> list[int]:
-        """[residency]: first item at which the storage's previous residency is over."""
+        """First item at which the storage's previous residency is over; an array of [residency]."""
         left = [0] * len(self.stays)
         for indices in self.of_storage.values():
             for before, index in zip((indices[-1], *indices), indices, strict=False):

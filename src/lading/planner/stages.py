@@ -52,7 +52,11 @@ class StageRows:
         return len(self.table.segments)
 
     def of(self, stages: int, layers: int) -> Ints:
-        """[stage]: row of each stage of a model cut into so many stages, ``layers`` of each of which are recomputed."""
+        """Row of each stage of a model cut into so many stages, ``layers`` of each of which are recomputed.
+
+        Returns:
+            Array of [stage].
+        """
         if (stages, layers) not in self._known:
             layout = Layout(pp=stages)
             total = sum(self.table.counts[1:-1])
@@ -150,7 +154,7 @@ def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
 
 
 def spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
-    """[stretch]: seconds of stretches of kernels ([Note: one stretch of kernels]).
+    """Seconds of stretches of kernels ([Note: one stretch of kernels]); an array of [stretch].
 
     Args:
         features: [stretch, number]: ``_features`` of its segments, summed up.

@@ -53,7 +53,11 @@ class Prices(Protocol):
         ...
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
-        """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
+        """Seconds that computing loses for each second of a collective of this axis beside it.
+
+        Args:
+            memory_bound: Share of the computing that is bound by memory, 0 to 1.
+        """
         ...
 
 

@@ -137,12 +137,16 @@ class MachinePrices:
         return self._collective_s("all_reduce", elements * DTYPE_BYTES[self.stack.gradient_dtype], "tp")
 
     def copies_sum_s(self, elements: int) -> float:
-        """Sum the gradients of a weight of which two pipeline ranks have a copy; of their parts where these are cut."""
+        """Seconds of summing the gradients of a tied weight, of which two pipeline ranks have a copy each.
+
+        Args:
+            elements: Elements of the weight on one rank; with ZeRO 2 and 3 a shard of them is summed.
+        """
         kept = self._kept({"dp": elements}) if self.layout.zero >= 2 else elements
         return self._collective_s("all_reduce", int(kept * DTYPE_BYTES[self.stack.gradient_dtype]), "pp")
 
     def send_s(self, size_bytes: int) -> float:
-        """Hand the activations on a stage's border to the next."""
+        """Seconds of handing the activations on a stage's border, ``size_bytes`` in all, to the next stage."""
         ranks = self.layout.tp
         if ranks == 1 or self.layout.sp or not self.stack.scatter_sends:
             return self._collective_s("send", size_bytes, "pp")

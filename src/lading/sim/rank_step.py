@@ -139,7 +139,7 @@ class ListedStep:
 
     @cached_property
     def shape(self) -> ListShape:
-        """Everything that the lists follow from."""
+        """Numbers from which the ranks' action lists follow: equal shapes have equal lists, so these are made once."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
         return list_shape(

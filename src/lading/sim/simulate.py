@@ -356,7 +356,7 @@ def outside(prices: MachinePrices) -> MachinePrices:
 def rank_segments(
     request: StepRequest, table: ModelTable, prices: MachinePrices
 ) -> list[tuple[RankSegment, MachinePrices]]:
-    """Each segment of a request as one rank runs it, and its prices."""
+    """List each segment of a model as one rank runs it, with the prices of its operations, in order of forward."""
     return _with_prices(segments_of(request, table), table, prices)
 
 

@@ -21,7 +21,10 @@ Parts = tuple[tuple[int, int], ...]
 
 
 def moved(phases: Phases) -> Phases:
-    """A block whose kept activations go to the host: two blocks' are on the device while one runs and one is copied."""
+    """Return a block's phases with its kept activations on a lower tier.
+
+    Twice their bytes are on the device while the block runs, as one block's are copied beside.
+    """
     there = 2 * phases.saved_bytes
     forward, backward = phases.transients
     return dataclasses.replace(

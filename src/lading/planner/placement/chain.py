@@ -233,7 +233,7 @@ class _Parts:
                     yield members
 
     def fits(self, device: int, left: int) -> np.ndarray:
-        """[first, last]: whether a part fits a device that has ``left`` parts from it to the end."""
+        """Whether a part fits a device that has ``left`` parts from it to the end; an array of [first, last]."""
         window = min(self.copies, left) if self.windowed else 1
         return self.resident + (window - 1) * self.kept + self.peaks <= self.memory[device]
 
@@ -291,7 +291,11 @@ class _Parts:
         return None if answer is None else self._walk(chosen, answer, best_s)
 
     def behind(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
-        """[end of the first part]: seconds after the last backward: its updates, and those of tied weights."""
+        """Seconds after the last backward: its updates, and those of tied weights.
+
+        Returns:
+            Array of [end of the first part].
+        """
         update = np.where(allowed, self.first[first, 0], 0.0)
         if last is None or not parts:
             return update
@@ -321,7 +325,7 @@ class _Parts:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """[i, j]: sum of values i..j-1; infinite where there are none."""
+    """Sum of values i..j-1; infinite where there are none; an array of [i, j]."""
     n = len(values)
     known = np.where(np.isfinite(values), values, 0.0)
     total = np.concatenate([[0.0], np.cumsum(known)])
@@ -332,7 +336,7 @@ def _sums(values: np.ndarray) -> np.ndarray:
 
 
 def _inside(members: Sequence[int], count: int) -> np.ndarray:
-    """[i, j]: how many of these groups are among i..j-1."""
+    """How many of these groups are among i..j-1; an array of [i, j]."""
     is_member = np.zeros(count)
     is_member[list(members)] = 1.0
     total = np.concatenate([[0.0], np.cumsum(is_member)])
@@ -340,9 +344,10 @@ def _inside(members: Sequence[int], count: int) -> np.ndarray:
 
 
 def _ends(problem: PlacementProblem) -> np.ndarray:
-    """[what, a, b]: seconds from the last backward on a, the first part's device, for weights tied to b's, the last's.
+    """Seconds from the last backward on a, the first part's device, for weights tied to b's, the last's.
 
-    What: until b's gradient is on a; until b has updated them; their update on a. 0 where nothing is tied.
+    The result is an array of [end, a, b] with three ends: until b's gradient is on a, until b has updated the weights,
+    and of their update on a; 0 where nothing is tied.
     """
     count = len(problem.network.devices)
     seconds = np.zeros((3, count, count))
@@ -370,7 +375,11 @@ def _exchange(network: Network, ends: tuple[int, int], size_bytes: int) -> tuple
 
 
 def crossings(problem: PlacementProblem) -> np.ndarray:
-    """[j, a, b]: seconds of all flows of a micro-batch over the cut before group j, with a before and b behind it."""
+    """Seconds of all flows of a micro-batch over the cut before group j, with a before and b behind it.
+
+    Returns:
+        Array of [j, a, b].
+    """
     n, network = len(problem.groups), problem.network
     devices = range(len(network.devices))
     crossed_s = np.zeros((n + 1, len(devices), len(devices)))

@@ -15,7 +15,7 @@ _MOST_GROUPS = 200
 
 
 def peaks(problem: PlacementProblem) -> np.ndarray:
-    """[i, j]: bytes, beside what is resident, of groups i to j - 1 on one device."""
+    """Bytes, beside what is resident, of groups i to j - 1 on one device; an array of [i, j]."""
     groups = problem.groups
     count = len(groups)
     most = np.zeros((count, count + 1))

@@ -98,9 +98,9 @@ class _Reducer:
     """Builder of the step with its reductions.
 
     Attributes:
-        spans: By storage, where elements of gradients lie in buckets.
-        after: By operation, the copies and collectives behind it.
-        bucket_of: By storage that is reduced, the number of its bucket.
+        spans: Places of the elements of gradients in their buckets, by storage.
+        after: Copies and collectives that come behind an operation, by its number.
+        bucket_of: Number of the bucket of each storage that is reduced, by storage.
     """
 
     def __init__(self, step: StepGraph, replicas: int, bucket_bytes: int) -> None:

@@ -157,8 +157,8 @@ class ShampooRule(WholeRule):
         s, grad = self.settings, matrix.float()
         sides = s.sides(matrix.shape[0], matrix.shape[1])
         for side in sides:
-            factor = grad @ grad.T if side == "left" else grad.T @ grad
-            whole[side].lerp_(factor, 1 - s.beta2)
+            # A name for the product would keep it alive while roots are taken.
+            whole[side].lerp_(grad @ grad.T if side == "left" else grad.T @ grad, 1 - s.beta2)
         whole["filtered"].lerp_(grad, 1 - s.beta1)
         corrected = 1 - s.beta2**update
         if s.takes_roots(update, self.shift):

@@ -1,10 +1,11 @@
-"""One step of Muon on gloo ranks of this host: owners against everyone computing everything, and torch.optim.Muon.
+"""One step of Muon on gloo ranks of this host: owners, everyone computing everything, torch.optim.Muon, dion's Muon.
 
     python benchmarks/optimizers/step.py [--ranks 8] [--machine PROBED.toml] [--out FILE.json]
 
 Parameters are cut by FSDP2. Counted are processor seconds of the slowest rank, as ranks share the host's cores; arms
-are interleaved, medians and quartiles printed. "ideal" is what the owners' loads alone allow. With what ``lading probe
---ranks N`` wrote, steps in fp32 are predicted, too ([Note: prediction]); nothing in it is fitted to a step.
+are interleaved, medians and quartiles printed. "ideal" is what the owners' loads alone allow. dion's
+Muon takes part where it is installed. With what ``lading probe --ranks N`` wrote, steps in fp32 are predicted, too
+([Note: prediction]); nothing in it is fitted to a step.
 
 [Note: prediction]
 Owners plan by the machine's seconds. The fullest rank computes its directions while all cores are busy; of every
@@ -22,6 +23,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -149,7 +152,18 @@ def _arms(ranks: int) -> dict[str, Callable[[], object]]:
         "redundant, bf16": _Redundant(_sharded(ranks), Settings(**low)).step,
         "owners, bf16, 2 groups": Muon(_sharded(ranks).parameters(), groups=2, **low).step,
         "torch.optim.Muon on DTensors, bf16": torch.optim.Muon(_sharded(ranks).parameters(), lr=0.02).step,
+        **_dion(ranks),
     }
+
+
+def _dion(ranks: int) -> dict[str, Callable[[], object]]:
+    """Muon of microsoft/dion, where it is installed: owners by turns, equal shapes batched, bf16."""
+    if find_spec("dion") is None:
+        return {}
+    parameters = list(_sharded(ranks).parameters())
+    assert isinstance(parameters[0], DTensor)
+    mesh, muon = parameters[0].device_mesh, import_module("dion").Muon
+    return {"dion.Muon, bf16": muon(parameters, mesh, lr=0.02, nesterov=True, use_polar_express=False).step}
 
 
 def _run(rank: int, ranks: int, folder: str) -> None:
@@ -208,6 +222,8 @@ def main() -> None:
         print(line)
     if guess:
         found["predicted"] = guess
+    if find_spec("dion") is None:
+        print("dion.Muon is left out: not installed; pip install git+https://github.com/microsoft/dion.git")
     print(f"ideal {found['ideal']:.2f}x; owners' loads are within {found['gap']:.1%} of the bound")
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "ranks": args.ranks, **found}, indent=1) + "\n")

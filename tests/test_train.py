@@ -311,7 +311,10 @@ def test_a_broken_budget_is_reported_and_saved(
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     assert open_checkpoint(newest).step == 4
-    assert (out / "report.html").stat().st_size > 0
+    assert "this plan needs a budget of 102" in message
+    report = (out / "report.html").read_text()
+    for words in ("Step 1 took 102", "What was not predicted: ", "This plan needs a budget of 102"):
+        assert words in report
     code, _ = failure(capsys, "train", "--plan", str(out / "plan.json"), "--resume")
     assert code == 4  # asked again, it says so again
 

@@ -78,6 +78,13 @@ def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return under_plan or list(records)
 
 
+def process_base_bytes(plan: Plan, records: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes that the process had before training; 0 on a GPU, whose budget is of other memory, or if unrecorded."""
+    if plan.request.machine_table["device"]["kind"] != "cpu":
+        return 0
+    return max((record.get("base_bytes", 0) for record in records), default=0)
+
+
 def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
     """Median seconds of a step, the first two left out; None without records."""
     seconds = [record["step_s"] for record in records]
@@ -108,6 +115,8 @@ def run_summary(
         measured_step_s=_steady_s(steps) if measured else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
         measured_peak_bytes=max(r["memory_bytes"] for r in steps) if measured and steps else None,
+        base_bytes=process_base_bytes(prepared.plan, steps),
+        excess=tuple(sentence for r in steps for sentence in r.get("excess", ())),
         identical_to_plain=same,
         plain_losses=tuple((r["step"], r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},

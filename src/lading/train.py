@@ -35,6 +35,7 @@ from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import planning_progress, training_progress
+from lading.report.promises import budget_remedy, container_words
 from lading.run import (
     Prepared,
     build,
@@ -51,7 +52,7 @@ from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import finish_run, of_plan
+from lading.summary import finish_run, of_plan, process_base_bytes
 from lading.tracing.initial import defer
 from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
@@ -73,6 +74,7 @@ class RunResult:
         step_s: Median seconds of a step, the first two left out.
         spread_s: Largest minus smallest seconds of those steps.
         budget_bytes: Budget of the device; 0 where there was none (plain PyTorch).
+        base_bytes: Memory that the process had before training; 0 where it is not the budget's memory (a GPU).
         checkpoint: Path of the newest; "" where nothing was saved.
     """
 
@@ -84,6 +86,7 @@ class RunResult:
     budget_bytes: int
     predicted_step_s: float
     predicted_peak_bytes: int
+    base_bytes: int = 0
     checkpoint: str = ""
 
     def __str__(self) -> str:
@@ -92,6 +95,7 @@ class RunResult:
             f"step time {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})",
             f"peak memory {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(predicted {format_bytes(self.predicted_peak_bytes)})",
+            *([container_words(self.base_bytes, self.peak_bytes, self.budget_bytes)] if self.base_bytes else []),
             f"wrote {self.out}/: metrics.jsonl, plan.json, report.html, timeline.pftrace",
         ]
         if self.checkpoint:
@@ -232,6 +236,7 @@ def _checked(result: RunResult) -> RunResult:
         raise BudgetExceeded(
             f"measured peak {format_bytes(result.peak_bytes)} is above the budget of "
             f"{format_bytes(result.budget_bytes)} (predicted {format_bytes(result.predicted_peak_bytes)}); "
+            f"{budget_remedy(result.budget_bytes, result.predicted_peak_bytes, result.peak_bytes)}; "
             f"see {result.out}/report.html"
         )
     return result
@@ -253,6 +258,7 @@ def _result(
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.predicted_bytes,
+        base_bytes=process_base_bytes(prepared.plan, steps),
         checkpoint=str(checkpoint or ""),
     )
 
@@ -342,7 +348,10 @@ def _loop(
             record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
             losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
             memory_bytes = trainer.peak_bytes
-            log.log({**record, **losses, "tokens_per_s": rate, "memory_bytes": memory_bytes})
+            memory: dict[str, Any] = {"memory_bytes": memory_bytes, "base_bytes": trainer.base_bytes}
+            if trainer.excess[told:]:
+                memory["excess"] = trainer.excess[told:]
+            log.log({**record, **losses, "tokens_per_s": rate, **memory})
             if step % run.logging.every_steps == 0 or step + 1 == total:
                 figures = {"loss": loss, "lr": lr, "step_s": step_s, "tokens_per_s": rate}
                 figures |= {f"loss/{name}": value for name, value in trainer.losses.items()}

@@ -341,6 +341,11 @@ class Trainer:
         """
         return self._executor.peak_resident_bytes + self._executor.beside_bytes
 
+    @property
+    def base_bytes(self) -> int:
+        """Memory in bytes that was in use before this trainer; on a CPU of the process, Python's and torch's."""
+        return self._executor.base_bytes
+
     def value(self, name: str) -> torch.Tensor:
         """Copy a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
 

@@ -19,7 +19,7 @@ from lading.report.charts import memory_figure, metric_figure
 from lading.report.figures import compute_seconds, seconds_by_kind
 from lading.report.gantt import gantt_figure, merge
 from lading.report.html import write_report
-from lading.report.promises import Promise, RunSummary, error_words, verdict
+from lading.report.promises import Promise, RunSummary, budget_remedy, error_words, remarks, verdict
 from lading.report.svg import byte_ticks, second_ticks, ticks
 from lading.units import GiB, MiB, format_bytes, format_seconds
 
@@ -227,6 +227,40 @@ def test_the_promise_is_kept_to_the_byte() -> None:
     assert summary(measured_step_s=None, measured_peak_bytes=None).promise is Promise.OPEN
     with pytest.raises(ValueError, match="both"):
         summary(measured_step_s=None)
+
+
+def test_a_broken_promise_says_why_and_what_would_do() -> None:
+    broken = summary(measured_peak_bytes=430 * MiB, excess=("step 1 took 430 MiB", "what was not predicted: a copy"))
+    assert remarks(broken)[:3] == [
+        "Step 1 took 430 MiB.",
+        "What was not predicted: a copy.",
+        "This plan needs a budget of 430.00 MiB, which it took; to stay under 400.00 MiB, plan for 350.00 MiB, less by "
+        "what was not predicted.",
+    ]
+    assert "plan for" not in budget_remedy(10, 10, 20)
+    assert not any("needs a budget" in line for line in remarks(summary()))
+
+
+def test_the_whole_process_is_said() -> None:
+    words = remarks(summary(base_bytes=300 * MiB, measured_peak_bytes=380 * MiB))[-1]
+    assert "had 300.00 MiB before training" in words
+    assert "680.00 MiB at the peak" in words
+    assert "--memory=704m" in words  # 300 and the budget of 400
+    assert "container" not in " ".join(remarks(summary()))
+
+
+def test_a_step_that_is_off_says_where(run: dict[str, Any], tmp_path: Path) -> None:
+    line = run["measured"]
+    events = tuple(dataclasses.replace(e, start_s=2 * e.start_s, end_s=2 * e.end_s) for e in line.events)
+    late = dataclasses.replace(line, events=events)
+    _, page = page_of(tmp_path / "r.html", {**run, "measured": late})
+    assert "The measured step is longer than predicted by" in page.text
+    slow = seconds_by_kind(run["program"], late)
+    fast = seconds_by_kind(run["program"], run["predicted"])
+    idle = {n: x.duration_s - x.busy_s("compute") for n, x in (("slow", late), ("fast", run["predicted"]))}
+    by = {name: slow[name] - fast[name] for name in slow} | {"compute stream waits": idle["slow"] - idle["fast"]}
+    name = max(by, key=lambda n: by[n])
+    assert f"what is off most is {name}, by {format_seconds(by[name])}." in page.text
 
 
 def test_error_words() -> None:

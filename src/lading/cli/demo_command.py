@@ -28,7 +28,7 @@ from lading.grouping import Matrices
 from lading.ir.plan import Plan
 from lading.optim import registry
 from lading.report.lines import fitted, line_columns
-from lading.report.promises import relative_error
+from lading.report.promises import container_words, relative_error
 from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class DemoResult:
             "",
             f"promise kept: never above {format_bytes(planned.budget_bytes)}, where plain PyTorch took "
             f"{format_bytes(plain.peak_bytes)}",
+            container_words(planned.base_bytes, planned.peak_bytes, planned.budget_bytes),
             f"open {self.out}/report.html; {self.out}/timeline.pftrace opens in ui.perfetto.dev",
         ]
         return "\n".join(lines)

@@ -221,6 +221,8 @@ COVERED_SHARE = 0.9
 MOST_ROWS = 24
 #: Kinds of action that take less of every step than this are one row together.
 SMALLEST_SHARE = 0.01
+#: A step whose time is off by more than this share is given the kind of action that is off most.
+WORTH_A_REASON = 0.1
 
 
 def write_report(
@@ -353,7 +355,24 @@ def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
     note = f"Streams run side by side: their seconds do not add up to the step.{left_out}"
     drawn = lines[-1].source if len(lines) > 1 else ""
     which = f" The step {drawn} here is the last one; the time at the top is the median of all." if drawn else ""
-    return table(head, rows, total=step) + el("p", text(note + which), class_="under")
+    why = _time_difference(columns, lines) if len(lines) > 1 else ""
+    return table(head, rows, total=step) + el("p", text(note + which + why), class_="under")
+
+
+def _time_difference(columns: Sequence[Mapping[str, float]], lines: Sequence[Timeline]) -> str:
+    """Say which kind of action differs most from its prediction, if the whole step is off by a tenth or more."""
+    predicted, measured = columns
+    if abs(relative_error(lines[0].duration_s, lines[1].duration_s)) < WORTH_A_REASON:
+        return ""
+    slower = lines[1].duration_s > lines[0].duration_s
+    names = [*predicted, *(name for name in measured if name not in predicted)]
+    late = {name: measured.get(name, 0.0) - predicted.get(name, 0.0) for name in names}
+    name = max(late, key=lambda n: late[n] if slower else -late[n])
+    return (
+        f" The measured step is {'longer' if slower else 'shorter'} than predicted by "
+        f"{format_seconds(abs(lines[1].duration_s - lines[0].duration_s))}; what is off most is "
+        f"{_kind_title(name)}, by {format_seconds(abs(late[name]))}."
+    )
 
 
 def _kind_title(name: str) -> str:

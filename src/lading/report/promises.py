@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lading.errors import ConfigError
-from lading.units import format_bytes, format_seconds
+from lading.units import MiB, format_bytes, format_seconds
 
 
 class Promise(StrEnum):
@@ -33,6 +33,8 @@ class RunSummary:
         predicted_step_s, measured_step_s: Seconds of one step; measured is the median, None if not run.
         measured_step_spread_s: Largest minus smallest measured step.
         predicted_peak_bytes, measured_peak_bytes: Device peak; None for a plan that has not run.
+        base_bytes: Memory that the process had before training; 0 where unknown or not the budget's (a GPU).
+        excess: Sentences on the first step above the budget and on what had not been predicted.
         identical_to_plain: Whether losses equal the plain run's bit for bit; None if not compared.
         losses: (step, loss) to draw; empty means those in the metrics.
         plain_losses: (step, loss) of the plain run, drawn behind.
@@ -53,6 +55,8 @@ class RunSummary:
     measured_step_s: float | None = None
     measured_step_spread_s: float = 0.0
     measured_peak_bytes: int | None = None
+    base_bytes: int = 0
+    excess: tuple[str, ...] = ()
     identical_to_plain: bool | None = None
     losses: tuple[tuple[int, float], ...] = ()
     plain_losses: tuple[tuple[int, float], ...] = ()
@@ -111,12 +115,50 @@ def verdict(summary: RunSummary) -> str:
     )
 
 
+def budget_remedy(budget_bytes: int, predicted_bytes: int, peak_bytes: int) -> str:
+    """Say which budget would have done, of a run that peaked above its own."""
+    words = f"this plan needs a budget of {format_bytes(peak_bytes)}, which it took"
+    inside = budget_bytes - (peak_bytes - predicted_bytes)
+    if inside > 0:
+        words += (
+            f"; to stay under {format_bytes(budget_bytes)}, plan for {format_bytes(inside)}, less by what was not "
+            "predicted"
+        )
+    return words
+
+
+def container_words(base_bytes: int, peak_bytes: int, budget_bytes: int) -> str:
+    """Say what the whole process takes and the limit of a container that holds it, in steps of 64 MiB.
+
+    Args:
+        base_bytes: Memory before training: the budget counts from there.
+    """
+    whole = base_bytes + max(peak_bytes, budget_bytes)
+    limit = -(-whole // (64 * MiB)) * 64
+    return (
+        f"the process had {format_bytes(base_bytes)} before training, which the budget does not count, and "
+        f"{format_bytes(base_bytes + peak_bytes)} at the peak; a container to train in needs --memory={limit}m or more "
+        "(planning may need more: lading train --plan skips it)"
+    )
+
+
+def sentence_of(words: str) -> str:
+    """Begin words with a capital and end them with a full stop."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
+
+
 def remarks(summary: RunSummary) -> list[str]:
     """List what the verdict leaves out: bytes without a plan, and whether the numbers are the same."""
     lines = [f"Keeping everything on the device would take {format_bytes(summary.keep_all_bytes)}, as predicted"]
     if summary.plain_peak_bytes is not None:
         lines[0] += f"; the plain PyTorch run took {format_bytes(summary.plain_peak_bytes)}, as measured"
     lines[0] += "."
+    peak = summary.measured_peak_bytes
+    if peak is not None and summary.promise is Promise.BROKEN:
+        remedy = budget_remedy(summary.budget_bytes, summary.predicted_peak_bytes, peak)
+        lines[:0] = [sentence_of(words) for words in (*summary.excess, remedy)]
+    if peak is not None and summary.base_bytes:
+        lines.append(sentence_of(container_words(summary.base_bytes, peak, summary.budget_bytes)))
     if summary.identical_to_plain is not None:
         lines.append(
             "Losses are identical to the plain run, bit for bit."

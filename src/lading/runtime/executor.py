@@ -485,6 +485,11 @@ class Executor:
             self._ceiling.limit_bytes -= size_bytes
 
     @property
+    def base_bytes(self) -> int:
+        """Memory of the device in bytes that was in use before this executor: ``peak_resident_bytes`` comes on top."""
+        return self._baseline
+
+    @property
     def beside_bytes(self) -> int:
         """Bytes on the device that ``observe_peak`` does not measure: a GPU's context and code."""
         return self._meter.beside_bytes()

@@ -90,8 +90,9 @@ class RunResult:
     checkpoint: str = ""
 
     def __str__(self) -> str:
+        count = "one step" if len(self.losses) == 1 else f"{len(self.losses)} steps"
         lines = [
-            f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {len(self.losses)} steps",
+            f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {count}",
             f"step time {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})",
             f"peak memory {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(predicted {format_bytes(self.predicted_peak_bytes)})",

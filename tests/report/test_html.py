@@ -249,6 +249,23 @@ def test_the_whole_process_is_said() -> None:
     assert "container" not in " ".join(remarks(summary()))
 
 
+def test_charts_for_a_phone_keep_their_text_inside(report: tuple[str, Page]) -> None:
+    source, _ = report
+    assert "@media screen and (max-width:640px){.both svg.wide{display:none}svg.phone{display:block}" in source
+    drawings = re.findall(r'<svg viewBox="0 0 340 \d+" class="(phone|half)"[^>]*>(.*?)</svg>', source)
+    assert {class_ for class_, _ in drawings} == {"phone", "half"}
+    for _, drawing in drawings:
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for x, y, class_, words in re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="([^"]+)">([^<]*)<', drawing):
+            width, names = 6.6 * len(words), class_.split()  # about 0.57 of 11.5 pixels a letter
+            left = float(x) - (width if "end" in names else width / 2 if "mid" in names else 0)
+            assert left >= 0, words
+            assert left + width <= 340, words
+            rows.setdefault(float(y), []).append((left, left + width))
+        for spans in rows.values():
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
+
+
 def test_a_step_that_is_off_says_where(run: dict[str, Any], tmp_path: Path) -> None:
     line = run["measured"]
     events = tuple(dataclasses.replace(e, start_s=2 * e.start_s, end_s=2 * e.end_s) for e in line.events)

@@ -29,6 +29,8 @@ from lading.units import format_bytes
 
 WIDTH, LEFT, RIGHT = 1040.0, 78.0, 14.0
 PLOT = WIDTH - LEFT - RIGHT
+#: Width of what a phone shows, of 360 pixels less margins: text is drawn at its size there.
+PHONE_WIDTH = 340.0
 #: A budget this many times higher than everything drawn is named, not drawn.
 FAR_ABOVE = 2.5
 
@@ -66,7 +68,6 @@ def memory_figure(
     Args:
         limit: Name of ``budget_bytes``.
     """
-    predicted, measured = lines[0], lines[1] if len(lines) > 1 else None
     peaks = [line.peak_of_tier(tier) for line in lines]
     device = tier == "device"
     if device:
@@ -75,9 +76,29 @@ def memory_figure(
     shows_budget = budget_bytes is not None and budget_bytes <= FAR_ABOVE * high
     if shows_budget and budget_bytes is not None:
         high = max(high, budget_bytes)
-    frame = Frame(
-        left=LEFT, top=16, width=PLOT, height=270 if device else 130, x_high=duration_s or 1.0, y_high=high * 1.08
-    )
+    budget = budget_bytes if shows_budget else None
+    drawn: list[str] = []
+    keys: list[tuple[str, str]] = []
+    for width, right, class_ in ((WIDTH, RIGHT, "wide"), (PHONE_WIDTH, 26.0, "phone")):
+        height = 270 if device else 130
+        frame = Frame(
+            left=LEFT, top=16, width=width - LEFT - right, height=height, x_high=duration_s or 1.0, y_high=high * 1.08
+        )
+        body, keys = _memory_drawing(frame, tier, budget, lines, limit)
+        body.append(x_axis(frame, second_ticks(frame.x_high, 10 if class_ == "wide" else 4)))
+        drawn.append(svg(width, frame.bottom + 24, el("g", *body), f"Memory of {tier} over one step", class_))
+    note = "" if budget_bytes is None or shows_budget else f"{limit} {format_bytes(budget_bytes)}, far above"
+    cross = el("div", *drawn, class_="timed both")
+    title = f"{tier.capitalize()} {'memory' if device else 'use'} over one step"
+    return figure(title, cross + legend(keys), note=note)
+
+
+def _memory_drawing(
+    frame: Frame, tier: str, budget_bytes: int | None, lines: Sequence[Timeline], limit: str
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Draw one tier into a frame, without its time axis; returns the legend too."""
+    predicted, measured = lines[0], lines[1] if len(lines) > 1 else None
+    device = tier == "device"
     stack, roles = _stack(frame, predicted, tier)
     body = [y_axis(frame, byte_ticks(frame.y_high, 7 if device else 4)), stack]
     keys = [(role_class(role), role_title(role)) for role in reversed(roles)]
@@ -86,14 +107,9 @@ def memory_figure(
         body.append(level(frame, predicted.peak_bytes, label, "forecast", above=False, at_end=False))
     if measured is not None:
         keys += _measured_lines(frame, measured, tier, body)
-    if shows_budget and budget_bytes is not None:
+    if budget_bytes is not None:
         body.append(level(frame, budget_bytes, f"{limit} {format_bytes(budget_bytes)}", "budget"))
-    body.append(x_axis(frame, second_ticks(frame.x_high, 10)))
-    drawing = svg(WIDTH, frame.bottom + 24, el("g", *body), f"Memory of {tier} over one step")
-    note = "" if budget_bytes is None or shows_budget else f"{limit} {format_bytes(budget_bytes)}, far above"
-    cross = el("div", drawing, class_="timed")
-    title = f"{tier.capitalize()} {'memory' if device else 'use'} over one step"
-    return figure(title, cross + legend(keys), note=note)
+    return body, keys
 
 
 def _stack(frame: Frame, timeline: Timeline, tier: str) -> tuple[str, list[str]]:
@@ -160,7 +176,9 @@ def metric_figure(
         return figure(title, el("p", "No finite value."), wide=False)
     low, high = _range([y for _, y in finite] + ([mark[0]] if mark else []), from_zero=unit != "")
     steps = [x for x, _ in (*points, *behind)]
-    frame = Frame(left=70, top=14, width=420, height=190, x_low=min(steps), x_high=max(steps), y_low=low, y_high=high)
+    frame = Frame(
+        left=70, top=14, width=PHONE_WIDTH - 96, height=170, x_low=min(steps), x_high=max(steps), y_low=low, y_high=high
+    )
     marks = {
         "bytes": lambda: byte_ticks(high, 5),
         "seconds": lambda: second_ticks(high, 5),
@@ -171,9 +189,9 @@ def metric_figure(
     body += [polyline(run, "series") for run in _runs(frame, points)]
     bad = [x for x, y in points if not isfinite(y)]
     body += [el("circle", cx=frame.x(x), cy=frame.top + 4, r=3, class_="bad") for x in bad]
-    whole = [value for value in ticks(frame.x_low, frame.x_high, 6) if value % 1 == 0]
+    whole = [value for value in ticks(frame.x_low, frame.x_high, 4) if value % 1 == 0]
     body.append(x_axis(frame, [(value, f"{value:g}") for value in whole]))
-    drawing = svg(504, frame.bottom + 24, "".join(body), title, "half")
+    drawing = svg(PHONE_WIDTH, frame.bottom + 24, "".join(body), title, "half")
     keys = ([("behind", "plain PyTorch")] if behind else []) + ([(mark[2], mark[1])] if mark else [])
     note = f"{len(bad)} of {len(points)} values are not finite (dots)" if bad else ""
     return figure(title, drawing + legend([("series", "this run, by step"), *keys]), note=note, wide=False)

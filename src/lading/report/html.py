@@ -81,7 +81,8 @@ figcaption .muted{font-size:13px}
 .scroll{overflow-x:auto}
 svg{display:block;width:100%;height:auto;font-family:inherit}
 svg.wide{min-width:820px}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:0 32px}
+svg.phone{display:none}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:0 32px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0 0;font-size:13px;color:var(--muted)}
 .key{display:inline-flex;align-items:center;gap:7px;white-space:nowrap}
 .swatch{width:12px;height:12px;border-radius:2px;flex:none}
@@ -148,9 +149,11 @@ pre{background:var(--panel);border-radius:6px;padding:12px 16px;white-space:pre-
 .cursor{position:absolute;top:0;bottom:0;width:1px;background:var(--ink);opacity:.35;pointer-events:none;display:none}
 details{margin-top:12px}summary{cursor:pointer;color:var(--muted);font-size:14px;margin-bottom:8px}
 footer{margin-top:56px;font-size:13px;color:var(--muted)}
-@media (max-width:640px){.bars{grid-template-columns:1fr max-content;gap:2px 12px}.track{grid-column:1/-1;height:16px;
+@media screen and (max-width:640px){.both svg.wide{display:none}svg.phone{display:block}
+ .bars{grid-template-columns:1fr max-content;gap:2px 12px}.track{grid-column:1/-1;height:16px;
  margin-bottom:8px}.track.head{grid-column:1/-1;margin:0}
- main{padding:28px 16px 64px}h2{margin-top:40px}dl{grid-template-columns:1fr;gap:0 0}
+ main{padding:28px 16px 64px}h2{margin-top:40px}.verdict{padding:12px 14px;font-size:16px}
+ dl{grid-template-columns:1fr;gap:0 0}
  dd{margin-bottom:8px}}
 @media print{main{padding:0;max-width:none}figure,tr,.tile,.verdict{break-inside:avoid}h2,h2+p{break-after:avoid}
  .charts{grid-template-columns:1fr 1fr}

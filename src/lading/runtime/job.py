@@ -24,7 +24,8 @@ from lading.runtime.agreement import ARRIVAL_S, Meeting
 TIMEOUT_S = 300.0
 #: Seconds that ranks wait for the one that writes a checkpoint.
 SAVING_S = 3600.0
-#: Elements of a first collective, which brings in what later ones keep: it does not count as memory of a step.
+#: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones keep,
+#: which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
 #: What a collective raises: another rank is gone, or late.
 _FAILURES = (RuntimeError, dist.DistError)
@@ -113,7 +114,9 @@ class Replicas:
         store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
         self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
         self._doing = "begin"
+        self.meet("begin", {"number of ranks": ranks})
         self.mean_(torch.zeros(_FIRST_ELEMENTS))
+        self.mean([0.0])
 
     def mean_(self, values: torch.Tensor) -> None:
         """Replace a tensor by its mean over all ranks.

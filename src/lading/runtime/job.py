@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
@@ -24,8 +25,10 @@ from lading.runtime.agreement import ARRIVAL_S, Meeting
 TIMEOUT_S = 300.0
 #: Seconds that ranks wait for the one that writes a checkpoint.
 SAVING_S = 3600.0
-#: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones keep,
-#: which do not count as memory of a step.
+#: Seconds that a rank that has ended waits for the others.
+_CLOSING_S = 10.0
+#: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones
+#: keep, which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
 #: What a collective raises: another rank is gone, or late.
 _FAILURES = (RuntimeError, dist.DistError)
@@ -113,7 +116,7 @@ class Replicas:
         self._group = cast("dist.ProcessGroup | None", made)
         store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
         self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
-        self._doing = "begin"
+        self._doing, self._failed = "begin", False
         self.meet("begin", {"number of ranks": ranks})
         self.mean_(torch.zeros(_FIRST_ELEMENTS))
         self.mean([0.0])
@@ -159,15 +162,27 @@ class Replicas:
         self._collective(lambda: dist.barrier(group=self._group))
 
     def close(self) -> None:
-        """Give up the process group of these ranks; the job's own stays. May be called twice."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Give up the process group of these ranks; the job's own stays. May be called twice.
+
+        Waits a while for the others, unless one is gone already: a rank that leaves while another is still about to
+        receive its part of the last collective would break it.
+        """
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        if not dist.is_initialized():
+            return
+        with suppress(*_FAILURES):  # the others are gone, so there is nobody to wait for
+            self._store.set(f"closed {self.rank}", "")
+            if not self._failed:
+                self._store.wait([f"closed {rank}" for rank in range(self.ranks)], timedelta(seconds=_CLOSING_S))
+        dist.destroy_process_group(group)
 
     def _collective(self, call: Callable[[], object]) -> None:
         try:
             call()
         except _FAILURES as error:
+            self._failed = True
             raise StorageError(self._lost(error)) from error
 
     def _lost(self, error: Exception) -> str:

@@ -501,11 +501,12 @@ def _fullest(plan: Plan, program: Program, predicted: Timeline) -> str:
         swatches.append("")
     note = (
         f"{len(present):,} storages, {format_bytes(whole)}, at {format_seconds(peak_s)} of the predicted step. "
-        "A star stands for the number of a layer: one row is what all layers hold under one name."
+        "A star stands for the number of a layer: one row is what all layers hold under one name. Shares are of tensors: "
+        f"kernels and the process take {format_bytes(program.overhead_bytes + program.workspace_bytes)} besides."
     )
     head = ("what", "role", "storages", "bytes", "share", "between uses")
     body = table(head, rows, left=(0, 1, 5), swatches=swatches)
-    return el("h2", "What fills the device at the peak") + body + el("p", text(note), class_="under")
+    return el("h2", "Tensors on the device at the peak") + body + el("p", text(note), class_="under")
 
 
 def _assumptions(plan: Plan) -> str:

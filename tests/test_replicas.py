@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +154,12 @@ def _unlike(rank: int, out: str) -> None:
         trainer.load(path)
         assert torch.equal(trainer.value("norm.weight"), before)
         told["losses"] = f"{trainer.evaluate(batch(2, rank)):.12f}"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    grouped = lading.plan(graph, machine(), optimizer=optimizer, **asked)
+    with lading.Trainer(grouped, graph, model, optimizer=optimizer, folder=folder) as trainer:
+        trainer.step(batch(0, rank))
+        optimizer.param_groups[0]["weight_decay"] += 0.1 * rank
+        told["groups"] = _refused(lambda: trainer.step(batch(1, rank)))
     torch.save(told, folder / "told")
 
 
@@ -163,6 +171,7 @@ def test_ranks_that_were_given_unlike_things_are_told(tmp_path: Path) -> None:
     assert "rank 1 in the values" in told["model"]
     assert "expected a job of 3 ranks, as the plan is for so many, found one of 2" in told["ranks"]
     assert "expected a job of one process" in told["alone"]
+    assert "expected the same numbers of the optimizer's groups on all ranks, got" in told["groups"]
     assert "expected the same lr on all ranks, got 0.1 on rank 0, 0.2 on rank 1; nothing has run" in told["rates"]
 
 
@@ -232,3 +241,13 @@ def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:
         lading.plan(graph, machine(), budget="100%", cache=False, layout="tp2")
     with pytest.raises(ConfigError, match="test: expected the speed of collectives among 2 ranks"):
         lading.plan(graph, small_machine(), budget="100%", cache=False, layout="dp2")
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_losses_of_one_process() -> None:
+    script = str(Path(__file__).parents[1] / "examples" / "on_ranks.py")
+    alone = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    ranks = subprocess.run(launch, check=True, capture_output=True, text=True).stdout
+    assert alone.removeprefix("1 rank:") == ranks.removeprefix("2 ranks:")
+    assert len(alone.split()) == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import hashlib
 import os
 import threading
 import warnings
@@ -197,11 +198,14 @@ class Trainer:
         feeds, shape = self._fed(batches)
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"run step {self.steps + 1}", lr=rates[0], matrix_lr=rates[1], shape=shape)
+            rules = {} if self._groups is None else self._groups.rules()
+            self._meet(
+                f"run step {self.steps + 1}", lr=rates[0], matrix_lr=rates[1], shape=shape,
+                **{"numbers of the optimizer's groups": _digest(rules)},
+            )  # fmt: skip
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
             try:
-                rules = {} if self._groups is None else self._groups.rules()
                 losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape)
             except BaseException as error:
                 if self._executor.completed == before:
@@ -691,6 +695,11 @@ def _shape_of(graph: StepGraph) -> frozenset[Hashable]:
 
 def _leaf(micro: int, name: str, dtype: str, shape: Iterable[int]) -> Hashable:
     return micro, name, dtype, tuple(shape)
+
+
+def _digest(rules: Mapping[int, ParameterRule]) -> float:
+    """Hash of the numbers of a step's rules, exact as a float."""
+    return float(int(hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:12], 16))
 
 
 def _differing(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:

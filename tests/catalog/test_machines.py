@@ -56,7 +56,7 @@ def test_every_catalog_machine_round_trips_and_sources_every_number(name: str) -
 @pytest.mark.parametrize("name", NAMES)
 def test_every_catalog_machine_has_a_rate_for_every_class(name: str) -> None:
     device = load_machine(name).device
-    computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.STEP, OpKind.VIEW}
+    computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.STEP, OpKind.COLLECTIVE, OpKind.VIEW}
     assert {kind.value for kind in OpKind if kind not in computed} <= device.rates.keys()
     assert device.product_efficiency is not None
     assert max(device.product_efficiency.rate) < 1

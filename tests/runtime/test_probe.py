@@ -35,7 +35,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 
 def test_a_probe_is_a_complete_machine(machine: Machine) -> None:
-    computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.VIEW}
+    computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.COLLECTIVE, OpKind.VIEW}
     assert {kind.value for kind in OpKind if kind not in computed} <= machine.device.rates.keys()
     assert machine.host_id == host_id()
     assert machine.device.num_threads == 1

@@ -501,8 +501,9 @@ def _fullest(plan: Plan, program: Program, predicted: Timeline) -> str:
         swatches.append("")
     note = (
         f"{len(present):,} storages, {format_bytes(whole)}, at {format_seconds(peak_s)} of the predicted step. "
-        "A star stands for the number of a layer: one row is what all layers hold under one name. Shares are of tensors: "
-        f"kernels and the process take {format_bytes(program.overhead_bytes + program.workspace_bytes)} besides."
+        "A star stands for the number of a layer: one row is what all layers hold under one name. Shares are of "
+        "tensors: kernels and the process take "
+        f"{format_bytes(program.overhead_bytes + program.workspace_bytes)} besides."
     )
     head = ("what", "role", "storages", "bytes", "share", "between uses")
     body = table(head, rows, left=(0, 1, 5), swatches=swatches)

@@ -23,6 +23,7 @@ from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
+from lading.planner.api import best_bucket_bytes
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.test_saved_plan import states_on_disk
@@ -215,6 +216,16 @@ def test_what_uses_a_bucket_stands_behind_the_next_reduction() -> None:
         assert first_use[bucket] > behind
     trained = {graph.storage_of(p.gradient) for p in graph.parameters if p.gradient is not None}
     assert trained == set(buckets)
+
+
+def test_buckets_are_as_large_as_the_network_asks() -> None:
+    alone = step(build_model("llama", **{**SIZES, "dim": 256}), batch(0, 0))
+    quick, slow = (Curve(size=(1e3, 1e7), rate=rate) for rate in ((1e9, 1e9), (1e5, 1e9)))  # 1 us or 10 ms for 1 kB
+    sizes = [
+        best_bucket_bytes(alone, dataclasses.replace(machine(), collectives={"all_reduce.2": curve}), 2)
+        for curve in (quick, slow)
+    ]
+    assert sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,21 @@ from lading.ir.graph import StepGraph
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan, PlanKind, plan_from_dict
-from lading.ir.reduction import BUCKET_BYTES
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.update_ops import grouped
 from lading.memory.restore import ALONE, step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
-from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan, tier_limits
+from lading.planner.api import (
+    KEPT_BYTES,
+    SAVE_BYTES,
+    SPARE_BYTES,
+    Planned,
+    best_bucket_bytes,
+    sketch_plan,
+    tier_limits,
+)
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
@@ -94,7 +101,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
             error, and keep it there; False plans anew. A search of more than two seconds says there what it does.
         layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
-            the mean of their gradients. "" is one replica a rank of the job; "dp1" one by itself.
+            the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more. ""
+            is one replica a rank of the job; "dp1" one by itself.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -113,7 +121,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
 
     def make() -> Plan:
         moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
-        step = step_of(graph, machine, **moved, layout=spread)
+        layout = spread
+        if spread.dp > 1 and not spread.bucket_bytes:
+            alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
+            layout = dataclasses.replace(spread, bucket_bytes=best_bucket_bytes(alone, machine, spread.dp))
+        step = step_of(graph, machine, **moved, layout=layout)
         with planning_progress(after_s=_QUICK_S) as progress:
             memory = _kernel_memory(step, machine, progress)
             planned = cached_plan(
@@ -132,7 +144,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
                 },
                 workspace_bytes=memory.scratch_bytes,
             )
-        return _told(planned.plan, memory, graph, rule, matrices, spread)
+        return _told(planned.plan, memory, graph, rule, matrices, layout)
 
     if spread.dp == 1 or num_ranks()[0] != spread.dp:
         return make()
@@ -152,7 +164,7 @@ def _spread(layout: str) -> Layout:
     asked = parse_layout(layout) if layout else Layout(dp=num_ranks()[0])
     if asked != Layout(dp=asked.dp, bucket_bytes=asked.bucket_bytes):
         raise ConfigError(f'layout: expected replicas, as "dp4", got {layout!r}; a run is spread in no other way yet')
-    return asked if asked.bucket_bytes or asked.dp == 1 else dataclasses.replace(asked, bucket_bytes=BUCKET_BYTES)
+    return asked
 
 
 def plan_run(

@@ -35,8 +35,6 @@ from lading.ir.graph import (
     row_major,
 )
 
-#: Bytes of a bucket where nothing else is said: as of DistributedDataParallel.
-BUCKET_BYTES = 25 << 20
 #: Sums a tensor over all replicas in place, and divides it by their number.
 ALL_REDUCE = "c10d.allreduce_.mean"
 

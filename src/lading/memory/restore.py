@@ -43,11 +43,13 @@ def step_of(
     optimizer: ParameterRule | None = None,
     matrices: Matrices | None = None,
     layout: Layout = ALONE,
+    widen: bool = False,
 ) -> StepGraph:
     """Whole step of a captured micro-batch, with the operations of the machine's device.
 
     Args:
         layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``.
+        widen: Take gradients to float32 as for several ranks (``lading.ir.expand.expand``).
 
     Raises:
         ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
@@ -59,7 +61,7 @@ def step_of(
         master_weights=master_weights,
         optimizer=optimizer,
         matrices=matrices,
-        widen=layout.dp > 1,
+        widen=widen or layout.dp > 1,
     )
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
     return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 else step

@@ -425,12 +425,10 @@ class Trainer:
         """
         if self._replicas is None:
             return self._save(Path(folder), meta or {}, keep)
-        from lading.runtime.job import SAVING_S, by_first_rank
+        from lading.runtime.job import by_first_rank
 
         self._meet("save a checkpoint")
-        self._saved = by_first_rank(
-            "Trainer.save", lambda: str(self._save(Path(folder), meta or {}, keep)), timeout_s=SAVING_S
-        )
+        self._saved = by_first_rank("Trainer.save", lambda: str(self._save(Path(folder), meta or {}, keep)))
         return Path(self._saved)
 
     def _save(self, folder: Path, meta: Mapping[str, Any], keep: int) -> Path:

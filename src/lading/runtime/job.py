@@ -19,19 +19,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lading.errors import ConfigError, StorageError
-from lading.runtime.agreement import ARRIVAL_S, Meeting
+from lading.runtime.agreement import Meeting
 
 #: Seconds that a rank waits for the others in a collective.
 TIMEOUT_S = 300.0
-#: Seconds that ranks wait for the one that writes a checkpoint.
-SAVING_S = 3600.0
+#: Seconds that ranks wait for the one that plans or writes a checkpoint.
+FIRST_RANK_S = 3600.0
 #: Seconds that a rank that has ended waits for the others.
 _CLOSING_S = 10.0
 #: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones
 #: keep, which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
-#: What a collective raises: another rank is gone, or late.
-_FAILURES = (RuntimeError, dist.DistError)
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,7 +61,7 @@ def _end_job() -> None:
         dist.destroy_process_group()
 
 
-def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = ARRIVAL_S) -> str:
+def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = FIRST_RANK_S) -> str:
     """Let the first rank make a text that all ranks get.
 
     Args:
@@ -83,10 +81,10 @@ def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = ARRI
             raise
         store.set("made", text)
         return text
-    store.set_timeout(timedelta(seconds=timeout_s))
     try:
+        store.wait(["made"], timedelta(seconds=timeout_s))
         text = bytes(store.get("made")).decode()
-    except dist.DistError as error:
+    except RuntimeError as error:
         raise ConfigError(
             f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
         ) from error
@@ -172,7 +170,7 @@ class Replicas:
         group, self._group = self._group, None
         if not dist.is_initialized():
             return
-        with suppress(*_FAILURES):  # the others are gone, so there is nobody to wait for
+        with suppress(RuntimeError):  # the others are gone, so there is nobody to wait for
             self._store.set(f"closed {self.rank}", "")
             if not self._failed:
                 self._store.wait([f"closed {rank}" for rank in range(self.ranks)], timedelta(seconds=_CLOSING_S))
@@ -181,7 +179,7 @@ class Replicas:
     def _collective(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except _FAILURES as error:
+        except RuntimeError as error:
             self._failed = True
             raise StorageError(self._lost(error)) from error
 
@@ -190,7 +188,7 @@ class Replicas:
         first = _first_line(error)
         try:
             told = {r: self._told(r) for r in range(self.ranks) if r != self.rank}
-        except _FAILURES as lost:
+        except RuntimeError as lost:
             return (
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
                 f"has ended ({_first_line(lost)}; {first}); look at its output, and start the job again"

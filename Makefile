@@ -8,7 +8,7 @@ PYTEST := pytest -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-r
 BIN := .venv/bin
 STAMP := .venv/.lading-installed
 
-.PHONY: venv demo test check format clean
+.PHONY: venv demo test check docs format clean
 
 venv: $(STAMP)
 
@@ -32,6 +32,11 @@ check: venv
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
+
+# The site, out/docs/index.html; a warning, such as a link to nothing, is an error.
+docs: venv
+	$(BIN)/python -c "import furo, myst_parser, sphinx_copybutton" 2>/dev/null || $(BIN)/python -m pip install -e '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -q docs out/docs
 
 format: venv
 	$(BIN)/ruff format .

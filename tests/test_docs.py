@@ -1,0 +1,40 @@
+"""What the pages of docs/ say works: their Python runs, their settings load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lading.config import load_run
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Code of a page's blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page run one after another, as one reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.stem)
+def test_the_settings_of_a_page_load(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "toml"):
+        (tmp_path / "run.toml").write_text(block)
+        assert load_run(tmp_path / "run.toml").optimization.steps > 0
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = (DOCS / "index.md").read_text().split()
+    assert {page.stem for page in PAGES if page.stem != "index"} <= set(contents)

@@ -26,7 +26,9 @@ def picture(folder: Path) -> str:
     lines = [Timeline.load(folder / f"{source}.json") for source in ("predicted", "measured")]
     duration_s = max(line.duration_s for line in lines)
     drawn = memory_figure("device", duration_s, plan.budgets["device"], lines)
-    (width, height, body) = re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"[^>]*>(.*?)</svg>', drawn, re.DOTALL)[0]
+    (width, height, body) = re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"[^>]*>(.*?)</svg>', drawn, re.DOTALL)[
+        1
+    ]  # the drawing for a phone
     entries = re.findall(r'class="swatch ([^"]*)"[^>]*></i>([^<]*)<', drawn)
     columns = int(float(width) // ENTRY)
     legend = "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,14 @@ def test_the_settings_of_a_page_load(page: Path, tmp_path: Path) -> None:
 def test_every_page_is_in_the_contents() -> None:
     contents = (DOCS / "index.md").read_text().split()
     assert {page.stem for page in PAGES if page.stem != "index"} <= set(contents)
+
+
+def test_every_key_has_a_meaning() -> None:
+    sys.path.insert(0, str(DOCS))
+    import reference
+
+    table = reference.keys()
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    assert [row for row in rows if row.rstrip(" |").endswith("|")] == []
+    assert "`budget`" in table

@@ -1,4 +1,4 @@
-"""What the README and the examples say works."""
+"""What the README, the page of commands and the examples say works."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def test_the_five_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def written() -> str:
+    """Text of the README and of the pages on commands and clusters."""
+    return "".join((ROOT / name).read_text() for name in ("README.md", "docs/commands.md", "docs/clusters.md"))
+
+
 def commands() -> list[str]:
-    """Every command that the README writes out."""
-    text = (ROOT / "README.md").read_text()
+    """Every command that they write out."""
+    text = written()
     spans = re.findall(r"`(lading [^`]+)`", text.replace("\\|plan.json", ""))
     return sorted({span for span in spans if "..." not in span and not span.endswith("--model")})
 
@@ -53,7 +58,7 @@ def test_every_command_can_be_given(command: str) -> None:
 
 def test_every_option_exists() -> None:
     known = set((ROOT / "tests" / "cli" / "help.txt").read_text().split())
-    spans = re.findall(r"`[^`]*`", (ROOT / "README.md").read_text())
+    spans = re.findall(r"`[^`]*`", written().replace("```", ""))
     assert {word for span in spans for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)} <= known
 
 

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import BytesIO, StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -206,16 +206,21 @@ def test_metrics(out: Path, data: st.DataObject) -> None:
     check(file, damaged_bytes(data, file.read_bytes()), lambda: (read_metrics(file), truncate_after(file, 2)))
 
 
+@pytest.fixture(scope="module")
+def documents(out: Path) -> dict[str, Any]:
+    """What the files that a report is made from say, before anything touches them."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {"metrics.jsonl": records, "measured.json": json.loads((out / "measured.json").read_text())}
+
+
 @FEW
 @given(data=st.data(), name=st.sampled_from(["metrics.jsonl", "measured.json"]))
-def test_report_of_damaged_files(out: Path, prepared: Prepared, data: st.DataObject, name: str) -> None:
-    file = out / name
-    if name == "metrics.jsonl":
-        records = damaged_document(data, [json.loads(line) for line in file.read_text().splitlines()])
-        changed = "".join(json.dumps(record) + "\n" for record in records)
-    else:
-        changed = json.dumps(damaged_document(data, json.loads(file.read_text())))
-    check(file, changed.encode(), lambda: finish_run(prepared, None))
+def test_report_of_damaged_files(
+    out: Path, prepared: Prepared, documents: dict[str, Any], data: st.DataObject, name: str
+) -> None:
+    changed = damaged_document(data, documents[name])
+    lines = [json.dumps(record) for record in changed] if name == "metrics.jsonl" else [json.dumps(changed)]
+    check(out / name, "".join(f"{line}\n" for line in lines).encode(), lambda: finish_run(prepared, None))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Attention, Product
 from lading.planner.unshard import Chosen, choose_groups, neighbor_peaks
+from lading.planner.unshardwalk import walked_step
+from lading.sim.buckets import Costs
 from lading.sim.simulate import simulate
 
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -174,7 +176,7 @@ def gathered(name: str) -> dict[str, Any]:
             row.policy: [row.step_s, row.exposed_s, row.peak_bytes, *row.gathers, row.buckets] for row in found.rows
         },
         "network_s": step.network_s,
-        "waits_s": list(step.waits_s),
+        "waits_s": list(walked_step(Costs(found.modules), found.buckets).waits_s),
         "peak": {
             "micro_batch": step.peak.micro_batch,
             "place": step.peak.place,

@@ -14,8 +14,10 @@ from lading.clusters import step_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.plan import UnitResidency
 from lading.ir.request import Request
+from lading.memory.verify_ranks import verify_ranks
 from lading.planner.unshard import POLICIES, Chosen, _most, choose_groups, neighbor_peaks, plan_of
 from lading.planner.unshardbound import lower_bound
+from lading.planner.unshardwalk import walked_step
 from lading.sim.buckets import Bucket, Costs
 from lading.sim.gathers import gathered_step
 from lading.sim.modules import Modules, modules_of
@@ -102,11 +104,38 @@ def test_bound_is_below_everything_that_can_be() -> None:
             spans[-1:] = [spans[-1], (first, last)] if cut else [(spans[-1][0], last)]
         for keeps, ahead in product(product(UnitResidency, repeat=len(spans)), (1, 2)):
             plan = [Bucket(a, b, keep, ahead, ahead) for (a, b), keep in zip(spans, keeps, strict=True)]
-            steps.append(gathered_step(costs, plan))
+            steps.append(walked_step(costs, plan))
     assert len(steps) > 200
     for budget in sorted({step.peak_bytes for step in steps}):
         fastest = min(step.step_s for step in steps if step.peak_bytes <= budget)
         assert lower_bound(of, budget) <= fastest
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "stack"),
+    [
+        ("gpt2", "zero3,gb640", "default"),
+        ("llama3-8b", "zero3,gb512", "torchtitan-eager"),
+        ("llama3-8b", "tp8,sp,zero3,recompute=full", "torchtitan-compile"),
+        ("qwen3-30b-a3b", "zero3,ep8,gb192", "torchtitan-compile"),
+        ("llama3.2-1b", "zero3,gb128,recompute=full,recompute_layers=2", "deepspeed-zero3"),
+        ("llama3-8b", "zero3,gb256,recompute=full,offload=parameters", "torchtitan-eager"),
+        ("llama3.2-1b", "zero3,gb128", "megatron-2023"),
+    ],
+)
+def test_walk_is_what_the_list_takes(model: str, layout: str, stack: str) -> None:
+    """Any borders, stays and distances: seconds to rounding, bytes exactly; and the list is proven."""
+    asked = Request(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
+    request, table = step_of(asked)
+    counts = tuple(min(count, 4) for count in table.counts)
+    of = modules_of(request, dataclasses.replace(table, counts=counts))
+    costs, draw = Costs(of), Random(7)
+    for _ in range(20):
+        plan = _random(of, draw)
+        walked, listed = walked_step(costs, plan), gathered_step(costs, plan)
+        assert walked.step_s == pytest.approx(listed.step_s, rel=1e-12)
+        assert walked.peak_bytes == listed.peak_bytes
+        verify_ranks(listed.program)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +156,7 @@ def test_bound_is_below_random_plans(model: str, layout: str, stack: str) -> Non
     of = modules_of(request, dataclasses.replace(table, counts=counts))
     costs, draw, steps = Costs(of), Random(3), []
     for _ in range(300):
-        steps.append(gathered_step(costs, _random(of, draw)))
+        steps.append(walked_step(costs, _random(of, draw)))
     fastest, least = float("inf"), float("inf")
     for step in sorted(steps, key=lambda each: (each.peak_bytes, each.step_s)):
         if step.step_s < fastest:
@@ -157,7 +186,7 @@ def test_why_the_budget_is_not_full() -> None:
     asked = Request(model="gpt2", machine="h100", devices=64, layout="zero3", seq_len=1024, stack="torchtitan-compile")
     request, table = step_of(asked)
     low, high = neighbor_peaks(request, table)
-    found = choose_groups(request, table, int(low + 0.75 * (high - low)))
+    found = choose_groups(request, table, int(low + 0.65 * (high - low)))
     assert found.peak_bytes < 0.98 * found.budget_bytes
     assert re.search(r"MiB left: (of the fuller plans tried, the fastest takes \d|no module more fits)", found.why)
 

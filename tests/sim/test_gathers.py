@@ -53,7 +53,7 @@ def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: st
     of = modules(model, layout, 64, stack)
     simulated = simulate(of.request, step_of(question(model, layout, 64, stack))[1])
     found = gathered_step(Costs(of), blocks(of))
-    assert found.step_s == pytest.approx(simulated.step.step_s, rel=0.01)
+    assert found.step_s == pytest.approx(simulated.step.step_s, rel=0.002)
     assert found.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
     elements = of.elements(range(len(of.atoms)))
     assert elements == simulated.step.stages[0].elements
@@ -72,23 +72,21 @@ def test_gathers_by_how_long_they_stay() -> None:
     assert released.peak_bytes < min(kept.peak_bytes, stays.peak_bytes)
 
 
-def test_what_is_left_out_is_as_what_is_walked() -> None:
+def test_what_is_left_out_is_as_what_is_listed() -> None:
     of = modules(layout="zero3,gb640")
     for keep in UnitResidency:
-        few, all_of_them = (gathered_step(Costs(of), blocks(of, keep), walked=n) for n in (4, 10))
+        few, all_of_them = (gathered_step(Costs(of), blocks(of, keep), listed=n) for n in (4, 10))
         assert few.step_s == pytest.approx(all_of_them.step_s, rel=1e-9)
         assert (few.forward, few.backward) == (all_of_them.forward, all_of_them.backward)
         assert few.exposed_s == pytest.approx(all_of_them.exposed_s)
         assert few.network_s == pytest.approx(all_of_them.network_s)
-        assert (
-            few.peak_bytes == all_of_them.peak_bytes == gathered_step(Costs(of), blocks(of, keep), walked=3).peak_bytes
-        )
+        assert few.peak_bytes == all_of_them.peak_bytes
 
 
 def test_bytes_at_the_turn_worked_out() -> None:
     """All stays gathered: at the turn that is all parameters, all activations, and the logits in their forms."""
     of = modules("llama3-8b", "zero3", 64)
-    found = gathered_step(Costs(of), blocks(of, UnitResidency.STEP), trace=True)
+    found = gathered_step(Costs(of), blocks(of, UnitResidency.STEP))
     parameters = 2 * sum(of.elements(range(len(of.atoms))).values())
     saved = sum(of.blocks[block].saved_bytes for block, _ in of.order)
     assert sum(found.peak.gathered.values()) == parameters

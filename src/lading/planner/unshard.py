@@ -10,17 +10,18 @@ begins, e_g:
                every atom is in one bucket, buckets are atoms in a row
                k_g in {release, backward, forward, step},  e_g in {1, 2, 3}
 
-T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
-asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
-budget; ``bucketing.partition`` has the buckets that are tried (half a block, and 1 to 8 blocks; a small one first, if
-that is faster), ``_orders`` the orders in which they are kept. In one order the bytes at the peak rise with each
-bucket that is kept, so that the most that fit are found by bisection (``_Search.fill``); of those that do not fit, the
-atoms at the end or the start are kept, down to single modules. From the fastest found, borders are moved, put in and
-left out and stays and distances (1 to 3) changed, one at a time, while that makes the step faster
-(``_Search._nearby``); what is left of the budget is filled by modules that fit (``_Search._topped``). The fastest found
-wins; of those within a millionth of it, or within half a percent where they leave more than 2% of the budget, the
-fullest (``_best``); ``_Search.why`` says why no more is used. ZeRO-3, ZeRO-2 and reverse-greedy are among those tried,
-so the plan is never slower than any of them that fits. ``unshardbound`` has the bound.
+T and P are the seconds and the bytes of the list of such a step (``sim.gathers.gathered_step``): one device, one
+network, in the order in which FSDP2 asks. The search evaluates them without a list (``unshardwalk.walked_step``).
+Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the budget;
+``bucketing.partition`` has the buckets that are tried (half a block, and 1 to 8 blocks; a small one first, if that is
+faster), ``_orders`` the orders in which they are kept. In one order the bytes at the peak rise with each bucket that is
+kept, so that the most that fit are found by bisection (``_Search.fill``); of those that do not fit, the atoms at the
+end or the start are kept, down to single modules. From the fastest found, borders are moved, put in and left out and
+stays and distances (1 to 3) changed, one at a time, while that makes the step faster (``_Search._nearby``); what is
+left of the budget is filled by modules that fit (``_Search._topped``). The fastest found wins; of those within a
+millionth of it, or within half a percent where they leave more than 2% of the budget, the fullest (``_best``);
+``_Search.why`` says why no more is used. ZeRO-3, ZeRO-2 and reverse-greedy are among those tried, so the plan is never
+slower than any of them that fits. ``unshardbound`` has the bound.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from lading.ir.plan import Choices, Plan, Predictions, ShardedUnit, UnitResidenc
 from lading.ir.reporting import UnshardRow
 from lading.ir.request import Request, StepRequest
 from lading.ir.table import ModelTable
+from lading.memory.verify_ranks import verify_ranks
 from lading.planner.bucketing import borders, children, halves, keeping, neighbors, partition, runs
 from lading.planner.unshardbound import lower_bound
+from lading.planner.unshardwalk import Walked, walked_step
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import Gathered, gathered_step
 from lading.sim.modules import Modules, modules_of
@@ -109,8 +112,10 @@ def choose_groups(
     search = _Search(modules, budget)
     bound = lower_bound(modules, budget)
     found = {name: search.found(name) for name in POLICIES}
-    rows = tuple(_row(name, *found[name], budget, bound) for name in POLICIES)
-    buckets, step = found[policy]
+    steps = {name: gathered_step(search.costs, plan) for name, (plan, _) in found.items()}
+    rows = tuple(_row(name, found[name][0], step, budget, bound) for name, step in steps.items())
+    buckets, step = found[policy][0], steps[policy]
+    verify_ranks(step.program)
     if step.peak_bytes > budget:
         missing = step.peak_bytes - budget
         raise PlanInfeasible(
@@ -120,10 +125,9 @@ def choose_groups(
             missing_bytes=missing,
             smallest_budget_bytes=min(each.peak_bytes for _, each in found.values()),
         )
-    traced = gathered_step(search.costs, buckets, trace=True)
     units = tuple(_unit(modules, search.costs, bucket) for bucket in buckets)
     why = search.why(found[policy]) if policy == "residency" else ""
-    return Chosen(policy, budget, units, step.step_s, bound, step.peak_bytes, rows, traced, buckets, modules, why)
+    return Chosen(policy, budget, units, step.step_s, bound, step.peak_bytes, rows, step, buckets, modules, why)
 
 
 def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
@@ -201,11 +205,11 @@ def _unit(modules: Modules, costs: Costs, bucket: Bucket) -> ShardedUnit:
 
 
 #: Buckets of a plan, and the step they make.
-_Found = tuple[tuple[Bucket, ...], Gathered]
+_Found = tuple[tuple[Bucket, ...], Walked]
 
 
 class _Search:
-    """Search over plans of one model under one budget; a plan is simulated once."""
+    """Search over plans of one model under one budget; a plan is evaluated once."""
 
     def __init__(self, modules: Modules, budget: int) -> None:
         self.modules = modules
@@ -215,15 +219,15 @@ class _Search:
         self.stays = (
             tuple(UnitResidency) if self.keep is UnitResidency.STEP else (UnitResidency.RELEASE, UnitResidency.BACKWARD)
         )
-        self._steps: dict[tuple[Bucket, ...], Gathered] = {}
+        self._steps: dict[tuple[Bucket, ...], Walked] = {}
         self._peaks: dict[tuple[Bucket, ...], int] = {}
         self.fuller: list[float] = []
 
-    def step(self, buckets: Sequence[Bucket]) -> Gathered:
-        """Simulate a step with these buckets, or look it up."""
+    def step(self, buckets: Sequence[Bucket]) -> Walked:
+        """Evaluate a step with these buckets, or look it up."""
         key = tuple(buckets)
         if key not in self._steps:
-            self._steps[key] = gathered_step(self.costs, key)
+            self._steps[key] = walked_step(self.costs, key)
         return self._steps[key]
 
     def peak(self, buckets: Sequence[Bucket]) -> int:
@@ -236,7 +240,7 @@ class _Search:
             return self._steps[key].peak_bytes
         if key not in self._peaks:
             walked = 3 if any(bucket.keep is UnitResidency.FORWARD for bucket in key) else 2
-            self._peaks[key] = gathered_step(self.costs, key, walked=walked).peak_bytes
+            self._peaks[key] = walked_step(self.costs, key, walked=walked).peak_bytes
         return self._peaks[key]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
@@ -481,9 +485,9 @@ def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _orders(step: Gathered) -> Iterator[list[int]]:
+def _orders(step: Walked) -> Iterator[list[int]]:
     """Yield orders in which to keep buckets: from the last, spread evenly, and first those backward waits for most."""
-    count = len(step.forward)
+    count = len(step.waits_s)
     yield list(range(count - 1, -1, -1))
     yield sorted(range(count), key=lambda n: (-((n + 1) & -(n + 1)), -n))
     yield sorted(range(count), key=lambda n: (-step.waits_s[n], -n))

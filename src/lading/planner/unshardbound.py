@@ -253,7 +253,7 @@ def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
         Most bytes from forward to backward, and from backward to the next forward.
     """
     blocks = [modules.blocks[number] for number, _ in modules.order]
-    count, left = sum(modules.atom(0).elements.values()), budget - modules.state_bytes
+    count, left = sum(modules.atom(0).elements.values()), budget - modules.state_bytes - modules.summed_bytes
     reduced = count * modules.reduced_bytes if modules.request.layout.micro_batches > 1 else 0
     saved = sum(block.saved_bytes for block in blocks)
     after, least = 0, left

@@ -58,9 +58,9 @@ from lading.ir.program import (
     ParameterGroup,
     Program,
     Region,
-    UnitStorage,
 )
 from lading.program.schedules import Order, Schedule
+from lading.program.writer import ListWriter, Numbers
 
 #: What happens in a pass of a unit, in order: a group begins (its number), kernels run (from, to), a group ends.
 BEGIN, RUN, END = range(3)
@@ -135,7 +135,7 @@ class ListShape:
 @lru_cache(maxsize=256)
 def emit(shape: ListShape) -> Program:
     """The lists of all ranks of a step."""
-    numbers = _Numbers({}, {}, {})
+    numbers = Numbers({}, {}, {})
     ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
     repeat = (1, shape.more) if shape.more else (0, 0)
     alike = tuple(_alike(runs) for runs in shape.stages)
@@ -157,27 +157,12 @@ def _alike(runs: Sequence[tuple[UnitShape, int]]) -> tuple[int, ...]:
     return tuple(start for start, (_, count) in zip(starts, runs, strict=False) for _ in range(count))
 
 
-@dataclass
-class _Numbers:
-    """Numbers of regions and storages, given as they come; and the sharded storages that a region uses."""
+class _Rank(ListWriter):
+    """One rank's list of a schedule."""
 
-    regions: dict[Region, int]
-    storages: dict[UnitStorage, int]
-    uses: dict[int, tuple[int, ...]]
-
-    def region(self, region: Region) -> int:
-        return self.regions.setdefault(region, len(self.regions))
-
-    def storage(self, storage: UnitStorage) -> int:
-        return self.storages.setdefault(storage, len(self.storages))
-
-
-class _Rank:
-    """One rank's list, being written."""
-
-    def __init__(self, shape: ListShape, rank: int, numbers: _Numbers) -> None:
-        self.shape, self.plan, self.rank, self.numbers = shape, shape.plan, rank, numbers
-        self.actions = ActionList()
+    def __init__(self, shape: ListShape, rank: int, numbers: Numbers) -> None:
+        super().__init__(numbers)
+        self.shape, self.plan, self.rank = shape, shape.plan, rank
         self.stages = {stage: _units(shape.stages[stage]) for stage in self.plan.stages_of(rank)}
         self.left = dict.fromkeys(self.stages, self.plan.micro_batches)
         self.sharded = shape.shards == "parameters"
@@ -185,11 +170,8 @@ class _Rank:
         self.exchanges = bool(axes - shape.alone)
         self.blocks_ahead = shape.blocks_ahead and any(len(u.axes) > 1 for us in self.stages.values() for u in us)
         self.direct = self.plan.kind in DIRECT and self.plan.chunks == 1
-        self.last = self.before = -1  # last action on the compute stream, and the one before it
-        self.pending: list[int] = []  # what the next region waits for
         self.asked: dict[ParameterGroup, int] = {}
         self.present: set[ParameterGroup] = set()
-        self.reducing = -1
         #: Groups of a rank without a pipeline in the order in which their forward ends.
         self.ended = [
             ParameterGroup(stage, number, axes)
@@ -318,7 +300,7 @@ class _Rank:
             forward = one is Work.FORWARD
             source, target = self._neighbour(one, stage, -1), self._neighbour(one, stage, 1)
             taken = -1 if source < 0 else self.numbers.storage(Border(stage, forward))
-            region = self._region_number(Region(stage, ALL_UNITS, one), self._groups(stage) if self.sharded else ())
+            region = self.region_number(Region(stage, ALL_UNITS, one), self._groups(stage) if self.sharded else ())
             handed = -1 if target < 0 else self.numbers.storage(Border(target, forward))
             peers = [-1 if other < 0 else self.plan.rank_of(other) for other in (source, target)]
             facts[number] = (region, taken, peers[0], handed, peers[1], self._send_stream(one))
@@ -407,11 +389,11 @@ class _Rank:
         groups = [ParameterGroup(region.stage, region.unit, axes) for axes in unit.axes if axes not in self.shape.alone]
         if region.work is Work.FORWARD:
             for group in groups:
-                self.pending.append(self._add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, ()))
+                self.pending.append(self.add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, ()))
         self._compute(region, micro_batch)
         if region.work is not Work.FORWARD:
             for group in reversed(groups):
-                last = self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
+                last = self.add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
                 if region.unit == 0 and self.shape.shards == "gradients":
                     self.pending.append(last)
 
@@ -420,7 +402,7 @@ class _Rank:
         for bucket in range(number):
             self._compute(Region(stage, ALL_UNITS, work, bucket, number), micro_batch)
             group = ParameterGroup(stage, ALL_UNITS, "dp", bucket)
-            self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
+            self.add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
 
     def _begin(self, group: ParameterGroup, unit: UnitShape, micro_batch: int, forward: bool, *, root: bool) -> None:
         """A group's forward or backward begins ([Note: order of FSDP2])."""
@@ -455,16 +437,16 @@ class _Rank:
     def _unshard(self, group: ParameterGroup, micro_batch: int, after: Sequence[int], times: int) -> None:
         self.present.add(group)
         if group.axes in self.shape.alone:
-            self._add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
+            self.add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
             return
         waits = tuple(action for action in after if action >= 0)
         for time in range(times):
             if time:
-                self._add_group(ActionKind.RESHARD, NETWORK, group, micro_batch, ())
+                self.add_group(ActionKind.RESHARD, NETWORK, group, micro_batch, ())
             if not self.shape.overlap_gather:
-                self._blocking(ActionKind.UNSHARD, group, micro_batch, group.axes)
+                self.add_blocking(ActionKind.UNSHARD, group, micro_batch, group.axes)
             else:
-                self.asked[group] = self._add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, waits)
+                self.asked[group] = self.add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, waits)
 
     def _end(self, group: ParameterGroup, unit: UnitShape, micro_batch: int, forward: bool) -> None:
         """A group's forward or backward ends."""
@@ -479,22 +461,19 @@ class _Rank:
 
     def _reshard(self, group: ParameterGroup, micro_batch: int) -> None:
         self.present.discard(group)
-        self._add_group(ActionKind.RESHARD, COMPUTE, group, micro_batch, ())
+        self.add_group(ActionKind.RESHARD, COMPUTE, group, micro_batch, ())
 
     def _reduce(self, group: ParameterGroup, unit: UnitShape, micro_batch: int) -> None:
         """Reduce a sharded group's gradients; sums over tp of what each rank has a part of go first."""
         if unit.sums and group.axes == "dp":
-            self._blocking(ActionKind.ALL_REDUCE, group, micro_batch, "tp")
+            self.add_blocking(ActionKind.ALL_REDUCE, group, micro_batch, "tp")
         if group.axes in self.shape.alone:
-            self._add_group(ActionKind.REDUCE_GRAD, COMPUTE, group, micro_batch, ())
+            self.add_group(ActionKind.REDUCE_GRAD, COMPUTE, group, micro_batch, ())
             return
         if self.shape.pipelined or not self.shape.overlap_gather:
-            self._blocking(ActionKind.REDUCE_GRAD, group, micro_batch, group.axes)
+            self.add_blocking(ActionKind.REDUCE_GRAD, group, micro_batch, group.axes)
             return
-        before = self.reducing
-        self.reducing = self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
-        if before >= 0:
-            self.pending.append(before)
+        self.reduce_beside(group, micro_batch)
 
     def _finished(self, stage: int, work: int) -> None:
         """Reduce a stage's gradients behind its last backward ([Note: sharded in a pipeline])."""
@@ -528,7 +507,7 @@ class _Rank:
 
     def _together(self, kind: ActionKind, stage: int) -> None:
         """Gather or reduce all of a stage while nothing is computed."""
-        self._blocking(kind, ParameterGroup(stage, ALL_UNITS, "dp"), -1, "dp")
+        self.add_blocking(kind, ParameterGroup(stage, ALL_UNITS, "dp"), -1, "dp")
 
     def _end_step(self) -> None:
         """Emit what follows the last backward: reductions that nothing overlaps, sums, the optimizer."""
@@ -538,49 +517,21 @@ class _Rank:
                 self._reduce_together(stage)
         if shape.sums:
             self._meet("tp")
-        self.pending += [at for at, stream in enumerate(self.actions.stream) if stream == NETWORK][-1:]
+        self.await_network()
         if shape.tied and self.rank in (self.plan.rank_of(0), self.plan.rank_of(self.plan.stages - 1)):
             self._meet(COPIES)
         if self.plan.ranks > 1:
             self._meet(WORLD)
-        self.last = self.actions.add(ActionKind.STEP, COMPUTE, self._take_pending())
+        self.last = self.actions.add(ActionKind.STEP, COMPUTE, self.take_pending())
 
     def _meet(self, group: str) -> None:
-        self.last = self.actions.add(ActionKind.ALL_REDUCE, COMPUTE, self._take_pending(), group=group)
-
-    def _blocking(self, kind: ActionKind, group: ParameterGroup, micro_batch: int, axis: str) -> None:
-        """A collective that computing waits for."""
-        number = self.numbers.storage(group)
-        self.before, self.last = (
-            self.last,
-            self.actions.add(kind, COMPUTE, self._take_pending(), storage=number, micro_batch=micro_batch, group=axis),
-        )
-
-    def _add_group(
-        self, kind: ActionKind, stream: int, group: ParameterGroup, micro_batch: int, waits: tuple[int, ...]
-    ) -> int:
-        number = self.numbers.storage(group)
-        return self.actions.add(kind, stream, waits, storage=number, micro_batch=micro_batch, group=group.axes)
+        self.last = self.actions.add(ActionKind.ALL_REDUCE, COMPUTE, self.take_pending(), group=group)
 
     def _compute(self, region: Region, micro_batch: int, begun: Sequence[ParameterGroup] = ()) -> None:
         if self.sharded and self.shape.pipelined and not self.direct:
             for group in [group for group in self.asked if group.stage == region.stage]:
                 self.pending.append(self.asked.pop(group))
-        number = self._region_number(region, begun)
-        waits = self._take_pending()
-        self.before = self.last
-        self.last = self.actions.add(ActionKind.COMPUTE, COMPUTE, waits, op=number, micro_batch=micro_batch)
-
-    def _region_number(self, region: Region, begun: Sequence[ParameterGroup]) -> int:
-        number = self.numbers.region(region)
-        if begun and number not in self.numbers.uses:
-            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in begun)
-        return number
-
-    def _take_pending(self) -> tuple[int, ...]:
-        waits = tuple(self.pending)
-        self.pending.clear()
-        return waits
+        self.add_region(region, micro_batch, begun)
 
     def _receive(self, work: int, stage: int, micro_batch: int) -> None:
         """Ask for what a stage takes from its neighbour, if that is on another rank."""

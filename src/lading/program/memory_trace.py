@@ -364,7 +364,12 @@ class _Reader:
         self.input = group
         if self.rules.makes:
             self._change(What.MADE, group, -1)
-            self.made -= {(group.stage, group.unit), (group.stage, ALL_UNITS)}
+            units = (group.unit, ALL_UNITS)
+            self.made = {
+                (stage, unit)
+                for stage, unit in self.made
+                if stage != group.stage or not (group.unit == ALL_UNITS or unit in units)
+            }
         self._change(What.SHARD, group, 1)
         if group in self.reduced or self.rules.to_host:
             self._change(What.SHARD, group, -1)

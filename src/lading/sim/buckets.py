@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.plan import UnitResidency
-from lading.sim.modules import Modules, is_in
+from lading.ir.program import Region
+from lading.memory.rank_bytes import gathered_width, parameter_width
+from lading.program.groups import GroupedShape, GroupTiming, GroupTurn
+from lading.sim.modules import Modules, Piece, is_in
 
 
 @dataclass(frozen=True)
@@ -32,16 +37,23 @@ class Run:
     """Work between two moments at which a bucket begins or ends.
 
     Attributes:
-        alive_bytes: Most activations at once, with what blocks before keep and the gradients made on the way.
-        end_bytes: Bytes of activations while its last kernel runs, without gradients.
-        gradients: Bytes by bucket, made in it.
+        region: Pieces of a block that it is.
+        seconds: With the copies of gradients into the buffers in which they are reduced behind it.
+        kept_bytes: Activations that blocks before keep.
+        most_bytes: Most activations of its own block at once, with the gradients made on the way.
+        left_bytes: Activations of its block while its last kernel runs, without gradients.
+        next_bytes: Activations that are there until the next run, without ``kept_bytes``.
+        made_bytes: Gradients made in it; ``gradients`` has them by bucket.
     """
 
-    place: int
+    region: Region
     seconds: float
-    alive_bytes: int
-    end_bytes: int
+    kept_bytes: int
+    most_bytes: int
+    left_bytes: int
+    next_bytes: int
     gradients: tuple[tuple[int, int], ...]
+    made_bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,9 @@ class Cost:
     """Cost of one bucket: seconds of the network and of copies, and bytes.
 
     Attributes:
-        part: Bytes of this rank's part as it is gathered; ``shard`` has those of its gradients.
+        reduced, shard: Bytes of its gradients in the buffer that is reduced, and of this rank's shard of them.
+        cast: Bytes of this rank's shard in the dtype that travels, if it is cast to it.
+        made: Bytes of its gradients as backward makes them.
     """
 
     gather_s: float
@@ -59,21 +73,25 @@ class Cost:
     gathered: int
     reduced: int
     shard: int
-    part: int
+    cast: int
+    made: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether it takes no network, as each rank has all of it."""
+        return not self.gather_s and not self.reduce_s
 
 
-@dataclass(frozen=True)
-class Course:
-    """Course of one pass of a micro-batch: buckets and runs of work in order.
+class Turn(NamedTuple):
+    """Run of work, and the buckets by number that begin before it and that end behind it."""
 
-    Attributes:
-        acts: A bucket begins (its number + 1), ends (less its number + 1), or 0 for the next of ``runs``.
-        order: Buckets as they begin.
-    """
+    begins: tuple[int, ...]
+    run: Run
+    ends: tuple[int, ...]
 
-    acts: tuple[int, ...]
-    runs: tuple[Run, ...]
-    order: tuple[int, ...]
+
+#: One pass of a micro-batch.
+Course = tuple[Turn, ...]
 
 
 def names_of(modules: Modules, bucket: Bucket) -> tuple[str, ...]:
@@ -109,6 +127,7 @@ class Costs:
 
     def __init__(self, modules: Modules) -> None:
         self.modules = modules
+        self._of_span: dict[tuple[int, int], Cost] = {}
         self._costs: dict[tuple[tuple[str, int], ...], Cost] = {}
         self._lasts: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
         self._stretches: dict[tuple[int, int, int, bool], tuple[float, int, int, tuple[tuple[int, int], ...]]] = {}
@@ -118,10 +137,16 @@ class Costs:
 
     def of(self, bucket: Bucket) -> Cost:
         """Cost of a bucket."""
-        elements = self.modules.elements(range(bucket.first, bucket.last + 1))
+        span = bucket.first, bucket.last
+        if span not in self._of_span:
+            self._of_span[span] = self._cost(self.modules.elements(range(bucket.first, bucket.last + 1)))
+        return self._of_span[span]
+
+    def _cost(self, elements: Mapping[str, int]) -> Cost:
         key = tuple(sorted(elements.items()))
         if key not in self._costs:
-            prices, stack = self.modules.prices, self.modules.request.stack
+            prices, stack, layout = self.modules.prices, self.modules.request.stack, self.modules.request.layout
+            shard, width = self.modules.shard_elements(elements), gathered_width(layout, stack)
             self._costs[key] = Cost(
                 gather_s=prices.gather_s(elements),
                 copy_s=prices.copies_s(elements, stack.gather_copy_bytes),
@@ -129,15 +154,17 @@ class Costs:
                 reduce_copy_s=prices.copies_s(elements, stack.reduce_copy_bytes),
                 gathered=self.modules.gathered(elements),
                 reduced=sum(elements.values()) * self.modules.reduced_bytes,
-                shard=self.modules.shard_elements(elements) * self.modules.reduced_bytes,
-                part=self.modules.gathered({"dp": self.modules.shard_elements(elements)}),
+                shard=shard * self.modules.reduced_bytes,
+                cast=shard * width if width != parameter_width(layout, stack) else 0,
+                made=sum(elements.values()) * self.modules.gradient_bytes,
             )
         return self._costs[key]
 
-    def runs_again(self, bucket: Bucket) -> bool:
-        """Whether the forward of any of its modules runs again in backward."""
+    def gathers(self, bucket: Bucket) -> int:
+        """Number of times that backward gathers a bucket: once more where recomputing releases it again."""
         places = range(self.modules.atoms[bucket.first][0], self.modules.atoms[bucket.last][0] + 1)
-        return any(self.modules.blocks[self.modules.order[place][0]].again for place in places)
+        again = any(self.modules.blocks[self.modules.order[place][0]].again for place in places)
+        return self.modules.request.stack.gathers - 1 if again else 1
 
     def courses(self, buckets: Sequence[Bucket]) -> tuple[Course, Course]:
         """Forward and backward.
@@ -155,6 +182,32 @@ class Costs:
             raise ConfigError(f"buckets: expected each of {len(self.modules.atoms)} atoms once, in order of forward")
         return self._course(buckets, backward=False), self._course(buckets, backward=True)
 
+    def shape(self, buckets: Sequence[Bucket], courses: tuple[Course, Course], listed: int) -> GroupedShape:
+        """Facts that the list of a step with such buckets follows from.
+
+        Args:
+            courses: What ``courses`` gave for them.
+            listed: Micro-batches that are listed at most, from 4 on.
+        """
+        request = self.modules.request
+        count = request.layout.micro_batches
+        costs = [self.of(bucket) for bucket in buckets]
+        timings = [
+            GroupTiming(b.keep, b.again, b.ahead, b.ahead_backward, self.gathers(b), cost.alone)
+            for b, cost in zip(buckets, costs, strict=True)
+        ]
+        forward, backward = (
+            tuple(GroupTurn(begins, run.region, ends) for begins, run, ends in course) for course in courses
+        )
+        return GroupedShape(
+            groups=tuple(timings),
+            passes=(forward, backward),
+            units=len(self.modules.order),
+            micro_batches=min(count, listed),
+            more=max(0, count - listed),
+            overlap=request.stack.overlap_param_gather,
+        )
+
     def _course(self, buckets: Sequence[Bucket], *, backward: bool) -> Course:
         places = len(self.modules.order)
         begins: list[list[tuple[int, int]]] = [[] for _ in range(places)]
@@ -167,38 +220,54 @@ class Costs:
                 start, stop = stop, start
             begins[start].append((self._span(start, bucket, backward)[0], number))
             ends[stop].append((self._span(stop, bucket, backward)[1] + 1, number))
-        acts: list[int] = []
-        runs: list[Run] = []
+        work = Work.BACKWARD if backward else Work.FORWARD
+        turns: list[Turn] = []
+        coming: list[int] = []
         for place in range(places - 1, -1, -1) if backward else range(places):
-            self._through(place, (sorted(begins[place]), sorted(ends[place])), home, (acts, runs), backward)
-        return Course(tuple(acts), tuple(runs), tuple(act - 1 for act in acts if act > 0))
+            inside = dict[int, tuple[list[int], list[int]]]()
+            for border, number in sorted(ends[place]):
+                inside.setdefault(border, ([], []))[0].append(number)
+            for border, number in sorted(begins[place]):
+                inside.setdefault(border, ([], []))[1].append(number)
+            at = 0
+            for cut in sorted({*inside, len(self._pieces(place, backward))}):
+                ended, begun = inside.get(cut, ((), ()))
+                if cut > at:
+                    copies_s = sum(self.of(buckets[number]).reduce_copy_s for number in ended) if backward else 0.0
+                    run = self._run(Region(0, place, work, at, cut), home, copies_s)
+                    turns.append(Turn(tuple(coming), run, tuple(ended)))
+                    coming, at = [], cut
+                coming += begun
+        return tuple(turns)
 
-    def _through(
-        self,
-        place: int,
-        borders: tuple[list[tuple[int, int]], list[tuple[int, int]]],
-        home: Sequence[int],
-        into: tuple[list[int], list[Run]],
-        backward: bool,
-    ) -> None:
-        """Add what happens in one block: at a border what ends goes before what begins."""
-        (begins, ends), (acts, runs) = borders, into
+    def _pieces(self, place: int, backward: bool) -> tuple[Piece, ...]:
         block = self.modules.blocks[self.modules.order[place][0]]
-        length = len(block.backward if backward else block.forward)
-        at = 0
-        for cut in sorted({cut for cut, _ in begins} | {cut for cut, _ in ends} | {length}):
-            if cut > at:
-                seconds, alive, end, made = self._stretch(place, at, cut, backward)
-                kept = self.before[place]
-                gradients: dict[int, int] = {}
-                for atom, size in made:
-                    bucket = home[self._first[place] + atom]
-                    gradients[bucket] = gradients.get(bucket, 0) + size
-                runs.append(Run(place, seconds, kept + alive, kept + end, tuple(gradients.items())))
-                acts.append(0)
-                at = cut
-            acts += [-1 - number for border, number in ends if border == cut]
-            acts += [1 + number for border, number in begins if border == cut]
+        return block.backward if backward else block.forward
+
+    def _run(self, region: Region, home: Sequence[int], copies_s: float) -> Run:
+        """Work of some pieces of a block, with such copies behind; ``home``: the bucket of each atom."""
+        _, place, work, start, stop = region
+        backward = work is not Work.FORWARD
+        seconds, most, left, made = self._stretch(place, start, stop, backward)
+        gradients: dict[int, int] = {}
+        for atom, size in made:
+            bucket = home[self._first[place] + atom]
+            gradients[bucket] = gradients.get(bucket, 0) + size
+        after = left
+        if not backward and stop == len(self._pieces(place, backward)):
+            block = self.modules.blocks[self.modules.order[place][0]]
+            entering = self.modules.order[place + 1 : place + 2]
+            after = block.saved_bytes + sum(self.modules.blocks[number].enters_bytes for number, _ in entering)
+        return Run(
+            region=region,
+            seconds=seconds + copies_s,
+            kept_bytes=self.before[place],
+            most_bytes=most,
+            left_bytes=left,
+            next_bytes=after,
+            gradients=tuple(gradients.items()),
+            made_bytes=sum(gradients.values()),
+        )
 
     def _span(self, place: int, bucket: Bucket, backward: bool) -> tuple[int, int]:
         """First and last piece of a bucket's modules in one block."""

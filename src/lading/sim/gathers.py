@@ -1,29 +1,31 @@
-"""A step whose parameters are gathered group by group: seconds and bytes, in the order in which FSDP2 asks.
+"""A step whose parameters are gathered in chosen groups: seconds and bytes of its list.
 
-[Note: who asks when]
-When a group begins, its gather is asked for, and those of so many (``ahead``) behind it. Gathers and reductions share
-one communicator, so the network takes one at a time in the order asked (torch 2.13, ``FSDPParamGroup.unshard``,
-``foreach_reduce``). When the backward of a group ends its gradients are copied into one
-buffer, which waits for the reduction before it (``reduce_scatter_max_input_buffers`` is 1), and are reduced from there.
-Between micro-batches nothing is waited for; behind the last one everything is.
-
-[Note: bytes as they are asked for]
-Memory is counted in the order in which the host asks, as an allocator does: what is gathered is a flat buffer first and
-copied out of it into the parameters. In forward the buffer stays until the next group's comes or the model's forward
-ends (torch 2.13, ``FSDPState._post_forward``); in backward it goes at once. A group's gradients stay until they are in
-the buffer that is reduced, and that until the next group's backward has ended. Activations and gradients of one piece
-([Note: pieces of a block]) are counted together. Whole blocks have the peak that the lists have (tested).
+The list is ``lading.program.groups.emit_groups``'s, the times are the rank engine's, the bytes the memory trace's; here
+are the seconds and the bytes of what is in the list. What is gathered is copied out of its buffer, and gradients into
+theirs, by the compute stream: the seconds count with the region behind, and with the one before. Activations and
+gradients of one piece ([Note: pieces of a block]) are counted together.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lading.sim.buckets import Bucket, Costs, Run
+from lading.ir.action import ActionKind, Work
+from lading.ir.graph import Role
+from lading.ir.program import ParameterGroup, Program, Region
+from lading.program.groups import emit_groups
+from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
+from lading.sim.buckets import Bucket, Cost, Costs, Course, Run
+from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
 
-#: Micro-batches that are walked one by one: from the second on they are alike, but for the last.
-_WALKED = 4
+#: Micro-batches that are listed: from the second on they are alike, but for the last.
+LISTED = 4
+_ACTIVATIONS = (What.RUNS, What.LEAVES, What.SAVED, What.ENTERS)
+_ROLES = {what: Role.ACTIVATION if what in _ACTIVATIONS else Role.WORKSPACE for what in What} | {
+    What.SHARD: Role.GRADIENT
+}
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,22 @@ class Gathered:
     """Seconds and bytes of a step.
 
     Attributes:
+        program: List of a rank.
         step_s: Seconds of the whole step.
         exposed_s: Seconds of the step in which the device waited for the network.
         network_s: Seconds in which the network was busy.
         peak_bytes: Most bytes at once.
         forward, backward: Gathers of each bucket in a step.
-        waits_s: Seconds that backward waited for each bucket.
         peak: The moment of the peak.
     """
 
+    program: Program
     step_s: float
     exposed_s: float
     network_s: float
     peak_bytes: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    waits_s: tuple[float, ...]
     peak: Moment
 
 
@@ -58,7 +60,7 @@ class Moment:
         micro_batch, is_backward, place: The place is that of the block in the order of forward.
         gathered, coming, gradients, reduced: Buckets that are gathered, in a flat buffer, have gradients, or have these
             in the buffer that is reduced; with their bytes.
-        activation_bytes, state_bytes: Bytes of activations, and of what is always there.
+        activation_bytes, state_bytes: Bytes of activations, and of what stays, shards of gradients among it.
     """
 
     micro_batch: int = 0
@@ -72,233 +74,147 @@ class Moment:
     state_bytes: int = 0
 
 
-def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, trace: bool = False, walked: int = _WALKED) -> Gathered:
-    """Walk a step whose parameters are gathered in such buckets.
+def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, listed: int = LISTED) -> Gathered:
+    """Time and count a step whose parameters are gathered in such buckets.
 
     Args:
         costs: Costs of the model's buckets.
         buckets: All atoms, in the order of forward.
-        trace: Whether to say what is there at the peak.
-        walked: Micro-batches that are walked one by one, the last among them; 4 or more for seconds, 2 for bytes.
+        listed: Micro-batches that are listed one by one, the last among them; 4 or more.
+    Raises:
+        ConfigError: the buckets are not all atoms in order, each once.
     """
-    walk = _Walk(costs, buckets, trace=trace)
-    count = costs.modules.request.layout.micro_batches
-    walked = min(count, walked)
-    for number in range(walked):
-        walk.micro_batch(number, last=number == walked - 1)
-    more = count - walked
-    if more and walked > 2:  # the one before the last is as those left out
-        device, busy, used = (now - was for now, was in zip(walk.marks[-2], walk.marks[-3], strict=True))
-        walk.streams.device += more * device
-        walk.streams.busy += more * busy
-        walk.streams.used += more * used
-    modules = costs.modules
+    modules, courses = costs.modules, costs.courses(buckets)
+    program = emit_groups(costs.shape(buckets, courses, listed))
+    priced = _Priced(costs, buckets, courses)
+    times = run_ranks(program, priced.seconds(program), [modules.slowdown])
+    rules = GradientRules(makes=True, to_host=modules.request.layout.updates_on_host)
+    trace = memory_trace(memory_changes(program, 0, rules), priced.size_of, _ROLES, modules.states)
     return Gathered(
-        step_s=walk.streams.device + modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits,
-        exposed_s=walk.streams.device - walk.streams.busy,
-        network_s=walk.streams.used,
-        peak_bytes=walk.peak,
-        forward=tuple(sum(c) + more * c[-2 if more else -1] for c in zip(*walk.counts[0], strict=True)),
-        backward=tuple(sum(c) + more * c[-2 if more else -1] for c in zip(*walk.counts[1], strict=True)),
-        waits_s=tuple(walk.waits),
-        peak=walk.moment,
+        program=program,
+        step_s=times.step_s,
+        exposed_s=times.step_s - rest_s(costs) - _sum_s(times, (ActionKind.COMPUTE,)),
+        network_s=_sum_s(times, (ActionKind.UNSHARD, ActionKind.REDUCE_GRAD)),
+        peak_bytes=trace.peak_bytes,
+        forward=_gathers(program, len(buckets), backward=False),
+        backward=_gathers(program, len(buckets), backward=True),
+        peak=_moment(program, trace, priced.runs),
     )
 
 
-class _Streams:
-    """Clocks of the device and of the network."""
-
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
-        self.device = self.network = self.busy = self.used = 0.0
-        self.spans: list[tuple[float, float]] = []
-
-    def take(self, seconds: float) -> float:
-        """The network's next; it may begin now. Gives when it ends."""
-        if seconds:
-            start = max(self.network, self.device)
-            self.network = start + seconds
-            self.used += seconds
-            if self.spans and self.spans[-1][1] == start:
-                self.spans[-1] = (self.spans[-1][0], self.network)
-            else:
-                self.spans.append((start, self.network))
-        return self.network if seconds else 0.0
-
-    def wait(self, until: float) -> float:
-        """Hold the device; gives for how long."""
-        waited = max(0.0, until - self.device)
-        self.device += waited
-        return waited
-
-    def compute(self, seconds: float) -> None:
-        """Run so long, longer while the network is busy."""
-        now, left, factor = self.device, seconds, 1 + self.slowdown
-        if self.spans and self.spans[0][1] <= now:
-            self.spans = [span for span in self.spans if span[1] > now]
-        for begin, end in self.spans:
-            alone = min(left, max(0.0, begin - now))
-            now, left = now + alone, left - alone
-            beside = max(0.0, min(left * factor, end - now))
-            now, left = now + beside, max(0.0, left - beside / factor)
-        self.busy += now + left - self.device
-        self.device = now + left
+def rest_s(costs: Costs) -> float:
+    """Seconds of a step behind its last backward: the optimizer, the host, and waiting for slower devices."""
+    modules = costs.modules
+    count = modules.request.layout.micro_batches
+    return modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits
 
 
-class _Walk:
-    """One step under way: clocks, and bytes by bucket."""
+class _Priced:
+    """Seconds and bytes of what is in the list of a step with such buckets."""
 
-    def __init__(self, costs: Costs, buckets: Sequence[Bucket], *, trace: bool) -> None:
-        stack, modules = costs.modules.request.stack, costs.modules
-        self.courses = costs.courses(buckets)
-        self.buckets, self.trace = buckets, trace
-        self.costs = [costs.of(bucket) for bucket in buckets]
-        self.overlaps = stack.overlap_param_gather
-        layout = modules.request.layout
-        self.makes_gradients = layout.micro_batches == 1 and not layout.updates_on_host
-        # Where recomputing releases them again, backward gathers them once more.
-        self.times = [stack.gathers - 1 if costs.runs_again(bucket) else 1 for bucket in buckets]
-        self.streams = _Streams(modules.slowdown)
-        self.asked: dict[int, float] = {}
-        self.gathered: set[int] = set()
-        self.flat: dict[int, int] = {}
-        self.gradients: dict[int, int] = {}
-        self.reduced: dict[int, int] = {}
-        self.reducing: list[float] = []
-        self.held = -1
-        self.states = self.now = modules.state_bytes
-        self.activation = self.peak = 0
-        self.moment = Moment()
-        self.at = (0, False, 0)
-        self.counts: tuple[list[list[int]], list[list[int]]] = ([], [])
-        self.waits = [0.0] * len(buckets)
-        self.marks: list[tuple[float, float, float]] = []
+    def __init__(self, costs: Costs, buckets: Sequence[Bucket], courses: tuple[Course, Course]) -> None:
+        self.costs, self.modules = [costs.of(bucket) for bucket in buckets], costs.modules
+        self.runs = {turn.run.region: turn.run for course in courses for turn in course}
+        self.rest_s = rest_s(costs)
 
-    def micro_batch(self, number: int, *, last: bool) -> None:
-        """Forward and backward."""
-        for backward in (False, True):
-            self.counts[backward].append([0] * len(self.buckets))
-            self._pass(number, backward=backward, last=last)
-        if last:
-            self.streams.wait(self.streams.network)
-        self.marks.append((self.streams.device, self.streams.busy, self.streams.used))
+    def seconds(self, program: Program) -> list[float]:
+        """Seconds of every action alone; what is copied out of a gathered buffer counts with the next region."""
+        seconds, actions = action_seconds(program, self._alone_s), program.ranks[0]
+        coming: Counter[int] = Counter()
+        for number, (kind, storage) in enumerate(zip(actions.kind, actions.storage, strict=True)):
+            if kind is ActionKind.UNSHARD:
+                coming[storage] += 1
+            elif kind is ActionKind.COMPUTE and coming:
+                for used in [used for used in coming if used in program.uses[actions.op[number]]]:
+                    seconds[number] += coming.pop(used) * self._cost(program.storages[used]).copy_s
+        return seconds
 
-    def _pass(self, number: int, *, backward: bool, last: bool) -> None:
-        course = self.courses[backward]
-        runs, begun = iter(course.runs), 0
-        for act in course.acts:
-            if not act:
-                self._run(next(runs), number, backward)
-            elif act > 0:
-                self._begin(course.order, begun, backward)
-                begun += 1
-            elif backward:
-                self._end_backward(-1 - act, number, last)
-            else:
-                self._end_forward(-1 - act, last_of=course.order)
+    def _alone_s(self, key: Priced) -> float:
+        kind, what, _ = key
+        if isinstance(what, Region):
+            return self.runs[what].seconds
+        if kind is ActionKind.STEP:
+            return self.rest_s
+        cost = self._cost(what)
+        return cost.gather_s if kind is ActionKind.UNSHARD else cost.reduce_s if kind is ActionKind.REDUCE_GRAD else 0.0
 
-    def _begin(self, order: Sequence[int], index: int, backward: bool) -> None:
-        """Wait for a bucket, copy it out, and ask for those that follow."""
-        number = order[index]
-        cost, is_new = self.costs[number], number not in self.gathered and (self.buckets[number].again or not backward)
-        if is_new:
-            self._ask(number, backward)
-            waited = self.streams.wait(self.asked.pop(number))
-            self.waits[number] += waited if backward else 0.0
-            self._drop_flat(self.held)
-            self.gathered.add(number)
-            self._add(cost.gathered)
-            self.held = number
-            if backward:
-                self._drop_flat(number)
-                self.held = -1
-        if self.overlaps:
-            bucket = self.buckets[number]
-            ahead = bucket.ahead_backward if backward else bucket.ahead
-            for later in order[index + 1 : index + 1 + ahead]:
-                self._ask(later, backward, early=ahead > 1 or backward)
-        if is_new and cost.copy_s:
-            self.streams.compute(cost.copy_s * (self.times[number] if backward else 1))
+    def _cost(self, group: object) -> Cost:
+        assert isinstance(group, ParameterGroup)
+        return self.costs[group.bucket]
 
-    def _ask(self, number: int, backward: bool, *, early: bool = True) -> None:
-        """Have a bucket gathered; where it is not asked for ``early``, its buffer is there only when it begins."""
-        if backward and not self.buckets[number].again:
-            return
-        if number not in self.gathered and number not in self.asked:
-            times = self.times[number] if backward else 1
-            self.asked[number] = self.streams.take(self.costs[number].gather_s * times)
-            self.counts[backward][-1][number] += times
-            if not self.overlaps:
-                self.streams.wait(self.asked[number])
-        if early and number not in self.gathered and number not in self.flat:
-            self.flat[number] = self.costs[number].gathered
-            self._add(self.costs[number].gathered + self.costs[number].part)  # which is cast first
-            self.now -= self.costs[number].part
+    def size_of(self, thing: Thing) -> int:
+        """Bytes of what comes and goes."""
+        what, of = thing
+        if isinstance(of, ParameterGroup):
+            cost = self.costs[of.bucket]
+            return {
+                What.MADE: cost.made, What.CAST: cost.cast, What.INPUT: cost.reduced, What.SHARD: cost.shard
+            }.get(what, cost.gathered)  # fmt: skip
+        block = self.modules.blocks[self.modules.order[of.unit][0]]
+        if what in (What.SAVED, What.ENTERS, What.HANDED):
+            return {What.SAVED: block.saved_bytes, What.ENTERS: block.enters_bytes}.get(what, 0)
+        run = self.runs[of]
+        if what is What.RUNS:
+            return run.most_bytes - run.made_bytes
+        return run.left_bytes if what is What.LEAVES else run.made_bytes
 
-    def _run(self, run: Run, number: int, backward: bool) -> None:
-        self.at = (number, backward, run.place)
-        made = 0
-        for bucket, size in run.gradients:
-            self.gradients[bucket] = self.gradients.get(bucket, 0) + size
-            made += size
-        self.activation = run.alive_bytes - made
-        self._add(made)
-        self.activation = run.end_bytes
-        self.streams.compute(run.seconds)
 
-    def _end_forward(self, number: int, *, last_of: Sequence[int]) -> None:
-        """Release a bucket; behind the last one the model's forward ends, and with it the last buffer goes."""
-        if not self.buckets[number].keep.until_backward:
-            self._release(number)
-        if number == last_of[-1]:
-            self._drop_flat(self.held)
-            self.held = -1
+def _weights(program: Program) -> list[int]:
+    """Number of micro-batches that each action stands for."""
+    alike, more = program.repeat
+    return [1 + more if number == alike else 1 for number in program.ranks[0].micro_batch]
 
-    def _end_backward(self, number: int, micro_batch: int, last: bool) -> None:
-        """Release a bucket and reduce its gradients."""
-        cost, made = self.costs[number], self.gradients.pop(number, 0)
-        if last or not self.buckets[number].keep.until_forward:
-            self._release(number)
-        for bucket in self.reduced:
-            self.now -= self.reduced[bucket]
-        self.reduced.clear()
-        if self.reducing:
-            self.streams.wait(self.reducing.pop())
-        self.reduced[number] = cost.reduced
-        self._add(cost.reduced)
-        self.now -= made
-        if self.makes_gradients or micro_batch:  # what is reduced: it stays, or is added to what is there
-            self._add(cost.shard)
-        if self.makes_gradients:
-            self.states += cost.shard
-        elif micro_batch:
-            self.now -= cost.shard
-        if cost.reduce_copy_s:
-            self.streams.compute(cost.reduce_copy_s)
-        self.reducing.append(self.streams.take(cost.reduce_s))
-        if not self.overlaps:
-            self.streams.wait(self.reducing[-1])
 
-    def _release(self, number: int) -> None:
-        if number in self.gathered:
-            self.gathered.remove(number)
-            self.now -= self.costs[number].gathered
+def _sum_s(times: RankTimes, kinds: Sequence[ActionKind]) -> float:
+    """Seconds of all actions of some kinds in a step."""
+    spans = zip(times.program.ranks[0].kind, times.start_s, times.end_s, _weights(times.program), strict=True)
+    return sum(weight * (end - start) for kind, start, end, weight in spans if kind in kinds)
 
-    def _drop_flat(self, number: int) -> None:
-        self.now -= self.flat.pop(number, 0)
 
-    def _add(self, size: int) -> None:
-        """So many bytes more, which may be the most there are."""
-        self.now += size
-        if self.now + self.activation > self.peak:
-            self.peak = self.now + self.activation
-            if self.trace:
-                self.moment = Moment(
-                    *self.at,
-                    gathered={number: self.costs[number].gathered for number in sorted(self.gathered)},
-                    coming=dict(self.flat),
-                    gradients=dict(self.gradients),
-                    reduced=dict(self.reduced),
-                    activation_bytes=self.activation,
-                    state_bytes=self.states,
-                )
+def _gathers(program: Program, count: int, *, backward: bool) -> tuple[int, ...]:
+    """Gathers of each bucket in the forwards or the backwards of a step."""
+    actions = program.ranks[0]
+    gathers = [0] * count
+    rows = zip(actions.kind, actions.storage, actions.micro_batch, _weights(program), strict=True)
+    for number, (kind, storage, micro_batch, weight) in enumerate(rows):
+        if kind is ActionKind.UNSHARD and backward is (number > actions.rows[2 * micro_batch][1]):
+            group = program.storages[storage]
+            assert isinstance(group, ParameterGroup)
+            gathers[group.bucket] += weight
+    return tuple(gathers)
+
+
+def _moment(program: Program, trace: MemoryTrace, runs: dict[Region, Run]) -> Moment:
+    """Describe the moment of the peak."""
+    changes, actions = trace.changes, program.ranks[0]
+    until = int(trace.totals.argmax()) + 1
+    there: Counter[int] = Counter()
+    for number, sign in zip(changes.number[:until].tolist(), changes.sign[:until].tolist(), strict=True):
+        there[number] += sign
+    states: dict[What, dict[int, int]] = {what: {} for what in What}
+    activation_bytes, state_bytes = 0, sum(trace.fixed.values())
+    for number, times in sorted(there.items()):
+        thing, size = changes.things[number], times * int(trace.sizes[number])
+        if not size:
+            continue
+        by_bucket = states[What.BUFFER if thing.what is What.CAST else thing.what]
+        if isinstance(thing.of, ParameterGroup):
+            by_bucket[thing.of.bucket] = by_bucket.get(thing.of.bucket, 0) + size
+        elif thing.what in _ACTIVATIONS:
+            activation_bytes += size
+        else:
+            for bucket, each in runs[thing.of].gradients:
+                states[What.MADE][bucket] = states[What.MADE].get(bucket, 0) + times * each
+    at = next(n for n in range(int(changes.action[until - 1]), -1, -1) if actions.kind[n] is ActionKind.COMPUTE)
+    region = program.regions[actions.op[at]]
+    return Moment(
+        micro_batch=actions.micro_batch[at],
+        is_backward=region.work is not Work.FORWARD,
+        place=region.unit,
+        gathered=states[What.WHOLE],
+        coming=states[What.BUFFER],
+        gradients={bucket: size for bucket, size in states[What.MADE].items() if size},
+        reduced=states[What.INPUT],
+        activation_bytes=activation_bytes,
+        state_bytes=state_bytes + sum(states[What.SHARD].values()),
+    )

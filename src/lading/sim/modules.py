@@ -20,7 +20,7 @@ from lading.ir.machine import Machine
 from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, RankSegment, Stage
-from lading.memory.rank_bytes import gathered_bytes, shards, state_bytes
+from lading.memory.rank_bytes import gathered_bytes, gradient_width, shards, state_bytes
 from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.parallel.recompute import recomputed
 from lading.sim.noise import waiting_share
@@ -78,6 +78,7 @@ class Block:
         atoms: In the order of forward.
         forward, backward: In the order in which they run; what is recomputed is in ``backward``.
         saved_bytes: Kept from forward to backward.
+        enters_bytes: Size of what enters it.
         again: Its forward runs again in backward.
     """
 
@@ -85,6 +86,7 @@ class Block:
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
     saved_bytes: int
+    enters_bytes: int
     again: bool
 
     def lasts(self, module: str, *, backward: bool) -> tuple[int, int]:
@@ -109,8 +111,9 @@ class Modules:
         slowdown: Share by which computing takes longer while the network's kernels run beside it.
         rest_s: Seconds of a step besides: the optimizer, the host.
         waits: Share by which work takes longer as devices are not equal.
-        state_bytes: On the device of cut parameters and the optimizer's states, of gradients where micro-batches add
-            them up, and of what is kept for good.
+        states: Bytes on the device of sharded parameters, of the optimizer's states, and of what is kept for good;
+            gradients come as backward makes them.
+        summed_bytes: Bytes of the shard of all gradients, if micro-batches add them up on the device.
     """
 
     request: StepRequest
@@ -121,12 +124,18 @@ class Modules:
     slowdown: float
     rest_s: float
     waits: float
-    state_bytes: int
+    states: Mapping[Role, int]
+    summed_bytes: int
 
     @cached_property
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Place in ``order`` and number in its block of every atom, in the order of forward."""
         return tuple((place, n) for place, (block, _) in enumerate(self.order) for n in range(self._count(block)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all ``states``."""
+        return sum(self.states.values())
 
     @cached_property
     def computing_s(self) -> float:
@@ -142,7 +151,7 @@ class Modules:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of one parameter, before it is reduced."""
-        return 4 if self.request.layout.precision == "fp32" else 2
+        return gradient_width(self.request.layout, self.request.stack)
 
     @property
     def reduced_bytes(self) -> int:
@@ -232,7 +241,8 @@ def modules_of(request: StepRequest, table: ModelTable, parts: Priced | None = N
         slowdown=prices.slowdown(min(1.0, memory_bound)),
         rest_s=rest_s,
         waits=waiting_share(layout.devices, every_block=True),
-        state_bytes=sum(states.values()) + sum(stage.placeholders.values()),
+        states={**states, Role.GRADIENT: 0, Role.WORKSPACE: sum(stage.placeholders.values())},
+        summed_bytes=states.get(Role.GRADIENT, 0) if layout.micro_batches > 1 else 0,
     )
 
 
@@ -247,11 +257,7 @@ def _updates(
         of_segment = block_matrices(request, table)
         found = rank_update([stage], [of_segment[place] for place in places], request, machine)
         states, rest_s = found.states(states), found.seconds + found.host_s
-    if "parameters" in layout.offload:
-        states = {}
-    elif layout.micro_batches == 1:
-        states[Role.GRADIENT] = 0  # they come as backward makes them
-    return states, rest_s
+    return {} if "parameters" in layout.offload else states, rest_s
 
 
 def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:
@@ -289,6 +295,7 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: S
             *_pieces(ranked, prices, alive.backward[split:], seconds["backward"], ends),
         ),
         saved_bytes=alive.saved,
+        enters_bytes=sum(ranked.tensors[t].size_bytes for t in ranked.enters),
         again=again and split > 0,
     )
 

@@ -295,7 +295,7 @@ class _BesideNetwork:
         self._see(spans, rank)
         if not spans or spans[-1][1] <= start_s:
             return start_s + seconds
-        end_s = _end_beside(spans, start_s, seconds, slower)
+        end_s = end_beside(spans, start_s, seconds, slower)
         self.slowed_s[rank] += end_s - start_s - seconds
         return end_s
 
@@ -316,8 +316,12 @@ class _BesideNetwork:
         self._seen[rank] = at
 
 
-def _end_beside(spans: list[tuple[float, float]], start_s: float, seconds: float, slowdown: float) -> float:
-    """When computing of so many seconds ends, slower while the network is busy; spans that are over are dropped."""
+def end_beside(spans: list[tuple[float, float]], start_s: float, seconds: float, slowdown: float) -> float:
+    """End of computing of so many seconds, slower while the network is busy; spans that are over are dropped.
+
+    Args:
+        spans: When the network is busy, as (start, end) in order; at least one.
+    """
     now, left, factor = start_s, seconds, 1 + slowdown
     if spans[0][1] <= now:
         spans[:] = [span for span in spans if span[1] > now]

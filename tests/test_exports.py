@@ -50,7 +50,7 @@ def test_capture_is_a_plain_function() -> None:
     assert inspect.isfunction(lading.capture)
 
 
-THINKING = ["lading", "lading.planner.api", "lading.sim.engine", "lading.report.html", "lading.catalog.load"]
+THINKING = ["lading", "lading.planner.api", "lading.sim.device_step", "lading.report.html", "lading.catalog.load"]
 
 
 def test_thinking_never_imports_torch() -> None:

@@ -36,7 +36,7 @@ from lading.report.promises import RunSummary
 from lading.runtime.device import DeviceDriver
 from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import open_tier
-from lading.sim.engine import simulate
+from lading.sim.device_step import simulate
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import machine_with_host, small_machine

@@ -44,7 +44,7 @@ from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
 from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.probe import probe
-from lading.sim.engine import simulate
+from lading.sim.device_step import simulate
 from lading.units import GiB, MiB
 
 FOLDER = Path(__file__).parent / "results"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lading.runtime.apply import apply
     from lading.runtime.place import place
     from lading.runtime.probe import probe
-    from lading.sim.engine import simulate
+    from lading.sim.device_step import simulate
     from lading.tracing.trace import capture
     from lading.trainer import Trainer
 
@@ -101,7 +101,7 @@ _DEFINED_IN = MappingProxyType(
         "place": "lading.runtime.place",
         "plan": "lading.prepare",
         "probe": "lading.runtime.probe",
-        "simulate": "lading.sim.engine",
+        "simulate": "lading.sim.device_step",
     }
 )
 

@@ -29,7 +29,7 @@ from lading.planner.api import Planned, make_plan, step_costs
 from lading.planner.host_balance import hosted_step
 from lading.planner.orders import deferred_step
 from lading.planner.residency import StepProblem
-from lading.sim.engine import simulate
+from lading.sim.device_step import simulate
 from lading.tracing.trace import capture
 
 #: Scratch of every operation.

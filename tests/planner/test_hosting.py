@@ -20,7 +20,7 @@ from lading.planner.host_balance import hosted_step, with_host
 from lading.planner.residency import StepProblem
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
-from lading.sim.engine import simulate
+from lading.sim.device_step import simulate
 
 
 def step(**host: float) -> StepProblem:

@@ -16,7 +16,7 @@ from lading.ir.program import NETWORK, ActionList, ParameterGroup, Program, Regi
 from lading.memory.verify import verify
 from lading.program.emit import BEGIN, END, RUN, ListShape, UnitShape, emit
 from lading.program.schedules import KINDS, V_SHAPED, schedule
-from lading.sim.engine import simulate
+from lading.sim.device_step import simulate
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
 
 WHOLE = (((BEGIN, 0, 0), (RUN, 0, 1), (END, 0, 0)),) * 4

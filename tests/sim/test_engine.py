@@ -33,7 +33,7 @@ from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.verify import verify
-from lading.sim.engine import simulate, stall_s, step_times
+from lading.sim.device_step import simulate, stall_s, step_times
 
 STREAMS = ("compute", "host_read", "host_write", "disk_read", "disk_write")
 
@@ -306,7 +306,7 @@ def test_memory(seed: int) -> None:
 
 
 def test_thinking_does_not_import_torch() -> None:
-    code = "import sys, lading.sim.engine, lading.memory.verify; sys.exit('torch' in sys.modules)"
+    code = "import sys, lading.sim.device_step, lading.memory.verify; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -32,7 +32,7 @@ from lading.parallel.ranks import rank_segment
 from lading.program.emit import ListShape, emit
 from lading.program.rank_units import Unit
 from lading.program.schedules import schedule
-from lading.sim.engine import simulate as simulate_program
+from lading.sim.device_step import simulate as simulate_program
 from lading.sim.rank_engine import Priced, action_seconds, run_ranks
 from lading.sim.rank_step import ListedStep, units_of_runs
 from lading.sim.simulate import simulate

@@ -42,7 +42,7 @@ from lading.planner.orders import Ordered, best_order, ordered_with_host, smalle
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
-from lading.sim.engine import stall_s
+from lading.sim.device_step import stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {

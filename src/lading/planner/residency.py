@@ -43,7 +43,7 @@ from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
-from lading.sim.engine import simulate, step_times
+from lading.sim.device_step import simulate, step_times
 from lading.units import format_bytes, format_seconds
 
 

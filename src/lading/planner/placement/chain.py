@@ -48,9 +48,9 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.fleet import Network
 from lading.ir.placement import Placement, PlacementProblem, Task, TaskFlow
+from lading.planner.placement.list_scheduling import PlacedSimulator
 from lading.planner.placement.micro_peaks import peaks
 from lading.planner.placement.trial import Trial, key_of
-from lading.sim.placed import PlacedSimulator
 
 #: Most devices whose order is searched.
 MOST_DEVICES = 10

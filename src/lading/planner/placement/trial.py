@@ -11,8 +11,8 @@ from math import inf
 import numpy as np
 
 from lading.ir.placement import Placement, PlacementProblem
+from lading.planner.placement.list_scheduling import PlacedSimulator, PlacedStep
 from lading.planner.placement.micro_peaks import peaks
-from lading.sim.placed import PlacedSimulator, PlacedStep
 
 #: Tasks and flows, each as often as there are micro-batches, that an effort of 1 simulates.
 WORK = 100_000

@@ -12,7 +12,7 @@ from tests.planner.placements import chain, graph, training
 from lading.errors import ConfigError, SimulationError
 from lading.ir.fleet import Join, Network, network_of
 from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
-from lading.sim.placed import PlacedSimulator
+from lading.planner.placement.list_scheduling import PlacedSimulator
 
 
 def _net(medium: str = "wire", count: int = 2) -> Network:

@@ -1,4 +1,4 @@
-"""Tasks placed on unlike devices, simulated: list scheduling with contention on every link.
+"""List scheduling: which task each unlike device runs next, and which transfer each link carries, and when.
 
 A device runs one task at a time, a channel carries one transfer at a time; whenever one is free, it takes what is ready
 and most urgent. Urgent is what has most work behind it (the longest way to the end, transfers included); of several

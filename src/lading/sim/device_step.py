@@ -1,0 +1,338 @@
+"""Device step: a step of one device from its Program: each action priced, and run beside what shares its tiers.
+
+Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
+(``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
+transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, and tiers on one wire that
+transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
+starts or stops. Same Program, same Machine: same Timeline, to the bit.
+
+Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
+they share: a byte moved counts against the host's memory bandwidth once where the tier is that memory, else twice, as
+its bytes go through it to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+
+from lading.catalog.load import as_machine
+from lading.cost.compute import computing_left, placed_costs
+from lading.cost.hosting import caller_seconds
+from lading.errors import SimulationError, check_type
+from lading.ir.action import CALLER, DEVICE, ActionKind
+from lading.ir.machine import Machine, Tier
+from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, OPERATION_STREAMS, Program
+from lading.ir.timeline import Event, Timeline
+from lading.memory.staircase import memory_samples
+from lading.sim.engine import StreamRun, deadlock
+
+_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
+
+
+def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Sequence[float] | None = None) -> Timeline:
+    """Predict what one step of ``program`` does on ``machine``, alone and from an idle start.
+
+    Args:
+        program: Verified (see ``lading.memory.verify``).
+        machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
+        op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
+    Returns:
+        A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
+        change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
+    Raises:
+        ConfigError: no such machine, or no Program.
+        SimulationError: an action has no cost, no tier or can never start.
+    Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
+    """
+    check_type("program", program, Program, "a lading.Program, such as trainer.program")
+    run = _run_tiers(program, _Costs(program, as_machine(machine), op_seconds))
+    actions = program.ranks[0]
+    by_id = [
+        Event(0, actions.streams[stream], number, run.starts[number], run.ends[number])
+        for number, stream in enumerate(actions.stream)
+    ]
+    return Timeline(
+        source="predicted",
+        events=tuple(sorted(by_id, key=lambda event: event.start_s)),
+        memory=memory_samples(program, by_id, {}, overhead_bytes=program.overhead_bytes),
+        labels={action.id: program.label(action) for action in program.actions},
+        peak_bytes=program.predicted_bytes,
+    )
+
+
+def step_times(
+    program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None
+) -> tuple[float, Sequence[float]]:
+    """``duration_s`` of what ``simulate`` says and when each action starts, without the timeline.
+
+    Raises:
+        SimulationError: as ``simulate``.
+    """
+    run = _run_tiers(program, _Costs(program, machine, op_seconds))
+    return max(run.ends, default=0.0), run.starts
+
+
+def _run_tiers(program: Program, costs: _Costs) -> StreamRun:
+    actions = program.ranks[0]
+    queues: list[list[int]] = [[] for _ in actions.streams]
+    for number, stream in enumerate(actions.stream):
+        queues[stream].append(number)
+    count = len(actions)
+    if max(map(max, filter(None, actions.waits)), default=-1) >= count:
+        raise deadlock(
+            program, [number for number, waits in enumerate(actions.waits) if max(waits, default=-1) >= count]
+        )
+    seconds = [costs.fixed_s(number) for number in range(count)]
+    run = StreamRun(queues, actions.waits, seconds, [kind is not ActionKind.FREE for kind in actions.kind])
+    if stuck := run.run(_TierResources(costs, seconds)):
+        raise deadlock(program, stuck)
+    return run
+
+
+def stall_s(timeline: Timeline, program: Program) -> float:
+    """Seconds of the step, to the end of its last action, in which the compute stream runs nothing.
+
+    Args:
+        timeline: Predicted or measured, of ``program``.
+    """
+    actions = program.actions
+    busy = sum(e.end_s - e.start_s for e in timeline.events if actions[e.action].stream == COMPUTE_STREAM)
+    return max(0.0, timeline.duration_s - busy)
+
+
+class _Costs:
+    """Seconds of actions, and rates of those that share a tier."""
+
+    def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
+        if len(program.ranks) != 1 or not program.graph.storages:
+            raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
+        self.actions = program.ranks[0]
+        self._machine = machine
+        self._tiers = {tier.name: tier for tier in machine.tiers}
+        self._storages = program.graph.storages
+        #: By how much longer computing takes beside a collective of the same processors.
+        self.beside_collective = 1.0 / computing_left(program.graph, machine) - 1.0
+        self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
+        if len(self._ops) != len(program.graph.ops):
+            raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
+        if bad := [i for i, seconds in enumerate(self._ops) if not 0 <= seconds < float("inf")]:
+            raise SimulationError(f"expected finite op_seconds >= 0, got {self._ops[bad[0]]} for op {bad[0]}")
+
+    def fixed_s(self, number: int) -> float:
+        """Seconds of an action that shares nothing; of a move on a tier, its latency only."""
+        kind, op = self.actions.kind[number], self.actions.op[number]
+        if kind in _RUNS_OP and op >= 0:
+            return self._ops[op]
+        if kind is ActionKind.FREE:
+            return 0.0
+        if kind is ActionKind.MOVE and self.actions.storage[number] >= 0:
+            if self.on_tier(number):
+                return self.tier(number).latency_s
+            return caller_seconds(self.size_bytes(number), self._machine.device)
+        line = self.actions.action(number)
+        raise SimulationError(f"action {number} [{line}] has no cost; expected an op, a MOVE or a FREE")
+
+    def on_tier(self, number: int) -> bool:
+        """Whether an action is a move between the device and a lower tier."""
+        return self.actions.kind[number] is ActionKind.MOVE and CALLER not in self.actions.routes[number]
+
+    def size_bytes(self, number: int) -> int:
+        """Bytes a MOVE carries."""
+        return self._storages[self.actions.storage[number]].size_bytes
+
+    def reads(self, number: int) -> bool:
+        """Whether a MOVE brings something to the device."""
+        return self.actions.routes[number][1] == DEVICE
+
+    def tier(self, number: int) -> Tier:
+        """The lower tier of a MOVE."""
+        source, target = self.actions.routes[number]
+        name = target if source == DEVICE else source
+        tier = self._tiers.get(name)
+        if tier is None:
+            raise SimulationError(
+                f"action {number} [{self.actions.action(number)}] needs tier {name!r}, which machine "
+                f"{self._machine.name!r} has not; plan for this machine or add the tier to it"
+            )
+        return tier
+
+    def slowdowns(self, number: int) -> tuple[float, float]:
+        """Share by which an operation takes longer beside this MOVE: alone on its tier; beside the other direction."""
+        tier, (alone, shared) = self.tier(number), self.rates(number)
+        most = tier.read_slowdown if self.reads(number) else tier.write_slowdown
+        return most, most * shared / alone
+
+    def wired(self, tier: str) -> tuple[str, ...]:
+        """Tiers on the wire of a tier, itself included."""
+        wire = self._tiers[tier].wire
+        return tuple(name for name, other in self._tiers.items() if other.wire == wire) if wire else (tier,)
+
+    def host_share(self, tier: str) -> float:
+        """Share of the host's memory bandwidth that a byte/s moved from or to a tier takes."""
+        host = self._machine.host_device
+        if host is None:
+            return 0.0
+        return (1 if self._tiers[tier].host_computes else 2) / host.memory_bandwidth_bytes_per_s
+
+    def rates(self, number: int) -> tuple[float, float]:
+        """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
+        tier = self.tier(number)
+        if self.reads(number):
+            return tier.read_bytes_per_s, tier.mixed_read_bytes_per_s
+        return tier.write_bytes_per_s, tier.mixed_write_bytes_per_s
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A move past its latency, and what remained of it at ``since_s``.
+
+    ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs. ``wired``: the tiers it shares
+    its wire with, its own included.
+    """
+
+    stream: int
+    remaining_bytes: float
+    rates: tuple[float, float]
+    slowdowns: tuple[float, float]
+    since_s: float
+    wired: tuple[str, ...]
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``."""
+
+    remaining_s: float
+    since_s: float
+    slowdown: float
+
+
+class _TierResources:
+    """Tiers and the operations beside their transfers.
+
+    A heap has (time, ticket, stream), tickets in order of issue; of a stream only the latest is expected, as what runs
+    on it is timed again when others begin or end.
+    """
+
+    def __init__(self, costs: _Costs, seconds: Sequence[float]) -> None:
+        self._costs, self._seconds = costs, seconds
+        streams = costs.actions.streams
+        self._computing = [name in OPERATION_STREAMS for name in streams]
+        self._host = streams.index(HOST_STREAM) if HOST_STREAM in streams else -1
+        self._heap: list[tuple[float, int, int]] = []
+        self._tickets = 0
+        self._expected: dict[int, int] = {}  # by stream, a ticket
+        self._now_s = 0.0
+        self._latency: dict[int, int] = {}  # by stream, the move that waits for its tier
+        self._moving: dict[int, tuple[str, bool]] = {}  # by stream
+        self._transfers: dict[tuple[str, bool], _Transfer] = {}
+        self._work: dict[int, _Work] = {}  # by stream
+        self._reducing = False
+
+    def begin(self, action: int, stream: int, start_s: float) -> None:
+        """Start an operation, or the latency of a move."""
+        if self._computing[stream]:
+            if stream == NETWORK:
+                self._reducing = True
+                self._retime_work()
+            self._work[stream] = work = _Work(self._seconds[action], start_s, self._slowdown(stream))
+            self._expect_work(stream, work)
+        else:
+            self._latency[stream] = action
+            self._expect(start_s + self._seconds[action], stream)
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """Go on to the next end."""
+        while self._heap:
+            time_s, ticket, stream = heappop(self._heap)
+            if self._expected[stream] != ticket:
+                continue
+            self._now_s = time_s
+            if stream in self._latency:
+                self._begin_transfer(stream, self._latency.pop(stream))
+                continue
+            if stream in self._moving:
+                self._end_transfer(stream)
+            else:
+                del self._work[stream]
+                if stream == NETWORK:
+                    self._reducing = False
+                    self._retime_work()
+            return ((stream, time_s),)
+        return ()
+
+    def _slowdown(self, stream: int) -> float:
+        """How much longer an operation takes beside the transfers of this moment."""
+        beside = self._costs.beside_collective if self._reducing and stream == COMPUTE else 0.0
+        if not self._transfers or stream == NETWORK:
+            return beside
+        running = self._transfers
+        if stream == self._host:
+            return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
+        return beside + sum(
+            moving.slowdowns[(tier, not read) in running] / self._sharing(moving, read)
+            for (tier, read), moving in running.items()
+        )
+
+    def _sharing(self, transfer: _Transfer, read: bool) -> int:
+        """How many tiers transfer over its wire in its direction now."""
+        return sum((tier, read) in self._transfers for tier in transfer.wired) if len(transfer.wired) > 1 else 1
+
+    def _expect_work(self, stream: int, work: _Work) -> None:
+        self._expect(self._now_s + work.remaining_s * (1.0 + work.slowdown), stream)
+
+    def _retime_work(self) -> None:
+        """Time operations under way again, as the set of transfers has changed."""
+        for stream, work in self._work.items():
+            slowdown = self._slowdown(stream)
+            if work.slowdown == slowdown:
+                continue
+            done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
+            work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
+            self._expect_work(stream, work)
+
+    def _expect(self, time_s: float, stream: int) -> None:
+        self._tickets += 1
+        self._expected[stream] = self._tickets
+        heappush(self._heap, (time_s, self._tickets, stream))
+
+    def _begin_transfer(self, stream: int, action: int) -> None:
+        costs = self._costs
+        tier, read = costs.tier(action).name, costs.reads(action)
+        rates, slowdowns, size_bytes = costs.rates(action), costs.slowdowns(action), costs.size_bytes(action)
+        transfer = _Transfer(stream, size_bytes, rates, slowdowns, self._now_s, costs.wired(tier))
+        self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
+        transfer.rate = self._rate(tier, read)
+        self._expect_transfer(transfer)
+        self._retime_beside(tier, read, transfer)
+        self._retime_work()
+
+    def _end_transfer(self, stream: int) -> None:
+        tier, read = self._moving.pop(stream)
+        self._retime_beside(tier, read, self._transfers.pop((tier, read)))
+        self._retime_work()
+
+    def _rate(self, tier: str, read: bool) -> float:
+        """Bytes/s of a transfer beside the others of this moment."""
+        transfer = self._transfers[tier, read]
+        return transfer.rates[(tier, not read) in self._transfers] / self._sharing(transfer, read)
+
+    def _retime_beside(self, tier: str, read: bool, transfer: _Transfer) -> None:
+        """Time again what a transfer that began or ended shares its tier or its wire with."""
+        for key in ((tier, not read), *((other, read) for other in transfer.wired if other != tier)):
+            if key in self._transfers:
+                self._retime(*key)
+
+    def _retime(self, tier: str, read: bool) -> None:
+        transfer = self._transfers[tier, read]
+        done_bytes = (self._now_s - transfer.since_s) * transfer.rate
+        transfer.remaining_bytes = max(0.0, transfer.remaining_bytes - done_bytes)
+        transfer.since_s, transfer.rate = self._now_s, self._rate(tier, read)
+        self._expect_transfer(transfer)
+
+    def _expect_transfer(self, transfer: _Transfer) -> None:
+        self._expect(self._now_s + transfer.remaining_bytes / transfer.rate, transfer.stream)

@@ -231,7 +231,7 @@ def test_shares(share: float, whole: int) -> None:
 def test_sizes() -> None:
     assert share_or_bytes("256MB", 1) == 256_000_000
     assert MemoryConfig(budget="50%").budget_bytes(1000) == 500
-    assert MemoryConfig(budget="1KB", disk_budget=0).tier_budgets({"disk": 10**9}) == {"disk": 0}
+    assert MemoryConfig(budget="1KB", disk_budget=0).tier_budgets({"disk": 10**9}, "disk") == {"disk": 0}
     assert not math.isnan(share_or_bytes("100%", 3))
     with pytest.raises(ConfigError, match="above 0%"):
         share_or_bytes("0%", 100)

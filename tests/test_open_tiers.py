@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lading.catalog.load import machine_from_dict, machine_to_toml
-from lading.config import load_run
+from lading.config import MemoryConfig, load_run
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.graph import Role, StepGraph
 from lading.ir.host_ops import light_groups
@@ -394,11 +394,25 @@ def test_any_tier_has_a_budget_in_a_run(tmp_path: Path) -> None:
         memory = { budget = "1GB", disk_budget = 0, budgets = { far = "25%" } }
     """)
     memory = load_run(path, ["memory.budgets.nvme2=10GB"]).memory
-    assert memory.tier_budgets({"disk": 7, "far": 4000, "nvme2": 9}) == {
+    assert memory.tier_budgets({"disk": 7, "far": 4000, "nvme2": 9}, "disk") == {
         "disk": 0, "far": 1000, "nvme2": 10_000_000_000,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"memory.budgets: expected tiers of the machine \(disk\), got 'far'"):
-        memory.tier_budgets({"disk": 7})
-    for change, words in (("memory.budgets.far=1", "budgets.far: "), ("memory.budgets.disk=1GB", "as disk_budget")):
-        with pytest.raises(ConfigError, match=words):
-            load_run(path, [change])
+        memory.tier_budgets({"disk": 7}, "disk")
+    with pytest.raises(ConfigError, match=r"budgets\.far: "):
+        load_run(path, ["memory.budgets.far=1"])
+
+
+def test_the_disk_budget_is_that_of_the_nearest_file_whatever_its_name() -> None:
+    """Of several files the nearest; a tier has one budget."""
+    disk = small_machine().tiers[0]
+    swap = dataclasses.replace(disk, name="nvme", location="/fast")
+    memory = dataclasses.replace(disk, name="disk", kind="memory")
+    machine = dataclasses.replace(small_machine(), tiers=(memory, swap, dataclasses.replace(disk, name="slow")))
+    assert machine.swap_tier == "nvme"
+    sizes = {tier.name: 1000 for tier in machine.tiers}
+    assert MemoryConfig(budget="1GB").tier_budgets(sizes, machine.swap_tier) == {"nvme": 500}
+    named = MemoryConfig(budget="1GB", budgets={"nvme": "25%", "disk": "70MB"})
+    assert named.tier_budgets(sizes, machine.swap_tier) == {"nvme": 250, "disk": 70_000_000}
+    with pytest.raises(ConfigError, match=r"expected one budget of nvme, got disk_budget and budgets\.nvme"):
+        dataclasses.replace(named, disk_budget="1MB").tier_budgets(sizes, machine.swap_tier)

@@ -10,7 +10,6 @@ from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
-from lading.cost.hosting import tier_of
 from lading.errors import ConfigError
 from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
@@ -121,7 +120,7 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "fits": prediction.fits,
         "shares": dict(prediction.shares),
         "memory": [{str(role): size for role, size in roles.items()} for roles in simulated.memory],
-        "offload_to": request.layout.offload_to if request.layout.offload else "",
+        "offload_to": simulated.behind_tier,
         "behind_bytes": simulated.behind_bytes,
         "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.behind],
         "assumptions": list(simulated.assumed),
@@ -186,13 +185,13 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
 
 def verdict(simulated: Simulated) -> str:
     """Say whether all fits, and into how much."""
-    prediction, layout = simulated.prediction, simulated.request.layout
+    prediction, tier = simulated.prediction, simulated.machine.tier(simulated.behind_tier)
     needed, there = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
     sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {there}"
-    if not simulated.behind_bytes:
+    if tier is None:
         return sentence
-    room = format_bytes(tier_of(simulated.machine, layout.offload_to).capacity_bytes)
-    return f"{sentence}, and {format_bytes(simulated.behind_bytes)} of {room} of {layout.offload_to} for each device"
+    room = format_bytes(tier.capacity_bytes)
+    return f"{sentence}, and {format_bytes(simulated.behind_bytes)} of {room} of {tier.name} for each device"
 
 
 def _shares_table(simulated: Simulated) -> Any:
@@ -219,7 +218,7 @@ def _memory_table(simulated: Simulated) -> Any:
     table.add_row("sum", *(format_bytes(totals[rank]) for rank in ranks), style="bold")
     for role in simulated.behind[0]:
         cells = (format_bytes(simulated.behind[rank].get(role, 0)) for rank in ranks)
-        table.add_row(f"{simulated.request.layout.offload_to}: {role}", *cells)
+        table.add_row(f"{simulated.behind_tier}: {role}", *cells)
     return table
 
 

@@ -36,8 +36,6 @@ MODELS = {
 }
 #: ``data.source`` that means the Python standard library's own source.
 STDLIB = "stdlib"
-#: The tier whose budget is ``memory.disk_budget``: what ``lading probe`` calls the swap file.
-DISK = "disk"
 #: ``data.source`` that means latents made up from their labels, for a diffusion model.
 SYNTHETIC = "synthetic"
 
@@ -224,7 +222,8 @@ class MemoryConfig:
 
     Attributes:
         budget: Device memory: "256MB", bytes, or a share such as "50%" or 0.5 of what keeping everything needs.
-        disk_budget: Budget of the tier called "disk": a size, or a share of the free space in its folder; 0 for none.
+        disk_budget: Budget of the swap file, the machine's nearest tier of kind "file": a size, or a share of the free
+            space in its folder; 0 for none.
         budgets: Budgets of other tiers of the machine by name, in the same way: a share is one of the free space where
             the tier is a file, else of its capacity. A tier that is not named may be filled.
         policy: Name of the planner's policy.
@@ -238,10 +237,9 @@ class MemoryConfig:
     folder: str = ""
 
     def __post_init__(self) -> None:
-        if DISK in self.budgets:
-            raise ConfigError(f"budgets: expected that of {DISK} as disk_budget, got it here; move it there")
-        for name, size in self.by_tier.items():
-            share_or_bytes(size, 1, self.setting_of(name).removeprefix("memory."))
+        share_or_bytes(self.disk_budget, 1, "disk_budget")
+        for name, size in self.budgets.items():
+            share_or_bytes(size, 1, f"budgets.{name}")
         _text("policy", self.policy)
         if share_or_bytes(self.budget, 1 << 40, "budget") == 0:
             raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
@@ -250,33 +248,41 @@ class MemoryConfig:
         """Budget of the device in bytes; ``keep_all_bytes`` is the peak of a step that keeps everything."""
         return share_or_bytes(self.budget, keep_all_bytes)
 
-    @property
-    def by_tier(self) -> dict[str, str | int | float]:
-        """Budgets as they were set, sizes or shares, by the name of their tier."""
-        return {DISK: self.disk_budget, **self.budgets}
+    def by_tier(self, swap_tier: str) -> dict[str, str | int | float]:
+        """Collect budgets as they were set, sizes or shares, by the name of their tier.
 
-    @staticmethod
-    def setting_of(tier: str) -> str:
+        Args:
+            swap_tier: Name of the tier that ``disk_budget`` is of (``Machine.swap_tier``); "" where there is none.
+        Raises:
+            ConfigError: that tier has two budgets.
+        """
+        if swap_tier in self.budgets and self.disk_budget != type(self).disk_budget:
+            raise ConfigError(
+                f"memory: expected one budget of {swap_tier}, got disk_budget and budgets.{swap_tier}; leave one out"
+            )
+        return {**({swap_tier: self.disk_budget} if swap_tier else {}), **self.budgets}
+
+    def setting_of(self, tier: str) -> str:
         """Dotted key of the setting that has a tier's budget."""
-        return "memory.disk_budget" if tier == DISK else f"memory.budgets.{tier}"
+        return f"memory.budgets.{tier}" if tier in self.budgets else "memory.disk_budget"
 
     def with_tier_budgets(self, sizes: Mapping[str, int]) -> MemoryConfig:
-        """Copy with these budgets of tiers, in bytes, and no others."""
-        others = {name: size for name, size in sizes.items() if name != DISK}
-        return dataclasses.replace(self, disk_budget=sizes.get(DISK, 0), budgets=others)
+        """Copy with these budgets in bytes of all tiers of a machine."""
+        return dataclasses.replace(self, disk_budget=type(self).disk_budget, budgets=dict(sizes))
 
-    def tier_budgets(self, whole_bytes: Mapping[str, int]) -> dict[str, int]:
+    def tier_budgets(self, whole_bytes: Mapping[str, int], swap_tier: str) -> dict[str, int]:
         """Budgets of a machine's tiers in bytes; tiers without one are left out.
 
         Args:
             whole_bytes: Bytes that a share is taken of, by tier of the machine.
+            swap_tier: Name of the tier that ``disk_budget`` is of; "" where there is none.
         Raises:
-            ConfigError: a budget is of no tier of the machine.
+            ConfigError: a budget is of no tier of the machine, or a tier has two.
         """
         if unknown := self.budgets.keys() - whole_bytes.keys():
             known = ", ".join(whole_bytes) or "it has none"
             raise ConfigError(f"memory.budgets: expected tiers of the machine ({known}), got {min(unknown)!r}")
-        asked = self.by_tier
+        asked = self.by_tier(swap_tier)
         return {
             name: share_or_bytes(asked[name], size, self.setting_of(name))
             for name, size in whole_bytes.items()

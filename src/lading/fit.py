@@ -195,7 +195,7 @@ class _Case:
         if self.tiers is None:
             return left
         capacity = {tier.name: tier.capacity_bytes for tier in self.machine.tiers}
-        limits = self.tiers.tier_budgets(capacity)
+        limits = self.tiers.tier_budgets(capacity, self.machine.swap_tier)
         return {tier: min(size, limits.get(tier, size)) for tier, size in left.items()}
 
     @property
@@ -210,9 +210,9 @@ class _Case:
             for tier, size in self.reserved.items()
         )
         rows = [] if self.budget is None else [(DEVICE, self.budget, "memory.budget, or --budget")]
-        for name, budget in {} if self.tiers is None else self.tiers.by_tier.items():
-            if self.machine.tier(name) is not None:
-                rows.append((name, budget, MemoryConfig.setting_of(name)))
+        if self.tiers is not None:
+            by_tier = self.tiers.by_tier(self.machine.swap_tier)
+            rows += [(name, budget, self.tiers.setting_of(name)) for name, budget in by_tier.items()]
         within = (f"planned within a {name} budget of {_budget_text(size)} ({setting})" for name, size, setting in rows)
         return (*left, *within)
 

@@ -20,7 +20,7 @@ from lading.alone import num_ranks
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
-from lading.config import DISK, RunConfig, run_to_dict
+from lading.config import RunConfig, run_to_dict
 from lading.errors import ConfigError, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
@@ -89,7 +89,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             a ``lading.Machine``.
         budget: Device memory: "256MB", a number of bytes, or a share ("50%" or 0.5) of what keeping everything needs.
             Numbers that could mean several things, such as 1 or 50, are refused.
-        disk_budget: Bytes allowed in the tier called "disk" ("20GB"); 0 for none; None allows what the machine has.
+        disk_budget: Bytes allowed in the swap file, the machine's nearest tier of kind "file" ("20GB"); 0 for none;
+            None allows what the machine has.
         budgets: Bytes allowed in any tiers of the machine, by name.
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
@@ -194,7 +195,9 @@ def plan_run(
         folder=cache_folder() if cache else None,
         progress=progress,
         budget=run.memory.budget,
-        budgets=run.memory.tier_budgets({tier.name: _whole_bytes(tier, run) for tier in machine.tiers}),
+        budgets=run.memory.tier_budgets(
+            {tier.name: _whole_bytes(tier, run) for tier in machine.tiers}, machine.swap_tier
+        ),
         policy=run.memory.policy,
         expansion={
             "clip_norm": run.optimization.clip_norm,
@@ -216,7 +219,7 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
         step.graph,
         machine,
         budget=run.memory.budget,
-        budgets=run.memory.tier_budgets({tier.name: 0 for tier in machine.tiers}),
+        budgets=run.memory.tier_budgets({tier.name: 0 for tier in machine.tiers}, machine.swap_tier),
         workspace_bytes=memory.scratch_bytes,
         expansion=memory.settings(_run_save_bytes(run, step.graph, machine)),
     )
@@ -318,10 +321,15 @@ def _limits(
     """
     if disk_budget is not None:
         size = parse_bytes(disk_budget, "disk_budget")
-        if DISK in budgets:
-            raise ConfigError(f"expected one budget of {DISK!r}, got disk_budget and one in budgets; leave one out")
-        if size or machine.tier(DISK) is not None:
-            budgets = {**budgets, DISK: size}
+        swap = machine.swap_tier
+        if swap in budgets:
+            raise ConfigError(f"expected one budget of {swap!r}, got disk_budget and one in budgets; leave one out")
+        if size and not swap:
+            raise ConfigError(
+                f"disk_budget: expected a machine with a tier of kind 'file', got {machine!r}; leave it out"
+            )
+        if swap:
+            budgets = {**budgets, swap: size}
     tier_limits(machine, budgets)
     return budgets
 

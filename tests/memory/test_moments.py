@@ -8,10 +8,18 @@ import pytest
 
 from lading.errors import ConfigError
 from lading.ir.graph import Role
-from lading.memory.moments import MOMENTS, RankBytes, Room, binding, moments_of, over_bytes
+from lading.memory.moments import MOMENTS, RankBytes, binding, moments_of, over_bytes
 
 ROLES = {Role.PARAMETER: 20, Role.GRADIENT: 10, Role.OPTIMIZER_STATE: 120, Role.ACTIVATION: 300, Role.WORKSPACE: 7}
-HELD = RankBytes(roles=ROLES, gradient_bytes=40, longest_bytes=600, piece_bytes=50, whole_bytes=400, stage_bytes=900)
+HELD = RankBytes(
+    roles=ROLES,
+    gradient_bytes=40,
+    longest_bytes=600,
+    piece_bytes=50,
+    whole_bytes=400,
+    stage_bytes=900,
+    host_tier="host",
+)
 
 
 def test_in_pieces() -> None:
@@ -34,7 +42,7 @@ def test_beside_training_all_states_lie_on_the_host() -> None:
 def test_what_lies_on_the_host_is_there_all_the_time_and_copied_too() -> None:
     behind = {Role.OPTIMIZER_STATE: 120, Role.GRADIENT: 40, Role.ACTIVATION: 70}
     roles = {Role.PARAMETER: 20, Role.ACTIVATION: 300}
-    peaks = moments_of(replace(HELD, roles=roles, gradient_bytes=0, behind=behind), "async")
+    peaks = moments_of(replace(HELD, roles=roles, gradient_bytes=0, behind=behind, behind_tier="host"), "async")
     assert peaks["start"] == {"device": 20, "host": 230 + 50}
     assert peaks["save"] == {"device": 20, "host": 230 + 140}  # not gradients, nor activations
 
@@ -50,7 +58,7 @@ def test_gathered_needs_one_whole_state_more_and_a_stage_on_the_host() -> None:
 
 def test_the_need_that_binds() -> None:
     peaks = moments_of(HELD)
-    assert binding(peaks, Room(device_bytes=1000, host_bytes=10_000))[:2] == ("longest", "device")
-    assert over_bytes(peaks, Room(device_bytes=500, host_bytes=10_000)) == 100
-    assert binding(peaks, Room(device_bytes=1000, host_bytes=150)) == ("save", "host", 140 / 150)
-    assert over_bytes(peaks, Room(device_bytes=1000, host_bytes=150)) < 0
+    assert binding(peaks, {"device": 1000, "host": 10_000})[:2] == ("longest", "device")
+    assert over_bytes(peaks, {"device": 500, "host": 10_000}) == 100
+    assert binding(peaks, {"device": 1000, "host": 150}) == ("save", "host", 140 / 150)
+    assert over_bytes(peaks, {"device": 1000, "host": 150}) < 0

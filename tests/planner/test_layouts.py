@@ -94,7 +94,7 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     truth.sort()
     assert [one.order for one in found.best[:10]] == truth[:10]
     assert found.proven == len(found.best) == min(64, len(truth))
-    assert found.winner.peaks["step"]["device"] <= room.device_bytes
+    assert found.winner.peaks["step"]["device"] <= room["device"]
 
 
 def test_parts_that_a_stack_recomputes_alone_are_searched() -> None:
@@ -137,7 +137,7 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     if stack == "cut in pipelines":
         stack, pins = "default", {**pins, "zero": 3, "tp": 1, "pp": 4}
     asked = space(model, devices, batch, seq, stack, pins=pins, top=1)
-    search, budget = LayoutSearch(asked), room_of(asked).device_bytes
+    search, budget = LayoutSearch(asked), room_of(asked)["device"]
     found: list[Bounded] = []
     for family in search.families(lambda done, of, what: None):
         for member in family.members:

@@ -76,4 +76,4 @@ def test_a_budget_for_some_bytes_has_room_for_them() -> None:
     machine = load_machine("h100")
     for size in (1, 12_345_678, 70_000_000_001):
         space = space_of(dataclasses.replace(one, budgets={"device": budget_for(size, machine)}))
-        assert size <= room_of(space).device_bytes <= size + 2
+        assert size <= room_of(space)["device"] <= size + 2

@@ -12,17 +12,18 @@ from lading.catalog.load import load_machine, save_machine
 from lading.catalog.stacks import stack_by_name
 from lading.clusters import space_of, step_of, summary, verdict
 from lading.cost.hosting import assumed_of_offload, copy_s, host_step_s, update_s
-from lading.errors import ConfigError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.graph import Role
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request, StepRequest
-from lading.planner.layouts import find_layouts
+from lading.planner.layouts import Layouts, find_layouts
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import COPIES
 
 H100 = load_machine("h100")
 STACK = stack_by_name("default")
+RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
 
 
 def step(layout: str, **others: Any) -> Simulated:
@@ -178,10 +179,35 @@ def test_a_tier_of_any_name_takes_what_lies_behind_the_device(tmp_path: Path) ->
     assert same.step.step_s == at_host.step.step_s
     assert far.prediction.tier_bytes == {"remote": at_host.behind_bytes}
     assert far.step.shares_s["optimizer"] >= 8.03e9 / 8 * 12 / slower["write_bytes_per_s"]
+    assert step("zero3,gb32,recompute=full,offload=optimizer", machine=str(path)).prediction == same.prediction
     with pytest.raises(ConfigError, match="expected a tier 'host' of other, its tiers are: dram, remote, disk"):
-        step("zero3,gb32,recompute=full,offload=optimizer", machine=str(path))
+        step(layout + "host", machine=str(path))
     pins = {"zero": 3, "tp": 1, "cp": 1, "pp": 1, "micro_batch": 1, "recompute": "full", "offload": ("optimizer",)}
     asked = Request(model="llama3-8b", machine=str(path), devices=8, seq_len=8192, global_batch=32, pins=pins)
     found = find_layouts(space_of(asked))
-    assert found.winner.layout.offload_to == "dram"
-    assert found.winner.peaks["step"]["host"] == found.winner.simulated.behind_bytes > 0
+    assert (found.winner.layout.offload_to, found.winner.simulated.behind_tier) == ("", "dram")
+    assert found.winner.peaks["step"]["dram"] == found.winner.simulated.behind_bytes > 0
+
+
+def test_a_search_fills_a_second_nvme_that_only_the_machine_file_knows(tmp_path: Path) -> None:
+    """It is priced by its own rates, shown under its own name, and binds where it is too small."""
+    host, disk = H100.tiers
+    pins = {"zero": 3, "tp": 1, "cp": 1, "pp": 1, "micro_batch": 1, "recompute": "full"}
+    pins |= {"offload": ("optimizer",), "offload_to": "nvme2"}
+
+    def search(capacity_bytes: int, rate: float) -> Layouts:
+        second = dataclasses.replace(
+            disk, name="nvme2", location="/second", capacity_bytes=capacity_bytes, **dict.fromkeys(RATES, rate)
+        )
+        path = tmp_path / "two.toml"
+        save_machine(dataclasses.replace(H100, name="two", tiers=(host, disk, second)), path)
+        asked = Request(model="llama3-8b", machine=str(path), devices=8, seq_len=8192, global_batch=32, pins=pins)
+        return find_layouts(space_of(asked))
+
+    roomy, slow = search(10**12, 1e10), search(10**12, 1e8)
+    needed = roomy.winner.peaks["step"]["nvme2"]
+    assert needed == roomy.winner.simulated.behind_bytes == roomy.winner.most("nvme2") > 8e9
+    assert roomy.winner.peaks["step"]["host"] == 0
+    assert slow.winner.simulated.step.shares_s["optimizer"] == pytest.approx(8.03e9 / 8 * 12 / 1e8, rel=0.01)
+    with pytest.raises(PlanInfeasible, match=r"of the nvme2 at moment 'start', 1 B more than there are"):
+        search(needed - 1, 1e10)

@@ -275,7 +275,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: Plan, console: Console) 
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
-    room = room_of(space).device_bytes - grown
+    room = room_of(space)[DEVICE] - grown
     try:
         chosen = choose_groups(request, space.table, room, asked.search.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
@@ -454,7 +454,8 @@ def _moments(winner: Refined) -> list[str]:
     """List the five peaks of the winner."""
     moment, tier, share = winner.binding
     each = [
-        f"{name} {format_bytes(tiers['device'])}" + (f" + host {format_bytes(tiers['host'])}" if tiers["host"] else "")
+        f"{name} {format_bytes(tiers[DEVICE])}"
+        + "".join(f" + {tier} {format_bytes(size)}" for tier, size in tiers.items() if size and tier != DEVICE)
         for name, tiers in winner.peaks.items()
     ]
     return [f"memory: {', '.join(each)}", f"binding: {tier} at moment {moment!r}, {share:.0%} of what there is"]

@@ -31,7 +31,8 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
 
     Args:
         size_bytes: A number, or an array of them.
-        tier: Name of one; what the host's processors do not work on goes through the host's memory, where there is one.
+        tier: Name of one, as in ``Layout.offload_to``; what the host's processors do not work on goes through the
+            host's memory, where there is one.
         out: Away from the device.
         both: Copies the other way run at the same time.
     Raises:
@@ -44,26 +45,10 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
 
 
 def _way(machine: Machine, tier: str) -> Iterator[Tier]:
-    found = tier_of(machine, tier)
-    yield found
-    if not found.host_computes and (host := machine.tier(machine.host_tier)) is not None:
+    lies_on = machine.offload_tier(tier)
+    yield lies_on
+    if not lies_on.host_computes and (host := machine.tier(machine.host_tier)) is not None:
         yield host
-
-
-def tier_of(machine: Machine, tier: str) -> Tier:
-    """A tier that a layout moves something to.
-
-    Raises:
-        ConfigError: the machine has none.
-    """
-    found = machine.tier(tier)
-    if found is None:
-        known = ", ".join(one.name for one in machine.tiers) or "none"
-        raise ConfigError(
-            f"offload: expected a tier {tier!r} of {machine.name}, its tiers are: {known}; name one of them with "
-            "offload_to=, add [[tiers]] to the machine file or leave offload away"
-        )
-    return found
 
 
 def _tier_s(size_bytes: Any, tier: Tier, out: bool, both: bool) -> Any:
@@ -86,7 +71,7 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
     host = _processors(machine)
     numbers = 3 + stack.update_passes + 2 * stack.moments
     seconds = elements * (numbers / UPDATE_NUMBERS) / (host.optimizer_elements_per_s * stack.host_optimizer)
-    lies_on, moved = tier_of(machine, tier), elements * state_bytes
+    lies_on, moved = machine.offload_tier(tier), elements * state_bytes
     if lies_on.name == machine.host_tier:
         return seconds
     return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
@@ -123,7 +108,8 @@ def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[
     """Say what moving to a tier behind the device takes for granted."""
     if not layout.offload:
         return ()
-    said = [*assumptions(machine, f"tiers.{layout.offload_to}", layout.offload_to)]
+    tier = machine.offload_tier(layout.offload_to).name
+    said = [*assumptions(machine, f"tiers.{tier}", tier)]
     if layout.updates_on_host:
         said += assumptions(machine, "host_device", "host")
         said.append(

@@ -161,8 +161,8 @@ class Op:
     ``None`` in ``results`` stands for an output that is not a tensor or is a view of an input.
     ``flops`` counts a multiply-add as two; it and the bytes are 0 where sizes are symbols.
     ``settings`` say how dims go from inputs to outputs (see ``lading.ir.table``); () in a step.
-    ``place`` is the tier whose processors run it, "" for the device's own: a plan chooses it (``lading.ir.host_ops``),
-    and it is "" in every step as captured.
+    ``on_host`` says whether the host's processors run it: a plan chooses it (``lading.ir.host_ops``), and it is
+    false in every step as captured.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Op:
     bytes_written: int = 0
     random: bool = False
     settings: tuple[tuple[str, object], ...] = field(default=(), repr=False)
-    place: str = field(default="", repr=False)
+    on_host: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class StepGraph:
     @cached_property
     def hosted(self) -> tuple[int, ...]:
         """Operations that run on the host's processors, on operands in the host's memory."""
-        return tuple(i for i, op in enumerate(self.ops) if op.place)
+        return tuple(i for i, op in enumerate(self.ops) if op.on_host)
 
     @cached_property
     def on_host(self) -> frozenset[int]:

@@ -21,7 +21,6 @@ from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph
 from lading.ir.program import PAGE_BYTES
 
 _LIGHT = frozenset({OpKind.STEP, OpKind.ELEMENTWISE, OpKind.COPY, OpKind.REDUCTION, OpKind.NORM})
-_HOST = "host"
 _HELD = frozenset({Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.WORKSPACE})
 
 
@@ -85,5 +84,5 @@ def hosted(graph: StepGraph, ops: Iterable[int]) -> StepGraph:
             "plan again"
         )
     inside = frozenset(chosen)
-    placed = (dataclasses.replace(op, place=_HOST if i in inside else "") for i, op in enumerate(graph.ops))
+    placed = (dataclasses.replace(op, on_host=i in inside) for i, op in enumerate(graph.ops))
     return dataclasses.replace(graph, ops=tuple(placed))

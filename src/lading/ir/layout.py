@@ -15,8 +15,6 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
 OFFLOADS = ("parameters", "optimizer", "activations")
-#: Name of the tier that what is offloaded goes to where no other is named: the host's memory in the catalog.
-HOST_TIER = "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class Layout:
             them), "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for
             backward).
         offload_layers: Blocks of a chunk of a rank whose activations are moved; 0 for all but the last.
-        offload_to: Name of a tier of the machine.
+        offload_to: Name of a tier of the machine; "" for the nearest that the host's processors work on.
         bucket_bytes: Bytes of gradients that are reduced together, where that runs beside backward; 0 for a block each.
         precision: Number format of products; states and reductions have their own rules in the software stack.
     """
@@ -68,7 +66,7 @@ class Layout:
     recompute_modules: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     offload_layers: int = 0
-    offload_to: str = HOST_TIER
+    offload_to: str = ""
     bucket_bytes: int = 0
     precision: str = "bf16"
 
@@ -111,7 +109,7 @@ class Layout:
             )
         if self.offload_layers < 0:
             raise ConfigError(f"layout: offload_layers must be >= 0, got {self.offload_layers}")
-        if self.offload_to != HOST_TIER and not self.offload:
+        if self.offload_to and not self.offload:
             raise ConfigError(
                 f"layout: offload_to={self.offload_to} moves nothing by itself: expected offload= beside it"
             )

@@ -400,6 +400,27 @@ class Machine:
         """Name of the nearest tier on which the host's processors can work; "" where there is none."""
         return host_tier(self.tiers)
 
+    def offload_tier(self, name: str) -> Tier:
+        """Look up the tier that a layout's ``offload_to`` names; "" names ``host_tier``.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        tier = self.tier(name or self.host_tier)
+        if tier is None:
+            known = ", ".join(one.name for one in self.tiers) or "none"
+            expected = f"a tier {name!r}" if name else "a tier on which the host's processors work"
+            raise ConfigError(
+                f"offload: expected {expected} of {self.name}, its tiers are: {known}; name one of them with "
+                "offload_to=, add [[tiers]] to the machine file or leave offload away"
+            )
+        return tier
+
+    @property
+    def swap_tier(self) -> str:
+        """Name of the nearest tier that is a file; "" where there is none."""
+        return next((tier.name for tier in self.tiers if tier.kind == FILE), "")
+
     @property
     def persistent_tier(self) -> str:
         """Name of the nearest tier that outlives the process, where checkpoints lie too; "" where there is none."""

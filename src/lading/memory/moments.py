@@ -1,4 +1,4 @@
-"""Moments: bytes on a device and in its host's memory when a run is most in need of them, five moments in all.
+"""Moments: bytes on a device and in the tiers behind it when a run is most in need of them, five moments in all.
 
 [Note: what PyTorch does]
 Read in torch 2.13 (torch/distributed/checkpoint). To *start*, parameters are made on the meta device and filled, and
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.graph import Role
 
 MOMENTS = ("start", "step", "longest", "save", "resume")
@@ -49,7 +50,9 @@ class RankBytes:
         whole_bytes: Bytes of that state gathered.
         stage_bytes: Bytes of all parameters and states of the stage, each once.
         shares: Devices whose parts of the host's memory the rank has to itself that keeps a whole checkpoint.
-        behind: Bytes by role on the host between uses.
+        host_tier: Name of the tier that checkpoints are copied to, the host's memory; "" where nothing is known of it.
+        behind_tier: Name of the tier that something lies in between uses; "" where nothing does.
+        behind: Bytes by role of what lies there.
         stages_all: Checkpoints are copied to the host whole before they are written ([Note: what Megatron-LM does]).
     """
 
@@ -60,6 +63,8 @@ class RankBytes:
     whole_bytes: int
     stage_bytes: int
     shares: float = 1.0
+    host_tier: str
+    behind_tier: str = ""
     behind: Mapping[Role, int] = field(default_factory=lambda: {})
     stages_all: bool = False
 
@@ -74,51 +79,56 @@ def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, in
     """
     if save not in SAVES:
         raise ConfigError(f"expected checkpoints that are {', '.join(SAVES)}, got {save!r}")
-    here, there = _saved(held.roles), sum(held.behind.values())
+    here = _saved(held.roles)
     states = here + max(held.gradient_bytes, held.roles.get(Role.GRADIENT, 0))
     whole = ceil(held.stage_bytes / held.shares)
-    every = here + _saved(held.behind)
+    every = here + (_saved(held.behind) if held.behind_tier == held.host_tier else 0)
     pieces = here if held.stages_all else min(here, held.piece_bytes + _AHEAD_BYTES)
-    host = {"sharded": pieces, "async": every, "gathered": whole}[save]
     piece = held.whole_bytes if save == "gathered" else 0
-    return {
-        "start": {"device": states, "host": there + held.piece_bytes},
-        "step": {"device": sum(held.roles.values()), "host": there},
-        "longest": {"device": held.longest_bytes, "host": there},
-        "save": {"device": states + piece, "host": there + host},
-        "resume": {"device": states + piece, "host": there + (whole if piece else 2 * held.piece_bytes)},
+    device = {
+        "start": states,
+        "step": sum(held.roles.values()),
+        "longest": held.longest_bytes,
+        "save": states + piece,
+        "resume": states + piece,
     }
+    copied = {
+        "start": held.piece_bytes,
+        "save": {"sharded": pieces, "async": every, "gathered": whole}[save],
+        "resume": whole if piece else 2 * held.piece_bytes,
+    }
+    return {moment: {DEVICE: device[moment], **_behind(held, copied.get(moment, 0))} for moment in MOMENTS}
+
+
+def _behind(held: RankBytes, copied_bytes: int) -> dict[str, int]:
+    """Add up bytes by tier behind the device: copies in the host's memory, and what lies behind it between uses."""
+    tiers = {held.host_tier: copied_bytes} if held.host_tier else {}
+    if held.behind_tier:
+        tiers[held.behind_tier] = tiers.get(held.behind_tier, 0) + sum(held.behind.values())
+    return tiers
 
 
 def _saved(roles: Mapping[Role, int]) -> int:
     return sum(roles.get(role, 0) for role in _SAVED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Bytes that a device and its host have for a run.
+def binding(peaks: Mapping[str, Mapping[str, int]], room_bytes: Mapping[str, int]) -> tuple[str, str, float]:
+    """Name the need nearest to its room, or farthest over it: (moment, tier, share of the room).
 
-    Attributes:
-        device_bytes, host_bytes: Bytes for tensors, and of the host for this device; 0 where that is not known.
+    Args:
+        peaks: Bytes needed by moment and tier, the device among them.
+        room_bytes: Bytes that there are by tier; one that is not there, or 0, binds nothing.
     """
-
-    device_bytes: int
-    host_bytes: int = 0
-
-
-def binding(peaks: Mapping[str, Mapping[str, int]], room: Room) -> tuple[str, str, float]:
-    """Name the need nearest to its room, or farthest over it: (moment, tier, share of the room)."""
-    sizes = {"device": room.device_bytes, "host": room.host_bytes}
-    found = [
-        (moment, tier, needed / sizes[tier])
+    shares = [
+        (moment, tier, needed / room_bytes[tier])
         for moment in MOMENTS
         for tier, needed in peaks[moment].items()
-        if sizes.get(tier)
+        if room_bytes.get(tier)
     ]
-    return max(found, key=lambda row: row[2])
+    return max(shares, key=lambda row: row[2])
 
 
-def over_bytes(peaks: Mapping[str, Mapping[str, int]], room: Room) -> int:
+def over_bytes(peaks: Mapping[str, Mapping[str, int]], room_bytes: Mapping[str, int]) -> int:
     """Bytes by which the binding need is over its room; 0 or less where all fit."""
-    moment, tier, _ = binding(peaks, room)
-    return peaks[moment][tier] - (room.device_bytes if tier == "device" else room.host_bytes)
+    moment, tier, _ = binding(peaks, room_bytes)
+    return peaks[moment][tier] - room_bytes[tier]

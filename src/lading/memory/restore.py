@@ -135,7 +135,7 @@ def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
 
 
 def _wiring(op: Op) -> tuple[object, ...]:
-    return op.name, op.phase, op.inputs, op.outputs, op.results, op.mutates, op.module, op.place
+    return op.name, op.phase, op.inputs, op.outputs, op.results, op.mutates, op.module, op.on_host
 
 
 def planned_optimizer(plan: Plan) -> ParameterRule:

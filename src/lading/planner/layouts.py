@@ -120,7 +120,7 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
         raise impossible(space, str(error), tell) from error
     if not best:
         raise infeasible(search, over, proof, tell)
-    faster = [refine(search, bounded, room) for bounded in search.nearly(2 * _OVER, best[0].step_s, room.device_bytes)]
+    faster = [refine(search, bounded, room) for bounded in search.nearly(2 * _OVER, best[0].step_s, room[DEVICE])]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
         space,

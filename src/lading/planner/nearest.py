@@ -224,12 +224,17 @@ def _lightest(search: LayoutSearch) -> Refined | None:
     best: Refined | None = None
     room = room_of(search.space)
     for found in search.lightest(_TRIED):
-        if best is not None and found.peak_bytes >= best.most("device"):
+        if best is not None and found.peak_bytes >= best.most(DEVICE):
             return best
         one = refine(search, found, room)
-        if one.most("host") <= room.host_bytes and (best is None or one.most("device") < best.most("device")):
+        if _fits_behind(one) and (best is None or one.most(DEVICE) < best.most(DEVICE)):
             best = one
     return best
+
+
+def _fits_behind(one: Refined) -> bool:
+    """Whether all fits that a layout needs of the tiers behind the device."""
+    return all(one.most(tier) <= size for tier, size in one.room.items() if tier != DEVICE)
 
 
 def hopeless(space: Space) -> str:
@@ -237,22 +242,22 @@ def hopeless(space: Space) -> str:
     layout = replace(space.request.layout, precision=space.asked.pins.get("precision", space.request.layout.precision))
     least = Least.of(replace(space.request, layout=layout), space.table, space.asked.devices)
     room, hosted = room_of(space), space.asked.pins.get("offload")
-    if space.asked.pins.get("offload_to", space.machine.host_tier) != space.machine.host_tier and hosted != ():
+    if not space.offloads_to_host and hosted != ():
         return ""
     here = (
         f"parameters, gradients and optimizer states, spread over all devices, take {format_bytes(least.device_bytes)} "
-        f"of each, which has {format_bytes(room.device_bytes)}"
+        f"of each, which has {format_bytes(room[DEVICE])}"
     )
     there = (
         f"with the optimizer on the host they take {format_bytes(least.host_bytes)} of each device's part of the "
-        f"host's memory, which is {format_bytes(room.host_bytes)}"
+        f"host's memory, which is {format_bytes(room.get(space.machine.host_tier, 0))}"
     )
     can_host = space.machine.host_device is not None and bool(space.machine.host_tier) and hosted != ()
     reasons: list[str] = []
     if not hosted:
-        reasons.append(here if least.device_bytes > room.device_bytes else "")
+        reasons.append(here if least.device_bytes > room[DEVICE] else "")
     if can_host:
-        reasons.append(there if least.host_bytes > room.host_bytes else "")
+        reasons.append(there if least.host_bytes > room.get(space.machine.host_tier, 0) else "")
     return "; ".join(reasons) if all(reasons) else ""
 
 
@@ -276,10 +281,10 @@ def infeasible(
         if not tried:
             return impossible(space, search.none_can_be(), tell)
         one = min(tried, key=lambda each: (each.over_bytes, each.order))
-    budget = budget_for(lightest.most("device"), space.machine) if lightest is not None else 0
+    budget = budget_for(lightest.most(DEVICE), space.machine) if lightest is not None else 0
     moment, tier, _ = one.binding
-    there, needed = room.device_bytes if tier == "device" else room.host_bytes, one.peaks[moment][tier]
-    kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == "device" else ""
+    there, needed = room[tier], one.peaks[moment][tier]
+    kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == DEVICE else ""
     lines = [
         f"{_verdict(search, proof)}: the one that needs least, {one.layout}, needs {format_bytes(needed)} of the "
         f"{tier} at moment {moment!r}, {format_bytes(one.over_bytes)} more than there are ({format_bytes(there)}{kept})"

@@ -8,18 +8,19 @@ from math import prod
 from typing import Any
 
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
 from lading.ir.request import Request
-from lading.memory.moments import RankBytes, Room, moments_of
+from lading.memory.moments import RankBytes, moments_of
 from lading.memory.rank_bytes import kept_state_bytes, parameter_width, shards, state_bytes
 from lading.planner.space import Space
 from lading.program.schedules import schedule_of
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
 
 
-def room_of(space: Space) -> Room:
-    """Bytes that tensors may take on a device, less what a prediction may be wrong by, and on its host.
+def room_of(space: Space) -> dict[str, int]:
+    """Bytes that tensors may take, by tier: on the device, less what a prediction may be wrong by, and behind it.
 
     Raises:
         ConfigError: the budget is less than a process needs.
@@ -31,11 +32,8 @@ def room_of(space: Space) -> Room:
             f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
             f"{device.name}, got {whole}"
         )
-    host = space.machine.tier(space.machine.host_tier)
-    return Room(
-        device_bytes=int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)),
-        host_bytes=host.capacity_bytes if host else 0,
-    )
+    behind = {tier.name: tier.capacity_bytes for tier in space.machine.tiers}
+    return {DEVICE: int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)), **behind}
 
 
 def budget_for(device_bytes: int, machine: Machine) -> int:
@@ -66,7 +64,9 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             whole_bytes=max(max(whole[segment]) for segment in counts) * _width(simulated),
             stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items()) * _kept(simulated),
             shares=_host_shares(simulated),
-            behind=behind if layout.offload_to == simulated.machine.host_tier else {},
+            host_tier=simulated.machine.host_tier,
+            behind_tier=simulated.behind_tier,
+            behind=behind,
             stages_all=request.stack.megatron_order,
         )
         for moment, tiers in moments_of(rank_bytes, asked.save).items():

@@ -13,13 +13,14 @@ With B(x) <= T(x) the bound of a layout's seconds, b(x) <= M(x) that of its byte
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 
+from lading.ir.action import DEVICE
 from lading.ir.layout import Layout
-from lading.memory.moments import Room, binding, over_bytes
+from lading.memory.moments import binding, over_bytes
 from lading.planner.peaks import peaks_of
 from lading.planner.search import Bounded, Family, FamilyMember, LayoutSearch, Opened, Tell, UnpricedBlock
 from lading.sim.noise import waiting_share
@@ -39,13 +40,13 @@ class Refined:
     Attributes:
         bound_s: Seconds that no run of it is below.
         peaks: Bytes by moment and tier of the rank that needs most.
-        room: Bytes that there are for tensors on a device and its host.
+        room: Bytes that there are for tensors, by tier.
     """
 
     simulated: Simulated
     bound_s: float
     peaks: dict[str, dict[str, int]]
-    room: Room
+    room: Mapping[str, int]
 
     @property
     def layout(self) -> Layout:
@@ -64,12 +65,7 @@ class Refined:
 
     @property
     def fits(self) -> bool:
-        """Whether the bytes of all moments fit, and those on another tier than the host's memory do."""
-        machine, behind = self.simulated.machine, self.simulated.behind_bytes
-        if self.layout.offload and self.layout.offload_to != machine.host_tier:
-            tier = machine.tier(self.layout.offload_to)
-            if tier is None or behind > tier.capacity_bytes:
-                return False
+        """Whether the bytes of all moments fit into every tier."""
         return self.binding[2] <= 1.0
 
     @property
@@ -79,12 +75,12 @@ class Refined:
 
     def most(self, tier: str) -> int:
         """Bytes of a tier at the moment that needs most of it."""
-        return max(tiers[tier] for tiers in self.peaks.values())
+        return max(tiers.get(tier, 0) for tiers in self.peaks.values())
 
     @property
     def order(self) -> tuple[float, int, str]:
         """Sort key: faster first; of equally fast layouts, to eleven digits, what needs less of the device first."""
-        return float(f"{self.step_s:.11g}"), self.most("device"), str(self.layout)
+        return float(f"{self.step_s:.11g}"), self.most(DEVICE), str(self.layout)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class Proof:
         return self.rest_s == float("inf")
 
 
-def refined(search: LayoutSearch, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
+def refined(search: LayoutSearch, room: Mapping[str, int], tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
     """Find the fastest layouts that fit, with those simulated that turned out not to, and how far that is proven.
 
     Always what has the least bound comes next: a family is divided, a block opened, a layout simulated. Once a pipeline
@@ -141,7 +137,7 @@ _Item = Family | FamilyMember | UnpricedBlock | Opened | _Layout
 class _Queue:
     """Queue of what is left of a search, by bounds; ties go by the order in which entries came."""
 
-    def __init__(self, search: LayoutSearch, room: Room, tell: Tell) -> None:
+    def __init__(self, search: LayoutSearch, room: Mapping[str, int], tell: Tell) -> None:
         self.search, self.room, self.tell = search, room, tell
         self.good: list[Refined] = []
         self.over: list[Refined] = []
@@ -189,14 +185,14 @@ class _Queue:
             for member in item.members:
                 self._push(member.bound_s, member)
         elif isinstance(item, FamilyMember):
-            for unpriced in self.search.unpriced(item, self.room.device_bytes):
+            for unpriced in self.search.unpriced(item, self.room[DEVICE]):
                 self._push(max(bound_s, unpriced.prefiltered.step_s), unpriced)
         elif isinstance(item, UnpricedBlock):
-            opened = self.search.opened(item, self.room.device_bytes)
+            opened = self.search.opened(item, self.room[DEVICE])
             if opened is not None:
                 self._push(max(bound_s, opened.prefiltered.step_s), opened)
         elif isinstance(item, Opened):
-            self._following(self.search.bounded(item, self.room.device_bytes))
+            self._following(self.search.bounded(item, self.room[DEVICE]))
         else:
             if not item.exact:
                 self._following(item.rest)
@@ -206,7 +202,7 @@ class _Queue:
         """Simulate the layouts with the least bounds of memory, where none that was simulated fits."""
         known = {str(one.layout) for one in self.over}
         for bounded in self.search.lightest(_LIGHTEST):
-            may_fit = bounded.peak_bytes <= self.room.device_bytes
+            may_fit = bounded.peak_bytes <= self.room[DEVICE]
             if may_fit and str(self.search.layout(bounded)) not in known:
                 self._keep(refine(self.search, bounded, self.room))
 
@@ -217,7 +213,7 @@ class _Queue:
 
     def _simulate(self, item: _Layout) -> None:
         bounded = item.found
-        if not item.exact and self.search.peak_bytes(bounded) > self.room.device_bytes:
+        if not item.exact and self.search.peak_bytes(bounded) > self.room[DEVICE]:
             self.search.over.append(bounded)
             return None
         if not item.exact and (span_s := self.search.span_s(bounded)) is not None:
@@ -238,7 +234,7 @@ class _Queue:
         insort(self.good if one.fits else self.over, one, key=lambda layout: layout.order)
 
 
-def refine(search: LayoutSearch, found: Bounded, room: Room) -> Refined:
+def refine(search: LayoutSearch, found: Bounded, room: Mapping[str, int]) -> Refined:
     """Simulate one bounded layout, and count its bytes at all moments."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.space.table, search.segments(found))

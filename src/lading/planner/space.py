@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
-from lading.ir.layout import HOST_TIER, PRECISIONS, RECOMPUTES, SCHEDULES, Layout
+from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
 from lading.ir.stack import Stack
@@ -110,13 +110,13 @@ class StateLayout:
         zero: ZeRO stage, 0 to 3.
         shard: Ranks that states are cut over; 0 for all replicas.
         offload: States behind the device: "optimizer" or "parameters".
-        tier: Tier that they lie in.
+        tier: Tier that they lie in, as in ``Layout.offload_to``.
     """
 
     zero: int
     shard: int
     offload: tuple[str, ...] = ()
-    tier: str = HOST_TIER
+    tier: str = ""
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -396,15 +396,20 @@ class Space:
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
         """List (states, tier) that may lie behind the device; parameters only where that is pinned."""
-        tier = self.asked.pins.get("offload_to", self.machine.host_tier or HOST_TIER)
+        tier = "" if self.offloads_to_host else self.asked.pins["offload_to"]
         if "offload" in self.asked.pins:
             pinned = self.asked.pins["offload"]
-            return [(pinned, tier if pinned else HOST_TIER)]
-        ways: list[tuple[tuple[str, ...], str]] = [((), HOST_TIER)]
-        behind = self.machine.tier(tier)
+            return [(pinned, tier if pinned else "")]
+        ways: list[tuple[tuple[str, ...], str]] = [((), "")]
+        behind = self.machine.tier(tier or self.machine.host_tier)
         if behind is None or self.machine.host_device is None or self.request.moves_matrices:
             return ways  # the host updates elements, not whole matrices
         return [*ways, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else ways
+
+    @property
+    def offloads_to_host(self) -> bool:
+        """Whether what is offloaded goes to the nearest tier that the host's processors work on: no other is pinned."""
+        return self.asked.pins.get("offload_to", "") in ("", self.machine.host_tier)
 
     @cached_property
     def _least_behind(self) -> int:
@@ -451,8 +456,8 @@ class Space:
         ]
         stack, pins = self.request.stack, self.asked.pins
         if "offload" not in pins:
-            found.append("activations or pieces of parameters behind the device, or what is on disk (--pin offload, "
-                         "offload_to)")  # fmt: skip
+            found.append("activations or pieces of parameters behind the device, or what is on another tier than the "
+                         "host's memory (--pin offload, offload_to)")  # fmt: skip
         if "etp" not in pins and self.experts > 1:
             found.append("an expert over some of the ranks of tp, not one or all (--pin etp)")
         if "recompute_modules" not in pins and any(mode.name == "selective" for mode in self.modes):

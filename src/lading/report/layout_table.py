@@ -13,8 +13,6 @@ from lading.units import format_bytes, format_seconds
 _BUBBLE = "bubble"
 #: Share of what takes longer that is named, and above which what takes less is.
 _NAMED = 0.9
-#: Seconds, share of the peak, tokens a second of each device, most bytes, shares of the step, and what memory binds.
-_HEAD = ("", "step", "MFU", "tokens/s", "device", "host", "exposed", "bubble", "binding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class LayoutRow:
 
     def most(self, tier: str) -> int:
         """Bytes of a tier at the moment that needs most."""
-        return max(tiers[tier] for tiers in self.peaks.values())
+        return max(tiers.get(tier, 0) for tiers in self.peaks.values())
 
 
 def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
@@ -112,8 +110,10 @@ def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: i
     """
     every = [*rows, *over]
     shared = _shared([row.layout for row in every])
-    table = [_HEAD + (("a billion",) if rows[0].price_per_billion_tokens is not None else ())]
-    table += [(str(number), *_cells(row)) for number, row in enumerate(every, start=1)]
+    tiers = list(dict.fromkeys(tier for row in every for bytes_by_tier in row.peaks.values() for tier in bytes_by_tier))
+    priced = ("a billion",) if rows[0].price_per_billion_tokens is not None else ()
+    table = [("", "step", "MFU", "tokens/s", *tiers, "exposed", "bubble", "binding", *priced)]
+    table += [(str(number), *_cells(row, tiers)) for number, row in enumerate(every, start=1)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         _aligned(table[0], widths),
@@ -142,14 +142,13 @@ def _shared(layouts: Sequence[str]) -> list[str]:
     return [part for part in first if all(part in other for other in others)] if others else []
 
 
-def _cells(row: LayoutRow) -> tuple[str, ...]:
+def _cells(row: LayoutRow, tiers: Sequence[str]) -> tuple[str, ...]:
     price = row.price_per_billion_tokens
     return (
         format_seconds(row.step_s),
         f"{row.mfu:.1%}",
         f"{row.tokens_per_s_per_device:,.0f}",
-        format_bytes(row.most("device")),
-        format_bytes(row.most("host")) if row.most("host") else "-",
+        *(format_bytes(row.most(tier)) if row.most(tier) else "-" for tier in tiers),
         f"{row.exposed_s / row.step_s:.1%}",
         f"{row.bubble_s / row.step_s:.1%}",
         f"{row.binding[0]} {row.binding[2]:.0%}",

@@ -44,7 +44,7 @@ from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
-from lading.ir.layout import HOST_TIER, Layout
+from lading.ir.layout import Layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit, plan_for
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch, named_tensors
@@ -254,10 +254,10 @@ def _check(plan: Plan, layout: Layout, mesh: DeviceMesh) -> None:
             f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}; plan with --pin pp=1 and "
             "--pin ep=1"
         )
-    if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to != HOST_TIER:
+    if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to:
         raise ConfigError(
             f"apply: expected everything on the device, or parameters with all their states on the host, as FSDP2's "
-            f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters or without"
+            f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters and no offload_to, or without"
         )
     if plan.choices.gather_dtype not in ("", "float32", "bfloat16", "float16"):
         raise ConfigError(f"apply: expected parameters gathered in 16 or 32 bits, got {plan.choices.gather_dtype}")

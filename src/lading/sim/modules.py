@@ -189,7 +189,8 @@ def unfit(request: StepRequest, machine: Machine) -> str:
     if layout.zero != 3 or layout.is_pipeline:
         return f"expected a layout with zero3 and without pp, got {layout}"
     if layout.offload and (
-        layout.offload_to != machine.host_tier or set(layout.offload) - {"optimizer"} != {"parameters"}
+        machine.offload_tier(layout.offload_to).name != machine.host_tier
+        or set(layout.offload) - {"optimizer"} != {"parameters"}
     ):
         return f"expected everything on the device, or parameters and their states on the host, got {layout}"
     if request.task in ("lora", "qlora"):

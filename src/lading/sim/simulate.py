@@ -19,7 +19,7 @@ from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
 from lading.cost.collective import assumed_of_links
-from lading.cost.hosting import assumed_of_offload, tier_of
+from lading.cost.hosting import assumed_of_offload
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
 from lading.ir.graph import Role
@@ -53,7 +53,7 @@ class Simulated:
 
     Attributes:
         memory: Bytes of the device by role when their sum is largest, for each pipeline rank.
-        behind: Bytes by role of what lies in ``layout.offload_to``, for each pipeline rank.
+        behind: Bytes by role of what lies in ``behind_tier``, for each pipeline rank.
         segments: Costs of each segment, as of ``Priced``; the runs of stages count in them.
         updated: The update of matrices, where a rule for matrices moves them.
     """
@@ -73,8 +73,14 @@ class Simulated:
         return max(sum(roles.values()) for roles in self.memory)
 
     @property
+    def behind_tier(self) -> str:
+        """Name of the tier that the layout moves something to; "" where it moves nothing."""
+        layout = self.request.layout
+        return self.machine.offload_tier(layout.offload_to).name if layout.offload else ""
+
+    @property
     def behind_bytes(self) -> int:
-        """Most bytes that any rank needs in ``layout.offload_to``."""
+        """Most bytes that any rank needs in ``behind_tier``."""
         return max(sum(roles.values()) for roles in self.behind)
 
     @property
@@ -109,7 +115,7 @@ class Simulated:
         """The figures, with their intervals ([Note: interval])."""
         step_s, peak = self.step.step_s, self.peak_bytes
         high = int(peak * (1 + MEMORY_SPREAD))
-        tier, beside = self.request.layout.offload_to, self.behind_bytes
+        tier, beside = self.machine.tier(self.behind_tier), self.behind_bytes
         return Prediction(
             step_s=step_s,
             low_s=step_s * (1 - self.spread),
@@ -117,9 +123,9 @@ class Simulated:
             peak_bytes=peak,
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
-            tier_bytes={tier: beside} if beside else {},
+            tier_bytes={tier.name: beside} if tier else {},
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes
-            and (not beside or beside <= tier_of(self.machine, tier).capacity_bytes),
+            and (tier is None or beside <= tier.capacity_bytes),
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
             assumed=(
                 *self.request.assumed,

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from lading.ir.action import Work
-from lading.program.schedules import Schedule
+from lading.ir.schedules import Schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from lading.clusters import step_of
 from lading.ir.action import Work
 from lading.ir.request import Request
-from lading.program.schedules import schedule
+from lading.ir.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Stretches, simulate_cluster
 from lading.sim.noise import Noise

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from lading.ir.action import ActionKind, Work
 from lading.ir.program import Border, Region
+from lading.ir.schedules import Schedule
 from lading.program.emit import RUN, ListShape, UnitShape, emit
-from lading.program.schedules import Schedule
 from lading.sim.cluster import Job, Stretches
 from lading.sim.rank_engine import Priced, action_seconds
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 from benchmarks.simulator.engines import heap_s, lading_s, simpy_s
 
-from lading.program.schedules import schedule
+from lading.ir.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds
 
 SECONDS = PipelineSeconds(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from lading.errors import ProgramError, SimulationError
 from lading.ir.action import ActionKind, Work
 from lading.ir.program import NETWORK, ActionList, ParameterGroup, Program, Region, parse_program
+from lading.ir.schedules import KINDS, V_SHAPED, schedule
 from lading.memory.verify import verify
 from lading.program.emit import BEGIN, END, RUN, ListShape, UnitShape, emit
-from lading.program.schedules import KINDS, V_SHAPED, schedule
 from lading.sim.device_step import simulate
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
 

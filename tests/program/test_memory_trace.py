@@ -10,9 +10,9 @@ from tests.sim.pipeline_bounds import alive_peaks
 from lading.ir.action import Work
 from lading.ir.graph import Role
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program
+from lading.ir.schedules import KINDS, schedule
 from lading.program.emit import ListShape, emit
 from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
-from lading.program.schedules import KINDS, schedule
 
 #: A unit of 100 bytes of parameters on two ranks, which keeps 10 and has 15 alive while it runs.
 SIZES = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.report.test_html import Page
 
+from lading.ir.schedules import schedule
 from lading.ir.timeline import Event, MemorySample, Timeline
-from lading.program.schedules import schedule
 from lading.report.cluster_page import ClusterPage, growth_figure, ranks_figure, write_cluster_page
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.traces import pipeline_timeline

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from lading.errors import SimulationError
 from lading.ir.action import Work
-from lading.program.schedules import Schedule
+from lading.ir.schedules import Schedule
 from lading.sim.pipeline import PipelineSeconds
 
 _SPLIT = ("zero-bubble", "zbv", "dualpipe-v")

@@ -61,7 +61,7 @@ def run_kind(rank: int, kind: str) -> float:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    from lading.program.schedules import schedule
+    from lading.ir.schedules import schedule
 
     plan = schedule(kind, RANKS, CHUNKS[kind], MICRO_BATCHES)
     mine = plan.stages_of(rank)

@@ -12,7 +12,7 @@ from tests.sim.waiting import largest_factor, stalled_share
 
 from lading.errors import ConfigError, SimulationError
 from lading.ir.action import Work
-from lading.program.schedules import schedule
+from lading.ir.schedules import schedule
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Jitter, Noise, largest_of
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline

@@ -24,6 +24,7 @@ from lading.ir.graph import OpKind, Phase
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.program import ALL_UNITS, COMPUTE, ActionList, Program, Region, parse_program
+from lading.ir.schedules import schedule
 from lading.ir.work import Collective, Kernel, Stage
 from lading.memory.verify import verify
 from lading.models.loss import next_byte_loss
@@ -31,7 +32,6 @@ from lading.models.reference import build_model
 from lading.parallel.ranks import rank_segment
 from lading.program.emit import ListShape, emit
 from lading.program.rank_units import Unit
-from lading.program.schedules import schedule
 from lading.sim.device_step import simulate as simulate_program
 from lading.sim.rank_engine import Priced, action_seconds, run_ranks
 from lading.sim.rank_step import ListedStep, units_of_runs

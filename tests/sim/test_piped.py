@@ -16,8 +16,8 @@ from lading.clusters import step_of
 from lading.ir.action import ActionKind
 from lading.ir.graph import Role
 from lading.ir.request import Request
+from lading.ir.schedules import schedule
 from lading.program.emit import gathering
-from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
 from lading.sim.prices import MachinePrices

@@ -12,7 +12,7 @@ from tests.sim.pipeline_bounds import alive_peaks, closed_form_s, lower_bound_s
 
 from lading.errors import SimulationError
 from lading.ir.action import Work
-from lading.program.schedules import KINDS, V_SHAPED, Schedule, schedule
+from lading.ir.schedules import KINDS, V_SHAPED, Schedule, schedule
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 
 TINY = 1e-9

@@ -18,8 +18,8 @@ from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.program import Program, Region
 from lading.ir.request import Architecture, StepRequest
+from lading.ir.schedules import Schedule, schedule
 from lading.program.emit import ListShape, emit
-from lading.program.schedules import Schedule, schedule
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
 from lading.sim.rank_engine import Priced, action_seconds, run_sharing
 from lading.sim.simulate import Simulated, simulate

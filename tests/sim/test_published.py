@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.sim.pipeline_bounds import alive_peaks
 
-from lading.program.schedules import schedule
+from lading.ir.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"

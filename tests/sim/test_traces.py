@@ -10,8 +10,8 @@ import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
 from lading.errors import ConfigError
+from lading.ir.schedules import schedule
 from lading.ir.timeline import Timeline
-from lading.program.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, pipeline_timeline

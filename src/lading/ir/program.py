@@ -254,7 +254,7 @@ class Program:
         alike: First unit that is like each unit of each stage.
         repeat: (micro-batch, times): the actions of this micro-batch stand for so many micro-batches more, each as
             long as itself. Only where there is one class of ranks.
-        schedule: Kind of the pipeline's schedule that the lists stand for, of ``lading.program.schedules``.
+        schedule: Kind of the pipeline's schedule that the lists stand for, of ``lading.ir.schedules``.
         arena_bytes: Size of the device arena that ``places`` index; this and what follows is of one device.
         workspace_bytes: Largest scratch any operation needs outside the arena.
         resident: (storage, arena offset) of what lies on the device at the start and again at the end of a step.

@@ -12,10 +12,10 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
 from lading.ir.request import Request
+from lading.ir.schedules import schedule_of
 from lading.memory.moments import RankBytes, moments_of
 from lading.memory.rank_bytes import kept_state_bytes, parameter_width, shards, state_bytes
 from lading.planner.space import Space
-from lading.program.schedules import schedule_of
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
 
 

@@ -22,10 +22,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from lading.ir.schedules import V_SHAPED
 from lading.ir.stack import Stack
 from lading.planner.space import Pipe
 from lading.planner.stages import Floats, Ints, StageCosts, StageRows
-from lading.program.schedules import V_SHAPED
 
 Bools = npt.NDArray[np.bool_]
 #: Ranks whose memory and exchanges are bounded: the first two and the last.
@@ -289,7 +289,7 @@ def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
 
 
 def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
-    """Whether it can be, by the rules of ``lading.program.schedules``; an array of [pipe].
+    """Whether it can be, by the rules of ``lading.ir.schedules``; an array of [pipe].
 
     Args:
         replicas, micro_batches: [pipe]: not whole where it cannot be.

@@ -19,11 +19,11 @@ from lading.errors import ConfigError
 from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
+from lading.ir.schedules import V_SHAPED
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.parallel.recompute import has_parts
 from lading.planner.least import Least
-from lading.program.schedules import V_SHAPED
 from lading.sim.simulate import segments_of
 from lading.sim.updates import segment_directions_s
 

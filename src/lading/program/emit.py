@@ -59,7 +59,7 @@ from lading.ir.program import (
     Program,
     Region,
 )
-from lading.program.schedules import Order, Schedule
+from lading.ir.schedules import Order, Schedule
 from lading.program.writer import ListWriter, Numbers
 
 #: What happens in a pass of a unit, in order: a group begins (its number), kernels run (from, to), a group ends.

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from lading.errors import SimulationError
 from lading.ir.action import ActionKind, Work
 from lading.ir.program import ActionList, Border
+from lading.ir.schedules import Schedule
 from lading.program.emit import ListShape, emit
-from lading.program.schedules import Schedule
 from lading.sim.rank_engine import RankTimes, run_ranks
 
 Floats = npt.NDArray[np.float64]
@@ -161,7 +161,7 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
     """Simulate a pipeline of which nothing is known but the seconds of its stages.
 
     Args:
-        plan: Schedule of ``lading.program.schedules``.
+        plan: Schedule of ``lading.ir.schedules``.
         overlap: Whether ranks compute while they send.
     Raises:
         SimulationError: seconds that the schedule needs are missing or negative, or its orders wait for each other.

@@ -14,12 +14,12 @@ from lading.ir.layout import Layout
 from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region, UnitStorage
 from lading.ir.request import StepRequest
+from lading.ir.schedules import schedule, schedule_of
 from lading.ir.work import Collective, Kernel
 from lading.memory.rank_bytes import replicas
 from lading.program.emit import COPIES as TIED
 from lading.program.emit import ListShape, emit
 from lading.program.rank_units import Unit, unit_shape
-from lading.program.schedules import schedule, schedule_of
 from lading.sim.parts import MEMORY, cause_of
 from lading.sim.phases import Phases
 from lading.sim.pipeline import pipeline_run

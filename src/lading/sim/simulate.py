@@ -26,12 +26,12 @@ from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, StepRequest
+from lading.ir.schedules import schedule_of
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
-from lading.program.schedules import schedule_of
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices

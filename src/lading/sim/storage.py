@@ -35,6 +35,7 @@ from lading.ir.layout import Layout
 from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
+from lading.ir.schedules import Schedule
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment, Stage
 from lading.memory.rank_bytes import (
@@ -52,7 +53,6 @@ from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.program.emit import DIRECT, gathering
 from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
 from lading.program.rank_units import bounds, groups_of
-from lading.program.schedules import Schedule
 from lading.sim.phases import Phases
 from lading.sim.rank_step import ListedStep
 from lading.sim.step import SimulatedStage, Step, elements_of, trained_of

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from lading.errors import ConfigError
 from lading.ir.action import Work
 from lading.ir.layout import parse_layout
-from lading.program.schedules import Schedule, schedule, schedule_of
+from lading.ir.schedules import Schedule, schedule, schedule_of
 
 SINGLE = {"gpipe": "GPipe", "1f1b": "1F1B"}
 MULTI = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lading.catalog.fleets import lists_devices, load_fleet
-from lading.catalog.load import load_machine, save_machine, unsourced
+from lading.catalog.load import load_machine, save_machine
 from lading.cli.main import main, parse
 from lading.config import load_run
-from tests.machines import small_machine
+from tests.machines import small_machine, unsourced
 from tests.runs import start_script
 
 ROOT = Path(__file__).parent.parent

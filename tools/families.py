@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lading.catalog.tables import TABLES, StoredTable, write_table
+from lading.catalog.tables import SEGMENT_ENDS, TABLES, StoredTable
 from lading.errors import CaptureError
-from lading.ir.sizes import Size
+from lading.ir.graph import Arg, Literal, Op, Ref
+from lading.ir.sizes import Power, Size
+from lading.ir.table import Segment, SegmentTensor
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
 from lading.tracing.tabulate import table_over
@@ -375,6 +378,71 @@ def sizes_of(family: Family, count: int) -> list[dict[str, int]]:
         draw = random.Random(name)
         columns[name] = [value for _ in range(count) for value in draw.sample(values, len(values))][:count]
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
+
+
+def write_table(table: StoredTable) -> str:
+    """Write a family as JSON, one tensor or operation in a line."""
+    head: dict[str, Any] = {
+        "name": table.name,
+        "source": table.source,
+        "symbols": " ".join(table.symbols),
+        "counts": list(table.counts),
+        "tied": table.tied,
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    segments = ",\n".join(map(_write_segment, table.segments))
+    return "{" + ",\n".join(lines) + ',\n"segments": [\n' + segments + "\n]}\n"
+
+
+def _write_segment(segment: Segment) -> str:
+    lines = [f'"name": {json.dumps(segment.name)}']
+    lines += [f'"{end}": {json.dumps(getattr(segment, end))}' for end in SEGMENT_ENDS]
+    lines.append(f'"gradients": {json.dumps(segment.gradients)}')
+    for key, rows in (
+        ("tensors", [_tensor_row(t) for t in segment.tensors]),
+        ("ops", [_op_row(op) for op in segment.ops]),
+    ):
+        text = ",\n  ".join(json.dumps(row) for row in rows)
+        lines.append(f'"{key}": [\n  {text}\n]')
+    return "{" + ",\n".join(lines) + "}"
+
+
+def _tensor_row(tensor: SegmentTensor[Size]) -> list[Any]:
+    dims = ",".join(map(str, tensor.dims)).replace(" ", "")
+    row = [tensor.storage, tensor.dtype, dims, tensor.role.value[:3], tensor.name, list(tensor.repeats)]
+    return _trimmed(row)
+
+
+def _op_row(op: Op) -> list[Any]:
+    args, kwargs = [_write_arg(arg) for arg in op.args], {key: _write_arg(arg) for key, arg in op.kwargs}
+    settings = {key: _write_setting(value) for key, value in op.settings}
+    row = [op.name, op.kind.value, op.phase.value[:3], op.module, args, list(op.results)]
+    return _trimmed([*row, settings, kwargs, list(op.mutates), op.random])
+
+
+def _write_arg(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return f"#{arg.tensor}"
+    if isinstance(arg, Literal):
+        return {arg.kind: arg.value}
+    if isinstance(arg, Size):
+        return {"size": str(arg)}
+    if isinstance(arg, Power):
+        return {"size": str(arg.size), "exponent": arg.exponent}
+    return [_write_arg(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def _trimmed(row: list[Any]) -> list[Any]:
+    """Drop what is empty at the end of a row."""
+    while row and row[-1] in ("", [], {}, False):
+        row.pop()
+    return row
+
+
+def _write_setting(value: object) -> Any:
+    if isinstance(value, Size):
+        return {"size": str(value)}
+    return [_write_setting(item) for item in cast("tuple[object, ...]", value)] if isinstance(value, tuple) else value
 
 
 def main() -> None:

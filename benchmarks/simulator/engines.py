@@ -8,9 +8,10 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Any
 
+from tools.pipelines import PipelineSeconds, simulate_pipeline
+
 from lading.ir.action import Work
 from lading.ir.schedules import Schedule
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 
 def lading_s(plan: Schedule, seconds: PipelineSeconds) -> float:

@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from tools.pipelines import PipelineSeconds, simulate_pipeline
 
 from lading.clusters import step_of
 from lading.ir.action import Work
@@ -34,9 +35,8 @@ from lading.ir.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Stretches, simulate_cluster
 from lading.sim.noise import Noise
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.simulate import simulate
-from lading.sim.traces import pipeline_timeline
+from lading.sim.traces import rank_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import ENGINES
@@ -132,7 +132,7 @@ def whole(repeats: int) -> list[dict[str, Any]]:
 
     def everything() -> int:
         schedule.cache_clear()
-        timeline = pipeline_timeline(simulate_pipeline(schedule(*LARGE), seconds))
+        timeline = rank_timeline(simulate_pipeline(schedule(*LARGE), seconds).times)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "trace"
             write_trace(path, [timeline])

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 from benchmarks.simulator.engines import heap_s, lading_s, simpy_s
+from tools.pipelines import PipelineSeconds
 
 from lading.ir.schedules import schedule
-from lading.sim.pipeline import PipelineSeconds
 
 SECONDS = PipelineSeconds(
     forward=1, backward=2.25, backward_input=1.25, backward_weight=1, send_forward=0.25, send_backward=0.5

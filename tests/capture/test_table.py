@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tools.families import FAMILIES, build_at, sizes_of
+from tools.families import FAMILIES, build_at, sizes_of, write_table
 from torch import nn
 
-from lading.catalog.tables import family_table, read_table, stored_table, table_families, write_table
+from lading.catalog.tables import family_table, read_table, stored_table, table_families
 from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Role, StepGraph
 from lading.ir.sizes import Size

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.machines import unsourced
 
 from lading.catalog.load import (
     load_machine,
@@ -17,7 +18,6 @@ from lading.catalog.load import (
     machine_names,
     machine_to_toml,
     save_machine,
-    unsourced,
 )
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind

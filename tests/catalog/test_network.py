@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.machines import unsourced
 
-from lading.catalog.load import load_machine, unsourced
+from lading.catalog.load import load_machine
 from lading.catalog.network import parse_network, with_network
 from lading.errors import ConfigError
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from tools.validate.document import document_of
 from tools.validate.rows import Row, read_rows
-from tools.validate.scoring import outcomes_of
+from tools.validate.scoring import Simulator, outcomes_of
 
 from lading.clusters import space_of
 from lading.ir.request import Request
 from lading.planner.layouts import find_layouts
-from lading.sim.simulate import Simulator
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks" / "validation"
 #: Of the published rows, so many of each source are compared by themselves.

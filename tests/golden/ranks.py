@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from tests.sim.sequence import Issued, sequence_of
+from tools.pipelines import pipeline_of
 
 from lading.catalog.tables import family_table
 from lading.clusters import step_of
@@ -119,8 +120,7 @@ def pipeline(layout: str) -> dict[str, Any]:
     """Start and end of each action of each rank of a pipeline of a GPT of twelve blocks, in seconds."""
     asked = Request(model="gpt2", machine="h100", layout=layout, seq_len=512, stack="torchtitan-eager")
     request, table = step_of(asked)
-    run = simulate(request, table).step.pipeline
-    assert run is not None
+    run = pipeline_of(simulate(request, table).step)
     return {
         "makespan_s": run.makespan_s,
         "orders": ["".join(f" {'FBIW'[work]}{chunk}.{micro}" for work, chunk, micro, _ in order.tolist())

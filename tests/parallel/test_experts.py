@@ -72,7 +72,7 @@ def test_experts_cut_within_gather_the_rows_of_tp_ranks():
     assert [size for op, size in on(layer, "ep") if size > ROWS * 8] == [half] * 4
     assert Counter(op for op, _ in on(layer, "etp")) == {"all_gather": 2 + 3, "reduce_scatter": 1 + 2}
     assert {p.n for p in grouped(layer)} | {p.k for p in grouped(layer)} >= {G // 2}
-    assert layer.summed_elements == 2 * H + E * H  # norms and the router, but no expert
+    assert sum(layer.summed_parameters) == 2 * H + E * H  # norms and the router, but no expert
 
 
 def test_whole_experts_on_tp_ranks_see_cut_tokens():

@@ -142,7 +142,7 @@ def test_gradients_that_ranks_have_in_part_are_counted() -> None:
     for segment in table.segments:
         graph, ranked = rank_graph(segment, sizes, layout), rank_segment(segment, sizes, layout)
         summed = [graph.tensors[p.tensor] for p in graph.parameters if p.summed]
-        assert ranked.summed_elements == sum(prod(dim.length for dim in t.dims) for t in summed)
+        assert sum(ranked.summed_parameters) == sum(prod(dim.length for dim in t.dims) for t in summed)
         names.update(t.name for t in summed)
     assert names == {
         "positions.weight", "attn_norm.weight", "attn_norm.bias", "attn_out.bias", "mlp_norm.weight", "mlp_norm.bias",
@@ -154,8 +154,8 @@ def test_learned_positions_of_cut_tokens_are_summed() -> None:
     """In a table whose positions are as many as its tokens, their gradient's tokens are cut; ranks have zeros else."""
     table = family_table("gpt", layers=2, h=32, n=4, d=8, f=64, v=VOCAB)
     sizes = {**table.symbols, "s": TOKENS}
-    assert rank_segment(table.segments[0], sizes, parse_layout("tp2,sp")).summed_elements == TOKENS * 32
-    assert rank_segment(table.segments[0], sizes, parse_layout("tp2")).summed_elements == 0
+    assert sum(rank_segment(table.segments[0], sizes, parse_layout("tp2,sp")).summed_parameters) == TOKENS * 32
+    assert sum(rank_segment(table.segments[0], sizes, parse_layout("tp2")).summed_parameters) == 0
 
 
 def test_a_table_of_the_catalog_runs() -> None:

@@ -85,8 +85,8 @@ def test_sequence_parallel_gathers_and_scatters_instead(family: str):
 
 def test_gradients_of_norms_are_summed_over_ranks_that_cut_tokens():
     whole, cut = segments("llama", "tp2")[1], segments("llama", "tp2,sp")[1]
-    assert (whole.summed_elements, cut.summed_elements) == (0, 2 * H)
-    assert segments("gpt", "tp2,sp")[1].summed_elements == 2 * 2 * H + 2 * H  # norms; biases behind a sum
+    assert (sum(whole.summed_parameters), sum(cut.summed_parameters)) == (0, 2 * H)
+    assert sum(segments("gpt", "tp2,sp")[1].summed_parameters) == 2 * 2 * H + 2 * H  # norms; biases behind a sum
 
 
 def test_heads_are_cut_before_the_head_size_and_key_heads_are_repeated():
@@ -95,7 +95,7 @@ def test_heads_are_cut_before_the_head_size_and_key_heads_are_repeated():
 
     assert (attention("tp2").heads, attention("tp2").kv_heads, attention("tp2").qk_dim) == (4, 1, D)
     assert (attention("tp8").heads, attention("tp8").kv_heads) == (1, 1)
-    assert segments("llama", "tp8")[1].summed_elements == 2 * H * D  # keys and values of a head on four ranks
+    assert sum(segments("llama", "tp8")[1].summed_parameters) == 2 * H * D  # keys and values of a head on four ranks
     shapes = {t.name: t.shape for t in segments("llama", "tp8")[1].tensors if t.role is Role.PARAMETER and t.name}
     assert shapes["attn.wk.weight"] == (D, H)
 

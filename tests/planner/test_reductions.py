@@ -40,8 +40,7 @@ def test_buckets_of_a_stage_are_reduced_as_they_fill() -> None:
     """n equal ones: the last one behind backward, or all of them behind the first, whichever ends later."""
     size = 64 << 20
     found = step(f"tp4,pp4,vpp2,sp,zero0,gb512,bucket_bytes={size}", "llama3-70b", 256)
-    prices, run = MachinePrices(found.machine, found.request.layout, found.request.stack), found.step.pipeline
-    assert run is not None
+    prices = MachinePrices(found.machine, found.request.layout, found.request.stack)
     stage = found.step.stages[0]
     number = -(-4 * sum(stage.trained.values()) // size)
     each = prices.reduce_s({axes: count // number for axes, count in stage.trained.items()})

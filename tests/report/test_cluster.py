@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from tests.report.test_html import Page
+from tools.pipelines import PipelineSeconds, simulate_pipeline
 
 from lading.ir.schedules import schedule
 from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.report.cluster_page import ClusterPage, growth_figure, ranks_figure, write_cluster_page
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.traces import pipeline_timeline
+from lading.sim.traces import rank_timeline
 
 RUN = simulate_pipeline(schedule("1f1b", 4, 1, 8), PipelineSeconds(forward=1, backward=2, send_forward=0.1))
 HELD = tuple(
@@ -30,7 +30,7 @@ SHOWN = ClusterPage(
     shares_s={"products": 20.0, "bubble": 9.0, "nothing": 0.0, "optimizer": 1.0},
     memory=[{"parameter": 4 << 30, "activation": 40 << 30}, {"parameter": 4 << 30, "activation": 30 << 30}],
     device_bytes=80 << 30,
-    timeline=dataclasses.replace(pipeline_timeline(RUN, ranks=[0, 3]), memory=HELD),
+    timeline=dataclasses.replace(rank_timeline(RUN.times, ranks=[0, 3]), memory=HELD),
     growth=[(4, 30.0, 100.0), (8, 31.0, 96.8), (16, 32.0, 93.8)],
     sentences=["16 ranks one by one"],
     assumed=["a network & its NICs"],

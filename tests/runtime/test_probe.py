@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.machines import unsourced
 
-from lading.catalog.load import machine_from_dict, machine_to_toml, unsourced
+from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
 from lading.ir.machine import Machine

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from tools.pipelines import PipelineSeconds
 
 from lading.errors import SimulationError
 from lading.ir.action import Work
 from lading.ir.schedules import Schedule
-from lading.sim.pipeline import PipelineSeconds
 
 _SPLIT = ("zero-bubble", "zbv", "dualpipe-v")
 

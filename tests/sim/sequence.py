@@ -210,6 +210,8 @@ class _Kernels:
     def _sums(self, rank: int) -> Iterator[Issued]:
         """The sum over tp of gradients of what is whole on all ranks, in one, where parameters are not sharded."""
         units = [unit for stage in self.shape.plan.stages_of(rank) for unit in self.stages[stage]]
-        size = sum(unit.segment.summed_elements for unit in units) * DTYPE_BYTES[self.request.stack.gradient_dtype]
+        size = (
+            sum(sum(unit.segment.summed_parameters) for unit in units) * DTYPE_BYTES[self.request.stack.gradient_dtype]
+        )
         if size:
             yield Issued(-1, -1, None, Collective("all_reduce", "tp", size))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.sim.sleepers import CHUNKS, FORWARD_S, INPUT_S, MICRO_BATCHES, NAMES, RANKS, WEIGHT_S
+from tools.pipelines import PipelineSeconds, simulate_pipeline
 
 from lading.ir.schedules import schedule
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 SEND_S = 0.0005  # a few bytes over gloo, with torch's bookkeeping
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import pytest
+from tools.pipelines import pipeline_of
 
 from lading.clusters import step_of
 from lading.errors import ConfigError
@@ -81,7 +82,7 @@ def test_the_timeline_is_as_long_as_the_step(case: tuple[str, str, int, str, str
     assert timeline.duration_s == pytest.approx(found.step.step_s)
     assert max(e.end_s for e in timeline.events) == timeline.duration_s
     streams = {event.stream for event in timeline.events}
-    if found.step.pipeline is not None:
+    if found.step.schedule is not None:
         overlaps = found.request.stack.overlap_grad_reduce
         assert {COMPUTE, SEND_DOWN, *([NETWORK] if overlaps else [])} <= streams
         assert timeline.flows
@@ -121,11 +122,9 @@ def test_failures_of_a_large_job() -> None:
 
 
 def test_sends_cut_over_tensor_parallel_ranks_are_shorter() -> None:
-    cut = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256", "megatron-2022").step.pipeline
-    whole = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256", "megatron-2023").step.pipeline
-    same = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256,sp", "megatron-2022").step.pipeline
-    assert cut is not None
-    assert whole is not None
-    assert same is not None
+    cut, whole, same = (
+        pipeline_of(simulated("gpt3-175b", "a100", 512, f"tp8,pp8,gb256{sp}", stack).step)
+        for sp, stack in (("", "megatron-2022"), ("", "megatron-2023"), (",sp", "megatron-2022"))
+    )
     # An eighth over the network, and the whole gathered over NVLink; with sequence parallel there is nothing to gather.
     assert whole.send_s / 8 < same.send_s < cut.send_s < whole.send_s / 2

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.pipeline_bounds import alive_peaks, closed_form_s, lower_bound_s
+from tools.pipelines import PipelineRun, PipelineSeconds, simulate_pipeline
 
 from lading.errors import SimulationError
 from lading.ir.action import Work
 from lading.ir.schedules import KINDS, V_SHAPED, Schedule, schedule
-from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 
 TINY = 1e-9
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.pipelines import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
 
 from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml, save_machine
 from lading.catalog.stacks import stack_by_name
@@ -20,7 +21,6 @@ from lading.ir.program import Program, Region
 from lading.ir.request import Architecture, StepRequest
 from lading.ir.schedules import Schedule, schedule
 from lading.program.emit import ListShape, emit
-from lading.sim.pipeline import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
 from lading.sim.rank_engine import Priced, action_seconds, run_sharing
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.traces import step_timeline

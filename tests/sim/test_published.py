@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.sim.pipeline_bounds import alive_peaks
+from tools.pipelines import PipelineSeconds, simulate_pipeline
 
 from lading.ir.schedules import schedule
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
 KINDS = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zero-bubble"}

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+from tools.pipelines import PipelineSeconds, simulate_pipeline
 
 from lading.errors import ConfigError
 from lading.ir.schedules import schedule
 from lading.ir.timeline import Timeline
 from lading.report.perfetto import write_trace
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, pipeline_timeline
+from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, rank_timeline
 
 SECONDS = PipelineSeconds(forward=1, backward=2, send_forward=0.25, send_backward=0.125)
 
 
 def test_every_action_and_send_is_there_with_its_times() -> None:
     run = simulate_pipeline(schedule("1f1b", 3, 1, 4), SECONDS)
-    timeline = pipeline_timeline(run)
+    timeline = rank_timeline(run.times)
     assert timeline.duration_s == run.makespan_s
     for rank in range(3):
         mine = [e for e in timeline.events if e.rank_class == rank]
@@ -40,7 +40,7 @@ def test_flows_join_a_send_and_what_takes_it(kind: str) -> None:
         forward=1, backward=2, backward_input=1, backward_weight=1, send_forward=0.25, send_backward=0.125
     )
     plan = schedule(kind, 4, chunks, 8)
-    timeline = pipeline_timeline(simulate_pipeline(plan, seconds))
+    timeline = rank_timeline(simulate_pipeline(plan, seconds).times)
     events = {e.action: e for e in timeline.events}
     hops = sum(plan.rank_of(s) != plan.rank_of(s + 1) for s in range(plan.stages - 1))
     assert len(timeline.flows) == 2 * 8 * hops
@@ -57,16 +57,16 @@ def test_flows_join_a_send_and_what_takes_it(kind: str) -> None:
 
 def test_some_ranks_keep_their_ids_and_the_flows_between_them() -> None:
     run = simulate_pipeline(schedule("1f1b", 4, 1, 4), SECONDS)
-    whole, some = pipeline_timeline(run), pipeline_timeline(run, ranks=[0, 1])
+    whole, some = rank_timeline(run.times), rank_timeline(run.times, ranks=[0, 1])
     assert set(some.flows) < set(whole.flows)
     assert len(some.flows) == 8
     assert [e for e in whole.events if e.rank_class < 2] == list(some.events)
     with pytest.raises(ConfigError, match="from 0 to 3"):
-        pipeline_timeline(run, ranks=[4])
+        rank_timeline(run.times, ranks=[4])
 
 
 def test_perfetto_reads_the_arrows(tmp_path: Path) -> None:
-    timeline = pipeline_timeline(simulate_pipeline(schedule("1f1b", 2, 1, 3), SECONDS))
+    timeline = rank_timeline(simulate_pipeline(schedule("1f1b", 2, 1, 3), SECONDS).times)
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline
     write_trace(tmp_path / "trace", [timeline, timeline])
@@ -84,7 +84,7 @@ def test_a_large_pipeline_is_simulated_and_drawn_within_a_moment(tmp_path: Path)
     # A quarter of Llama 3 405B's micro-batches on 16,384 devices: 16 ranks of 8 chunks; each replica is alike.
     began = time.process_time()
     run = simulate_pipeline(schedule("interleaved", 16, 8, 32), SECONDS)
-    timeline = pipeline_timeline(run)
+    timeline = rank_timeline(run.times)
     write_trace(tmp_path / "trace", [timeline])
     took_s = time.process_time() - began
     assert len(timeline.events) > 15000

@@ -16,11 +16,10 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from lading.errors import LadingError
 from lading.files import write_text
 from lading.report.lines import fitted, line_columns
-from lading.sim.simulate import Simulator
 from tools.validate.constant import ConstantEfficiency
 from tools.validate.document import document_of, predictions_of
 from tools.validate.rows import read_rows
-from tools.validate.scoring import outcomes_of
+from tools.validate.scoring import Simulator, outcomes_of
 from tools.validate.show import show
 
 

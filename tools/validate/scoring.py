@@ -6,12 +6,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from lading.errors import LadingError
-from lading.ir.request import Prediction, Predictor, StepRequest
+from lading.ir.request import Prediction, StepRequest
+from lading.sim.simulate import simulate
 from lading.units import GiB
 from tools.validate.requests import request_of
 from tools.validate.rows import Row
@@ -50,6 +51,26 @@ class Pair:
     def held(self) -> bool:
         """Whether the measured value lies in the interval."""
         return self.low <= self.measured <= self.high
+
+
+class Predictor(Protocol):
+    """Protocol of whatever predicts a request's step."""
+
+    def predict(self, request: StepRequest) -> Prediction:
+        """Predict the step's time and memory.
+
+        Raises:
+            LadingError: the request cannot be simulated; the message says why.
+        """
+        ...
+
+
+class Simulator:
+    """Predictor by simulation."""
+
+    def predict(self, request: StepRequest) -> Prediction:
+        """The step's time and memory."""
+        return simulate(request).prediction
 
 
 def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = True) -> list[Outcome]:

@@ -22,11 +22,8 @@ from drive_simumax import SimuMax
 from tools.validate.constant import ConstantEfficiency
 from tools.validate.document import document_of
 from tools.validate.rows import read_rows
-from tools.validate.scoring import outcomes_of
+from tools.validate.scoring import Predictor, Simulator, outcomes_of
 from tools.validate.show import show
-
-from lading.ir.request import Predictor
-from lading.sim.simulate import Simulator
 
 ROWS = Path(__file__).parents[2] / "validation"
 FILES = [ROWS / "measurements.jsonl", ROWS / "measurements_vtrain_single_node.jsonl"]

@@ -270,38 +270,6 @@ def save_machine(machine: Machine, path: Path | str) -> None:
     write_text(Path(path), machine_to_toml(machine))
 
 
-def unsourced(machine: Machine) -> tuple[str, ...]:
-    """Keys of numbers whose origin ``machine.sources`` does not tell, such as ``"device.rates.copy"``.
-
-    An entry covers everything below its key: ``"tiers.disk"`` covers ``"tiers.disk.latency_s"``.
-    """
-    return tuple(key for key in _number_keys(machine) if not any(part in machine.sources for part in _prefixes(key)))
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    return (".".join(parts[: n + 1]) for n in range(len(parts)))
-
-
-def _number_keys(machine: Machine) -> Iterator[str]:
-    device = machine.device
-    for field in dataclasses.fields(Device):
-        value = getattr(device, field.name)
-        if isinstance(value, dict):
-            yield from (f"device.{field.name}.{key}" for key in cast("dict[str, Any]", value))
-        elif isinstance(value, (int, float, Curve)):
-            yield f"device.{field.name}"
-    if device.gpu is not None:
-        yield from (f"device.gpu.{f.name}" for f in dataclasses.fields(Gpu) if f.name != "architecture")
-    if machine.host_device is not None:
-        yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
-    for tier in machine.tiers:
-        yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if str(f.type) in ("int", "float"))
-    yield from (f"collectives.{name}" for name in machine.collectives)
-    for link in machine.links:
-        yield from (f"links.{link.name}.{f.name}" for f in dataclasses.fields(Link) if f.name not in ("name", "kind"))
-
-
 def _nearest(name: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""

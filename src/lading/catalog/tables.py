@@ -25,7 +25,7 @@ TABLES = Path(__file__).parent / "tables"
 _ROLES = {role.value[:3]: role for role in Role}
 _PHASES = {phase.value[:3]: phase for phase in Phase}
 #: Fields of a Segment that are tensors by number.
-_ENDS = ("enters", "leaves", "enters_back", "leaves_back", "saved")
+SEGMENT_ENDS = ("enters", "leaves", "enters_back", "leaves_back", "saved")
 #: Meaning of the symbols, for messages.
 SYMBOLS = {
     "b": "sequences of a micro-batch",
@@ -193,58 +193,6 @@ def stored_table(family: str) -> StoredTable:
     return read_table((TABLES / f"{family}.json").read_text(encoding="utf-8"))
 
 
-def write_table(table: StoredTable) -> str:
-    """Write a family as JSON, one tensor or operation in a line."""
-    head: dict[str, Any] = {
-        "name": table.name,
-        "source": table.source,
-        "symbols": " ".join(table.symbols),
-        "counts": list(table.counts),
-        "tied": table.tied,
-    }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    segments = ",\n".join(map(_write_segment, table.segments))
-    return "{" + ",\n".join(lines) + ',\n"segments": [\n' + segments + "\n]}\n"
-
-
-def _write_segment(segment: Segment) -> str:
-    lines = [f'"name": {json.dumps(segment.name)}']
-    lines += [f'"{end}": {json.dumps(getattr(segment, end))}' for end in _ENDS]
-    lines.append(f'"gradients": {json.dumps(segment.gradients)}')
-    for key, rows in (
-        ("tensors", [_tensor_row(t) for t in segment.tensors]),
-        ("ops", [_op_row(op) for op in segment.ops]),
-    ):
-        text = ",\n  ".join(json.dumps(row) for row in rows)
-        lines.append(f'"{key}": [\n  {text}\n]')
-    return "{" + ",\n".join(lines) + "}"
-
-
-def _tensor_row(tensor: SegmentTensor[Size]) -> list[Any]:
-    dims = ",".join(map(str, tensor.dims)).replace(" ", "")
-    row = [tensor.storage, tensor.dtype, dims, tensor.role.value[:3], tensor.name, list(tensor.repeats)]
-    return _trimmed(row)
-
-
-def _op_row(op: Op) -> list[Any]:
-    args, kwargs = [_write_arg(arg) for arg in op.args], {key: _write_arg(arg) for key, arg in op.kwargs}
-    settings = {key: _write_setting(value) for key, value in op.settings}
-    row = [op.name, op.kind.value, op.phase.value[:3], op.module, args, list(op.results)]
-    return _trimmed([*row, settings, kwargs, list(op.mutates), op.random])
-
-
-def _write_arg(arg: Arg) -> Any:
-    if isinstance(arg, Ref):
-        return f"#{arg.tensor}"
-    if isinstance(arg, Literal):
-        return {arg.kind: arg.value}
-    if isinstance(arg, Size):
-        return {"size": str(arg)}
-    if isinstance(arg, Power):
-        return {"size": str(arg.size), "exponent": arg.exponent}
-    return [_write_arg(item) for item in arg] if isinstance(arg, tuple) else arg
-
-
 def _read_arg(value: Any) -> Arg:
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value)
@@ -258,19 +206,6 @@ def _read_arg(value: Any) -> Arg:
     return Ref(int(value[1:])) if isinstance(value, str) and value.startswith("#") else value
 
 
-def _trimmed(row: list[Any]) -> list[Any]:
-    """Drop what is empty at the end of a row."""
-    while row and row[-1] in ("", [], {}, False):
-        row.pop()
-    return row
-
-
-def _write_setting(value: object) -> Any:
-    if isinstance(value, Size):
-        return {"size": str(value)}
-    return [_write_setting(item) for item in cast("tuple[object, ...]", value)] if isinstance(value, tuple) else value
-
-
 def read_table(text: str) -> StoredTable:
     """Read a family's table from its JSON."""
     data: dict[str, Any] = json.loads(text)
@@ -281,7 +216,7 @@ def read_table(text: str) -> StoredTable:
 
 
 def _read_segment(data: Mapping[str, Any]) -> Segment:
-    ends: dict[str, Any] = {end: tuple(data[end]) for end in _ENDS}
+    ends: dict[str, Any] = {end: tuple(data[end]) for end in SEGMENT_ENDS}
     gradients = tuple((parameter, gradient) for parameter, gradient in data["gradients"])
     tensors, ops = tuple(map(_read_tensor, data["tensors"])), tuple(map(_read_op, data["ops"]))
     return Segment(name=data["name"], tensors=tensors, ops=ops, gradients=gradients, **ends)

@@ -338,9 +338,8 @@ def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any],
     from lading.sim.noise import Noise
     from lading.sim.simulate import WAITING
 
-    job, run = job_of(simulated), simulated.step.pipeline
-    place = 0 if run is None else int(run.busy_s.argmax())
-    rank, jitter = place * job.replicas * job.group, asked.jitter or 0.0
+    job = job_of(simulated)
+    rank, jitter = simulated.step.busiest * job.replicas * job.group, asked.jitter or 0.0
     noise = Noise(
         jitter=jitter,
         slow_ranks={} if asked.straggler is None else {rank: asked.straggler},

@@ -304,9 +304,9 @@ class StepGraph:
         """Storages that an operation on the host reads or writes."""
         return frozenset(s for i in self.hosted for s in (*self.op_reads[i], *self.op_writes[i]))
 
-    def bytes_of_role(self, role: Role) -> int:
+    def bytes_of_role(self, role: str) -> int:
         """Sum of the storages of one role, bytes."""
-        return sum(s.size_bytes for s in self.storages if s.role is role)
+        return sum(s.size_bytes for s in self.storages if s.role == role)
 
     def reads(self, op: Op) -> tuple[int, ...]:
         """Distinct storages an operation reads (those it mutates included), in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
@@ -263,18 +263,6 @@ class Prediction:
             raise ConfigError(
                 f"prediction: expected 0 < low_s <= step_s <= high_s, got {self.low_s}, {self.step_s}, {self.high_s}"
             )
-
-
-class Predictor(Protocol):
-    """Protocol of whatever predicts a request's step."""
-
-    def predict(self, request: StepRequest) -> Prediction:
-        """Predict the step's time and memory.
-
-        Raises:
-            LadingError: the request cannot be simulated; the message says why.
-        """
-        ...
 
 
 def _assumed_of(name: str, rule: ParameterRule) -> tuple[str, ...]:

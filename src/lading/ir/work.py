@@ -167,11 +167,6 @@ class RankSegment:
     parameters: tuple[tuple[int, str], ...] = ()
     tied_elements: int = 0
 
-    @property
-    def summed_elements(self) -> int:
-        """Number of elements of all ``summed_parameters``."""
-        return sum(self.summed_parameters)
-
     @cached_property
     def form(self) -> Form:
         """Structure of the segment without its numbers."""

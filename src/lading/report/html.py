@@ -465,7 +465,7 @@ def _placement(plan: Plan, program: Program) -> str:
     placed = placement(plan, program.graph)
     rows: list[list[str]] = []
     for role, options in placed.items():
-        whole = sum(s.size_bytes for s in program.graph.storages if s.role == role)
+        whole = program.graph.bytes_of_role(role)
         count = sum(s.role == role for s in program.graph.storages)
         cells = [format_bytes(p.size_bytes) if p.num_storages else "-" for p in options.values()]
         rows.append([role_title(role), f"{count:,}", format_bytes(whole), *cells])

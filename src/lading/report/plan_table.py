@@ -72,7 +72,7 @@ def placement_table(plan: Plan, graph: StepGraph) -> Table:
     """Table of the bytes of each role under each option."""
     table = figures_table("What goes where between uses", "role", "total", *plan.options)
     for role, options in placement(plan, graph).items():
-        total = sum(s.size_bytes for s in graph.storages if s.role == role)
+        total = graph.bytes_of_role(role)
         cells = [format_bytes(p.size_bytes) if p.size_bytes else "-" for p in options.values()]
         table.add_row(role_title(role), format_bytes(total), *cells)
     return table

@@ -6,15 +6,14 @@ work on one micro-batch together (tensor and context parallel). A region is a ro
 stretch with a collective the whole group meets. A gather or reduction is met by all replicas of a class, an all-reduce
 of the world by all ranks. Rank numbers run over the group first, then replicas, then the pipeline, as Megatron's do.
 
-What is recorded is what each rank has computed in all, a digest of every event's end, and the events of the ranks that
-are watched.
+What is recorded is what each rank has computed in all, and a digest of every event's end.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +92,6 @@ class ClusterRun:
         busy_s: Seconds that each rank computed, in all steps together.
         events: Stretches and collectives of all ranks, a collective counted once a rank.
         digest: Hash of the end of every event of every rank: equal logs have equal digests.
-        watched: For each watched rank, rows of (start, end, action, stretch): action counts those of the schedule of
-            all ranks; a collective is the row after its stretch, with the same numbers.
     """
 
     job: Job
@@ -102,7 +99,6 @@ class ClusterRun:
     busy_s: Floats
     events: int
     digest: str
-    watched: dict[int, Floats] = field(default_factory=lambda: {})
 
     @property
     def waiting(self) -> Floats:
@@ -110,29 +106,27 @@ class ClusterRun:
         return 1.0 - self.busy_s / float(np.sum(self.step_s))
 
 
-def simulate_cluster(job: Job, noise: Noise, *, watch: Sequence[int] = ()) -> ClusterRun:
+def simulate_cluster(job: Job, noise: Noise) -> ClusterRun:
     """Run the lists on every rank.
 
     Args:
         noise: What makes ranks unequal.
-        watch: Ranks whose events are recorded.
     Raises:
-        SimulationError: actions wait for each other, or a watched rank that there is not.
+        SimulationError: actions wait for each other.
         ConfigError: a slow rank that there is not.
     """
     with Jitter(noise.jitter, noise.seed, max(1 << 17, job.ranks)) as jitter:
-        state = _State(job, noise, jitter, watch)
+        state = _State(job, noise, jitter)
         step_s = np.array([state.step() for _ in range(job.steps)])
     digest = hashlib.sha256(state.mixed.tobytes()).hexdigest()[:16]
     busy = np.transpose(state.busy, (0, 2, 1)).reshape(-1)
-    rows = {rank: np.array(found).reshape(-1, 4) for rank, found in state.log.items()}
-    return ClusterRun(job, step_s, busy, state.events, digest, rows)
+    return ClusterRun(job, step_s, busy, state.events, digest)
 
 
 class _State:
     """Where all ranks stand: arrays of (class of ranks, group, replica)."""
 
-    def __init__(self, job: Job, noise: Noise, jitter: Jitter, watch: Sequence[int]) -> None:
+    def __init__(self, job: Job, noise: Noise, jitter: Jitter) -> None:
         classes = len(job.program.ranks)
         shape = (classes, job.replicas, job.group)
         self._job, self._jitter, self._calm = job, jitter, noise.jitter == 0.0
@@ -148,14 +142,10 @@ class _State:
         for waits in self._wires.waits:
             for wait in waits:
                 self._needed[wait] += 1
-        self._row, self._before = _rows(job.program)
         self.free = np.zeros((len(STREAMS) * classes, job.group, job.replicas))
         self.busy = np.zeros_like(self._device)
         self.mixed = np.zeros(self._device.shape, np.uint64)
         self.events = 0
-        self.log: dict[int, list[tuple[float, float, int, int]]] = {rank: [] for rank in watch}
-        if bad := [rank for rank in watch if not 0 <= rank < job.ranks]:
-            raise SimulationError(f"expected watched ranks from 0 to {job.ranks - 1}, got {bad[0]}")
 
     def step(self) -> float:
         """Run one step; returns its seconds."""
@@ -179,7 +169,7 @@ class _State:
         actions, seconds = program.ranks[rank], self._job.seconds[action]
         kind = actions.kind[number]
         if kind is ActionKind.COMPUTE:
-            self._region(rank, number, program.regions[actions.op[number]], seconds, now)
+            self._region(rank, program.regions[actions.op[number]], seconds, now)
         elif kind in _DATA_PARALLEL or (kind is ActionKind.ALL_REDUCE and actions.group[number] == WORLD):
             now[:] = now.max()
             now += seconds * float(self._link[rank].max())
@@ -193,53 +183,26 @@ class _State:
         if self._left[action]:
             self._ends[action] = now.copy()
 
-    def _region(self, rank: int, number: int, region: Region, seconds: float, now: Floats) -> None:
+    def _region(self, rank: int, region: Region, seconds: float, now: Floats) -> None:
         """Compute a region's stretches from ``now`` on, which is changed."""
         stretches, device, mixed = self._job.stretches[region], self._device[rank], self.mixed[rank]
         scale = seconds / total if (total := stretches.total_s) else 0.0
         begun, waited = now.copy(), 0.0
-        for place, (alone, together) in enumerate(zip(stretches.seconds, stretches.collective_s, strict=True)):
-            before = now.copy() if self.log else now
+        for alone, together in zip(stretches.seconds, stretches.collective_s, strict=True):
             lasts = device * (alone * scale)
             if not self._calm:
                 lasts *= self._jitter.take(lasts.size).reshape(lasts.shape)
             now += lasts
-            self._note(mixed, now, (rank, number, place), before)
+            self._note(mixed, now)
             if together:
                 before = now.copy()
                 now[:] = now.max(axis=0) + together * scale * self._meeting[rank]
                 waited = waited + (now - before)
-                self._note(mixed, now, (rank, number, place), before)
+                self._note(mixed, now)
         self.busy[rank] += now - begun - waited
 
-    def _note(self, mixed: npt.NDArray[np.uint64], now: Floats, at: tuple[int, int, int], before: Floats) -> None:
-        """Count an event of all ranks of a class, and write it down for those that are watched."""
+    def _note(self, mixed: npt.NDArray[np.uint64], now: Floats) -> None:
+        """Count an event of all ranks of a class, and mix its end into their digest."""
         mixed *= _MIX
         mixed += now.view(np.uint64)
         self.events += now.size
-        rank, number, place = at
-        for watched, rows in self.log.items():
-            here, rest = divmod(watched, self._job.replicas * self._job.group)
-            replica, member = divmod(rest, self._job.group)
-            if here == rank:
-                action, stretch = self._row[rank][number], self._before[rank][number] + place
-                rows.append((float(before[member, replica]), float(now[member, replica]), action, stretch))
-
-
-def _rows(program: Program) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-    """For each region of each class: the schedule's action it belongs to, and 1000 for each region of it before."""
-    rows: list[dict[int, int]] = []
-    before: list[dict[int, int]] = []
-    first = 0
-    for actions in program.ranks:
-        of: dict[int, int] = {}
-        earlier: dict[int, int] = {}
-        for row, (start, stop) in enumerate(actions.rows, first):
-            regions = [n for n in range(start, stop + 1) if actions.kind[n] is ActionKind.COMPUTE]
-            for place, number in enumerate(regions):
-                of.setdefault(number, row)
-                earlier.setdefault(number, 1000 * place)
-        rows.append(of)
-        before.append(earlier)
-        first += len(actions.rows)
-    return rows, before

@@ -29,7 +29,6 @@ from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program
 from lading.ir.request import StepRequest
 from lading.sim.phases import Phases
-from lading.sim.pipeline import pipeline_run
 from lading.sim.prices import MachinePrices
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_sharing
 from lading.sim.rank_step import ListedStep
@@ -116,9 +115,9 @@ class _HostStep:
         shares |= {"gradients": adds, "optimizer": listed.optimizer_s, "host": listed.host_s + self.hooks_s}
         if layout.is_pipeline:
             shares["bubble"] = times.step_s - sum(shares.values())
-        run = pipeline_run(listed.shape.plan, times, overlap=True) if layout.is_pipeline else None
+        plan = listed.shape.plan if layout.is_pipeline else None
         flops = flops_of(listed.stages) * layout.micro_batches
-        return Step(times.step_s, shares, tuple(listed.stages), run, flops, times=times)
+        return Step(times.step_s, shares, tuple(listed.stages), plan, rank, flops, times=times)
 
     def _seconds(self, listed: ListedStep) -> list[float]:
         """Seconds of all actions, with what PyTorch does beside kernels."""

@@ -30,6 +30,7 @@ from lading.ir.program import (
     Region,
     UnitStorage,
 )
+from lading.ir.schedules import Schedule
 from lading.sim.engine import Resources, StreamRun, deadlock
 
 Ints = npt.NDArray[np.int64]
@@ -88,6 +89,16 @@ class RankTimes:
                 waited += max(0.0, self.start_s[action] - rest_s)
             free_s = self.end_s[action]
         return waited
+
+
+def busiest_rank(times: RankTimes, schedule: Schedule) -> int:
+    """Find the class of ranks of a pipeline that computes longest; actions run as one are counted once."""
+    busy: list[float] = []
+    for base, actions, order in zip(times.program.bounds, times.program.ranks, schedule.orders, strict=False):
+        starts = [times.start_s[base + a] if a <= b else times.end_s[base + b] for a, b in actions.rows]
+        spans = np.array([times.end_s[base + last] for _, last in actions.rows]) - np.array(starts)
+        busy.append(float(np.sum(spans)) - float(np.sum(spans[order[:, 3] == 1])))
+    return int(np.argmax(busy))
 
 
 @lru_cache(maxsize=256)

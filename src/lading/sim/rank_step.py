@@ -22,9 +22,8 @@ from lading.program.emit import ListShape, emit
 from lading.program.rank_units import Unit, unit_shape
 from lading.sim.parts import MEMORY, cause_of
 from lading.sim.phases import Phases
-from lading.sim.pipeline import pipeline_run
 from lading.sim.prices import MachinePrices
-from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
+from lading.sim.rank_engine import Priced, RankTimes, action_seconds, busiest_rank, run_ranks
 from lading.sim.step import (
     COPIES,
     DATA_PARALLEL,
@@ -378,8 +377,8 @@ class ListedStep:
     def step(self, times: RankTimes) -> Step:
         """Seconds by cause of the rank that computes longest; the others wait for it."""
         layout = self.layout
-        run = pipeline_run(self.shape.plan, times, overlap=True) if layout.is_pipeline else None
-        busiest = int(np.argmax(run.busy_s)) if run else 0
+        plan = self.shape.plan if layout.is_pipeline else None
+        busiest = busiest_rank(times, plan) if plan else 0
         shares: dict[str, float] = {}
         for stage in self.ranks[busiest]:
             copies = {COPIES: sum(stage.copies_s) * layout.micro_batches} if any(stage.copies_s) else {}
@@ -390,12 +389,12 @@ class ListedStep:
         if sums := self._all_sums_s(busiest):
             shares["tp communication"] = shares.get("tp communication", 0.0) + sums
         rest = times.step_s - computing - self.optimizer_s - self.host_s - sums
-        exposed = rest if run is None else min(rest, self._exposed_s(times, busiest))
+        exposed = rest if plan is None else min(rest, self._exposed_s(times, busiest))
         shares[DATA_PARALLEL] = exposed
-        if run is not None:
+        if plan is not None:
             shares["bubble"] = rest - exposed
         flops = flops_of(self.stages) * layout.micro_batches
-        return Step(times.step_s, shares, tuple(self.stages), run, flops, self)
+        return Step(times.step_s, shares, tuple(self.stages), plan, busiest, flops, self)
 
     def _all_sums_s(self, rank: int) -> float:
         """Seconds of the sums over tp that a rank's computing waits for."""

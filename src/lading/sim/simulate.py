@@ -170,14 +170,6 @@ def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     )
 
 
-class Simulator:
-    """``lading.ir.request.Predictor`` by simulation."""
-
-    def predict(self, request: StepRequest) -> Prediction:
-        """The step's time and memory."""
-        return simulate(request).prediction
-
-
 @dataclass(frozen=True)
 class Priced:
     """A request's segments, priced: all that does not depend on ``stack.in_situ``.

@@ -17,18 +17,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from lading.ir.graph import Role
 from lading.ir.program import Program
+from lading.ir.schedules import Schedule
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment
 from lading.sim.parts import Part, Prices, Span, span, total
 from lading.sim.phases import Phases
-from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.rank_engine import RankTimes
 
 if TYPE_CHECKING:
     from lading.sim.rank_step import ListedStep
+
+Floats = npt.NDArray[np.float64]
 
 #: Cause of what a step takes longer because activations go to the host and come back.
 COPIES = "copies to the host and back"
@@ -102,7 +105,8 @@ class Step:
         step_s: Seconds of the step.
         shares_s: Seconds of the slowest rank, by cause; they add up to ``step_s``.
         stages: Chunks by number in the order of forward.
-        pipeline: Times at which each stage runs; None where the layout has no pipeline.
+        schedule: Schedule of the pipeline; None where the layout has none.
+        busiest: Class of ranks that computes longest.
         flops: FLOP of products and attention of one rank of each stage, without what is recomputed.
         listed: The lists that were run; None where ranks are processes of one host.
         times: Times of every action of these ranks, which share its processors; else None.
@@ -111,7 +115,8 @@ class Step:
     step_s: float
     shares_s: dict[str, float]
     stages: tuple[SimulatedStage, ...]
-    pipeline: PipelineRun | None
+    schedule: Schedule | None
+    busiest: int
     flops: float
     listed: ListedStep | None = None
     times: RankTimes | None = None

@@ -135,7 +135,7 @@ def device_traces(
         if rules.makes and not rules.in_buckets:
             roles[Role.GRADIENT] = 0
         if stack.drops_gradients:
-            numbers = step.pipeline.schedule.stages_of(rank) if step.pipeline is not None else (0,)
+            numbers = step.schedule.stages_of(rank) if step.schedule is not None else (0,)
             roles[Role.PARAMETER] += max(_tables_bytes(unit) for number in numbers for unit in sizes.units[number])
             if layout.pp > 1:
                 roles[Role.ACTIVATION] = layout.micro_batches * sum(map(sizes.received, numbers))
@@ -225,9 +225,9 @@ def listed_of(request: StepRequest, step: Step) -> ListedStep:
 
 def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
     """Stages of each rank."""
-    if step.pipeline is None:
+    plan = step.schedule
+    if plan is None:
         return [[stages[0]]]
-    plan = step.pipeline.schedule
     return [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
 
 

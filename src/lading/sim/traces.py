@@ -9,22 +9,15 @@ from lading.errors import ConfigError
 from lading.ir.action import ActionKind
 from lading.ir.program import COMPUTE as COMPUTE_STREAM
 from lading.ir.timeline import Event, Timeline
-from lading.sim.cluster import ClusterRun
 from lading.sim.occupancy import occupancy
-from lading.sim.pipeline import PipelineRun
 from lading.sim.rank_engine import RankTimes
 from lading.sim.simulate import WAITING, Simulated
 
-COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"
+COMPUTE, NETWORK = "compute", "data-parallel network"
 SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
 #: Drawn though it takes no time.
 _ALWAYS = (ActionKind.COMPUTE, ActionKind.SEND)
 _NAMES = (COMPUTE, NETWORK, SEND_DOWN, SEND_UP, "receive")
-
-
-def pipeline_timeline(run: PipelineRun, *, ranks: Sequence[int] | None = None) -> Timeline:
-    """Events of some ranks of a pipeline, as ``rank_timeline``."""
-    return rank_timeline(run.times, ranks=ranks)
 
 
 def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Timeline:
@@ -72,27 +65,6 @@ def _stream(kind: ActionKind, stream: int, key: tuple[int, int], times: RankTime
     if kind is ActionKind.SEND and stream == COMPUTE_STREAM:
         return SEND_DOWN if getattr(times.program.storages[key[0]], "forward", True) else SEND_UP
     return _NAMES[stream]
-
-
-def cluster_timeline(run: ClusterRun) -> Timeline:
-    """Events of the watched ranks of a cluster, all steps one after the other.
-
-    Returns:
-        A "predicted" timeline; ``rank_class`` of an event is its rank, and labels name its action of the schedule.
-    """
-    program, events, labels = run.job.program, list[Event](), dict[int, str]()
-    rows = [(actions, first) for actions in program.ranks for first, _ in actions.rows]
-    for rank, watched in run.watched.items():
-        before = (-1.0, -1.0)
-        logged: list[list[float]] = watched.tolist()
-        for start, end, action, stretch in logged:
-            stream = COLLECTIVE if (action, stretch) == before else COMPUTE
-            before = (action, stretch)
-            actions, first = rows[int(action)]
-            labels[int(action)] = program.label(actions.action(first))
-            events.append(Event(rank, stream, int(action), start, end))
-    events.sort(key=lambda event: event.start_s)
-    return Timeline("predicted", tuple(events), (), labels)
 
 
 def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -> Timeline:

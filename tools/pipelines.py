@@ -1,12 +1,11 @@
-"""Pipeline: when each action of a schedule runs, given the seconds of stages and of the sends between them.
+"""Pipelines of which nothing is known but the seconds of their stages: when each action of a schedule runs.
 
 A rank runs its actions in order. A forward waits for the output of the stage before it, a backward for the gradient
 from the stage after it. A send leaves when its action ends; sends of one rank in one direction follow each other. With
 ``overlap`` they run beside computing (torch's schedules of several chunks, Megatron's ``overlap_p2p_comm``), without it
 the sender computes nothing meanwhile (torch's and Megatron's plain 1F1B). Chunks that are neighbors on one rank hand
-over without a send. The lists are those of ``lading.program.emit``, of stages without units.
-
-``lading.sim.bounds`` has lower bounds and closed forms on the same seconds.
+over without a send. The lists are those of ``lading.program.emit``, of stages without units. Tests and benchmarks
+compare them with closed forms, other engines and published figures.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from lading.ir.program import ActionList, Border
 from lading.ir.schedules import Schedule
 from lading.program.emit import ListShape, emit
 from lading.sim.rank_engine import RankTimes, run_ranks
+from lading.sim.step import Step
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -212,3 +212,10 @@ def pipeline_run(plan: Schedule, times: RankTimes, *, overlap: bool) -> Pipeline
         )
     starts, ends, leaves, arrivals = (tuple(np.array(rank[at]) for rank in columns) for at in range(4))
     return PipelineRun(plan, starts, ends, leaves, arrivals, times, overlap)
+
+
+def pipeline_of(step: Step) -> PipelineRun:
+    """Times of the pipeline of a simulated step, whose ranks have a device each."""
+    assert step.schedule is not None
+    assert step.listed is not None
+    return pipeline_run(step.schedule, step.listed.times(), overlap=True)

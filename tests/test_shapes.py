@@ -12,7 +12,7 @@ import torch
 from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
-from lading.memory.restore import program_of
+from lading.memory.restore import program_of, programs_of
 from lading.prepare import plan
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -35,9 +35,9 @@ def _one_thread() -> Iterator[None]:
 class Words(torch.nn.Module):
     """A small transformer with attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(64, 48)
+        self.embed, self.drop = torch.nn.Embedding(64, 48), torch.nn.Dropout(dropout)
         self.qkv, self.out = torch.nn.Linear(48, 144, bias=False), torch.nn.Linear(48, 48, bias=False)
         self.norm, self.head = torch.nn.LayerNorm(48), torch.nn.Linear(48, 64, bias=False)
 
@@ -45,16 +45,16 @@ class Words(torch.nn.Module):
         h_BTD = self.embed(ids_BT)
         q, k, v = (x.unflatten(-1, (2, 24)).transpose(1, 2) for x in self.qkv(h_BTD).chunk(3, dim=-1))
         a = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(self.norm(h_BTD + self.out(a.transpose(1, 2).flatten(2))))
+        return self.head(self.norm(h_BTD + self.drop(self.out(a.transpose(1, 2).flatten(2)))))
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["next"].flatten())
 
 
-def words() -> Words:
+def words(dropout: float = 0.0) -> Words:
     torch.manual_seed(0)
-    return Words()
+    return Words(dropout)
 
 
 def batch(step: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -113,6 +113,42 @@ def test_another_step_is_no_shape_of_it() -> None:
         pytest.raises(ConfigError, match=r"expected 'ids' of int64 \(4, 16\), got int64 \(3, 16\); .* in shapes="),
     ):
         trainer.step(batch(0, (3, 16)))
+
+
+def test_an_evaluation_finds_updates_that_wait_for_the_next_step(tmp_path: Path) -> None:
+    """Of a model with dropout; the plan comes from its file."""
+    ours, theirs = words(0.2), words(0.2)
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    graph = capture(ours, batch(0, (4, 32)), loss_fn)
+    others = [capture(ours, batch(0, (4, 32)), loss_fn, evaluation=True)]
+    asked: dict[str, Any] = {"optimizer": mine, "clip_norm": 0.5, "others": others}
+    everything = programs_of(plan(graph, MACHINE, budget="100%", **asked), graph, others)[0]
+    made = plan(graph, MACHINE, budget=budget_for(everything, 0.55), **asked)
+    assert made.choices.deferred
+    made.save(tmp_path / "plan.json")
+    got: list[float] = []
+    torch.manual_seed(1)
+    with Trainer(tmp_path / "plan.json", graph, ours, optimizer=mine, others=others, folder=tmp_path) as trainer:
+        ours.eval()  # as people do; an evaluation is one whatever the mode is
+        got.append(trainer.evaluate(batch(9, (4, 32))))
+        ours.train()
+        for step in range(3):
+            got += [trainer.step(batch(step, (4, 32))), trainer.evaluate(batch(9, (4, 32)))]
+            got.append(trainer.evaluate(batch(9, (4, 32))))
+        with pytest.raises(ConfigError, match="loss: expected one of the functions that were captured, got words"):
+            trainer.evaluate(batch(9, (4, 32)), loss=words)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        expected = [loss_fn(theirs.eval(), batch(9, (4, 32))).item()]
+    for step in range(3):
+        other.zero_grad()
+        loss = loss_fn(theirs.train(), batch(step, (4, 32)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        other.step()
+        with torch.no_grad():
+            expected += [loss.item()] + 2 * [loss_fn(theirs.eval(), batch(9, (4, 32))).item()]
+    assert got == expected
 
 
 def test_a_forward_of_training_is_not_evaluated() -> None:

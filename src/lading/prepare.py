@@ -29,6 +29,7 @@ from lading.ir.layout import Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan, PlanKind, plan_from_dict
 from lading.ir.reporting import SILENT, PlanProgress
+from lading.ir.together import together
 from lading.ir.update_ops import grouped
 from lading.memory.restore import ALONE, step_of
 from lading.optim.registry import default_rule, name_of
@@ -36,6 +37,7 @@ from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.planner.api import (
     KEPT_BYTES,
+    OTHER_OPS,
     SAVE_BYTES,
     SPARE_BYTES,
     Planned,
@@ -78,6 +80,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     compile: bool = False,
     cache: bool = True,
     layout: str = "",
+    others: Sequence[StepGraph] = (),
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
 
@@ -104,6 +107,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
             the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more. ""
             is one replica a rank of the job; "dp1" one by itself.
+        others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
+            a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
+            changes between them at no cost. Smaller batches need none (``Trainer(shapes=)``).
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -126,14 +132,16 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         if spread.dp > 1 and not spread.bucket_bytes:
             alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
             layout = dataclasses.replace(spread, bucket_bytes=best_bucket_bytes(alone, machine, spread.dp))
-        step = step_of(graph, machine, **moved, layout=layout)
+        step, *rest = together([step_of(each, machine, **moved, layout=layout) for each in (graph, *others)])
         with planning_progress(after_s=_QUICK_S) as progress:
-            memory = _kernel_memory(step, machine, progress)
+            memory, *memories = (_kernel_memory(each, machine, progress) for each in (step, *rest))
+            memory = memory.beside(memories, sum(len(each.ops) for each in rest))
             planned = cached_plan(
                 step,
                 machine,
                 folder=cache_folder() if cache else None,
                 progress=progress,
+                others=[(each, its.scratch_bytes) for each, its in zip(rest, memories, strict=True)],
                 budget=budget,
                 budgets=limits,
                 policy=policy,
@@ -234,16 +242,33 @@ class _KernelMemory:
         kept_bytes: Bytes that stay in the process once the step has run; None where that was not measured.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
         assumption: Sentence on what was not measured; "" where all was.
+        other_ops: Operations of other steps that the process is ready to run too.
     """
 
     scratch_bytes: Sequence[int]
     kept_bytes: int | None = None
     assumption: str = ""
     spare_bytes: int = 0
+    other_ops: int = 0
+
+    def beside(self, others: Sequence[_KernelMemory], num_ops: int) -> _KernelMemory:
+        """Memory of a process that runs other steps of so many operations, too, by turns."""
+        if not others:
+            return self
+        every = (self, *others)
+        kept = [each.kept_bytes for each in every if each.kept_bytes is not None]
+        return dataclasses.replace(
+            self,
+            kept_bytes=max(kept) if len(kept) == len(every) else None,
+            spare_bytes=max(each.spare_bytes for each in every),
+            other_ops=num_ops,
+        )
 
     def settings(self, save_bytes: int) -> dict[str, float]:
         """Settings of a plan that counts what stays, and ``save_bytes`` that saving takes."""
         saving = {SAVE_BYTES: float(save_bytes)}
+        if self.other_ops:
+            saving[OTHER_OPS] = float(self.other_ops)
         if self.kept_bytes is None:
             return saving
         return {KEPT_BYTES: float(self.kept_bytes), SPARE_BYTES: float(self.spare_bytes), **saving}
@@ -266,10 +291,11 @@ def _told(
     if matrices is not None:
         request = dataclasses.replace(request, matrices=dataclasses.asdict(matrices))
         said = (grouped(captured, matrices, name_of(optimizer))[1], *said)
+    plan = dataclasses.replace(plan, request=request, assumptions=said)
     if layout.devices == 1:
-        return dataclasses.replace(plan, request=request, assumptions=said)
+        return plan
     request = dataclasses.replace(request, layout=str(layout), devices=layout.devices)
-    return dataclasses.replace(plan, request=request, assumptions=said, layout=str(layout))
+    return dataclasses.replace(plan, request=request, layout=str(layout))
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:

@@ -9,10 +9,11 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +26,13 @@ from lading.alone import check_only_rank
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
+from lading.ir.frozen import Frozen
 from lading.ir.graph import Phase, StepGraph
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
-from lading.memory.restore import planned_optimizer, program_of, program_of_shape
+from lading.memory.restore import planned_optimizer, programs_of, smaller_program
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -53,6 +55,63 @@ if TYPE_CHECKING:
     from lading.runtime.job import Replicas
 
 _RNG = "torch.rng_state"
+
+
+#: Loss function, as ``lading.capture`` takes it.
+Loss = Callable[[torch.nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """Step of a trainer, with the number that its Program has in the executor."""
+
+    number: int
+    program: Program
+    frozen: Frozen | None
+    model: torch.nn.Module | None
+
+    @property
+    def loss(self) -> object:
+        """Loss function that was captured; None where it is not known."""
+        return None if self.frozen is None else self.frozen.loss_function
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Watch over what was captured, from the first step on: until then the model may be set up for another."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
+            return Watch(self.frozen, self.model)
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether it is a training step."""
+        return self.program.graph.trains
+
+    @cached_property
+    def _leaves(self) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+        """Dtype and shape of the inputs of each micro-batch by name."""
+        graph = self.program.graph
+        return [{name: (graph.tensors[t].dtype, graph.tensors[t].shape) for name, t in each} for each in graph.inputs]
+
+    def takes(self, batches: Any, *, of_size: bool = True) -> bool:
+        """Whether it was captured with batches like these; without ``of_size``, with inputs of the same names."""
+        feeds, wanted = self.fed(batches)[1], self._leaves
+        if not of_size:
+            return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in wanted]
+        return [{name: (_dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == wanted
+
+    def fed(self, batches: Any) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
+        """Micro-batches of the step, and the tensors of each by name.
+
+        A single batch may be a list itself, if the captured one was.
+        """
+        inputs = self.program.graph.inputs
+        if isinstance(batches, list):
+            names = {name for name, _ in inputs[0]}
+            is_batch = len(inputs) == 1 and {name for name, _ in input_leaves(batches)} == names
+            micro = [batches] if is_batch else batches
+        else:
+            micro = [batches]
+        return micro, [dict(input_leaves(batch)) for batch in micro]
 
 
 class Trainer:
@@ -78,8 +137,10 @@ class Trainer:
         threads: Compute threads; None keeps torch's setting.
         device: Driver of the device to run on, for this trainer alone; None is the one that the plan was made for.
         independent: Train for oneself where the job has several ranks, as in a sweep: nothing is reduced between them.
-        shapes: Captures of the same step over smaller batches (a short last batch, shorter sequences): they run by the
-            same plan, in the same memory. The plan is for the largest.
+        others: Captures of further steps over the same values, as ``lading.plan`` was given them: an evaluation,
+            another loss, a batch with a mask. A batch runs by the first capture that takes batches like it.
+        shapes: Captures of the same steps over smaller batches (a short last batch, shorter sequences): they run by the
+            same plans, in the same memory. A plan is for the largest.
         program: The plan's Program, where it was restored and verified already (``lading.memory.restore``).
 
     Attributes:
@@ -105,6 +166,7 @@ class Trainer:
         device: DeviceDriver | None = None,
         program: Program | None = None,
         independent: bool = False,
+        others: Sequence[StepGraph] = (),
         shapes: Sequence[StepGraph] = (),
     ) -> None:
         plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
@@ -117,8 +179,9 @@ class Trainer:
         check_available(plan.request.machine_table["device"]["kind"])
         check_host(plan.request.host_id)
         self.plan = plan
-        self.program = program or program_of(plan, graph)
-        for op in self.program.graph.ops:
+        programs = programs_of(plan, graph, others, program)
+        self.program = programs[0]
+        for op in chain.from_iterable(each.graph.ops for each in programs):
             if isinstance(rule_of(op), ParameterRule):
                 check_planned(op, self.optimizer)
         self.steps = 0
@@ -132,20 +195,22 @@ class Trainer:
         self._closed = False
         model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
-        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, step_graph)
+        graphs = [each.graph for each in programs]
+        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs)
         if self._groups is None and isinstance(self.optimizer, TorchUpdate):
             raise ConfigError(
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
         self._replicas = self._joined(plan, model) if plan.replicas > 1 else None
-        self._watches = [Watch(captured.frozen, model) for captured in (graph, *shapes)]
         if shapes and plan.compiled:
             raise ConfigError(
                 "shapes: expected a plan without compiled regions, got compile=True; plan again without it"
             )
-        programs = [self.program, *(program_of_shape(plan, self.program, captured) for captured in shapes)]
-        self._shapes = {_shape_of(p.graph): number for number, p in reversed(list(enumerate(programs)))}
+        smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
+        runs = zip((*programs, *(each for each, _ in smaller)), (graph, *others, *shapes), strict=True)
+        self._steps = [_Captured(number, each, captured.frozen, model) for number, (each, captured) in enumerate(runs)]
+        _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
@@ -154,9 +219,10 @@ class Trainer:
             device=device or device_of(plan.request.machine_table["device"]["kind"]),
             fuse=plan.compiled,
             replicas=self._replicas,
+            others=programs[1:],
         )
-        for other in programs[1:]:
-            self._executor.add_shape(other)
+        for each, of in smaller:
+            self._executor.add_shape(each, of)
         self._kind = self._executor.kind
         self._custody, self._lock = Custody(), threading.RLock()
         self._give_back_at_the_end()
@@ -178,12 +244,15 @@ class Trainer:
     ) -> None:
         self.close()
 
-    def step(self, batches: Any, *, lr: float | None = None, matrix_lr: float | None = None) -> float:
+    def step(
+        self, batches: Any, *, loss: Loss | None = None, lr: float | None = None, matrix_lr: float | None = None
+    ) -> float:
         """Run one optimizer step.
 
         Args:
             batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch may itself be a
                 list, as a DataLoader makes it.
+            loss: The function that was captured, where several were with batches alike; None takes the first.
             lr: Learning rate of this step; None is the optimizer's.
             matrix_lr: Learning rate of the rule that moves matrices, if the plan has one; None is its own.
 
@@ -195,7 +264,7 @@ class Trainer:
                 or load left values of two steps.
             StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
-        feeds, shape = self._fed(batches)
+        feeds, shape = self._fed(batches, [n for n, each in enumerate(self._steps) if each.trains], loss)
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             rules = {} if self._groups is None else self._groups.rules()
@@ -216,65 +285,79 @@ class Trainer:
         self._tell_excess()
         if self._groups is not None:
             self._groups.stepped()
-        return self._told(losses)
+        return self._told(losses, shape)
 
-    def _told(self, losses: Sequence[float]) -> float:
+    def _told(self, losses: Sequence[float], shape: int) -> float:
         losses = losses if self._replicas is None else self._replicas.mean(losses)
-        names, count = self.program.graph.loss_names, len(self.program.graph.inputs)
+        graph = self._steps[shape].program.graph
+        names, count = graph.loss_names, len(graph.inputs)
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
 
-    def evaluate(self, batches: Any) -> float:
-        """Compute the loss of a batch, or of micro-batches, as ``step`` does, and change no value.
+    def evaluate(self, batches: Any, *, loss: Loss | None = None) -> float:
+        """Compute the loss of a batch, or of micro-batches, and change no value; ``losses`` has its terms.
 
-        Forward and loss of the planned step run, in its memory; ``losses`` has their terms.
+        A capture with ``evaluation=True`` runs as the model does in ``eval()`` mode. Without one, forward and loss of
+        a training step run, where they are the same.
+
+        Args:
+            batches: As ``step``.
+            loss: As ``step``.
 
         Raises:
-            ConfigError: as ``step``; or the forward draws random numbers or changes buffers, as in training only.
+            ConfigError: as ``step``; or there is no such capture, and the forward draws random numbers or changes
+                buffers, as in training only.
             StorageError, ProgramError: as ``step``.
         """
-        graph = self.program.graph
+        numbers = [number for number, each in enumerate(self._steps) if not each.trains] or [*range(len(self._steps))]
+        feeds, shape = self._fed(batches, numbers, loss)
+        if self._steps[shape].trains:
+            self._check_plain(self._steps[shape].program.graph)
+        with self._lock, HeldInterrupts(self._executor.stop):
+            self._meet(f"evaluate after step {self.steps}", shape=shape)
+            losses = self._executor.forward(feeds, shape=shape)
+        return self._told(losses, shape)
+
+    def _check_plain(self, graph: StepGraph) -> None:
+        """Refuse a forward of training that is another one in evaluation."""
         buffers = {graph.storage_of(tensor) for _, tensor in graph.buffers}
         for op in graph.ops:
             writes = not buffers.isdisjoint(graph.storage_of(t) for t in op.mutates)
             if op.phase in (Phase.FORWARD, Phase.LOSS) and (op.random or writes):
                 raise ConfigError(
                     f"evaluate: expected a forward without dropout and running statistics, found {op.name} in "
-                    f"{op.module or 'the loss'}; give trainer.state_dict() to a copy of the model in eval() instead"
+                    f"{op.module or 'the loss'}; give lading.plan and the Trainer a capture of the evaluation: "
+                    "others=[lading.capture(model, batch, loss, evaluation=True)]"
                 )
-        feeds, shape = self._fed(batches)
-        with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"evaluate after step {self.steps}", shape=shape)
-            losses = self._executor.forward(feeds, shape=shape)
-        return self._told(losses)
 
     def _meet(self, doing: str, **facts: float) -> None:
         """Wait until all ranks come to do the same with the same numbers; alone, do nothing."""
         if self._replicas is not None:
             self._replicas.meet(doing, {**facts, "number of steps done": self.steps})
 
-    def _fed(self, batches: Any) -> tuple[list[dict[str, torch.Tensor]], int]:
-        """Tensors of each micro-batch by name, and the number of their shape.
+    def _fed(
+        self, batches: Any, numbers: Sequence[int], loss: Loss | None
+    ) -> tuple[list[dict[str, torch.Tensor]], int]:
+        """Tensors of each micro-batch by name, and the number of the capture that takes them.
+
+        Args:
+            numbers: Captures to choose from.
 
         Raises:
             ConfigError: the trainer cannot make a step, or something is not as it was captured.
         """
-        micro = self._micro_batches(batches)
-        feeds = [dict(input_leaves(batch)) for batch in micro]
+        steps = [each for each in self._steps if each.number in numbers and loss in (None, each.loss)]
+        if not steps:
+            raise ConfigError(
+                f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
+                "capture it, and give lading.plan and the Trainer the capture in others="
+            )
         self._check_whole()
-        leaves = ((i, name, tensor) for i, feed in enumerate(feeds) for name, tensor in feed.items())
-        key = frozenset(_leaf(i, name, _dtype_of(tensor), tensor.shape) for i, name, tensor in leaves)
-        shape = self._shapes.get(key, 0)
-        self._watches[shape].check(micro, [name for name, _ in self.program.graph.inputs[0]])
-        return feeds, shape
-
-    def _micro_batches(self, batches: Any) -> list[Any]:
-        """List the micro-batches of a step; a single one may be a list itself, if the captured one was."""
-        inputs = self.program.graph.inputs
-        if not isinstance(batches, list):
-            return [batches]
-        is_batch = len(inputs) == 1 and {name for name, _ in input_leaves(batches)} == {name for name, _ in inputs[0]}
-        return [batches] if is_batch else batches
+        step = next((each for each in steps if each.takes(batches)), None)
+        step = step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
+        micro, feeds = step.fed(batches)
+        step.watch.check(micro, [name for name, _ in step.program.graph.inputs[0]])
+        return feeds, step.number
 
     def _tell_excess(self) -> None:
         """Warn of a broken budget at the step that broke it, and at the next one of what had not been predicted."""
@@ -683,16 +766,6 @@ def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
 
 def _dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shape_of(graph: StepGraph) -> frozenset[Hashable]:
-    """Dtypes and shapes of all inputs of a step, as ``_fed`` has them of a batch."""
-    named = ((i, name, graph.tensors[t]) for i, inputs in enumerate(graph.inputs) for name, t in inputs)
-    return frozenset(_leaf(i, name, t.dtype, t.shape) for i, name, t in named)
-
-
-def _leaf(micro: int, name: str, dtype: str, shape: Iterable[int]) -> Hashable:
-    return micro, name, dtype, tuple(shape)
 
 
 def _digest(rules: Mapping[int, ParameterRule]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -167,9 +167,9 @@ def test_choices_that_cannot_be_packed_are_given_up_at_once(monkeypatch: pytest.
     attempts: list[int] = []
     pack = lower.pack
 
-    def packed(items: Sequence[Buffer], limit_bytes: int) -> Packing:
+    def packed(items: Sequence[Buffer], limit_bytes: int, fixed: Mapping[int, int]) -> Packing:
         attempts.append(limit_bytes)
-        return replace(pack(items, limit_bytes), size_bytes=limit_bytes + 1)
+        return replace(pack(items, limit_bytes, fixed), size_bytes=limit_bytes + 1)
 
     monkeypatch.setattr(lower, "pack", packed)
     lowered = wide.lower(choices)
@@ -185,12 +185,14 @@ def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.
     given: list[int] = []
     stretch, pack = lower.stretch, lower.pack
 
-    def stretched(graph: StepGraph, machine: Machine, emission: Emission, seconds: list[float], soft: int) -> Stretched:
+    def stretched(
+        graph: StepGraph, machine: Machine, emission: Emission, seconds: list[float], soft: int, *, repeats: bool
+    ) -> Stretched:
         given.append(soft)
-        return stretch(graph, machine, emission, seconds, soft)
+        return stretch(graph, machine, emission, seconds, soft, repeats=repeats)
 
-    def packed(items: Sequence[Buffer], limit_bytes: int) -> Packing:
-        made = pack(items, limit_bytes)
+    def packed(items: Sequence[Buffer], limit_bytes: int, fixed: Mapping[int, int]) -> Packing:
+        made = pack(items, limit_bytes, fixed)
         return made if given[-1] < 0.6 * limit_bytes else replace(made, size_bytes=limit_bytes + 1)
 
     monkeypatch.setattr(lower, "stretch", stretched)

@@ -77,6 +77,8 @@ def expand(
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
+    Of an evaluation these are its micro-batches alone.
+
     Args:
         graph: One micro-batch, as captured.
         clip_norm: Limit of the global gradient norm as in ``torch.nn.utils.clip_grad_norm_``; 0 switches it off.
@@ -99,14 +101,15 @@ def expand(
             f"({count:,} operations); make micro-batches larger"
         )
     trained = [p for p in graph.parameters if p.gradient is not None]
-    if not trained:
+    if not trained and graph.trains:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
     builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, widen)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
-    coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
-    total = sum(prod(graph.tensors[p.tensor].shape) for p in trained)
-    builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
+    if trained:
+        coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
+        total = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
+        builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
     return builder.finish()
 
 
@@ -149,7 +152,7 @@ class _StepBuilder:
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
         self.losses.extend(names[t] for t in self.graph.losses)
-        if self.graph.accumulation > 1 or self.widen:
+        if self.graph.trains and (self.graph.accumulation > 1 or self.widen):
             self._add_up(micro, names)
 
     def _add_up(self, micro: int, names: Mapping[int, int]) -> None:

@@ -244,6 +244,11 @@ class StepGraph:
         return f"StepGraph({micro}{len(self.ops)} operations, {trained}, {format_flops(self.flops)})"
 
     @property
+    def trains(self) -> bool:
+        """Whether the step has a backward; an evaluation has none, and changes no value."""
+        return any(op.phase in (Phase.BACKWARD, Phase.OPTIMIZER) for op in self.ops)
+
+    @property
     def flops(self) -> int:
         """Number of FLOP of one step; a multiply-add counts as two."""
         return sum(op.flops for op in self.ops)

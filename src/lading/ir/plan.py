@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 5
+PLAN_FORMAT = 6
 
 
 class PlanKind(StrEnum):
@@ -250,6 +250,8 @@ class Plan:
         layout: How the step is spread over devices, as ``lading.ir.layout.Layout`` prints; None on one device.
         program: ``Program.text``, line by line; () where it is emitted again from the layout and the choices.
         assumptions: Assumptions, a sentence each.
+        others: Plans of further steps over the same values, such as an evaluation, which find them where this plan
+            leaves them; each is of a captured graph, in the order in which these were given.
     """
 
     version: str
@@ -259,6 +261,7 @@ class Plan:
     program: tuple[str, ...] = ()
     predictions: Predictions
     assumptions: tuple[str, ...] = ()
+    others: tuple[Plan, ...] = ()
     format: int = PLAN_FORMAT
 
     def __post_init__(self) -> None:

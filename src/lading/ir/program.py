@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -240,6 +240,17 @@ class ActionList:
 
 def _known(number: int) -> int | None:
     return None if number < 0 else number
+
+
+class Homes(NamedTuple):
+    """Places that values have between steps: storages by offset in the device arena, and in each lower tier."""
+
+    resident: Mapping[int, int]
+    slots: Mapping[str, Mapping[int, int]]
+
+    def tier_of(self, storage: int) -> str | None:
+        """Lower tier in which a storage is at home; None for one that is at home on the device, or has no home."""
+        return next((tier for tier, places in self.slots.items() if storage in places), None)
 
 
 @dataclass(frozen=True, eq=False)

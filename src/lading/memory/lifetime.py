@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lading.ir.graph import PERSISTENT, Op, OpKind, Phase, Role, StepGraph
+from lading.ir.program import Homes
 
 #: ``available_until`` of what can be had at any position.
 FOREVER = 1 << 60
@@ -34,15 +35,18 @@ class Lifetimes:
         producer: The operation that creates each storage; None for what exists before the step.
         mutated: Whether anything but an optimizer step writes the storage in place.
         available_until: The last position at which the storage can be had by keeping or recomputing.
+        homes: Where values are over the step's boundary, as the step that takes turns with this one has them; None
+            where a plan decides it.
     """
 
     uses: tuple[tuple[int, ...], ...]
     producer: tuple[int | None, ...]
     mutated: tuple[bool, ...]
     available_until: tuple[int, ...]
+    homes: Homes | None = None
 
 
-def lifetimes(graph: StepGraph) -> Lifetimes:
+def lifetimes(graph: StepGraph, homes: Homes | None = None) -> Lifetimes:
     """Collect the uses of every storage."""
     uses: list[list[int]] = [[] for _ in graph.storages]
     producer: list[int | None] = [None] * len(graph.storages)
@@ -56,7 +60,7 @@ def lifetimes(graph: StepGraph) -> Lifetimes:
             for tensor in op.mutates:
                 mutated[graph.storage_of(tensor)] = True
     until = _available_until(graph, uses, mutated)
-    return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until))
+    return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until), homes)
 
 
 def is_pure(op: Op) -> bool:

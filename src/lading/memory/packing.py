@@ -8,8 +8,10 @@ planner, arXiv:2001.03288), and several sort orders are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,25 +54,30 @@ def profile(items: Sequence[Buffer]) -> np.ndarray:
     return np.cumsum(np.asarray(change, dtype=np.int64))[:-1]
 
 
-def pack(items: Sequence[Buffer], limit_bytes: int = 0) -> Packing:
+def pack(items: Sequence[Buffer], limit_bytes: int = 0, fixed: Mapping[int, int] = MappingProxyType({})) -> Packing:
     """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
 
     What lives all the time goes to the bottom, one after another; only the rest needs a search. Of that, what is
     smaller than a page comes after the pages, so that all that lies below a page is whole pages.
+
+    Args:
+        fixed: Offset of each buffer, by its index, that has one already; then every other one is searched for.
     """
     sizes = [slot_bytes(item.size_bytes) for item in items]
     end = max((last for item in items for _, last in item.spans), default=0)
-    offsets = [0] * len(items)
+    offsets = [fixed.get(index, 0) for index in range(len(items))]
     floor = 0
-    for index in sorted((i for i, item in enumerate(items) if item.spans == ((0, end),)), key=lambda i: -sizes[i]):
+    always = set[int]() if fixed else {i for i, item in enumerate(items) if item.spans == ((0, end),)}
+    for index in sorted(always, key=lambda i: -sizes[i]):
         offsets[index] = floor
         floor += sizes[index]
     floor = -(-floor // PAGE_BYTES) * PAGE_BYTES
-    moving = [(i, sizes[i], item.spans) for i, item in enumerate(items) if item.spans != ((0, end),)]
+    moving = [(i, sizes[i], item.spans) for i, item in enumerate(items) if i not in always and i not in fixed]
+    taken = [_Taken(offset, offset + sizes[i], items[i].spans) for i, offset in fixed.items()]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
     for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
-        placed = _first_fit(order, best[0] if best else None)
+        placed = _first_fit(order, best[0] if best else None, taken)
         best = placed or best
         if best is not None and best[0] <= enough:
             break
@@ -95,16 +102,35 @@ def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
     yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * length(row), -row[1], row[0]))
 
 
-def _first_fit(rows: Sequence[_Row], below_bytes: int | None) -> tuple[int, dict[int, int]] | None:
+class _Taken(NamedTuple):
+    """Bytes ``low`` to ``high`` that something has over ``spans``."""
+
+    low: int
+    high: int
+    spans: tuple[tuple[int, int], ...]
+
+
+def _first_fit(
+    rows: Sequence[_Row], below_bytes: int | None, taken: Sequence[_Taken] = ()
+) -> tuple[int, dict[int, int]] | None:
     """Place ``rows`` in order, each at the lowest offset where it meets nothing alive at the same moment.
 
     Returns the bytes needed and the offset of each index; None as soon as it needs ``below_bytes`` or more.
+
+    Args:
+        taken: What has its place already. It counts as whole pages, as small and large buffers lie there in any order.
     """
-    count = sum(len(spans) for _, _, spans in rows)
+    count = sum(len(spans) for _, _, spans in rows) + sum(len(spans) for _, _, spans in taken)
     low, high = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     first, last = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
     offsets: dict[int, int] = {}
     top = placed = 0
+    for start, stop, spans in taken:
+        top = max(top, stop)
+        for begin, end in spans:
+            low[placed], high[placed] = start // PAGE_BYTES * PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
+            first[placed], last[placed] = begin, end
+            placed += 1
     for index, size, spans in rows:
         begin, stop = spans[0]
         clash = (first[:placed] <= stop) & (last[:placed] >= begin)

@@ -24,7 +24,9 @@ from lading.ir.program import Program, parse_program
 from lading.ir.reduction import reduce_gradients
 from lading.ir.retarget import retarget
 from lading.ir.timeline import Event, Timeline
+from lading.ir.together import numbered_as, with_states
 from lading.memory.staircase import memory_samples
+from lading.memory.tier_layout import homes_of
 from lading.memory.verify import verify
 from lading.optim.registry import optimizer as optimizer_by_name
 from lading.optim.rule import ParameterRule
@@ -82,30 +84,81 @@ def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
 
 
 def program_of(plan: Plan, captured: StepGraph) -> Program:
-    """Program of a plan, for the micro-batch that it was made for; raises as ``restore_program``."""
-    machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
-    return restore_program(plan, planned_step(plan, captured), machine)
+    """Program of a plan without others, for the micro-batch that it was made for; raises as ``restore_program``."""
+    return programs_of(plan, captured, ())[0]
 
 
-def program_of_shape(plan: Plan, program: Program, captured: StepGraph) -> Program:
-    """Program of a smaller batch of the step that a plan was made for: its actions and addresses as they are.
+def programs_of(
+    plan: Plan, captured: StepGraph, others: Sequence[StepGraph], program: Program | None = None
+) -> tuple[Program, ...]:
+    """Programs of a plan and of its others, each for the micro-batch that it was made for.
 
     Args:
-        program: The plan's own.
-        captured: Graph of the planned step over tensors of the planned size or smaller; no value that lasts may differ.
+        program: The plan's own, where it was restored already.
+
+    Raises:
+        ConfigError: as ``restore_program``; there are more or fewer others than in the plan, or one leaves values
+            elsewhere than the plan does.
+    """
+    if len(others) != len(plan.others):
+        raise ConfigError(
+            f"others: expected the {len(plan.others)} captures that the plan was made with, got {len(others)}; give "
+            "lading.plan and the Trainer the same"
+        )
+    machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
+    rest = [planned_step(plan, other) for other in others]
+    if program is None:
+        program = restore_program(plan, with_states(planned_step(plan, captured), rest), machine)
+    rest = [numbered_as(program.graph, step) for step in rest]
+    programs = [restore_program(other, step, machine) for other, step in zip(plan.others, rest, strict=True)]
+    homes = homes_of(program)
+    for other in programs:
+        now = homes_of(other)
+        alike = all(places.items() <= now.slots.get(tier, {}).items() for tier, places in homes.slots.items())
+        if not (alike and homes.resident.items() <= now.resident.items()):
+            raise ConfigError("others: expected values where the plan has them between steps, found others; plan again")
+    return program, *programs
+
+
+def smaller_program(
+    plan: Plan, programs: Sequence[Program], captured: StepGraph, others: Sequence[StepGraph] = ()
+) -> tuple[Program, int]:
+    """Program of a smaller batch of a step that a plan was made for: its actions and addresses as they are.
+
+    Args:
+        programs: The plan's own and those of its others.
+        captured: Graph of a planned step over tensors of the planned size or smaller; no value that lasts may differ.
+        others: Captures that the plan was made with besides.
+
+    Returns:
+        The Program, and the number of the one whose step it is.
 
     Raises:
         ConfigError: it is another step, or a larger one; says where.
     """
     step = planned_step(plan, captured)
-    if len(step.ops) != len(program.graph.ops):
+    graphs = [with_states(step, [planned_step(plan, other) for other in others])]
+    graphs += [numbered_as(programs[0].graph, step)] * len(others)
+    refusal: ConfigError | None = None
+    for number, (program, graph) in enumerate(zip(programs, graphs, strict=True)):
+        try:
+            return _smaller(program, graph, plan.choices if number == 0 else plan.others[number - 1].choices), number
+        except ConfigError as error:
+            refusal = refusal or error
+    assert refusal is not None, "a plan has a program"
+    raise refusal
+
+
+def _smaller(of: Program, graph: StepGraph, choices: Choices) -> Program:
+    """Program of a step that is that of another on smaller tensors; raises as ``smaller_program``."""
+    if len(graph.ops) != len(of.graph.ops):
         raise ConfigError(
-            f"shapes: expected the {len(program.graph.ops)} operations of the step that was planned, found "
-            f"{len(step.ops)}; the model computes this batch in another way, so plan for it by itself"
+            f"shapes: expected the {len(of.graph.ops)} operations of the step that was planned, found "
+            f"{len(graph.ops)}; the model computes this batch in another way: plan for it as one of others"
         )
-    graph = apply_choices(step, plan.choices)
-    _check_same_step(program.graph, graph)
-    other = dataclasses.replace(program, graph=graph)
+    graph = apply_choices(graph, choices)
+    _check_same_step(of.graph, graph)
+    other = dataclasses.replace(of, graph=graph)
     verify(other)
     return other
 
@@ -117,7 +170,7 @@ def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
             where, there = op.module or "the loss", now.module or "the loss"
             raise ConfigError(
                 f"shapes: expected operation {index} to be {op.name} of {where}, on the same tensors as planned, found "
-                f"{now.name} of {there}; the model computes this batch in another way, so plan for it by itself"
+                f"{now.name} of {there}; the model computes this batch in another way: plan for it as one of others"
             )
     places = [(t.storage, t.dtype) for t in planned.tensors]
     if places != [(t.storage, t.dtype) for t in other.tensors] or len(planned.storages) != len(other.storages):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE
+from lading.ir.graph import PERSISTENT
 from lading.ir.machine import Tier
-from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import LINE_BYTES, PAGE_BYTES, Homes, Program, slot_bytes
 
 
 def home_tiers(program: Program) -> dict[int, str]:
@@ -28,6 +29,18 @@ def home_tiers(program: Program) -> dict[int, str]:
                 f"found it in neither; give it a home"
             )
     return {index: homes[index] for index in persistent}
+
+
+def homes_of(program: Program) -> Homes:
+    """Places of what lasts from step to step, whichever step is run; gradients of deferred updates do not."""
+    roles = [storage.role for storage in program.graph.storages]
+    tiers = {storage: tier for storage, tier in home_tiers(program).items() if roles[storage] in PERSISTENT}
+    slots = {name: dict(pairs) for name, pairs in program.slots.items()}
+    places: dict[str, dict[int, int]] = {}
+    for storage, tier in tiers.items():
+        if tier != DEVICE:
+            places.setdefault(tier, {})[storage] = slots[tier][storage]
+    return Homes({s: offset for s, offset in program.resident if tiers.get(s) == DEVICE}, places)
 
 
 def alignment_of(size_bytes: int) -> int:

@@ -29,7 +29,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
 from lading.ir.reduction import reduce_gradients, replicas_of
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
@@ -56,6 +56,10 @@ SAVE_BYTES = "save_bytes"
 KEPT_BYTES = "kept_bytes"
 #: Setting of a plan: part of the largest scratch that some of equal runs take and others do not.
 SPARE_BYTES = "spare_bytes"
+#: Setting of a plan: number of operations of other steps over the same values, which the process is ready to run too.
+OTHER_OPS = "other_ops"
+#: Setting of a plan: whether updates may wait for the next step, where that may be another one; 1.0 if not said.
+DEFERS = "defers"
 #: What gloo keeps of its own once it has reduced: so many times what a rank receives of the largest tensor, up to a
 #: limit. Measured: 2.1, 7.7 and 8.0 MiB for tensors of 1, 4 and 25 MiB on 2 ranks, 1.1, 3.8 and 7.7 on 4, torch 2.13.
 _RECEIVED, _RECEIVED_BYTES = 4, 8 << 20
@@ -68,10 +72,11 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Planned:
-    """Plan of a run together with its Program."""
+    """Plan of a run together with its Program, and those of its others."""
 
     plan: Plan
     program: Program
+    others: tuple[Program, ...] = ()
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -95,7 +100,7 @@ def _collector_paused() -> Generator[None]:
 
 
 @_collector_paused()
-def make_plan(
+def make_plan(  # noqa: PLR0913  all that decides a plan
     graph: StepGraph,
     machine: Machine,
     *,
@@ -104,6 +109,7 @@ def make_plan(
     policy: str | Policy = "residency",
     expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
+    homes: Homes | None = None,
     progress: PlanProgress = SILENT,
 ) -> Planned:
     """Choose where every storage is between any two uses.
@@ -116,6 +122,7 @@ def make_plan(
         expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES and
             SPARE_BYTES; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
+        homes: Where values are between steps, for a step that takes turns with one planned before.
         progress: Is told what is being done.
 
     Raises:
@@ -123,28 +130,29 @@ def make_plan(
         ConfigError: unknown policy, tier, budget or dtype.
     """
     policy, policies = _named(policy)
-    lives = lifetimes(graph)
+    lives = lifetimes(graph, homes)
     settings = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, settings)
     limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
-    free = StepProblem(graph, lives, usable, costs, limits)
-    keep_all_bytes = free.needs({})
-    allowed = {**limits, DEVICE: share_or_bytes(budget, keep_all_bytes)}
+    free = StepProblem(graph, lives, usable, costs, limits, defers=bool(settings.get(DEFERS, 1.0)))
+    whole_bytes = free.needs({})
+    allowed = {**limits, DEVICE: share_or_bytes(budget, whole_bytes)}
     _check_device(machine, allowed[DEVICE])
     step = dataclasses.replace(free, budgets=allowed)
-    rows, fitting = _plain_policies(step, free, keep_all_bytes, policies)
+    rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen(step, policy, rows, fitting, progress)
-    if policy == "residency":
+    if policy == "residency" and homes is None:
         progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
+    if policy == "residency":
         rows.append(_row(policy, chosen.found))
     plan = chosen.found
     verify(plan.program)
     predictions = _predictions(
         plan,
         lower_bound_s=min(chosen.bound_s, plan.step_s),  # a plan that reaches its bound does so up to rounding
-        keep_all_bytes=keep_all_bytes,
+        keep_all_bytes=whole_bytes,
         policies=tuple(rows),
     )
     request = _request(graph, machine, policy, allowed, settings)
@@ -261,7 +269,17 @@ def step_costs(
         kept_bytes=None if measured_bytes is None else max(0, int(measured_bytes)),
         spare_bytes=max(0, int(settings.get(SPARE_BYTES, 0.0))),
         reducing_bytes=_reducing_bytes(graph),
+        other_ops=int(settings.get(OTHER_OPS, 0.0)),
     )
+
+
+def keep_all_bytes(
+    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], settings: Mapping[str, float]
+) -> int:
+    """Device bytes that a step takes if all of it stays there; the arguments are those of ``step_costs``."""
+    limits = {DEVICE: _NO_LIMIT, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
+    costs = step_costs(graph, machine, workspace_bytes, settings)
+    return StepProblem(graph, lifetimes(graph), machine, costs, limits).needs({})
 
 
 def best_bucket_bytes(step: StepGraph, machine: Machine, replicas: int) -> int:

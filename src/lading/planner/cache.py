@@ -8,37 +8,44 @@ and planned anew. The files used longest ago go first.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 from lading import __version__
-from lading.errors import LadingError, StorageError
+from lading.errors import LadingError, PlanInfeasible, StorageError
 from lading.files import make_folder, remove_file
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
+from lading.ir.program import PAGE_BYTES, Homes
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.restore import restore_program
-from lading.planner.api import Planned, make_plan
+from lading.memory.tier_layout import homes_of
+from lading.planner.api import DEFERS, Planned, keep_all_bytes, make_plan
 from lading.planner.policies import Policy
+from lading.units import share_or_bytes
 
 #: Most bytes of plans that stay.
 FOLDER_BYTES = 64 << 20
+#: Times that values are given less room on the device, where another step beside them does not fit.
+_TRIES = 6
 
 
 class Asked(TypedDict, total=False):
     """Keyword arguments of ``make_plan`` that, with graph and machine, decide the plan: the key of the cache."""
 
-    budget: str | float
+    budget: Required[str | float]
     budgets: Mapping[str, str | float]
     policy: str | Policy
     expansion: Mapping[str, float]
     workspace_bytes: Sequence[int]
+    homes: Homes | None
 
 
 def cache_folder() -> Path | None:
@@ -62,6 +69,7 @@ def cached_plan(
     *,
     folder: Path | None,
     progress: PlanProgress = SILENT,
+    others: Sequence[tuple[StepGraph, Sequence[int]]] = (),
     **asked: Unpack[Asked],
 ) -> Planned:
     """Take a plan from the cache, or make and keep it; what comes from there, or cannot be kept, is said.
@@ -70,10 +78,49 @@ def cached_plan(
         graph, machine, asked: As of ``make_plan``. What a function does is not known, so its plans are not kept.
         folder: Folder of the cache; None makes the plan in any case and keeps nothing.
         progress: Is told what is being done.
+        others: Further steps over the values of ``graph`` (``lading.ir.together``), each with the scratch of its
+            operations: planned within the same budgets, on values where the first plan has them. A budget that is a
+            share is then one of what the largest of all needs.
 
     Raises:
         PlanInfeasible, ConfigError: as ``make_plan``.
     """
+    if not others:
+        return _cached(graph, machine, folder, progress, asked)
+    expansion = dict(asked.get("expansion", {}))
+    if any(step.trains for step, _ in others):
+        expansion[DEFERS] = 0.0
+    steps = ((graph, asked.get("workspace_bytes", ())), *others)
+    needs = [keep_all_bytes(step, machine, scratch, expansion) for step, scratch in steps]
+    limit = share_or_bytes(asked["budget"], max(needs))
+    # where values are is for the step to say that has least room for them
+    lead = max((number for number, (step, _) in enumerate(steps) if step.trains), key=needs.__getitem__)
+
+    def planned(number: int, budget: int, homes: Homes | None) -> Planned:
+        step, scratch = steps[number]
+        changed: Asked = {"expansion": expansion, "budget": budget, "workspace_bytes": scratch, "homes": homes}
+        return _cached(step, machine, folder, progress, {**asked, **changed})
+
+    first, plans, less = planned(lead, limit, None), list[Planned](), 0
+    for attempt in range(_TRIES):
+        homes = homes_of(first.program)
+        try:
+            plans = [first if n == lead and not less else planned(n, limit, homes) for n in range(len(steps))]
+            break
+        except PlanInfeasible as error:
+            if attempt == _TRIES - 1:
+                raise
+            less = 2 * less + error.missing_bytes + PAGE_BYTES
+        first = planned(lead, limit - less, None)  # leave more room to the others
+    mine, *rest = plans
+    return Planned(
+        dataclasses.replace(mine.plan, others=tuple(other.plan for other in rest)),
+        mine.program,
+        tuple(other.program for other in rest),
+    )
+
+
+def _cached(graph: StepGraph, machine: Machine, folder: Path | None, progress: PlanProgress, asked: Asked) -> Planned:
     if folder is None or not isinstance(asked.get("policy", ""), str):
         return make_plan(graph, machine, **asked, progress=progress)
     path = folder / f"{_key(graph, machine, asked)}.json"

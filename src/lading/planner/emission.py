@@ -20,6 +20,8 @@ from lading.memory.lifetime import Lifetimes, beside_host, gaps
 
 #: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
 Choices = Mapping[tuple[int, int], Option]
+#: Position, in choices, of a persistent storage that no operation of the step uses.
+UNUSED = -1
 
 
 @dataclass(slots=True)
@@ -189,7 +191,7 @@ class _Walker:
         """Put persistent storages where the gap over the step's boundary leaves them."""
         for storage in sorted(self.graph.persistent):
             uses = self.lives.uses[storage]
-            tier = self.choices.get((storage, uses[-1]), Option.KEEP).tier if uses else ""
+            tier = self.choices.get((storage, uses[-1] if uses else UNUSED), Option.KEEP).tier
             if not tier:
                 self.live[storage] = Residency(storage, 0, initial=True)
                 self.out.residencies.append(self.live[storage])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from lading.ir.program import (
     HOST_STREAM,
     PAGE_BYTES,
     ActionList,
+    Homes,
     Program,
     read_stream,
     slot_sizes,
@@ -28,7 +30,7 @@ from lading.ir.program import (
 )
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, Packing, pack
-from lading.planner.emission import Choices, Emission, Item, emit
+from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 
@@ -270,6 +272,7 @@ class StepCosts:
             not, and they are worked out from the three before.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
         reducing_bytes: Bytes that a collective takes while it runs, beside whatever computes.
+        other_ops: Operations of other steps that the process is ready to run too.
     """
 
     op_seconds: tuple[float, ...]
@@ -281,6 +284,7 @@ class StepCosts:
     kept_bytes: int | None = None
     spare_bytes: int = 0
     reducing_bytes: int = 0
+    other_ops: int = 0
 
 
 @dataclass(frozen=True)
@@ -332,8 +336,9 @@ def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
     if device.kind != "cpu":
         return device.overhead_bytes
     if costs.kept_bytes is not None:
-        return costs.kept_bytes + costs.reducing_bytes + _BYTES_PER_OP_MOVED * len(costs.op_seconds)
-    calls = _BYTES_PER_OP * len(costs.op_seconds)
+        calls = _BYTES_PER_OP_MOVED * (len(costs.op_seconds) + costs.other_ops)
+        return costs.kept_bytes + costs.reducing_bytes + calls
+    calls = _BYTES_PER_OP * (len(costs.op_seconds) + costs.other_ops)
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
     allocator = min(_KEPT_BYTES, sum(size for size in others if size < _LARGEST_KEPT_BYTES))
@@ -380,7 +385,8 @@ def lower(
         sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
             that end where nothing else begins leave holes. It takes several packings where nothing fits.
     """
-    emission = emit(graph, lives, _one_tier(choices, machine), machine.host_tier)
+    homes = lives.homes
+    emission = emit(graph, lives, _one_tier(_at_home(lives, choices), machine), machine.host_tier)
     seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
     arena = budgets[DEVICE] - fixed_bytes(machine, costs)
     base = base_profile(graph, emission)
@@ -390,8 +396,9 @@ def lower(
         return Lowered(None, emission, peak - arena, peak_item, peak)
 
     def placed(soft_bytes: int) -> _Placed:
-        cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, soft_bytes))
-        return _Placed(cut, stretched, _pack(graph, cut, stretched, arena))
+        room = stretch(graph, machine, emission, seconds, soft_bytes, repeats=homes is None)
+        cut, stretched = wrapped(emission, room)
+        return _Placed(cut, stretched, _pack(graph, cut, stretched, arena, homes))
 
     attempt, soft, step = placed(arena), arena, max(1, arena // _STEPS)
     if attempt.size_bytes > arena > peak:
@@ -405,7 +412,7 @@ def lower(
             attempt = min(attempt, placed(int(share * peak)), key=lambda placed: placed.size_bytes)
     if attempt.size_bytes > arena:
         return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
-    program = _program(graph, attempt.emission, attempt.stretched, attempt.packed, budgets, machine, costs)
+    program = _program(graph, attempt, budgets, machine, costs, homes)
     return Lowered(program, emission, 0, peak_item, attempt.size_bytes)
 
 
@@ -453,7 +460,22 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: It
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
 
-def _pack(graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int) -> tuple[Packing, list[int]]:
+def _at_home(lives: Lifetimes, choices: Choices) -> Choices:
+    """Change choices so that what has a home is there over the step's boundary, and in no other lower tier."""
+    homes = lives.homes
+    if homes is None:
+        return choices
+    last = {s: uses[-1] if uses else UNUSED for s, uses in enumerate(lives.uses)}
+    tiers = {storage: Option(tier) for tier, places in homes.slots.items() for storage in places}
+    fixed = {key: tiers.get(key[0], o) if o.tier else o for key, o in choices.items()}
+    for storage in homes.resident:
+        fixed.pop((storage, last[storage]), None)
+    return fixed | {(storage, last[storage]): tier for storage, tier in tiers.items()}
+
+
+def _pack(
+    graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int, homes: Homes | None = None
+) -> tuple[Packing, list[int]]:
     """Find addresses; a storage that is there at both ends of the step is one buffer, as it comes back to its place.
 
     Returns:
@@ -475,22 +497,23 @@ def _pack(graph: StepGraph, emission: Emission, stretched: Stretched, limit_byte
         spans.append([(first, last)])
         sizes.append(graph.storages[stay.storage].size_bytes)
     items = [Buffer(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
-    return pack(items, limit_bytes), owners
+    fixed = {home[storage]: offset for storage, offset in homes.resident.items()} if homes is not None else {}
+    return pack(items, limit_bytes, fixed), owners
 
 
 def _program(
     graph: StepGraph,
-    emission: Emission,
-    stretched: Stretched,
-    packed: tuple[Packing, list[int]],
+    placed: _Placed,
     budgets: dict[str, int],
     machine: Machine,
     costs: StepCosts,
+    homes: Homes | None,
 ) -> Program:
-    packing, owners = packed
+    emission, stretched, (packing, owners) = placed.emission, placed.stretched, placed.packed
     offsets = [packing.offsets[owner] for owner in owners]
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    slots = _tier_slots(graph, machine, emission, lambda unit: _staged(graph, emission, costs, seconds, unit), budgets)
+    staged = partial(_staged, graph, emission, costs, seconds)
+    slots = _tier_slots(graph, machine, emission, staged, budgets, homes)
     return Program(
         graph=graph,
         ranks=(connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),),
@@ -514,14 +537,19 @@ def _tier_slots(
     emission: Emission,
     staged: Callable[[int], _Staged],
     budgets: Mapping[str, int],
+    homes: Homes | None,
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Give every storage that is ever in a lower tier a place there, one after another; behind them what is staged."""
     sizes = slot_sizes(graph)
     units = {tier.name: tier.alignment_bytes for tier in machine.tiers}
     slots: dict[str, list[tuple[int, int]]] = {}
     ends: dict[str, int] = {}
+    for tier, places in homes.slots.items() if homes is not None else ():
+        slots[tier] = list(places.items())
+        ends[tier] = max(offset + -(-sizes[s] // units[tier]) * units[tier] for s, offset in places.items())
+    fixed = {storage for rows in slots.values() for storage, _ in rows}
     for storage, tier in sorted(emission.tiers.items()):
-        if storage in emission.staged:
+        if storage in emission.staged or storage in fixed:
             continue
         slots.setdefault(tier, []).append((storage, ends.get(tier, 0)))
         ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // units[tier]) * units[tier]

@@ -200,6 +200,8 @@ def _sharper(step: StepProblem, bound_s: float) -> float:
 
 def _counts(step: StepProblem) -> tuple[int, ...]:
     """Numbers of deferred updates worth a plan, the likeliest first; for a large step only the first of them."""
+    if step.lives.homes is not None or not step.defers:
+        return (0,)
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)
     behind = sum(group[-1] > last for group in updates(step.graph))

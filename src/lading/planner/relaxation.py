@@ -45,6 +45,7 @@ from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
 from lading.memory.lifetime import Gap, Lifetimes, beside_host, can_recompute, gaps, is_movable
+from lading.planner.emission import UNUSED
 from lading.planner.lower import StepCosts
 
 
@@ -127,6 +128,7 @@ def build(
         moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
+    homes = lives.homes
     candidates: list[Candidate] = []
     items = block_items(graph.ops)
     enters = _block_entries(graph, items)
@@ -135,6 +137,8 @@ def build(
     clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
+        if homes is not None and gap.wraps and gap.storage in homes.resident:
+            continue
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
         inner, hosted = gap.wraps or gap.end - gap.start > 1, beside_host(graph, gap)
         if hosted or (size < min_bytes and inner and every):
@@ -159,7 +163,9 @@ def build(
     seconds = np.asarray([0.0 if op in graph.beside else took for op, took in enumerate(costs.op_seconds)])
     if every:
         seconds += _with_caller(graph, lives, machine)
-    return ResidencyProblem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
+    away = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
+    base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in away})
+    return ResidencyProblem(len(graph.ops), tuple(candidates), base, seconds, machine.tiers)
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
@@ -188,7 +194,7 @@ def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> n
         for use in positions:
             if use not in graph.on_host:
                 add(size, use, use)
-        if not positions and storage in graph.persistent:
+        if not positions and storage in graph.persistent and (storage, UNUSED) not in chosen:
             add(size, 0, len(graph.ops) - 1)
     for gap in gaps(graph, lives):
         if (gap.storage, gap.start) not in chosen:

@@ -142,6 +142,7 @@ class StepProblem:
 
     Attributes:
         sparing: Give transfers less room than is free where what they lead to cannot be packed (``planner.lower``).
+        defers: Whether updates may wait for the next step.
     """
 
     graph: StepGraph
@@ -150,6 +151,7 @@ class StepProblem:
     costs: StepCosts
     budgets: dict[str, int]
     sparing: bool = False
+    defers: bool = True
 
     @property
     def arena_bytes(self) -> int:

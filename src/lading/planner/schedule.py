@@ -54,10 +54,20 @@ def base_profile(graph: StepGraph, emission: Emission) -> np.ndarray:
 
 
 def stretch(
-    graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
+    graph: StepGraph,
+    machine: Machine,
+    emission: Emission,
+    item_seconds: Sequence[float],
+    soft_bytes: int,
+    *,
+    repeats: bool = True,
 ) -> Stretched:
-    """Give every transfer as much of its time as ``soft_bytes`` of the arena leave room for."""
-    worker = _Stretcher(graph, machine, emission, item_seconds, soft_bytes)
+    """Give every transfer as much of its time as ``soft_bytes`` of the arena leave room for.
+
+    Args:
+        repeats: Whether the next step is this one again, so that transfers may cross the boundary.
+    """
+    worker = _Stretcher(graph, machine, emission, item_seconds, soft_bytes, repeats)
     worker.write_backs()
     worker.fetches()
     return Stretched(tuple(worker.first), tuple(worker.last))
@@ -102,9 +112,15 @@ def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -
 
 class _Stretcher:
     def __init__(
-        self, graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
+        self,
+        graph: StepGraph,
+        machine: Machine,
+        emission: Emission,
+        item_seconds: Sequence[float],
+        soft_bytes: int,
+        repeats: bool,
     ) -> None:
-        self.graph, self.stays = graph, emission.residencies
+        self.graph, self.stays, self.repeats = graph, emission.residencies, repeats
         self.tiers = {tier.name: tier for tier in machine.tiers}
         sizes = slot_sizes(graph)
         self.sizes = [sizes[stay.storage] for stay in self.stays]
@@ -129,7 +145,7 @@ class _Stretcher:
         """Whether the fetch of a residency may begin in the step before."""
         indices = self.of_storage[self.stays[index].storage]
         first, last = self.stays[indices[0]], self.stays[indices[-1]]
-        if first.storage in self.graph.host_storages:  # the host works on the copy, which is then its home
+        if not self.repeats or first.storage in self.graph.host_storages:  # the host works on the copy, its home then
             return False
         if index != indices[0] or last.to_tier != first.tier:
             return False
@@ -140,7 +156,7 @@ class _Stretcher:
         """Whether the write-back of a residency may end in the next step."""
         indices = self.of_storage[self.stays[index].storage]
         stay, first = self.stays[index], self.stays[indices[0]]
-        if stay.storage in self.graph.host_storages:
+        if not self.repeats or stay.storage in self.graph.host_storages:
             return False
         return index == indices[-1] and stay.storage in self.graph.persistent and first.tier == stay.to_tier
 

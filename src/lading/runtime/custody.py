@@ -48,6 +48,7 @@ _METHODS = [
     "is_floating_point",
     "is_complex",
     "get_device",
+    "requires_grad_",
 ]
 _FUNCTIONS = (torch.numel, torch.is_floating_point, torch.is_complex)
 #: What a tensor without values still answers.
@@ -55,6 +56,7 @@ _ANSWERED = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
         *(getattr(torch.Tensor, name) for name in _METHODS),
+        torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
         *_FUNCTIONS,
     ]
 )

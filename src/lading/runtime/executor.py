@@ -7,9 +7,11 @@ differs between devices is behind ``lading.runtime.device``.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -20,13 +22,14 @@ import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
 from lading.ir.action import CALLER, ActionKind
-from lading.ir.graph import DTYPE_BYTES, Phase, Role
+from lading.ir.graph import DTYPE_BYTES, Phase, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.optim.rule import ParameterRule
-from lading.runtime.binding import Binder, CallerData, Place, Rates, Reducer, checked_batches
+from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, Reducer, checked_batches
 from lading.runtime.device import Call, CpuDevice, DeviceDriver, Meter
+from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernel_memory import largest_product
@@ -51,8 +54,26 @@ class _ExecutorState(Enum):
     CLOSED = auto()
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """Program that can be run at once.
+
+    Attributes:
+        plan: Number of the Program of whose actions and addresses it is; 0 is the executor's first.
+        caller: Its batches and losses.
+        constants: Pairs (offset in the arena, bytes) of its own constants, which no other step leaves there.
+    """
+
+    program: Program
+    bound: Bound
+    gate: Gate
+    plan: int
+    caller: CallerData
+    constants: tuple[tuple[int, bytes], ...] = ()
+
+
 class Executor:
-    """Runs one Program, step after step. A context manager.
+    """Runs one Program, or several over the same values, step after step. A context manager.
 
     Every storage holds zeros until it is written; constants hold their values. A step that stops half-way leaves every
     value where it is between steps, as far as that value still exists: ``changed`` and ``lost`` say which values are
@@ -69,6 +90,7 @@ class Executor:
         poison: For tests: fill what is freed with NaN.
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
         replicas: Other ranks, where the Program reduces gradients over them.
+        others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -90,14 +112,16 @@ class Executor:
         poison: bool = False,
         fuse: bool = False,
         replicas: Reducer | None = None,
+        others: Sequence[Program] = (),
     ) -> None:
         self.program = program
+        self._programs = (program, *others)
         self._state = _ExecutorState.IDLE
         self._has_run = self._device_failed = False
         self.completed = 0
         self._highest = self._last_peak = 0
         self._device = device or CpuDevice()
-        self._rates, self._caller = Rates(), CallerData()
+        self._rates = Rates()
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
@@ -108,7 +132,7 @@ class Executor:
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
-            fused = fuse_regions(program, self._device.kind) if fuse else ()
+            fused = [fuse_regions(each, self._device.kind) if fuse else () for each in self._programs]
             trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
             stack.callback(take_gaps())
@@ -116,18 +140,18 @@ class Executor:
             stack.callback(self._drain)
             if poison:
                 self._poison_arena()
-            place = Place(self._device, self._arena, self.tiers, self._caller, replicas)
+            self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
-                Binder, place=place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
+                Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
                 make_room=self._ceiling and self._ceiling.make_room,
             )  # fmt: skip
-            self._bound = self._running = self._binder(program, fused=fused).bind()
-            self._shapes = [(program, self._bound)]
-            count = len(program.actions)
+            pairs = enumerate(zip(self._programs, fused, strict=True))
+            self._shapes = [self._ready(each, number, regions) for number, (each, regions) in pairs]
+            self._take_up(self._shapes[0])
+            count = max(len(each.actions) for each in self._programs)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
-            self._gate = Gate(len(self._bound.streams))
-            others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
-            self._workers = Workers(others, self._run_stream)
+            beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
+            self._workers = Workers([*beside], self._run_stream)
             stack.callback(self._workers.close)
             if self._ceiling is not None and not (poison or jitter):
                 self._pack_largest()
@@ -138,16 +162,18 @@ class Executor:
         self._meter = self._device.meter()
         stack.callback(self._meter.close)
         self._baseline = self._meter.now_bytes()
-        planned = self.program.arena_bytes + self.program.overhead_bytes + self.program.workspace_bytes
+        arena_bytes = max(each.arena_bytes for each in self._programs)
+        planned = arena_bytes + max(each.overhead_bytes + each.workspace_bytes for each in self._programs)
         is_predicted = self._device.kind == "cpu" and self.program.overhead_bytes > 0
         self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned) if is_predicted else None
-        self._arena = self._device.arena(self.program.arena_bytes)
+        self._arena = self._device.arena(arena_bytes)
         stack.callback(self._arena.close)
-        self._open_losses(stack)
+        self._losses = self._device.host(LINE_BYTES * max(len(each.graph.losses) for each in self._programs))
+        stack.callback(self._losses.close)
         self.tiers: dict[str, TierBytes] = {}
         for tier in self.program.tiers:
-            if tier.name in self.program.slots:
-                self.tiers[tier.name] = self._device.tier(tier, self.program.tier_bytes(tier.name), folder)
+            if size := max(each.tier_bytes(tier.name) for each in self._programs):
+                self.tiers[tier.name] = self._device.tier(tier, size, folder)
                 stack.callback(self.tiers[tier.name].close)
         self._values = Values(self.program, self._arena, self.tiers)
         stack.callback(self._values.close)
@@ -166,15 +192,39 @@ class Executor:
                     entry.run()
         self._device.end()  # before values come to lie where it wrote
 
-    def _open_losses(self, stack: ExitStack) -> None:
-        """Reserve a place in host memory for each loss, which the device fills without the host waiting."""
-        graph = self.program.graph
-        memory = self._device.host(LINE_BYTES * len(graph.losses))
-        stack.callback(memory.close)
+    def _ready(self, program: Program, plan: int, fused: Sequence[Fused] = ()) -> _Ready:
+        """Bind a Program to the memory that all share."""
+        caller = CallerData(losses=self._places_of_losses(program.graph))
+        bound = self._binder(program, dataclasses.replace(self._place, caller=caller), fused=fused).bind()
+        return _Ready(program, bound, Gate(len(bound.streams)), plan, caller, self._constants(program) if plan else ())
+
+    def _places_of_losses(self, graph: StepGraph) -> list[torch.Tensor]:
+        """Places in host memory of the losses of a step, which the device fills without the host waiting."""
+        places: list[torch.Tensor] = []
         for index, tensor in enumerate(graph.losses):
             dtype = graph.tensors[tensor].dtype
-            place = memory.bytes_at(LINE_BYTES * index, DTYPE_BYTES[dtype])
-            self._caller.losses.append(place.view(getattr(torch, dtype)).view(graph.tensors[tensor].shape))
+            place = self._losses.bytes_at(LINE_BYTES * index, DTYPE_BYTES[dtype])
+            places.append(place.view(getattr(torch, dtype)).view(graph.tensors[tensor].shape))
+        return places
+
+    def _constants(self, program: Program) -> tuple[tuple[int, bytes], ...]:
+        """Constants that a Program has beside those of the first."""
+        storages = program.graph.storages
+        return tuple((at, data) for s, at in program.resident if s not in self.homes and (data := storages[s].data))
+
+    def _take_up(self, ready: _Ready) -> None:
+        """Make a Program the one that runs next."""
+        self._now, self.program, self._bound, self._gate = ready, ready.program, ready.bound, ready.gate
+        self._running, self._caller = ready.bound, ready.caller
+
+    def _change_to(self, ready: _Ready) -> None:
+        """Go on with another Program; where its plan is another, updates that wait are made and its constants come."""
+        if ready.plan != self._now.plan:
+            self.flush()
+            self._caught_up = frozenset(ready.program.graph.deferred)
+            for offset, data in ready.constants:
+                self._arena.bytes_at(offset, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._take_up(ready)
 
     def __enter__(self) -> Self:
         return self
@@ -187,18 +237,19 @@ class Executor:
     def close(self) -> None:
         """Stop the threads and give all memory and disk space back. May be called twice."""
         self._state = _ExecutorState.CLOSED
-        for _, bound in self._shapes:
-            bound.entries.clear()
+        for ready in self._shapes:
+            ready.bound.entries.clear()
         self._running = self._bound
         self._cleanup.close()
 
-    def add_shape(self, program: Program) -> int:
-        """Bind the Program of another shape of the step to the same memory; returns its number, for ``step``.
+    def add_shape(self, program: Program, of: int = 0) -> int:
+        """Bind the Program of another shape of a step to the same memory; returns its number, for ``step``.
 
         Args:
             program: From ``lading.memory.restore.program_of_shape``, so of the same actions and addresses.
+            of: Number of the Program that has these; 0 for the first, 1 for the first of the others.
         """
-        self._shapes.append((program, self._binder(program).bind()))
+        self._shapes.append(self._ready(program, of))
         return len(self._shapes) - 1
 
     def step(
@@ -216,7 +267,7 @@ class Executor:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
             lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
             rules: Rule of this step by the parameter's storage, its learning rate included; others have ``lr``.
-            shape: Number of the batch's shape, from ``add_shape``; 0 for that of the plan.
+            shape: Number of the Program: 0 for the first, then the others, then those of ``add_shape``.
         Returns:
             The losses of each micro-batch in turn, in the order of ``graph.losses``.
         Raises:
@@ -243,8 +294,11 @@ class Executor:
             raise ConfigError(
                 "a step failed after it had begun to change values; write them again, or load a checkpoint"
             )
-        self._caller.batches = self._device.handed(checked_batches(self._shapes[shape][0], batches))
-        self.program, self._bound = self._shapes[shape]
+        ready = self._shapes[shape]
+        batches = self._device.handed(checked_batches(ready.program, batches))
+        if ready is not self._now:
+            self._change_to(ready)
+        self._caller.batches = batches
 
     def _run(self, skipped: frozenset[int], end: Callable[[], None]) -> list[float]:
         """Run the streams but for some actions; returns the losses."""
@@ -558,7 +612,8 @@ class Executor:
             values.changed, values.lost, self._caught_up = {}, frozenset(self.homes), frozenset(graph.deferred)
             return
         self._drain()
-        salvaged = salvage(self.program, self.homes, self._running, reached, skipped)
+        homes = {storage: tier for storage, tier in self.homes.items() if storage in graph.persistent}
+        salvaged = salvage(self.program, homes, self._running, reached, skipped)
 
         def copy(storage: int, source: Location, target: Location) -> None:
             try:
@@ -566,7 +621,7 @@ class Executor:
             except OSError:  # a tier failed, maybe the one that stopped the step; the value counts as lost
                 failed.add(storage)
 
-        bring_home(self.program, self.homes, salvaged, copy)
+        bring_home(self.program, homes, salvaged, copy)
         salvaged = salvaged.without(failed, graph)
         values.changed, values.lost, self._caught_up = salvaged.changed, salvaged.lost, salvaged.caught_up
         values.write_constants(values.lost)

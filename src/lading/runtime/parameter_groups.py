@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,11 @@ class ParameterGroups:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: ParameterRule, model: torch.nn.Module | None, graph: StepGraph
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: ParameterRule,
+        model: torch.nn.Module | None,
+        graphs: Sequence[StepGraph],
     ) -> None:
         assert isinstance(rule, TorchUpdate)
         if model is None:
@@ -40,8 +44,10 @@ class ParameterGroups:
         self._optimizer, self._rule = optimizer, rule
         self._named = dict(tensors_of(model))
         self._members = self._read_members()
+        graph = graphs[0]
         self._masters = {state.name.removesuffix(".master") for state in graph.states if state.name.endswith(".master")}
-        moved = {graph.storage_of(op.inputs[0]) for op in graph.ops if isinstance(rule_of(op), ParameterRule)}
+        steps = ((each, op) for each in graphs for op in each.ops)
+        moved = {each.storage_of(op.inputs[0]) for each, op in steps if isinstance(rule_of(op), ParameterRule)}
         self._trained = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
         self._trained = {name: storage for name, storage in self._trained.items() if storage in moved}
         if missing := [name for name in self._trained if id(self._named[name]) not in self._members]:

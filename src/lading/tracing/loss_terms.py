@@ -18,8 +18,11 @@ TOTAL = "loss"
 _METRICS = "metrics"
 
 
-def named_losses(value: Any) -> dict[str, torch.Tensor]:
+def named_losses(value: Any, *, trained: bool = True) -> dict[str, torch.Tensor]:
     """Scalars of a loss by name, in order; those of a list or tuple by their number.
+
+    Args:
+        trained: Whether they are trained; those of an evaluation need no gradient.
 
     Raises:
         CaptureError: none, or one is no scalar tensor or depends on no trainable parameter.
@@ -36,7 +39,7 @@ def named_losses(value: Any) -> dict[str, torch.Tensor]:
             raise CaptureError(
                 f"expected loss(model, batch) to return a scalar tensor or several, got {got}; reduce it: .mean()"
             )
-        if not term.requires_grad:
+        if trained and not term.requires_grad:
             what = "the loss does" if len(terms) == 1 else f"the loss {name!r} does"
             raise CaptureError(
                 f"{what} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return what "

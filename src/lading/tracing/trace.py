@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ def capture(
     loss: Callable[[torch.nn.Module, Any], Any],
     *,
     accumulation: int = 1,
+    evaluation: bool = False,
 ) -> StepGraph:
     """Record one micro-batch's forward, loss and backward.
 
@@ -54,6 +55,8 @@ def capture(
             sum is trained; each is reported by its name or number. A dict may have an entry "metrics" besides, a dict
             of scalars that are reported and not trained.
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
+        evaluation: Record forward and loss alone, with every module in ``eval()`` mode meanwhile: without dropout, on
+            running statistics, and without gradients. For ``Trainer.evaluate``.
 
     Returns:
         The StepGraph of one micro-batch; ``lading.ir.expand.expand`` adds accumulation, clipping and the optimizer.
@@ -68,22 +71,39 @@ def capture(
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(f"accumulation: expected an integer >= 1, got {accumulation!r}")
     model = as_written(model)
-    frozen = freeze(model, batch, loss)
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    once = partial(_once, mode, model, batch, loss, accumulation)
-    with hooks_as_they_were(model) as hooked:
-        graph, left = once()
-        if left.labels:
-            check_steady(graph, left, lambda seen: once(left, seen))
-            frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
+    once = partial(_once, mode, model, batch, partial(forward_backward, loss, evaluation=evaluation), accumulation)
+    with _evaluating(model) if evaluation else nullcontext():
+        frozen = freeze(model, batch, loss)
+        if evaluation:
+            frozen = without(frozen, {label for label in frozen.modules if label.rpartition(".")[2] == "training"})
+        with hooks_as_they_were(model) as hooked:
+            graph, left = once()
+            if left.labels:
+                check_steady(graph, left, lambda seen: once(left, seen))
+                frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Set the flag that ``eval()`` sets, and nothing else: some modules change their weights in ``eval()``."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for module in before:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before.items():
+            module.training = training
 
 
 def _once(
     mode: FakeTensorMode,
     model: torch.nn.Module,
     batch: Any,
-    loss: Any,
+    run: partial[dict[str, torch.Tensor]],
     accumulation: int,
     before: Left | None = None,
     seen: set[str] | None = None,
@@ -97,7 +117,7 @@ def _once(
     carry_hooks(model, fakes)
     with (
         told_if_slow("capture", lambda: len(tracer.ops)),
-        left_as_it_was(model, before, seen, loss) as left,
+        left_as_it_was(model, before, seen, run.args[0]) as left,
         without_cached_fakes(model),
         branches_of_eager(),
         uncompiled(),
@@ -107,27 +127,35 @@ def _once(
         tracer,
         module_paths(model, tracer),
     ):
-        losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, accumulation, fakes))
+        losses = call_on(model, fakes, faked, partial(run, tracer, accumulation, fakes))
     check_hooks(model, fakes)
     left.forget_steady(tracer.is_constant)
     return tracer.graph(fakes, inputs, losses), left
 
 
 def forward_backward(
-    loss: Any, tracer: Tracer, accumulation: int, fakes: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
+    loss: Any,
+    tracer: Tracer,
+    accumulation: int,
+    fakes: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    evaluation: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Run forward, loss and backward inside the tracer; returns the loss and its terms by name.
+    """Run forward, loss and, but for an evaluation, backward inside the tracer; returns the loss and its terms by name.
 
     Backward is inside too, as a model with its own checkpointing runs its modules again there.
     """
     try:
         returned = loss(model, batch)
-        terms, metrics = named_losses(returned), named_metrics(returned)
+        terms, metrics = named_losses(returned, trained=not evaluation), named_metrics(returned)
         value = total_of(terms)
         if accumulation > 1:
             value = value / accumulation
-        tracer.phase = Phase.BACKWARD
-        value.backward()
+        if not evaluation:
+            tracer.phase = Phase.BACKWARD
+            value.backward()
     except LadingError:
         raise
     except Exception as error:

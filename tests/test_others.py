@@ -1,0 +1,193 @@
+"""Several steps over one model and one optimizer: evaluations, losses that alternate, masks; within one budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lading.errors import ConfigError
+from lading.memory.restore import programs_of
+from lading.memory.tier_layout import homes_of
+from lading.prepare import plan
+from lading.tracing.trace import capture
+from lading.trainer import Trainer
+from tests.machines import small_machine
+from tests.runs import OVERHEAD_BYTES, budget_for
+
+MACHINE = small_machine(overhead_bytes=OVERHEAD_BYTES)
+Batch = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Two(torch.nn.Module):
+    """A body with dropout and running statistics, and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(32, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU(), torch.nn.Dropout(0.3)
+        )
+        self.left, self.right = torch.nn.Linear(128, 64), torch.nn.Linear(128, 64)
+
+    def forward(self, x_BD: torch.Tensor, mask_BD: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        h_BD = self.body(x_BD)
+        h_BD = h_BD if mask_BD is None else h_BD * mask_BD
+        return self.left(h_BD), self.right(h_BD)
+
+
+def left_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch["x"], batch.get("mask"))[0], batch["y"])
+
+
+def right_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return torch.nn.functional.l1_loss(model(batch["x"], batch.get("mask"))[1], batch["y"])
+
+
+def batch(step: int, rows: int = 48, *, mask: bool = False) -> Batch:
+    seed = torch.Generator().manual_seed(step)
+    made = {"x": torch.randn(rows, 32, generator=seed), "y": torch.randn(rows, 64, generator=seed)}
+    return {**made, "mask": (torch.rand(rows, 128, generator=seed) > 0.5).float()} if mask else made
+
+
+class Plain:
+    """What plain PyTorch does."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def step(self, batch: Batch, *, loss: Callable[..., torch.Tensor] = left_loss) -> float:
+        self.model.train()
+        self.optimizer.zero_grad()
+        value = loss(self.model, batch)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        return value.item()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, *, loss: Callable[..., torch.Tensor] = left_loss) -> float:
+        self.model.eval()
+        return loss(self.model, batch).item()
+
+
+def losses(run: Any) -> list[float]:
+    """Losses of a run that changes between all steps."""
+    torch.manual_seed(1)
+    got: list[float] = []
+    for step in range(2):
+        got += [run.step(batch(step)), run.evaluate(batch(50 + step)), run.step(batch(step), loss=right_loss)]
+        got += [run.step(batch(step, mask=True)), run.evaluate(batch(60 + step, 20))]
+        got += [run.step(batch(9)), run.step(batch(10, 30))]
+    return got
+
+
+def test_steps_that_take_turns_give_plain_pytorchs_bits(tmp_path: Path) -> None:
+    """Kept whole and with values on disk; clipped; a head that one loss alone trains; smaller batches of each."""
+    torch.manual_seed(0)
+    start = Two()
+    for tight in (False, True):
+        ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+        mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs))
+        graph = capture(ours, batch(0), left_loss)
+        others = [
+            capture(ours, batch(0), left_loss, evaluation=True),
+            capture(ours, batch(0), right_loss),
+            capture(ours, batch(0, mask=True), left_loss),
+        ]
+        shapes = [capture(ours, batch(0, 20), left_loss, evaluation=True), capture(ours, batch(0, 30), left_loss)]
+        asked: dict[str, Any] = {"optimizer": mine, "clip_norm": 0.5, "others": others, "cache": False}
+        whole = plan(graph, MACHINE, budget="100%", **asked)
+        program = programs_of(whole, graph, others)[0]
+        made = plan(graph, MACHINE, budget=budget_for(program, 0.6), **asked) if tight else whole
+        programs = programs_of(made, graph, others)
+        assert bool(homes_of(programs[0]).slots) == tight
+        assert all(each.peak_bytes <= made.budgets["device"] for each in programs)
+        with Trainer(made, graph, ours, optimizer=mine, others=others, shapes=shapes, folder=tmp_path) as trainer:
+            got = losses(trainer)
+        assert got == losses(Plain(theirs, other))
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+        )
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert all(torch.equal(mine.state[p][name], other.state[q][name]) for name in other.state[q])
+
+
+class Pair(torch.nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+        self.d = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+
+
+def g_loss(model: Pair, batch: Batch) -> torch.Tensor:
+    return torch.nn.functional.softplus(-model.d(model.g(batch["z"]))).mean()
+
+
+def d_loss(model: Pair, batch: Batch) -> torch.Tensor:
+    softplus = torch.nn.functional.softplus
+    return (softplus(-model.d(batch["x"])) + softplus(model.d(model.g(batch["z"]).detach()))).mean()
+
+
+def only(model: Pair, part: str) -> Pair:
+    """The pair of which one part is trained."""
+    model.g.requires_grad_(part == "g")
+    model.d.requires_grad_(part == "d")
+    return model
+
+
+def test_a_generator_and_its_discriminator(tmp_path: Path) -> None:
+    """One module, one optimizer with a group for each; plain PyTorch has two."""
+    torch.manual_seed(0)
+    ours = Pair()
+    theirs = copy.deepcopy(ours)
+    seed = torch.Generator().manual_seed(7)
+    batches = [{"x": torch.randn(12, 16, generator=seed), "z": torch.randn(12, 8, generator=seed)} for _ in range(3)]
+    mine = torch.optim.Adam([{"params": ours.g.parameters(), "lr": 1e-3}, {"params": ours.d.parameters(), "lr": 4e-3}])
+    d_graph = capture(only(ours, "d"), batches[0], d_loss)
+    g_graph = capture(only(ours, "g"), batches[0], g_loss)
+    made = plan(d_graph, MACHINE, budget="100%", optimizer=mine, others=[g_graph])
+    got: list[float] = []
+    with Trainer(made, d_graph, only(ours, "d"), optimizer=mine, others=[g_graph], folder=tmp_path) as trainer:
+        for each in batches:
+            only(ours, "d")
+            got.append(trainer.step(each))
+            only(ours, "g")
+            got.append(trainer.step(each, loss=g_loss))
+        with pytest.raises(ConfigError, match=r"expected g\.0\.weight\.requires_grad = False, as captured, got True"):
+            trainer.step(batches[0])
+    expected: list[float] = []
+    adams = [torch.optim.Adam(theirs.d.parameters(), lr=4e-3), torch.optim.Adam(theirs.g.parameters(), lr=1e-3)]
+    for each in batches:
+        for adam, loss in zip(adams, (d_loss, g_loss), strict=True):
+            theirs.zero_grad()
+            value = loss(theirs, each)
+            value.backward()
+            adam.step()
+            expected.append(value.item())
+    assert got == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_captures_that_are_no_others_of_the_plan() -> None:
+    model, second = Two(), torch.nn.Linear(8, 8)
+    graph, held_out = capture(model, batch(0), left_loss), capture(model, batch(0), left_loss, evaluation=True)
+    made = plan(graph, MACHINE, budget="100%", others=[held_out])
+    with pytest.raises(ConfigError, match="others: expected the 1 captures that the plan was made with, got 0"):
+        Trainer(made, graph, model)
+    of_second = capture(second, torch.ones(2, 8), lambda model, x: model(x).mean())
+    with pytest.raises(ConfigError, match=r"expected captures of one model, .* has a Trainer of its own"):
+        plan(graph, MACHINE, budget="100%", others=[of_second])

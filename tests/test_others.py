@@ -133,11 +133,11 @@ class Pair(torch.nn.Module):
         self.d = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 
 
-def g_loss(model: Pair, batch: Batch) -> torch.Tensor:
+def g_loss(model: Any, batch: Batch) -> torch.Tensor:
     return torch.nn.functional.softplus(-model.d(model.g(batch["z"]))).mean()
 
 
-def d_loss(model: Pair, batch: Batch) -> torch.Tensor:
+def d_loss(model: Any, batch: Batch) -> torch.Tensor:
     softplus = torch.nn.functional.softplus
     return (softplus(-model.d(batch["x"])) + softplus(model.d(model.g(batch["z"]).detach()))).mean()
 

@@ -21,8 +21,8 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.lifetime import lifetimes
 from lading.models.reference import build_model, model_class
-from lading.planner import greedy
 from lading.planner.api import step_costs
+from lading.planner.orders import evict
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, StepProblem
 from lading.planner.streaming import streaming
@@ -103,7 +103,7 @@ def _checkpointed(step: StepProblem, away: Choices) -> Offered:
 
 def _dtr(step: StepProblem, away: Choices) -> Offered:
     for share in ROOMS:
-        evicted = greedy.run(step, away, int(share * step.arena_bytes))
+        evicted = evict(step, away, int(share * step.arena_bytes))
         if evicted.step_s is None:
             return
         yield {**evicted.choices, **away}

@@ -34,10 +34,9 @@ from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree
 from lading.runtime.gangs import shares
 from lading.runtime.in_flight import Early, Late, Moving, run
 from lading.runtime.live import LiveSettings, Setting, digest
-from lading.runtime.matrix_route import MatrixRoute
+from lading.runtime.matrix_route import MatrixRoute, ReplicaRoute
 from lading.runtime.members import How, OptimizerMember, PieceRule, facts_of, groups_of, members_of, rules_of, split
 from lading.runtime.optimizer_hooks import before_reading, when_final
-from lading.runtime.replicas import ReplicaRoute
 from lading.runtime.shard_regions import gradient, piece, process_group, ranks_of, region_of, shared_mesh
 from lading.runtime.state_shards import Pieces, check_states, take_over
 

@@ -18,8 +18,7 @@ from lading.ir.sizes import Size
 from lading.ir.table import ModelTable, Segment
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
-from lading.tracing.segments import table_at_sizes
-from lading.tracing.tabulate import module_table, traced
+from lading.tracing.tabulate import module_table, table_at_sizes, traced
 
 #: Captured in every run of the tests; the others in slow ones.
 _FAST = ("gpt", "gpt-dropout", "llama", "moe-shared", "mla-moe")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.machines import unsourced
 
-from lading.catalog.load import load_machine
-from lading.catalog.network import parse_network, with_network
+from lading.catalog.load import load_machine, parse_network, with_network
 from lading.errors import ConfigError
 
 WORDS = [

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from lading.catalog.tables import family_table
-from lading.cost.siblings import merge_siblings
+from lading.cost.fusion import merge_siblings
 from lading.ir.layout import parse_layout
 from lading.ir.work import Product, RankSegment, Stage
 from lading.parallel.ranks import rank_segment

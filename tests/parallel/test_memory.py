@@ -8,7 +8,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from lading.catalog.tables import family_table
-from lading.cost.siblings import merge_siblings
+from lading.cost.fusion import merge_siblings
 from lading.ir.layout import Layout
 from lading.models.gpt import GptBlock, GptConfig
 from lading.parallel.memory import SegmentMemory, saved_bytes, segment_memory, weight_shapes

@@ -6,8 +6,7 @@ from tests.planner.steps import captured, tiny, within
 
 from lading.ir.plan import Option
 from lading.memory.verify import verify
-from lading.planner.greedy import evicting
-from lading.planner.orders import best_order
+from lading.planner.orders import best_order, evicting
 from lading.planner.residency import Relaxations
 from lading.planner.streaming import moving
 

@@ -16,7 +16,7 @@ import lading.planner
 
 #: Modules that choose, each of which states what it minimises and subject to what.
 PLANNERS = (
-    "fluid", "layouts", "nearest", "orders", "owners", "refine", "relaxation", "unshard", "placement.chain",
+    "fluid", "layouts", "orders", "owners", "refine", "relaxation", "unshard", "placement.chain",
     "placement.relaxed",
 )  # fmt: skip
 MODULES = [m.name for m in pkgutil.walk_packages(lading.planner.__path__, "lading.planner.")]

@@ -305,7 +305,7 @@ def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host binds at the moment of saving, bounds say nothing of it: layouts are tried, and some are left."""
     monkeypatch.setattr("lading.planner.refine._LEAST", 4)
     monkeypatch.setattr("lading.planner.refine._LIGHTEST", 4)
-    monkeypatch.setattr("lading.planner.nearest._DOUBLINGS", 1)
+    monkeypatch.setattr("lading.planner.layouts._DOUBLINGS", 1)
     asked = space(
         devices=4, pins={"offload": (), "tp": 1, "cp": 1, "pp": 1, "recompute": "full"}, save="gathered", top=1
     )

@@ -14,7 +14,7 @@ from lading.ir.reporting import Branch
 from lading.ir.request import Request
 from lading.planner.moment import tree_of
 from lading.planner.unshard import choose_groups, neighbor_peaks
-from lading.report.tree import print_tree
+from lading.report.plan_table import print_tree
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lading.errors import ConfigError
-from lading.runtime.arriving import MicroBatch
+from lading.runtime.apply import MicroBatch
 
 PLANNED = MicroBatch(2, 6)
 

@@ -19,8 +19,7 @@ from lading.ir.machine import Machine
 from lading.prepare import plan
 from lading.runtime import probe_disk
 from lading.runtime.host import host_id
-from lading.runtime.probe import LoadMeter, _quiet_rounds, busy_seconds, probe
-from lading.runtime.probe_products import SHAPES, TimedProduct, fit_products
+from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
 from lading.tracing.trace import capture
 from lading.units import MiB
 

@@ -257,8 +257,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: Plan, console: Console) 
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
     from lading.planner.unshard import choose_groups, plan_of
-    from lading.report.plan_table import unshard_table
-    from lading.report.tree import print_tree
+    from lading.report.plan_table import print_tree, unshard_table
     from lading.sim.modules import unfit
 
     space = found.space

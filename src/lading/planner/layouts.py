@@ -33,25 +33,40 @@ middle on as long as the next one is better, then quarters of that around the be
 the units as they are (``lading.sim.step``) or the stages (``lading.program.emit``); in a pipeline with two rounds of
 micro-batches, as more before them change nothing. The best is simulated. A size is taken if it saves a share worth
 having of the step; else a block is a bucket, as the stacks have it.
+
+[Note: nearest]
+Where no layout fits, requests like it that some layout fits are planned, each with what it costs. With q a request and
+d_k(q', q) how far another is from it in one kind k of change (a pin less, more devices, a smaller batch, shorter
+sequences, a larger budget, other checkpoints, narrower states),
+
+    minimise    d_k(q', q)   for each k on its own                                         ``_first``, ``nearest``
+    subject to  q' differs from q in k only                                                ``_unpinned``, ``_budgets``,
+                                                          ``_more_devices``, ``_smaller``, ``_shorter``, ``_saved``, ...
+                the least that any layout of q' needs fits                                 ``hopeless``
+                a layout of q' was found that fits at all five moments                     ``_met``
+
+The least budget is that of the layout that needs least: layouts are simulated in the order of their bounds of bytes
+until no bound left is below what the best one needs (``_lightest``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.plan import Choices, Plan, Predictions
 from lading.memory.verify import verify
-from lading.planner.nearest import hopeless, impossible, infeasible
-from lading.planner.peaks import room_of
+from lading.planner.least import Least
+from lading.planner.peaks import budget_for, room_of
 from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import LayoutSearch, Tell
 from lading.planner.space import Space
-from lading.sim.simulate import Priced, Simulated, seconds_until_reduced, simulate
-from lading.units import format_capacity
+from lading.sim.simulate import MEMORY_SPREAD, Priced, Simulated, seconds_until_reduced, simulate
+from lading.units import format_bytes, format_capacity, format_seconds
 
 #: Actions of the longest Program that is saved; a longer one is emitted again from the layout.
 _MOST_ACTIONS = 20_000
@@ -242,3 +257,294 @@ def _descend(sizes: Sequence[int], start: int, step_s: Callable[[int], float]) -
         while at < len(sizes) - 1 and step_s(sizes[at + 1]) < step_s(sizes[at]):
             at += 1
     return sizes[at]
+
+
+#: How often devices are doubled, and batch and sequence halved, before giving up.
+_DOUBLINGS, _HALVINGS = 8, 3
+#: Other numbers of devices, one by one, where none of this number divides.
+_STEPS = 8
+#: Layouts simulated to find the one that needs least.
+_TRIED = 256
+#: Narrower moments of the optimizer, with one scale a tensor: ``exp_avg_dtype`` of Transformer Engine's FusedAdam.
+_MOMENTS = {"bfloat16": "16", "uint8": "8"}
+
+
+@dataclass(frozen=True)
+class Near:
+    """Request that can be met.
+
+    Attributes:
+        change: Difference from what was asked, in words.
+        tokens_per_s: Tokens a second of all devices.
+        devices: Number of devices.
+    """
+
+    change: str
+    layout: str
+    step_s: float
+    tokens_per_s: float
+    devices: int
+
+    def __str__(self) -> str:
+        hours = self.devices * 1e9 / self.tokens_per_s / 3600
+        digits = 0 if hours >= 100 else 1
+        return (
+            f"{self.change}: {self.layout}, step {format_seconds(self.step_s)}, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.tokens_per_s / self.devices:,.1f} a device, {hours:,.{digits}f} device-hours a billion tokens"
+        )
+
+
+def nearest(space: Space, budget: int, tell: Tell) -> list[Near]:
+    """Find the least change of each kind with which some layout fits, as planned.
+
+    Args:
+        space: Space in which nothing fits.
+        budget: Bytes of a device with which there is a plan; 0 for none.
+    """
+    kinds = (_unpinned, _offloaded, _more_devices, _smaller, _shorter, _saved, _narrower)
+    found = [_first(_budgets(space, budget), tell), *(_first(kind(space), tell) for kind in kinds)]
+    return [near for near in found if near is not None]
+
+
+_Spaces = Iterator[tuple[str, Space]]
+
+
+def _unpinned(space: Space) -> _Spaces:
+    """Yield spaces without one of the pins, those that cost memory first; then without all."""
+    first = ("offload", "recompute", "zero", "micro_batch", "schedule")
+    for key in sorted(space.asked.pins, key=lambda key: first.index(key) if key in first else len(first)):
+        pins = {name: value for name, value in space.asked.pins.items() if name != key}
+        yield f"{key} not pinned to {_pinned(space.asked.pins[key])}", space.asking(pins=pins)
+    if len(space.asked.pins) > 1:
+        yield "nothing pinned", space.asking(pins={})
+
+
+def _offloaded(space: Space) -> _Spaces:
+    """Yield spaces with the optimizer's states, or pieces of parameters too, on each tier of the machine."""
+    if "offload" in space.asked.pins or space.machine.host_device is None or space.request.moves_matrices:
+        return
+    for tier in (tier.name for tier in space.machine.tiers):
+        for what in ("parameters",) if tier == space.machine.host_tier else ("optimizer", "parameters"):
+            names = "optimizer states" if what == "optimizer" else "optimizer states and pieces of parameters"
+            pins = {**space.asked.pins, "offload": (what,), "offload_to": tier}
+            yield f"{names} on the {tier} (offload={what}, offload_to={tier})", space.asking(pins=pins)
+
+
+def _pinned(value: Any) -> str:
+    return ("+".join(cast("tuple[str, ...]", value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _budgets(space: Space, budget: int) -> _Spaces:
+    """Yield spaces of a larger budget: the least that there is a plan for, then all that the device has."""
+    whole = space.machine.device.memory_bytes
+    if 0 < space.asked.budget_bytes < whole:
+        if space.asked.budget_bytes < budget < whole:
+            yield (
+                f"a budget of {budget} bytes instead of {space.asked.budget_bytes}",
+                space.asking(budgets={DEVICE: budget}),
+            )
+        yield f"all {whole} bytes of the device instead of {space.asked.budget_bytes}", space.asking(budgets={})
+
+
+def _devices(number: int) -> str:
+    return f"{number:,} device{'s' if number > 1 else ''}"
+
+
+def _more_devices(space: Space) -> _Spaces:
+    """Yield spaces of 3/2, 2, 3, 4, 6, 8, ... times as many devices."""
+    pins = {key: value for key, value in space.asked.pins.items() if key != "dp"}
+    for power in range(1, _DOUBLINGS + 1):
+        for devices in (3 * space.asked.devices << power >> 2, space.asked.devices << power):
+            if devices > space.asked.devices:
+                yield (
+                    f"{_devices(devices)} instead of {space.asked.devices:,}",
+                    space.asking(devices=devices, pins=pins),
+                )
+
+
+def _fewer_devices(space: Space) -> _Spaces:
+    """Yield spaces of fewer devices, one by one."""
+    for devices in range(space.asked.devices - 1, max(0, space.asked.devices - _STEPS - 1), -1):
+        yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
+
+
+def _some_devices_more(space: Space) -> _Spaces:
+    """Yield spaces of more devices, one by one."""
+    for devices in range(space.asked.devices + 1, space.asked.devices + _STEPS + 1):
+        yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
+
+
+def _larger(space: Space) -> _Spaces:
+    """Yield spaces of larger global batches: the next multiples of 1, 2, 4, ... times what is pinned."""
+    each = space.asked.pins.get("dp", 1) * space.asked.pins.get("micro_batch", 1)
+    for power in range(_DOUBLINGS):
+        batch = -(-space.asked.global_batch // (each << power)) * (each << power)
+        if batch > space.asked.global_batch:
+            yield (
+                f"a global batch of {batch:,} instead of {space.asked.global_batch:,}",
+                space.asking(global_batch=batch),
+            )
+
+
+def _smaller(space: Space) -> _Spaces:
+    for power in range(1, _HALVINGS + 1):
+        batch = space.asked.global_batch >> power
+        if batch << power == space.asked.global_batch and batch:
+            yield (
+                f"a global batch of {batch:,} instead of {space.asked.global_batch:,}",
+                space.asking(global_batch=batch),
+            )
+
+
+def _shorter(space: Space) -> _Spaces:
+    whole = space.request.seq_len
+    for power in range(1, _HALVINGS + 1):
+        tokens = whole >> power
+        request = replace(space.request, seq_len=tokens)
+        if not tokens:
+            return
+        longest = f", the longest of {space.asked.longest >> power:,}" if space.asked.longest else ""
+        what = f"sequences of {tokens:,} tokens instead of {whole:,}{longest}"
+        asked = replace(space.asked, seq_len=tokens, longest=space.asked.longest >> power)
+        yield what, replace(space, asked=asked, request=request)
+
+
+def _saved(space: Space) -> _Spaces:
+    if space.asked.save != "sharded":
+        yield f"checkpoints in pieces (--save sharded) instead of {space.asked.save}", space.asking(save="sharded")
+
+
+def _narrower(space: Space) -> _Spaces:
+    stack = space.request.stack
+    for dtype, bits in _MOMENTS.items():
+        if stack.moments and DTYPE_BYTES[dtype] < DTYPE_BYTES[stack.moments_dtype]:
+            request = replace(space.request, stack=replace(stack, moments_dtype=dtype))
+            what = f"a stack whose optimizer keeps moments of {bits} bits (moments_dtype {dtype}; other numbers)"
+            yield what, replace(space, request=request)
+
+
+def _first(spaces: _Spaces, tell: Tell) -> Near | None:
+    """Find the first space whose request can be met."""
+    for change, space in spaces:
+        one = _met(space.asking(top=1, proven=1), tell)
+        if one is not None:
+            return Near(
+                change, str(one.layout), one.step_s, one.simulated.request.tokens / one.step_s, one.layout.devices
+            )
+    return None
+
+
+def _met(space: Space, tell: Tell) -> Refined | None:
+    """Plan the best layout of a space; None where none fits."""
+    try:
+        if hopeless(space):
+            return None
+        good, _, _ = refined(LayoutSearch(space), room_of(space), tell)
+    except ConfigError:  # no layout of it can be
+        return None
+    return good[0] if good else None
+
+
+def _lightest(search: LayoutSearch) -> Refined | None:
+    """Find the layout that needs least of the device, of those whose host suffices; None where it never does.
+
+    Layouts are simulated in the order of their bounds, until no bound left is below what the best needs.
+    """
+    best: Refined | None = None
+    room = room_of(search.space)
+    for found in search.lightest(_TRIED):
+        if best is not None and found.peak_bytes >= best.most(DEVICE):
+            return best
+        one = refine(search, found, room)
+        if _fits_behind(one) and (best is None or one.most(DEVICE) < best.most(DEVICE)):
+            best = one
+    return best
+
+
+def _fits_behind(one: Refined) -> bool:
+    """Whether all fits that a layout needs of the tiers behind the device."""
+    return all(one.most(tier) <= size for tier, size in one.room.items() if tier != DEVICE)
+
+
+def hopeless(space: Space) -> str:
+    """Say why no layout can fit, whatever it is; "" where one may (``Least``)."""
+    layout = replace(space.request.layout, precision=space.asked.pins.get("precision", space.request.layout.precision))
+    least = Least.of(replace(space.request, layout=layout), space.table, space.asked.devices)
+    room, hosted = room_of(space), space.asked.pins.get("offload")
+    if not space.offloads_to_host and hosted != ():
+        return ""
+    here = (
+        f"parameters, gradients and optimizer states, spread over all devices, take {format_bytes(least.device_bytes)} "
+        f"of each, which has {format_bytes(room[DEVICE])}"
+    )
+    there = (
+        f"with the optimizer on the host they take {format_bytes(least.host_bytes)} of each device's part of the "
+        f"host's memory, which is {format_bytes(room.get(space.machine.host_tier, 0))}"
+    )
+    can_host = space.machine.host_device is not None and bool(space.machine.host_tier) and hosted != ()
+    reasons: list[str] = []
+    if not hosted:
+        reasons.append(here if least.device_bytes > room[DEVICE] else "")
+    if can_host:
+        reasons.append(there if least.host_bytes > room.get(space.machine.host_tier, 0) else "")
+    return "; ".join(reasons) if all(reasons) else ""
+
+
+def infeasible(
+    search: LayoutSearch, over: Sequence[Refined], proof: Proof | None, tell: Tell
+) -> PlanInfeasible | ConfigError:
+    """Make the error that says why nothing fits, how far that is proven, and what would.
+
+    Args:
+        over: All layouts that were simulated.
+        proof: None where nothing was searched as it is ``hopeless``.
+    Raises:
+        ConfigError: no layout can be.
+    """
+    space, room = search.space, room_of(search.space)
+    if proof is None:
+        list(search.families(tell))  # raises where none can be
+    one = lightest = _lightest(search)
+    if one is None:
+        tried = list(over) or [refine(search, found, room) for found in search.lightest(1)]
+        if not tried:
+            return impossible(space, search.none_can_be(), tell)
+        one = min(tried, key=lambda each: (each.over_bytes, each.order))
+    budget = budget_for(lightest.most(DEVICE), space.machine) if lightest is not None else 0
+    moment, tier, _ = one.binding
+    there, needed = room[tier], one.peaks[moment][tier]
+    kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == DEVICE else ""
+    lines = [
+        f"{_verdict(search, proof)}: the one that needs least, {one.layout}, needs {format_bytes(needed)} of the "
+        f"{tier} at moment {moment!r}, {format_bytes(one.over_bytes)} more than there are ({format_bytes(there)}{kept})"
+    ]
+    if proof is None:
+        lines.append(f"none can: {hopeless(space)}")
+    near = nearest(space, budget, tell)
+    lines += ["nearest plans that fit:"] if near else ["nothing near it fits either: pin less, or take another machine"]
+    lines += [f"  {each}" for each in near]
+    return PlanInfeasible("\n".join(lines), missing_bytes=one.over_bytes, smallest_budget_bytes=budget)
+
+
+def impossible(space: Space, why: str, tell: Tell) -> ConfigError:
+    """Make the error that says that no layout of a space can be, and what is near it and can.
+
+    Args:
+        why: Reason that the search gives.
+    """
+    kinds = (_unpinned, _fewer_devices, _some_devices_more, _larger)
+    near = [each for each in (_first(kind(space), tell) for kind in kinds) if each is not None]
+    return ConfigError("\n".join([why, *(["nearest plans:"] if near else []), *(f"  {each}" for each in near)]))
+
+
+def _verdict(search: LayoutSearch, proof: Proof | None) -> str:
+    devices = _devices(search.space.asked.devices)
+    if proof is None:
+        return f"no layout of {devices} fits"
+    if proof.is_whole:
+        simulated = f", {proof.simulated:,} of them simulated" if proof.simulated else ", by their bounds"
+        return f"no layout of {devices} fits, proven for all {search.counted:,} of the space{simulated}"
+    return (
+        f"no layout of {devices} was found that fits, which is not proven: of {search.counted:,}, {proof.simulated:,} "
+        "were simulated, the fastest and those that need least memory first"
+    )

@@ -20,9 +20,8 @@ from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
-from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
+from lading.planner.bounds import KernelBounds, Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, watched_segments
-from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
 from lading.planner.prefilter import Prefilter, Prefiltered, SegmentCosts, costs_of
 from lading.planner.space import LayoutBlock, Mesh, Pipe, RecomputeMode, Space, StateLayout, divisors

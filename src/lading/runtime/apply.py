@@ -12,14 +12,16 @@ begins, when flags are set that FSDP2 reads later. Its step has been taken once 
 to, and given up where no gradient is left; either way the next backward is the first of a step. An optimizer that steps
 when not as many micro-batches as planned have run is stopped. The hooks that do this are the model's and one of all
 optimizers; ``stop_counting`` takes both away. Micro-batches larger than planned are refused as they arrive
-(``lading.runtime.arriving``).
+(``MicroBatch``), before the forward begins, as nobody planned their memory; smaller ones, as at the end of the data,
+take less.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,74 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit, plan_for
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
-from lading.runtime.arriving import MicroBatch, named_tensors
 from lading.runtime.optimizer_hooks import fsdp_param_groups
 from lading.runtime.shard_regions import ranks_of
+
+#: What models of transformers call their input, first of what they are called with by name.
+_NAMES = ("input_ids", "tokens", "inputs_embeds", "x", "input")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Largest micro-batch that was planned, by number of sequences and tokens of each."""
+
+    sequences: int
+    tokens: int
+
+    def check(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Compare every tensor that a model is called with; shapes alone, so that no device is waited for.
+
+        Whole numbers of two dims are (sequences, tokens), of one dim sequences packed one behind the other. Of the
+        input, which is the first tensor that is no mask, three dims are (sequences, tokens, hidden). Of all others the
+        first dim counts sequences, unless it may count positions or heads: a mask, a table of positions, a bias.
+
+        Raises:
+            ConfigError: there are more sequences, or longer ones, than planned; names the tensor.
+        """
+        ordered = {name: options[name] for name in _NAMES if name in options} | dict(options)
+        is_input = True
+        for name, tensor in (*named_tensors("argument", args), *named_tensors("", ordered)):
+            if not tensor.ndim:
+                continue
+            if got := self._excess(tensor, is_input=is_input):
+                raise ConfigError(
+                    f"expected a micro-batch of at most {self.sequences} sequences of {self.tokens} tokens, as "
+                    f"planned, got {got} in {name}; give smaller ones, or plan for these with lading plan --pin mb=N "
+                    "and --seq"
+                )
+            is_input = is_input and tensor.dtype is torch.bool
+
+    def _excess(self, tensor: torch.Tensor, *, is_input: bool) -> str:
+        """Say what a tensor has, in words, if that is more than planned; else ""."""
+        shape, is_mask = tensor.shape, tensor.dtype is torch.bool
+        is_whole = not (is_mask or tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if is_whole and len(shape) == 1:
+            return f"{shape[0]} tokens in a row" if shape[0] > self.sequences * self.tokens else ""
+        if (len(shape) == 2 and is_whole) or (len(shape) == 3 and is_input and not is_mask):
+            fits = shape[0] <= self.sequences and shape[1] <= self.tokens
+            return "" if fits else f"{shape[0]} of {shape[1]}"
+        if is_mask or not is_input:
+            if len(shape) < 3 and shape[0] <= self.tokens:  # by position
+                return ""
+            if len(shape) == 3 and shape[1] == shape[2]:  # by head and two positions
+                return ""
+        return f"{shape[0]}" if shape[0] > self.sequences else ""
+
+
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Find the tensors in what a model is called with or returns; yields each with its path, beginning by ``name``."""
+    items: Iterator[tuple[object, Any]] = iter(())
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = iter(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    for key, item in items:
+        yield from named_tensors(f"{name} {key}" if name == "argument" else f"{name}.{key}".lstrip("."), item)
+
 
 #: Name under which a model has what takes the hooks of ``apply`` away.
 _REMOVERS = "_lading_removers"

@@ -16,12 +16,11 @@ from functools import cached_property
 from math import prod
 
 from lading.catalog.architectures import architecture_table, with_precise_layers
-from lading.catalog.load import load_machine
-from lading.catalog.network import with_network
+from lading.catalog.load import load_machine, with_network
 from lading.cost.collective import assumed_of_links
+from lading.cost.fusion import merge_siblings
 from lading.cost.hosting import assumed_of_offload
 from lading.cost.product import LOW_PRECISIONS, peak_flops
-from lading.cost.siblings import merge_siblings
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine

@@ -43,9 +43,11 @@ def picture(folder: Path) -> str:
 
 
 def _entry(class_: str, label: str, x: float, y: float) -> str:
-    """Draw an entry of the legend: a line for what was measured, a square for what was predicted."""
+    """Draw an entry of the legend: a line for what is drawn as one, else a square."""
     if class_ in ("tracked", "resident"):
         mark = el("path", d=f"M{x} {y - 4:g}h20", class_=class_)
+    elif class_ == "forecast":
+        mark = el("line", x1=x, x2=x + 20, y1=y - 4, y2=y - 4, class_=class_)
     else:
         mark = el("rect", x=x + 4, y=y - 10, width=12, height=12, class_=class_)
     return mark + words(label, x + 27, y, "tick")

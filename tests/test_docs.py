@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lading.cli.main import main
 from lading.config import load_run
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -50,3 +51,12 @@ def test_every_key_has_a_meaning() -> None:
     assert len(rows) > 50
     assert [row for row in rows if row.rstrip(" |").endswith("|")] == []
     assert "`budget`" in table
+
+
+@pytest.mark.slow
+def test_the_first_run_of_a_stranger_fits_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(blocks(DOCS / "install.md", "toml")[0])
+    assert main(["train", "run.toml", "optimization.steps=2"]) == 0
+    assert main(["train", "run.toml", "--resume", "optimization.steps=4"]) == 0
+    assert main(["report", "out/first"]) == 0

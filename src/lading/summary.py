@@ -118,7 +118,7 @@ def run_summary(
         base_bytes=process_base_bytes(prepared.plan, steps),
         excess=tuple(sentence for r in steps for sentence in r.get("excess", ())),
         identical_to_plain=same,
-        plain_losses=tuple((r["step"], r["loss"]) for r in plain),
+        plain_losses=tuple((r["step"] + 1, r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
         command=f"lading train --plan {run.out}/plan.json",
     )

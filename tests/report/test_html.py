@@ -18,12 +18,12 @@ from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.report.charts import memory_figure, metric_figure
 from lading.report.figures import compute_seconds, seconds_by_kind
 from lading.report.gantt import gantt_figure, merge
-from lading.report.html import write_report
+from lading.report.html import metric_series, write_report
 from lading.report.promises import Promise, RunSummary, budget_remedy, error_words, remarks, verdict
-from lading.report.svg import byte_ticks, second_ticks, ticks
+from lading.report.svg import breakable, byte_ticks, second_ticks, ticks, unbroken_options
 from lading.units import GiB, MiB, format_bytes, format_seconds
 
-VOID = {"meta"}
+VOID = {"meta", "wbr"}
 SVG_VOID = {"rect", "line", "path", "circle"}
 
 
@@ -346,3 +346,21 @@ def test_byte_ticks_are_round_and_few(high: float) -> None:
 def test_ticks_keep_to_their_range() -> None:
     assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(-3, 3, 3) == pytest.approx([-2, 0, 2])
+
+
+def test_a_run_of_one_step_has_no_spread_and_is_a_dot(run: dict[str, Any], tmp_path: Path) -> None:
+    summary = dataclasses.replace(run["summary"], measured_step_spread_s=0.0, plain_losses=())
+    _, page = page_of(tmp_path / "r.html", run | {"summary": summary, "metrics": run["metrics"][:1]})
+    assert "Spread" not in page.text
+    dots = [attributes for tag, attributes in page.tags if tag == "circle"]
+    assert [dot["class"] for dot in dots] == ["series"] * 3
+
+
+def test_steps_are_counted_from_one() -> None:
+    assert metric_series([{"step": 0, "loss": 2.5}], "loss") == [(1.0, 2.5)]
+
+
+def test_names_break_at_dots_and_options_nowhere() -> None:
+    assert breakable("layers.*.mlp_norm.mul") == "layers.<wbr/>*.<wbr/>mlp_<wbr/>norm.<wbr/>mul"
+    assert breakable("1.5 <s>") == "1.5 &lt;s&gt;"
+    assert unbroken_options("needs --memory=512m.") == 'needs <span class="word">--memory=512m</span>.'

@@ -88,9 +88,9 @@ class DemoResult:
             f"{format_bytes(planned.predicted_peak_bytes):>16}  ({peak_error:+.1%})",
             f"{'step time':14}{format_seconds(plain.step_s):>16}{format_seconds(planned.step_s):>16}"
             f"{format_seconds(planned.predicted_step_s):>16}  ({time_error:+.1%})",
-            f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}   "
-            f"all {len(plain.losses)} losses {same}",
+            f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}",
             "",
+            f"all {len(plain.losses)} losses are {same}",
             f"promise kept: never above {format_bytes(planned.budget_bytes)}, where plain PyTorch took "
             f"{format_bytes(plain.peak_bytes)}",
             container_words(planned.base_bytes, planned.peak_bytes, planned.budget_bytes),

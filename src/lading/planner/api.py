@@ -457,7 +457,11 @@ def _assumptions(
     of_device = {
         key: text for key, text in machine.sources.items() if not key.startswith("links")
     }  # of one device's step
-    sentences += [f"{key}: {text}" for key, text in of_device.items() if text.startswith("assumption")]
+    sentences += [
+        f"{key}: {text.removeprefix('assumption: ')}"
+        for key, text in of_device.items()
+        if text.startswith("assumption")
+    ]
     sentences += [
         f"operations are not slowed by transfers of the {tier.name}: give its read_slowdown and write_slowdown"
         for tier in machine.tiers

@@ -638,7 +638,9 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeas
         *rows,
         f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
         f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}); less may do.",
-        "Raise the budget, or make the micro-batch or the sequence smaller.",
+        "Most of that is the process, which no plan makes smaller: raise the budget."
+        if 2 * fixed > smallest
+        else "Raise the budget, or make the micro-batch or the sequence smaller.",
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)
 

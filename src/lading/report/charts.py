@@ -103,8 +103,8 @@ def _memory_drawing(
     body = [y_axis(frame, byte_ticks(frame.y_high, 7 if device else 4)), stack]
     keys = [(role_class(role), role_title(role)) for role in reversed(roles)]
     if device and predicted.peak_bytes:
-        label = f"predicted peak {format_bytes(predicted.peak_bytes)}"
-        body.append(level(frame, predicted.peak_bytes, label, "forecast", above=False, at_end=False))
+        body.append(level(frame, predicted.peak_bytes, "", "forecast"))
+        keys.append(("forecast", f"predicted peak {format_bytes(predicted.peak_bytes)}"))
     if measured is not None:
         keys += _measured_lines(frame, measured, tier, body)
     if budget_bytes is not None:
@@ -168,7 +168,7 @@ def metric_figure(
     Args:
         points: (step, value); a value that is not finite breaks the line and is marked on the axis.
         unit: "bytes", "seconds" or "" for a plain number.
-        behind: A second series, dashed (the plain run).
+        behind: A second series, a pale band (the plain run).
         mark: (value, words, CSS class) of a horizontal line, explained in the legend.
     """
     finite = [(x, y) for x, y in (*points, *behind) if isfinite(y)]
@@ -184,9 +184,10 @@ def metric_figure(
         "seconds": lambda: second_ticks(high, 5),
         "": lambda: [(value, f"{value:,g}") for value in ticks(low, high, 5)],
     }[unit]()
-    body = [y_axis(frame, marks), level(frame, mark[0], "", mark[2]) if mark else ""]
-    body += [polyline(run, "behind") for run in _runs(frame, behind)]
-    body += [polyline(run, "series") for run in _runs(frame, points)]
+    body = [y_axis(frame, marks)]
+    body += [_run(run, "behind", 4) for run in _runs(frame, behind)]
+    body += [_run(run, "series", 2.5) for run in _runs(frame, points)]
+    body += [level(frame, mark[0], "", mark[2])] if mark else []
     bad = [x for x, y in points if not isfinite(y)]
     body += [el("circle", cx=frame.x(x), cy=frame.top + 4, r=3, class_="bad") for x in bad]
     whole = [value for value in ticks(frame.x_low, frame.x_high, 4) if value % 1 == 0]
@@ -195,6 +196,13 @@ def metric_figure(
     keys = ([("behind", "plain PyTorch")] if behind else []) + ([(mark[2], mark[1])] if mark else [])
     note = f"{len(bad)} of {len(points)} values are not finite (dots)" if bad else ""
     return figure(title, drawing + legend([("series", "this run, by step"), *keys]), note=note, wide=False)
+
+
+def _run(run: list[tuple[float, float]], class_: str, radius: float) -> str:
+    """Draw a line through pixels, or a dot where there is one point only."""
+    if len(run) > 1:
+        return polyline(run, class_)
+    return el("circle", cx=run[0][0], cy=run[0][1], r=radius, class_=class_)
 
 
 def _range(values: list[float], *, from_zero: bool) -> tuple[float, float]:

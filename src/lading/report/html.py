@@ -27,12 +27,12 @@ from lading.report.figures import (
 from lading.report.gantt import gantt_figure
 from lading.report.plan_table import policy_cells
 from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
-from lading.report.svg import el, text
+from lading.report.svg import breakable, el, text, unbroken_options
 from lading.units import format_bytes, format_seconds
 
 _LIGHT = """
 --paper:#ffffff;--panel:#f6f7f9;--ink:#1c2430;--muted:#5a6676;--line:#d9dee5;--grid:#e6eaef;--lane:#f1f3f6;
---good:#1f7a4d;--bad:#b3261e;--open:#8a5a00;--accent:#2f5f98;--tint:#eef4fb;
+--shade:#00000038;--band:#c9cfd7;--good:#1f7a4d;--bad:#b3261e;--open:#8a5a00;--accent:#2f5f98;--tint:#eef4fb;
 --r-parameter:#3f6fa8;--r-optimizer_state:#7f63aa;--r-buffer:#7b8795;--r-constant:#a9b2bd;--r-input:#93a9bd;
 --r-gradient:#d59a3c;--r-activation:#4aa394;--r-workspace:#bd6474;--r-other:#9a9a94;
 --k-forward:#7eaede;--k-backward:#3768a6;--k-recompute:#d9902f;--k-step:#3f9b6b;--k-read:#8f74bd;--k-write:#c0627f;
@@ -40,7 +40,7 @@ _LIGHT = """
 """
 _DARK = """
 --paper:#14181e;--panel:#1c222a;--ink:#e6eaf0;--muted:#9aa7b6;--line:#343d49;--grid:#272e38;--lane:#1f262f;
---good:#5fc790;--bad:#ff8a80;--open:#e5b55a;--accent:#7fb0e6;--tint:#1d2a3a;
+--shade:#ffffff38;--band:#4b5664;--good:#5fc790;--bad:#ff8a80;--open:#e5b55a;--accent:#7fb0e6;--tint:#1d2a3a;
 --r-parameter:#5f92cf;--r-optimizer_state:#9d80cb;--r-buffer:#8693a3;--r-constant:#66717e;--r-input:#7a90a6;
 --r-gradient:#dfa850;--r-activation:#56b3a3;--r-workspace:#cf7787;--r-other:#82827c;
 --k-forward:#93bfec;--k-backward:#4a80c4;--k-recompute:#e2a04a;--k-step:#6fd3a0;--k-read:#a48bd3;--k-write:#d27a95;
@@ -71,14 +71,18 @@ p{margin:0 0 8px;max-width:78ch}
 .verdict p{max-width:none}.verdict p:last-child{margin:0}.verdict .muted{font-size:14px}
 .verdict b{color:var(--tone)}
 .kept{--tone:var(--good)}.broken{--tone:var(--bad)}.open{--tone:var(--open)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px;margin:20px 0 8px}
-.tile{border:1px solid var(--line);border-radius:6px;padding:12px 16px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0 8px}
+.tile{border:1px solid var(--line);border-radius:6px;padding:12px 14px}
 .tile span{display:block;font-size:13px;color:var(--muted)}
-.tile b{display:block;font-size:22px;line-height:1.35;font-weight:600;font-variant-numeric:tabular-nums}
+.tile b{display:block;font-size:20px;line-height:1.35;font-weight:600;font-variant-numeric:tabular-nums}
 figure{margin:20px 0 28px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;margin:0 0 8px;font-size:14px}
 figcaption .muted{font-size:13px}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto;
+ background:linear-gradient(to right,var(--paper) 60%,transparent) 0 0/20px 100% no-repeat local,
+ linear-gradient(to left,var(--paper) 60%,transparent) 100% 0/20px 100% no-repeat local,
+ linear-gradient(to right,var(--shade),transparent) 0 0/12px 100% no-repeat,
+ linear-gradient(to left,var(--shade),transparent) 100% 0/12px 100% no-repeat}
 svg{display:block;width:100%;height:auto;font-family:inherit}
 svg.wide{min-width:820px}
 svg.phone{display:none}
@@ -90,7 +94,7 @@ i.tracked,i.resident,i.series,i.behind,i.budget,i.forecast{
  height:0;width:20px;border-radius:0;border-top:2px solid var(--ink)}
 i.resident{border-top-style:dotted;border-top-width:3px}
 i.series{border-top-color:var(--accent)}
-i.behind{border-top:2px dashed var(--muted)}
+i.behind{border-top:5px solid var(--band)}
 i.budget{border-top:2px dashed var(--bad)}
 i.forecast{border-top:2px dotted var(--ink)}
 text{font-size:12px;fill:var(--ink)}
@@ -111,8 +115,8 @@ path.halo{fill:none;stroke:var(--paper);stroke-width:4;stroke-linejoin:round;opa
 path.tracked{fill:none;stroke:var(--ink);stroke-width:1.4}
 path.resident{fill:none;stroke:var(--ink);stroke-width:2;stroke-dasharray:1 3;stroke-linecap:round}
 path.series{fill:none;stroke:var(--accent);stroke-width:1.8;stroke-linejoin:round}
-path.behind{fill:none;stroke:var(--muted);stroke-width:1.6;stroke-dasharray:5 4}
-circle.bad{fill:var(--bad)}
+path.behind{fill:none;stroke:var(--band);stroke-width:5;stroke-linejoin:round}
+circle.bad{fill:var(--bad)}circle.series{fill:var(--accent)}circle.behind{fill:var(--band)}
 .bars{display:grid;grid-template-columns:max-content max-content 1fr;gap:8px 16px;align-items:center;font-size:14px}
 .bars b{text-align:right;font-weight:600;font-variant-numeric:tabular-nums}
 .track{position:relative;height:20px}.track.head{grid-column:3;height:18px}
@@ -135,7 +139,8 @@ tr.chosen td{background:var(--tint);font-weight:600}
 tr.chosen td:first-child{box-shadow:inset 3px 0 var(--accent)}
 td:first-child,th:first-child{padding-left:10px}
 tr.total td{border-top:1px solid var(--muted);font-weight:600}
-td .swatch{display:inline-block;margin-right:8px;vertical-align:-1px}
+td.marked{position:relative;padding-left:30px}td.marked .swatch{position:absolute;left:10px;top:12px}
+.word{white-space:nowrap}
 td.no{color:var(--bad)}
 .under{margin-top:10px;font-size:14px;color:var(--muted)}
 ul{margin:0;padding-left:20px;max-width:90ch}li{margin:0 0 5px;overflow-wrap:anywhere}
@@ -246,7 +251,7 @@ def write_report(
         program: Program that the action ids of both timelines refer to.
         predicted: Timeline of one step as simulated.
         measured: Timeline of one step as executed, or None if the plan has not run.
-        metrics: Records of metrics.jsonl; "step" with "loss", "step_s", "tokens_per_s" or "memory_bytes" are drawn.
+        metrics: Records of metrics.jsonl; "step" with "loss", "step_s" or "memory_bytes" are drawn.
         summary: The numbers at the top.
     """
     lines = [predicted] if measured is None else [predicted, measured]
@@ -284,8 +289,8 @@ def _heading(summary: RunSummary, compute_s: float) -> str:
     tiles.append(_tile("Peak memory", summary.predicted_peak_bytes, summary.measured_peak_bytes, format_bytes))
     tiles.append(_tile("Step time", summary.predicted_step_s, summary.measured_step_s, format_seconds))
     tiles.append(_plain_tile(summary, compute_s))
-    if summary.measured_step_s is not None:
-        spread = summary.measured_step_spread_s
+    spread = summary.measured_step_spread_s
+    if summary.measured_step_s is not None and spread > 0:  # one step alone has no spread
         tiles.append(("Spread of steps", format_seconds(spread), f"{spread / summary.measured_step_s:.1%} of a step"))
     saved = 1 - summary.predicted_peak_bytes / summary.keep_all_bytes if summary.keep_all_bytes else 0.0
     tiles.append(
@@ -302,7 +307,7 @@ def _heading(summary: RunSummary, compute_s: float) -> str:
         el(
             "div",
             el("p", el("b", text(mood)), text(":" + rest)),
-            el("p", text(" ".join(remarks(summary))), class_="muted"),
+            el("p", unbroken_options(" ".join(remarks(summary))), class_="muted"),
             class_=f"verdict {summary.promise.value}",
         ),
         el("div", *boxes, class_="tiles"),
@@ -392,25 +397,26 @@ def _seconds_row(name: str, seconds: Sequence[float]) -> list[str]:
 
 def _training(metrics: Sequence[Mapping[str, Any]], summary: RunSummary) -> str:
     """Draw loss, seconds and memory against the step, as far as the run recorded them."""
-    loss = list(summary.losses) or _series(metrics, "loss")
+    loss = list(summary.losses) or metric_series(metrics, "loss")
     drawn: list[str] = []
     if loss:
         drawn.append(metric_figure("Loss", loss, unit="", behind=summary.plain_losses))
-    if steps := _series(metrics, "step_s"):
+    if steps := metric_series(metrics, "step_s"):
         mark = (summary.predicted_step_s, f"predicted {format_seconds(summary.predicted_step_s)}", "forecast")
         drawn.append(metric_figure("Time of a step", steps, unit="seconds", mark=mark))
-    if sizes := _series(metrics, "memory_bytes"):
+    if sizes := metric_series(metrics, "memory_bytes"):
         mark = (float(summary.budget_bytes), f"budget {format_bytes(summary.budget_bytes)}", "budget")
         drawn.append(metric_figure("Peak memory", sizes, unit="bytes", mark=mark))
-    if rates := _series(metrics, "tokens_per_s"):
-        drawn.append(metric_figure("Tokens per second", rates, unit=""))
     if not drawn:
         return ""
     return el("h2", "Training") + el("div", *drawn, class_="charts")
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(float(r["step"]), float(r[key])) for r in metrics if "step" in r and isinstance(r.get(key), int | float)]
+def metric_series(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """List (step, value) where a record has the key; the first step is 1, as on the terminal."""
+    return [
+        (float(r["step"]) + 1, float(r[key])) for r in metrics if "step" in r and isinstance(r.get(key), int | float)
+    ]
 
 
 def table(
@@ -433,8 +439,10 @@ def table(
 
     def cells(name: str, row: Sequence[str], swatch: str = "") -> str:
         mark = el("i", class_=f"swatch {swatch}") if swatch else ""
-        classes = [("l wrap" if i else "l name") if i in left else None for i in range(len(row))]
-        return "".join(el(name, mark if not i else "", text(cell), class_=classes[i]) for i, cell in enumerate(row))
+        first = "l name marked" if swatch else "l name"
+        classes = [("l wrap" if i else first) if i in left else None for i in range(len(row))]
+        words = [breakable(cell) if i == 0 else text(cell) for i, cell in enumerate(row)]
+        return "".join(el(name, "" if i else mark, word, class_=classes[i]) for i, word in enumerate(words))
 
     body = [
         el("tr", cells("td", row, swatches[i] if swatches else ""), class_="chosen" if i == chosen else None)

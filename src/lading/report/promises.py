@@ -36,7 +36,7 @@ class RunSummary:
         base_bytes: Memory that the process had before training; 0 where unknown or not the budget's (a GPU).
         excess: Sentences on the first step above the budget and on what had not been predicted.
         identical_to_plain: Whether losses equal the plain run's bit for bit; None if not compared.
-        losses: (step, loss) to draw; empty means those in the metrics.
+        losses: (step, loss) to draw, the first step being 1; empty means those in the metrics.
         plain_losses: (step, loss) of the plain run, drawn behind.
         versions: Version of each library that took part.
         command: What to type to get the same run.

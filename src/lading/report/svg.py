@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
@@ -13,6 +14,16 @@ from lading.units import GiB, KiB, MiB
 def text(value: object) -> str:
     """Escape text so that it is safe between tags and in quoted attributes."""
     return html.escape(str(value), quote=True)
+
+
+def breakable(value: str) -> str:
+    """Escape a dotted name so that a narrow column breaks it after a dot or an underscore."""
+    return re.sub(r"(?<=[^\W\d])[._](?=[^\W\d]|\*)|(?<=\*)\.", r"\g<0><wbr/>", text(value))
+
+
+def unbroken_options(value: str) -> str:
+    """Escape a sentence so that no line ends inside an option of a command, as ``--memory=512m``."""
+    return re.sub(r"--[\w=-]+", lambda option: el("span", option[0], class_="word"), text(value))
 
 
 def el(name: str, *children: str, **attributes: object) -> str:
@@ -127,12 +138,11 @@ def words(label: str, x: float, y: float, class_: str) -> str:
     return el("text", text(label), x=x, y=y, class_=class_)
 
 
-def level(frame: Frame, value: float, label: str, class_: str, *, above: bool = True, at_end: bool = True) -> str:
-    """Draw a horizontal line at ``value`` with its label above or below, at the right end or the left."""
+def level(frame: Frame, value: float, label: str, class_: str) -> str:
+    """Draw a horizontal line at ``value``, with its label above the right end if there is one."""
     y = frame.y(value)
-    x = frame.right - 6 if at_end else frame.left + 6
     line = el("line", x1=frame.left, x2=frame.right, y1=y, y2=y, class_=class_)
-    return line + words(label, x, y - 6 if above else y + 14, f"note {class_}-text" + (" end" if at_end else ""))
+    return line + (words(label, frame.right - 6, y - 6, f"note {class_}-text end") if label else "")
 
 
 def polyline(points: Sequence[tuple[float, float]], class_: str, *, halo: bool = False) -> str:

@@ -49,7 +49,7 @@ class CaptureError(LadingError):
 
 
 class PlanInfeasible(LadingError):
-    """No plan fits the budget.
+    """Error of a budget that no plan fits.
 
     Attributes:
         missing_bytes: Bytes by which the binding moment is above the budget.

@@ -113,7 +113,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._hook(model)
 
     def report(self) -> str:
-        """Describe owners in words: loads, whole states and what travels, each beside what no owners are below."""
+        """Describe owners in words: loads, whole states and bytes sent, each beside a lower bound for any owners."""
         return self._costs.report(self.owners, self.moves) if self.owners else "no matrices"
 
     @property
@@ -431,7 +431,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return {name: kind for name, kind in kinds.items() if kind.held is StatePlace.ELEMENTWISE}
 
     def _held(self, number: int) -> States:
-        """This rank's pieces of a parameter's elementwise states, by name."""
+        """Pieces of a parameter's elementwise states on this rank, by name."""
         member = self._members[number]
         state, kinds = self.state[member.param], self._cut_states(member)
         return {key: piece(state[key], self._regions[number]) for key in kinds}

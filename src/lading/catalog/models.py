@@ -46,7 +46,7 @@ class NamedModel:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence in tokens."""
+        """Number of tokens of the longest sequence that the model takes."""
         if self.model == "dit":
             return (int(self.sizes["image_size"]) // int(self.sizes["patch_size"])) ** 2
         return self.context or int(self.sizes["max_seq_len"])

@@ -131,7 +131,7 @@ class PlaceCommand:
             print(f"wrote {self.out}")
 
     def _asked(self) -> Request:
-        """Question that the options ask."""
+        """Make the request that the options ask for."""
         from lading.ir.request import Request
 
         assert self.model is not None

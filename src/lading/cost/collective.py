@@ -129,7 +129,7 @@ class Line:
     slower_bytes: float = 0.0
 
     def at(self, size_bytes: float) -> float:
-        """Seconds."""
+        """Seconds of a collective of so many bytes."""
         seconds = self.latency_s + size_bytes * self.rate_s
         if self.slower_s:
             first = min(size_bytes, self.slower_bytes)

@@ -81,7 +81,7 @@ def op_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def walk(graph: StepGraph, op: Op) -> Walk:
-    """In how many pieces, and whether against the order of memory, an operation goes through its operands.
+    """Find in how many pieces, and whether against the order of memory, an operation goes through its operands.
 
     Pointwise operations and copies are walked in the order of their result's memory, merging dims that are contiguous
     in every operand, as ATen's iterator does. A reduction over dims before the last, and any other operation that has
@@ -496,7 +496,7 @@ def _step_elements(graph: StepGraph, op: Op) -> float:
 
 
 def _is_causal(op: Op) -> bool:
-    """Every attention of ATen takes ``dropout_p`` (a float) and, as its next flag, ``is_causal``."""
+    """Whether an attention is causal: ATen's take ``dropout_p`` (a float) and, as the next flag, ``is_causal``."""
     if (named := dict(op.kwargs).get("is_causal")) is not None:
         return bool(named)
     after = False
@@ -520,5 +520,5 @@ def _signature(graph: StepGraph, op: Op) -> object:
 
 
 def _geometry_of(tensors: tuple[Tensor, ...], arg: Arg) -> object:
-    """Which positions hold tensors, and of what shape."""
+    """Dtype and shape of an argument that is a tensor; None for any other."""
     return (tensors[arg.tensor].dtype, tensors[arg.tensor].shape) if isinstance(arg, Ref) else None

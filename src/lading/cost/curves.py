@@ -109,7 +109,7 @@ def _attention_s(kernel: Kernel, attention: Attention, device: Device) -> float:
 
 
 def _peak_ratio(device: Device, dtype: str) -> float:
-    """How many times as fast as in float32 products are; 1 where one of the peaks is not known."""
+    """Factor by which products of a dtype are faster than in float32; 1 where one of the peaks is not known."""
     peaks = device.peak_flops_per_s
     return peaks[dtype] / peaks["float32"] if dtype in peaks and "float32" in peaks else 1.0
 

@@ -185,7 +185,7 @@ def _makers(segment: RankSegment) -> list[set[int]]:
 
 
 class _Flow:
-    """Which kernels need which, while groups of them become one."""
+    """Graph of which kernels need which, while groups of them become one."""
 
     def __init__(self, segment: RankSegment) -> None:
         self.kernels = segment.kernels

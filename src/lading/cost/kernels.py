@@ -85,7 +85,7 @@ def attention_s(
 def seconds(
     attention: Attention, dtype: str, device: Device, rates: KernelRates, kernel: str, *, sustained: float = 1.0
 ) -> float:
-    """As ``attention_s``, under given rates."""
+    """Seconds of an attention under given rates, as ``attention_s``."""
     gpu = device.gpu
     assert gpu is not None
     found = _pass_rates(rates, kernel, attention.backward)

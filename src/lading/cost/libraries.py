@@ -94,7 +94,7 @@ def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
 
 
 def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
-    """Without what is between two grouped products, whose second gets its operand cast."""
+    """Leave out pointwise kernels between two grouped products, whose second gets its operand cast."""
     grouped = [kernel for kernel in kernels if kernel.is_experts]
     made, read = ({s for k in grouped for s in _storages(getattr(k, side), segment)} for side in ("outputs", "inputs"))
     between = [
@@ -115,7 +115,7 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
 
 
 def _turned(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
-    """With the operations of rotary positions one by one."""
+    """Replace rotary positions by their operations, one kernel each."""
     for kernel in kernels:
         if kernel.module.rpartition(".")[2] != _TURNED_MODULE or kernel.kind not in _POINTWISE:
             yield kernel
@@ -125,7 +125,7 @@ def _turned(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
 
 
 def _with_biases(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
-    """With the operations on biases and clamps behind grouped products of forward ([Note: biased experts])."""
+    """Add the operations on biases and clamps behind grouped products of forward ([Note: biased experts])."""
     place = 0
     for kernel in kernels:
         yield kernel

@@ -111,7 +111,7 @@ def matrix_s(rows: int, columns: int, rule: MatrixRule, stack: Stack, machine: M
 def _kinds(
     matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
 ) -> tuple[Kind, ...]:
-    """Equal matrices, longest first."""
+    """Group equal matrices into kinds, the longest update first."""
     found: dict[tuple[float, int], int] = {}
     shared = machine.processes
     slower = shared.slower("products", layout.devices) if shared is not None else 1.0

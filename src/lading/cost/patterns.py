@@ -40,7 +40,7 @@ _NEAR, _CLOSE = 0.004, 1e-3
 
 @dataclass(frozen=True)
 class Kind:
-    """So many equal matrices: seconds of each alone and on each of 2, 4, 8, 16 ranks, and bytes of its whole state."""
+    """Equal matrices: their number, seconds of each alone and on 2, 4, 8, 16 ranks, and bytes of its whole state."""
 
     seconds: float
     state_bytes: int
@@ -113,7 +113,7 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
 
 
 def _on_every(kinds: Sequence[Kind], ranks: int, bound: float) -> list[int]:
-    """How many of each kind all ranks have: as many as leave room for the longest that some have more of."""
+    """Number of each kind that all ranks have: as many as leave room for the longest that some have more of."""
     for share in (1.0, 0.75, 0.5, 0.25):
         base = [max(0, int(kind.count * share) // ranks - _HELD_BACK) for kind in kinds]
         even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))

@@ -159,7 +159,7 @@ def _known(
 
 
 def unaligned(product: Product, operand_bytes: float, rates: ProductRates, *, of_weight: bool = False) -> float:
-    """How many times longer computing takes because of the addresses at which rows of 16-bit numbers start, >= 1."""
+    """Factor by which computing takes longer because of the addresses at which rows of 16-bit numbers start, >= 1."""
     if operand_bytes != _OUT_BYTES:
         return 1.0  # not measured: fp32 without tensor cores loads single numbers, 8 bits refuse such rows
     rows = (product.m, product.n) if of_weight else (product.n, product.k)
@@ -178,7 +178,7 @@ def groups_launch_s(product: Product, device: Device) -> float:
 
 
 def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float) -> float:
-    """How many times longer than at full clock products take at the power limit, >= 1."""
+    """Factor by which products take longer at the power limit than at full clock, >= 1."""
     joule = rates.product.flops_per_joule.get(_operand_class(precision))
     if joule is None:
         return 1.0
@@ -210,7 +210,7 @@ def seconds(
     num_sms: int,
     rates: ProductRates,
 ) -> float:
-    """Under given rates: ``element_bytes`` of operands and output, ``peak`` in FLOP/s at the clock it runs at."""
+    """Seconds of a product under given rates: ``element_bytes`` of operands and output, ``peak`` in FLOP/s."""
     operand, element = element_bytes
     grouped = product.groups > 1
     reach = rates.reach * (rates.group_reach if grouped else 1.0)

@@ -139,7 +139,7 @@ def _links(links: tuple[Link, ...], ranks: int, name: str) -> int:
 
 
 def _even(ranks: int, inside: int, busy: int) -> Group:
-    """As many ranks in each of as few domains as can be."""
+    """Spread ranks over as few domains as can be, as many in each."""
     domains = -(-ranks // max(1, inside))
     return Group(ranks, -(-ranks // domains), busy)
 

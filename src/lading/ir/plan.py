@@ -43,7 +43,7 @@ class PlanKind(StrEnum):
 
     @property
     def advice(self) -> str:
-        """How such a plan is made."""
+        """Command that makes such a plan."""
         return {
             PlanKind.RUN: "make one with: lading plan RUN.toml",
             PlanKind.CLUSTER: "make one with: lading plan --model NAME --machine NAME --devices N",
@@ -98,12 +98,12 @@ class UnitResidency(StrEnum):
 
     @property
     def until_backward(self) -> bool:
-        """Whether they stay when the unit's forward ends."""
+        """Whether a unit's parameters stay unsharded when its forward ends."""
         return self in (UnitResidency.BACKWARD, UnitResidency.STEP)
 
     @property
     def until_forward(self) -> bool:
-        """Whether they stay when the unit's backward ends, but for the last of a step."""
+        """Whether a unit's parameters stay unsharded when its backward ends, but for the last of a step."""
         return self in (UnitResidency.FORWARD, UnitResidency.STEP)
 
 
@@ -297,12 +297,12 @@ class Plan:
 
     @property
     def parsed_layout(self) -> Layout:
-        """How the step is spread; that of one device where nothing is."""
+        """Layout of the step over devices; that of one device where nothing is spread."""
         return parse_layout(self.layout or "")
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Bytes allowed per tier."""
+        """Bytes that the plan may use, by name of the tier."""
         return self.request.budgets
 
     @property
@@ -351,12 +351,12 @@ class Plan:
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of each micro-batch."""
+        """Number of sequences of a micro-batch."""
         return self.parsed_layout.micro_batch
 
     @property
     def unshards(self) -> tuple[int, int]:
-        """All-gathers of parameters in one step, on each rank: in forward and in backward."""
+        """Number of all-gathers of parameters in one step on each rank: in forward and in backward."""
         count, units = self.micro_batches, self.choices.units
         forward = sum(count if unit.reshard_after_backward else 1 for unit in units)
         return forward, sum(count for unit in units if unit.unshard_in_backward and unit.reshard_after_forward)

@@ -152,7 +152,7 @@ def _check(kind: str, sizes: tuple[int, int, int], rules: str, group: int) -> No
 
 
 def _rounds(kind: str, ranks: int, chunks: int, micro_batches: int, rules: str, group: int) -> _Rounds:
-    """How the micro-batches of a looped schedule are grouped."""
+    """Group the micro-batches of a looped schedule into rounds."""
     if rules == "megatron" and kind == "interleaved":
         group = group or ranks
         rest = micro_batches % group
@@ -181,7 +181,7 @@ class _Rounds:
     group: int
 
     def passes(self, micro_batches: int) -> tuple[Order, Order]:
-        """All forwards of a rank, and all backwards, in their orders."""
+        """List the forwards of a rank, and its backwards, each in their order."""
         step = np.arange(micro_batches * self.chunks)
         first = step // (self.group * self.chunks) * self.group
         width = np.minimum(self.group, micro_batches - first)
@@ -206,7 +206,7 @@ def _1f1b(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> Order:
 
 
 def _interleaved(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> Order:
-    """As 1F1B over chunks: all chunks but the last run a group ahead, and a hop costs two micro-batches."""
+    """Order of interleaved 1F1B: all chunks but the last run a group ahead, and a hop costs two micro-batches."""
     warm = (rounds.chunks - 1) * rounds.group + 2 * (ranks - 1 - rank)
     return _alternate(*rounds.passes(micro_batches), min(warm, rounds.chunks * micro_batches))
 
@@ -249,7 +249,7 @@ class _RankOrder:
         self._pending: list[tuple[int, int]] = []
 
     def add(self, work: int, chunk: int, *, joint: bool = False) -> None:
-        """The next micro-batch of this work; a full backward counts as both of its halves."""
+        """Append the next micro-batch of a kind of work on a chunk; a full backward counts as both of its halves."""
         micro_batch = self.next[_I if work == _B else work][chunk]
         self.rows.append((work, chunk, micro_batch, int(joint)))
         for counted in (_I, _W) if work == _B else (work,):
@@ -269,13 +269,13 @@ class _RankOrder:
             self.rows.append((_W, chunk, micro_batch, 0))
 
     def run(self, times: int, *works: tuple[int, int]) -> None:
-        """Some works on some chunks, over and over."""
+        """Add the same works, each on its chunk, so many times over."""
         for _ in range(times):
             for work, chunk in works:
                 self.add(work, chunk)
 
     def order(self, micro_batches: int) -> Order:
-        """Without micro-batches that there are not."""
+        """List the works as an array, without micro-batches that there are not."""
         rows = np.array(self.rows, np.int32).reshape(-1, 4)
         return np.ascontiguousarray(rows[rows[:, 2] < micro_batches])
 

@@ -91,7 +91,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """A number that is a size to a power that is no whole one, or is negative: ``d**-0.5``, the scale of attention."""
+    """Size to a power that is negative or no whole number: ``d**-0.5``, the scale of attention."""
 
     size: Size
     exponent: float

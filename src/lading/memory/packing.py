@@ -38,7 +38,7 @@ class Packing:
 
 
 def peak_bytes(items: Sequence[Buffer]) -> int:
-    """Most bytes alive at one moment: no packing can be smaller."""
+    """Largest sum of bytes alive at one moment, which no packing can be smaller than."""
     return int(profile(items).max(initial=0))
 
 

@@ -180,7 +180,7 @@ def weights_dtype(model: ModelConfig) -> str:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names that a parameter or buffer has, by each of its names."""
+    """Map each name of a parameter or buffer to all of its names."""
     groups: dict[int, list[str]] = {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     for name, tensor in named:

@@ -237,7 +237,7 @@ class MuonRule:
         return self._dtype
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """Move the momentum; returns it, a step ahead with Nesterov."""
+        """Update the momentum; returns it, a step ahead with Nesterov."""
         momentum = held["momentum"]
         momentum.lerp_(grad, 1 - self.settings.momentum)
         ahead = grad.lerp(momentum, self.settings.momentum) if self.settings.nesterov else momentum

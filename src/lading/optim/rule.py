@@ -335,7 +335,7 @@ class Rule(Protocol):
         ...
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
-        """Direction of the whole matrix (rows, columns), contiguous; whole states move."""
+        """Compute the direction of a whole matrix (rows, columns), contiguous, and update its states in place."""
         ...
 
     def post(
@@ -371,7 +371,7 @@ class SharedRule(Rule, Protocol):
 
 @runtime_checkable
 class StackedRule(Rule, Protocol):
-    """Rule that computes directions of several matrices of one shape at once; ``update`` does not matter to it."""
+    """Rule that computes directions of several matrices of one shape at once, whatever the number of the update."""
 
     def directions(self, matrices: torch.Tensor) -> torch.Tensor:
         """Directions of matrices (number, rows, columns), which need not have the bits of ``direction``."""
@@ -379,7 +379,7 @@ class StackedRule(Rule, Protocol):
 
 
 class WorkspaceRule(Rule, Protocol):
-    """Rule that works in a place it is given."""
+    """Rule that computes directions within scratch memory of its caller."""
 
     def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Compute the direction of a matrix that may be overwritten, within ``room``."""
@@ -401,7 +401,7 @@ class WholeRule:
         return None
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """Pass the gradient on as it is."""
+        """Return the gradient as it is: nothing elementwise comes before the direction."""
         return grad
 
     def work(self, rows: int, columns: int) -> UpdateWork:

@@ -141,7 +141,7 @@ class Shampoo(MatrixRule):
         return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * elements)) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """Make the arithmetic; its products are not shared."""
+        """Make the rule's arithmetic; ``shift`` staggers the updates at which matrices take roots."""
         return ShampooRule(self, shift)
 
 

@@ -129,7 +129,7 @@ def _of_documents(kernel: Kernel, tokens: int) -> Kernel:
 
 
 def _frozen(segment: RankSegment) -> RankSegment:
-    """Without gradients of weights, and without keeping what only these read."""
+    """Freeze a segment: no gradients of weights, and nothing kept that only these read."""
     kernels = tuple(kernel for kernel in segment.kernels if kernel.stage is not Stage.BACKWARD_WEIGHT)
     read = {segment.tensors[t].storage for k in kernels if k.stage is not Stage.FORWARD for t in k.inputs}
     saved = tuple(t for t in segment.saved if segment.tensors[t].storage in read)
@@ -154,7 +154,7 @@ class _Adapting:
     quantized: int = 0
 
     def done(self) -> RankSegment:
-        """The segment with adapters."""
+        """Build the segment with adapters."""
         segment = self.segment
         self.tensors, self.saved = list(segment.tensors), list(segment.saved)
         behind: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}
@@ -217,7 +217,7 @@ class _Adapting:
         self._put(like, name, kind, read, written, inputs=inputs, outputs=outputs)
 
     def _put(self, like: Kernel, name: str, kind: OpKind | None, read: int, written: int, **more: Any) -> None:
-        """A kernel beside another."""
+        """Add a kernel of an adapter, in the stage and dtype of the kernel it stands beside."""
         module = f"{like.module}.adapter.{name}"
         settings: dict[str, Any] = {"stage": like.stage, "inputs": (), "outputs": (), **more}
         self.kernels.append(

@@ -41,7 +41,7 @@ class Atoms:
         return (len(self._atoms) - 1,)
 
     def size(self, atom: int) -> Size:
-        """Its length."""
+        """Length of an atom."""
         return self._atoms[self._root(atom)].size
 
     def is_whole(self, atom: int) -> bool:
@@ -86,7 +86,7 @@ class Atoms:
                 self.keep_whole(dim)
 
     def align(self, left: tuple[int, ...], right: tuple[int, ...]) -> None:
-        """Both are the same elements in the same order."""
+        """Note that two dims, as rows of atoms, are the same elements in the same order."""
         mine, other = list(self.leaves(left)), list(self.leaves(right))
         while mine and other:
             if mine[0] == other[0] or self.size(mine[0]) == self.size(other[0]):

@@ -60,7 +60,7 @@ def is_token(found: Lineage, atom: int) -> bool:
 
 
 def choose(found: Lineage, axes: Axes) -> CutAxes:
-    """Walk forward once."""
+    """Choose the axes by which atoms are cut, in one walk over forward."""
     choice, segment = CutAxes(), found.segment
     borders = (*segment.enters, *segment.leaves)
     border = {leaf for tensor in borders for leaf in found.leaves(tensor)}

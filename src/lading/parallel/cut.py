@@ -61,7 +61,7 @@ def _cut(itself: _Itself, axes: Axes, wide: bool) -> CutSegment:
 
 @dataclass(slots=True)
 class _PresentCopy:
-    """Where a storage's value is: ``tag`` of its present copy, how it is cut, and over which axis it is a partial sum.
+    """Place of a storage's value: ``tag`` of its present copy, how it is cut, and over which axis it is a partial sum.
 
     ``slot`` is the operation that made it; what is ``free`` every rank can make whole or in part by itself.
     """
@@ -180,7 +180,7 @@ class _Cutter:
         return found
 
     def _atoms_of(self, tensor: int) -> set[int]:
-        """Its atoms, those within parts too."""
+        """Find the atoms of a tensor, those within parts too."""
         found: set[int] = set()
         todo = list(self.found.leaves(tensor))
         while todo:
@@ -372,7 +372,7 @@ class _Cutter:
         return ""
 
     def _goes_scattered(self, op: Op) -> bool:
-        """With sequence parallel an operation on no cut atom works on cut tokens, unless a value it needs is whole."""
+        """Whether an operation on no cut atom works on cut tokens (with ``sp``), as no value it needs is whole."""
         if not self.axes.sp:
             return False
         tensors = [t for t in op.inputs if self._has_tokens(t)]
@@ -401,7 +401,7 @@ class _Cutter:
         return bool({leaf for leaf in self.choice.words if leaf in self.choice.axis} & self._atoms_of(op.outputs[0]))
 
     def _exchange(self, slot: int, op: Op, source: int, *statistics: str) -> None:
-        """All-reduces of one number a token: see ``CutKernel.statistic``."""
+        """Add all-reduces of one number a token (``CutKernel.statistic``)."""
         rows = tuple(
             place
             for place, dim in zip(self.tensors[source].dims, self.found.dims[op.inputs[0]], strict=True)
@@ -495,7 +495,7 @@ class _Cutter:
         return tuple(found.values())
 
     def _parameters(self) -> tuple[CutParameter, ...]:
-        """Each parameter once; heads that stand on more than one rank have gradients to be summed as well.
+        """List each parameter once; heads that stand on more than one rank have gradients to be summed as well.
 
         A gradient whose tokens are cut, as that of learned positions is, is a part of a sum: zero but for its tokens.
         """

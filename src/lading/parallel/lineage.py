@@ -83,7 +83,7 @@ def _same(found: Lineage, left: int, right: int) -> None:
 
 
 def _opaque(found: Lineage, op: Op) -> None:
-    """Nothing is known: every dim but those of tokens stays whole."""
+    """Keep every dim whole but those of tokens, for an operation of which nothing is known."""
     for tensor in (*op.inputs, *op.outputs):
         for dim in found.dims[tensor]:
             found.atoms.keep_whole(dim)
@@ -139,7 +139,7 @@ def _needed(op: Op, key: str) -> object:
 
 
 def _others_along(found: Lineage, left: int, right: int, dim: int, *, dropped: bool = False) -> None:
-    """All dims but ``dim`` run along each other; with ``dropped`` the right one does not have ``dim``."""
+    """Align all dims of two tensors but ``dim``; with ``dropped`` the right one does not have ``dim``."""
     mine = [d for place, d in enumerate(found.dims[left]) if place != dim]
     other = [d for place, d in enumerate(found.dims[right]) if dropped or place != dim]
     for a, b in zip(mine, other, strict=True):
@@ -308,7 +308,7 @@ def _sort(found: Lineage, op: Op) -> None:
 
 
 def _convolution(found: Lineage, op: Op) -> None:
-    """Each channel by itself: (B, C, T) by (C, 1, K); channels and sequences run on, tokens meet their neighbours."""
+    """Align a convolution (B, C, T) by (C, 1, K): channels and sequences run on, tokens meet their neighbours."""
     backward = "backward" in op.name
     weight = op.inputs[2 if backward else 1]
     if found.segment.tensors[weight].dims[1] != ONE:
@@ -336,7 +336,7 @@ def _repeat(found: Lineage, op: Op) -> None:
 
 
 def _new(found: Lineage, op: Op) -> None:
-    """Only the dtype is that of the input."""
+    """Align nothing: of the input the result has the dtype only."""
 
 
 def _cumulate(found: Lineage, op: Op) -> None:

@@ -194,7 +194,7 @@ class _LiveStorages:
     steps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def most(self, sizes: Mapping[int, int]) -> int:
-        """Most bytes at once."""
+        """Largest sum of bytes alive at once, under bytes by storage."""
         return max(self.alive(sizes))
 
     def alive(self, sizes: Mapping[int, int]) -> list[int]:
@@ -318,7 +318,7 @@ def _coming(flow: Flow, backward: list[int]) -> set[int]:
 
 
 def _each(segment: RankSegment) -> dict[int, int]:
-    """Bytes of storages."""
+    """Map each storage of a segment to its bytes: those of its largest tensor."""
     sizes: dict[int, int] = {}
     for tensor in segment.tensors:
         size, storage = tensor.size_bytes, tensor.storage
@@ -353,7 +353,7 @@ def _inner(flow: Flow, fusion: str) -> set[int]:
 
 
 def _cheapest(flow: Flow, kept: set[int], sizes: Mapping[int, int]) -> set[int]:
-    """In the order of forward, leave out what follows cheaply from what is kept, or from what is smaller.
+    """Leave out, in the order of forward, what follows cheaply from what is kept, or from what is smaller.
 
     A compiler finds the smallest cut; this finds the same for chains, and for what costs little to make again.
     """

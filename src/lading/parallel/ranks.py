@@ -29,7 +29,7 @@ MERGED = "merged "
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How ranks work on one sequence.
+    """Settings of how ranks work on one sequence.
 
     Attributes:
         ranks: How many.
@@ -98,7 +98,7 @@ def _share(kernel: Kernel, detail: Attention) -> Kernel:
 
 
 def _collective(kernel: Kernel, op: str, size_bytes: int, tensors: tuple[int, ...]) -> Kernel:
-    """In place among the kernels: what stands behind it may use what it brings."""
+    """Make a collective over "cp" that stands among the kernels: those behind it may use what it brings."""
     detail = Collective(op, "cp", size_bytes)
     return Kernel(op, None, kernel.stage, kernel.module, kernel.dtype, size_bytes, size_bytes, tensors, (), detail)
 
@@ -178,7 +178,7 @@ def _all_gather(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> lis
 
 
 def _all_to_all(k: CutKernel, kernel: Kernel, whole: Attention, tensors: list[LocalTensor], cp: int) -> list[Kernel]:
-    """All tokens of a part of the heads: queries, keys and values go there, the result comes back."""
+    """Exchange tokens for heads: queries, keys and values go to ranks with all tokens of some heads, and back."""
     if whole.heads % cp or (whole.kv_heads % cp and cp % whole.kv_heads):
         can = max(d for d in range(1, cp + 1) if whole.heads % d == 0)
         raise ConfigError(

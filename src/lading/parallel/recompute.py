@@ -37,7 +37,7 @@ class Recomputed:
 
 
 class Flow:
-    """Who makes and who uses each storage of segments of one form; sizes are not in it."""
+    """Makers and users of each storage of segments of one form, without sizes."""
 
     def __init__(self, form: Form) -> None:
         self.segment = segment = form.segment
@@ -55,7 +55,7 @@ class Flow:
 
     @cached_property
     def forward(self) -> list[int]:
-        """Kernels of forward."""
+        """Places of the kernels of forward."""
         return [place for place, kernel in enumerate(self.segment.kernels) if kernel.stage is Stage.FORWARD]
 
     @cached_property
@@ -194,7 +194,7 @@ def _needed_again(flow: Flow, again: set[int], kept: set[int]) -> tuple[int, ...
 
 
 def _with_rings(flow: Flow, places: set[int]) -> tuple[int, ...]:
-    """In order, with the collectives by which keys and values meet again."""
+    """Sort places of kernels, with the collectives by which keys and values meet again."""
     modules = {flow.segment.kernels[p].module for p in places if isinstance(flow.segment.kernels[p].detail, Attention)}
     return tuple(sorted(places | {p for p in flow.forward if _is_on(flow.segment.kernels[p], "cp", modules)}))
 

@@ -46,7 +46,7 @@ class Length:
 
 @dataclass
 class Lengths:
-    """All distinct lengths of a segment; dims of its tensors are places here."""
+    """Table of the distinct lengths of a segment; dims of its tensors are places here."""
 
     found: Lineage
     choice: CutAxes
@@ -55,7 +55,7 @@ class Lengths:
     _places: dict[Length, int] = field(default_factory=lambda: {})
 
     def place(self, length: Length) -> int:
-        """Where it stands; a new one is added."""
+        """Place of a length in the table, to which a new one is added."""
         if length not in self._places:
             self._places[length] = len(self.lengths)
             self.lengths.append(length)

@@ -469,7 +469,7 @@ class _Builder:
         return lengths
 
     def _slice(self, op: Op, source: _RankTensor, made: _RankTensor) -> dict[int, Arg]:
-        """Where a slice starts and ends on a rank."""
+        """Find where a slice starts and ends on a rank."""
         dim, at = cast(int, setting(op, "dim")), 2
         if base_name(op.name).endswith("backward"):
             source, made, at = made, source, 3
@@ -482,7 +482,7 @@ class _Builder:
         return {at: start, at + 1: start + made.dims[dim].length}
 
     def _start(self, tensor: _RankTensor, dim: int, first: int) -> int:
-        """Where element ``first`` of a dim stands on the first rank, which has some of each slice."""
+        """Find where element ``first`` of a dim stands on the first rank, which has some of each slice."""
         elements = tensor.dims[dim].elements(dict.fromkeys(self.degrees, 0), self.degrees)
         return sum(at < first for at in elements)
 

@@ -31,7 +31,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class CutKernel:
-    """As ``lading.ir.work.Kernel``; ``mutates`` are local tensors written in place.
+    """Kernel of a cut segment, as ``lading.ir.work.Kernel``; ``mutates`` are local tensors written in place.
 
     Attributes:
         op: The segment's operation; None for a collective.

@@ -126,7 +126,7 @@ def _places(lives: Lifetimes, order: Sequence[int], rank: Sequence[int]) -> Sequ
 
 
 class _Walker:
-    """State of one walk. A storage is on the device (``live``), in a tier (``away``), dropped, or not there yet."""
+    """State of the walk that emits a step's actions: storages are ``live``, ``away`` in a tier, dropped or not made."""
 
     def __init__(
         self, graph: StepGraph, lives: Lifetimes, choices: Choices, order: Sequence[int], host_tier: str

@@ -142,7 +142,7 @@ def _shape(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _as_one(branches: list[Branch]) -> list[Branch]:
-    """Leave out operations that have nothing."""
+    """Leave out operations that have no tensor in memory."""
     return [branch for branch in branches if branch.kind == "module" or branch.below]
 
 

@@ -458,7 +458,7 @@ class DirectionCosts:
         return shared_s(rule, rows, columns, self.machine, self.machine.device.op_overhead_s)[: len(shares)]
 
     def elements(self, number: int) -> float:
-        """Cost of AdamW on so many elements."""
+        """Cost of an AdamW update of ``number`` elements, in seconds or operations."""
         return _ADAMW_FLOPS * number if self.machine is None else number / self.machine.device.optimizer_elements_per_s
 
     def report(self, owners: Owners, moves: Moves | None = None) -> str:

@@ -289,7 +289,7 @@ def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
 
 
 def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
-    """Whether it can be, by the rules of ``lading.ir.schedules``; an array of [pipe].
+    """Whether each pipe can be, by the rules of ``lading.ir.schedules``; an array of [pipe].
 
     Args:
         replicas, micro_batches: [pipe]: not whole where it cannot be.

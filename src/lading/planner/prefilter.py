@@ -66,7 +66,7 @@ class Prefilter:
         )
 
     def kept(self, alive: Floats) -> Floats:
-        """How often each watched rank keeps each segment's activations at a moment of the step.
+        """Count how often each watched rank keeps each segment's activations at a moment of the step.
 
         The result is an array of [pipe, watched rank, segment].
 

@@ -206,7 +206,7 @@ class StepProblem:
         return arena_bytes + fixed_bytes(self.machine, self.costs)
 
     def simulate(self, program: Program) -> Timeline:
-        """Predict the program's timeline."""
+        """Predict the timeline of a Program on this machine."""
         return simulate(program, self.machine, op_seconds=self.costs.op_seconds)
 
     def times(self, program: Program) -> tuple[float, Sequence[float]]:
@@ -214,7 +214,7 @@ class StepProblem:
         return step_times(program, self.machine, op_seconds=self.costs.op_seconds)
 
     def seconds(self, program: Program) -> float:
-        """Predict the program's seconds."""
+        """Predict the seconds of a Program on this machine."""
         return self.times(program)[0]
 
 

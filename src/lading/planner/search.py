@@ -64,7 +64,7 @@ class Shares:
 
     @cached_property
     def rows(self) -> StageRows:
-        """Rows of stages of all pipes."""
+        """Distinct stages of all pipes of the search, a row each."""
         return StageRows(self.space.request, self.space.table)
 
     @cached_property
@@ -558,4 +558,4 @@ def _memory_first(found: Bounded) -> tuple[float, float]:
 
 
 def _silent(done: int, of: int, what: str) -> None:
-    """Report no progress."""
+    """Take a report of progress and do nothing."""

@@ -104,7 +104,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateLayout:
-    """Who keeps the states of a parameter, and which of them lie behind the device, where the host updates them.
+    """Way to keep the states of parameters: how they are cut, and which lie behind the device for the host to update.
 
     Attributes:
         zero: ZeRO stage, 0 to 3.

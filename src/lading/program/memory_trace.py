@@ -96,7 +96,7 @@ class MemoryTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes at once."""
+        """Largest sum of bytes at one moment."""
         return max(sum(self.fixed.values()), int(self.totals.max(initial=0)))
 
     @cached_property
@@ -131,7 +131,7 @@ def memory_trace(
 
 
 class GradientRules(NamedTuple):
-    """How software has gradients before they are reduced.
+    """Rules of a software stack for gradients before they are reduced.
 
     Attributes:
         makes: Backward makes them, and they go when they are reduced; else each is added to a buffer that is always
@@ -186,7 +186,7 @@ class _Reader:
         self.known: dict[tuple[int, ...], tuple[list[int], list[int], list[int], Region | None, Region | None]] = {}
 
     def read(self) -> Changes:
-        """Go through the list."""
+        """Walk the rank's list of actions and collect how bytes change."""
         numbers = range(len(self.actions)) if self.sharded else self.regions
         for number in numbers:
             kind = self.actions.kind[number]
@@ -220,7 +220,7 @@ class _Reader:
         self.ends.append(self.ending)
 
     def _run_known(self, number: int) -> None:
-        """As ``_run``; a region that is a whole pass changes what it did when all it looks at was the same."""
+        """Run a region as ``_run`` does; a whole pass repeats its changes where all it looks at is the same."""
         op, here, behind = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
         if not self._is_steady(op) or here in (self.passes[self.turn - 1], behind):
             self._run(number)

@@ -74,7 +74,7 @@ def groups_of(segment: RankSegment, layout: Layout) -> tuple[tuple[str, int], ..
 
 
 def bounds(segment: RankSegment, kernels: Sequence[Kernel], groups: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Where each group begins and ends: a unit's own with the unit, that of experts with what is done for them.
+    """First and last unit of each group: a unit's own with the unit, that of experts with what is done for them.
 
     What is after the blocks has the loss, which no module's parameters are needed for.
     """

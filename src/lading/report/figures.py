@@ -82,7 +82,7 @@ def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
 
 
 def compute_seconds(program: Program, timeline: Timeline) -> float:
-    """Busy seconds of forward, backward and the optimizer's step: a step that moves and recomputes nothing."""
+    """Seconds that forward, backward and the optimizer's step compute, without what is recomputed or moved."""
     seconds = seconds_by_kind(program, timeline)
     return sum(seconds.get(kind, 0.0) for kind in (SliceKind.FORWARD, SliceKind.BACKWARD, SliceKind.STEP))
 

@@ -48,7 +48,7 @@ class Needs:
 
     @property
     def total(self) -> Bytes:
-        """Most bytes that any of the three takes in each tier."""
+        """Largest bytes that any of the three takes, by tier."""
         return {tier: max(part.get(tier, 0) for part in (self.step, self.save, self.resume)) for tier in self.step}
 
     def lines(self, allowed: Bytes) -> list[str]:

@@ -183,7 +183,7 @@ class PinnedMemory:
 
 
 class DeviceMemory:
-    """One allocation on the device."""
+    """Allocation of bytes on the device, freed by ``close``."""
 
     def __init__(self, api: Api, size_bytes: int) -> None:
         self.size_bytes = max(1, size_bytes)

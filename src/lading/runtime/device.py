@@ -57,7 +57,7 @@ class Meter(Protocol):
     sample: Callable[[], int] | None
 
     def now_bytes(self) -> int:
-        """Bytes in use now."""
+        """Bytes of the device that are in use now."""
         ...
 
     def beside_bytes(self) -> int:
@@ -73,7 +73,7 @@ class Meter(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring the memory in use."""
         ...
 
 
@@ -175,7 +175,7 @@ class HostLane:
         return nullcontext()
 
     def bound(self, call: Call) -> Call:
-        """Return ``call`` itself."""
+        """Bind a call to the lane: on the host ``call`` itself."""
         return call
 
     def mark(self) -> None:

@@ -20,7 +20,7 @@ _BY_ENDING = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 class TextPiece(NamedTuple):
-    """Some bytes of a text, and whether they are its first; a text that is cut is cut after a line."""
+    """Piece of a text in bytes, and whether it is the first; a text is cut after a line."""
 
     data: bytes
     first: bool

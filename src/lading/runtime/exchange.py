@@ -51,7 +51,7 @@ class RuleFailures:
 
 @dataclass
 class Under:
-    """An exchange under way.
+    """Exchange of tensors between ranks that is under way.
 
     Attributes:
         work: Handle to wait for; None once it has ended.

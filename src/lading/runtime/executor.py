@@ -213,7 +213,7 @@ class Executor:
         return tuple((at, data) for s, at in program.resident if s not in self.homes and (data := storages[s].data))
 
     def _take_up(self, ready: _Ready) -> None:
-        """Make a Program the one that runs next."""
+        """Switch to a Program: it is the one that runs next."""
         self._now, self.program, self._bound, self._gate = ready, ready.program, ready.bound, ready.gate
         self._running, self._caller = ready.bound, ready.caller
 
@@ -387,7 +387,7 @@ class Executor:
 
     @property
     def changed(self) -> Mapping[int, tuple[int, int]]:
-        """After a step that stopped: by storage, (changes of the step that its value has, changes of a whole step)."""
+        """Count changes after a step that stopped: by storage, (those that its value has, those of a whole step)."""
         return self._values.changed
 
     @property

@@ -39,7 +39,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Fused:
-    """A region with the compiled function that runs it."""
+    """Region with the compiled function that runs it."""
 
     region: FusibleRegion
     compiled: Compiled
@@ -152,7 +152,7 @@ def derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
 
 
 def scratch_of(source: str) -> int:
-    """Most bytes that compiled code allocates beside its arguments, told from its source."""
+    """Largest bytes that compiled code allocates beside its arguments, told from its source."""
     if _LIBRARY.search(source):
         return _UNKNOWN
     rows = ((shape.replace(" ", ""), dtype) for shape, dtype in _ALLOCATION.findall(source))

@@ -106,6 +106,6 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def deliver(self) -> None:
-        """After the block, let the signal that was noted do what it would have done."""
+        """Let the signal that was noted in the block do what it would have done."""
         if self.number:
             signal.raise_signal(self.number)

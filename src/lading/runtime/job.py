@@ -156,7 +156,7 @@ class Replicas:
                 raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
 
     def barrier(self) -> None:
-        """Wait for all ranks; errors as ``mean_``."""
+        """Wait until all ranks have come here; raises as ``mean_`` does."""
         self._collective(lambda: dist.barrier(group=self._group))
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ View = Callable[[int], torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BoundKernel:
-    """A bound operation: ``run`` takes nothing; ``scratch_bytes`` is what it allocates beside its tensors."""
+    """Bound operation: ``run`` takes nothing; ``scratch_bytes`` is what it allocates beside its tensors."""
 
     run: Call
     scratch_bytes: int = 0

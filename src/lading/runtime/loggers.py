@@ -29,7 +29,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the records that are left and close the log."""
         ...
 
 

@@ -16,7 +16,7 @@ from lading.runtime.executor import Executor
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A parameter, buffer or state by name: ``storages`` hold its elements one after another."""
+    """Parameter, buffer or state by name: ``storages`` hold its elements one after another."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Value:
 
 
 def values_of(graph: StepGraph) -> dict[str, Value]:
-    """All values that last from step to step, by name: parameters, buffers, then states."""
+    """Values that last from step to step, by name: parameters, buffers, then states."""
     named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}

@@ -171,7 +171,7 @@ class _Ring:
 
 
 class _Tied:
-    """A parameter of this part that others have too."""
+    """Parameter of this part that other parts have too."""
 
     def __init__(
         self, module: nn.Module, name: str, parts: Sequence[int], rank: int, group: dist.ProcessGroup | None

@@ -128,7 +128,7 @@ class _ProbeFile:
         return piece
 
     def settle(self) -> None:
-        """Without O_DIRECT, make what was written reach the disk, and forget what was read."""
+        """Flush what was written to the disk, and forget what was read, where there is no O_DIRECT."""
         if not self.direct:
             os.fsync(self.fd)
             if hasattr(os, "posix_fadvise"):

@@ -24,7 +24,7 @@ _ALONE = frozenset({"native_layer_norm", "native_layer_norm_backward"})
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A tensor of the graph at the arena offset of its storage."""
+    """Tensor of the graph at the arena offset of its storage."""
 
     tensor: int
     offset: int

@@ -186,7 +186,7 @@ def salvage(
 
 
 def _actions(program: Program, bound: Bound, reached: Iterable[Reached]) -> tuple[set[int], set[int]]:
-    """Ids of the actions that have ended, and of those that were cut short."""
+    """Find the ids of the actions that have ended, and of those that were cut short."""
     ended: set[int] = set()
     cut: set[int] = set()
     regions = {region.actions[0]: region.actions for region in bound.regions}

@@ -156,7 +156,7 @@ def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
 
 
 def signature(graph: StepGraph, op: Op) -> object:
-    """Everything about an operation but which tensors it works on; its text is the same in every process."""
+    """Key of an operation: all but which tensors it works on; its text is the same in every process."""
     return (
         op.name, _geometry(graph, op.args), tuple((name, _geometry(graph, arg)) for name, arg in op.kwargs),
         tuple(None if r is None else _geometry(graph, Ref(r)) for r in op.results), bool(op.mutates),

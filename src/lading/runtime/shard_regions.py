@@ -66,13 +66,13 @@ def region_of(param: torch.Tensor) -> ShardRegion:
 
 
 def piece(tensor: torch.Tensor, region: ShardRegion) -> torch.Tensor:
-    """This rank's piece of a tensor, in the shape of its region, which FSDP2 and DTensors without elements lack."""
+    """Piece of a tensor on this rank, in the shape of its region, which FSDP2 and DTensors without elements lack."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local if local.shape == region.shape else local.reshape(region.shape)
 
 
 def gradient(param: torch.Tensor, region: ShardRegion) -> torch.Tensor | None:
-    """This rank's piece of a parameter's gradient, sharded as the parameter is; None without a gradient."""
+    """Piece of a parameter's gradient on this rank, sharded as the parameter is; None without a gradient."""
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)

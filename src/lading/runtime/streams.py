@@ -205,7 +205,7 @@ class Workers:
             self._orders[name].put(True)
 
     def join(self, streams: Sequence[str]) -> None:
-        """Return when each of them has ended or given up."""
+        """Wait until each thread has ended its stream or given it up."""
         for _ in streams:
             self._done.get()
 

@@ -39,7 +39,7 @@ class HostBytes(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory of the tier back."""
         ...
 
 
@@ -123,7 +123,7 @@ class MemoryTier:
         self._memory.bytes_at(offset, len(data)).copy_(data, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory of the tier back."""
         self._memory.close()
 
 

@@ -201,7 +201,7 @@ class _TokenWriter:
         self.documents: list[list[int]] = []
 
     def begin(self, label: int | None) -> None:
-        """Start a text."""
+        """Start a new text: what is added next belongs to it."""
         if self.count and self._specials.separator is not None:
             self.add(np.asarray([self._specials.separator]))
         if label is not None:

@@ -78,7 +78,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Number of ranks in all."""
         return self.group * self.replicas * len(self.program.ranks)
 
 
@@ -124,7 +124,7 @@ def simulate_cluster(job: Job, noise: Noise) -> ClusterRun:
 
 
 class _State:
-    """Where all ranks stand: arrays of (class of ranks, group, replica)."""
+    """State of all ranks: arrays of (class of ranks, group, replica)."""
 
     def __init__(self, job: Job, noise: Noise, jitter: Jitter) -> None:
         classes = len(job.program.ranks)

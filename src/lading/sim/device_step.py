@@ -140,7 +140,7 @@ class _Costs:
         return self.actions.kind[number] is ActionKind.MOVE and CALLER not in self.actions.routes[number]
 
     def size_bytes(self, number: int) -> int:
-        """Bytes a MOVE carries."""
+        """Bytes that a MOVE carries."""
         return self._storages[self.actions.storage[number]].size_bytes
 
     def reads(self, number: int) -> bool:
@@ -266,7 +266,7 @@ class _TierResources:
         return ()
 
     def _slowdown(self, stream: int) -> float:
-        """How much longer an operation takes beside the transfers of this moment."""
+        """Share by which an operation takes longer beside the transfers of this moment."""
         beside = self._costs.beside_collective if self._reducing and stream == COMPUTE else 0.0
         if not self._transfers or stream == NETWORK:
             return beside
@@ -279,7 +279,7 @@ class _TierResources:
         )
 
     def _sharing(self, transfer: _Transfer, read: bool) -> int:
-        """How many tiers transfer over its wire in its direction now."""
+        """Number of tiers that transfer over a tier's wire in its direction now."""
         return sum((tier, read) in self._transfers for tier in transfer.wired) if len(transfer.wired) > 1 else 1
 
     def _expect_work(self, stream: int, work: _Work) -> None:

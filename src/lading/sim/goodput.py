@@ -30,7 +30,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often a job stops, and what that and guarding against it costs.
+    """Failures of a job: how often it stops, and what that and guarding against it costs.
 
     Attributes:
         devices: All that the job needs at once.

@@ -19,7 +19,7 @@ from lading.sim.step import SimulatedStage
 
 
 def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
-    """All ranks of a simulated step, for ``simulate_cluster``; equal ones take as long as the step.
+    """Work of all ranks of a simulated step, for ``simulate_cluster``; equal ones take as long as the step.
 
     A region's computing is cut into equal stretches, and its collectives are spread over their ends.
 
@@ -46,7 +46,7 @@ def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
 
 
 def _stretches(region: Region, listed: ListedStep, meetings: int, meets: bool) -> Stretches:
-    """How a region's seconds are made up of computing and of collectives of its group."""
+    """Split a region's seconds into computing and collectives of its group."""
     stage = listed.stages[region.stage]
     units = sum(count for _, count in stage.run) if region.unit < 0 else 1
     number = max(1, meetings * units // max(1, region.stop if region.unit < 0 else 1))

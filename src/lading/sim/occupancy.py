@@ -84,12 +84,12 @@ class Occupancy:
 
     @property
     def peak_bytes(self) -> int:
-        """Most at one moment."""
+        """Largest bytes at one moment of the step."""
         return int(self.total.max())
 
     @property
     def peak_s(self) -> float:
-        """When that is."""
+        """Time of the step at which the bytes are largest, in seconds."""
         return float(self.staircase[0][int(self.total.argmax())])
 
     def samples(self, tier: str) -> tuple[MemorySample, ...]:
@@ -120,7 +120,7 @@ def occupancy(simulated: Simulated, rank: int) -> Occupancy:
 
 
 def _times(simulated: Simulated) -> RankTimes:
-    """When actions run, at the finest grain that can be looked at."""
+    """Times of all actions, at the finest grain that can be looked at."""
     step = simulated.step
     if step.times is not None:
         return step.times
@@ -218,5 +218,5 @@ def _moments(trace: MemoryTrace, times: RankTimes, rank: int) -> list[float]:
 
 
 def _between(start_s: float, end_s: float, count: int) -> list[float]:
-    """So many moments behind a start, the last of them at the end."""
+    """Spread moments evenly behind a start, the last of them at the end, in seconds."""
     return [start_s + (end_s - start_s) * (place + 1) / count for place in range(count)]

@@ -33,7 +33,7 @@ class Prices(Protocol):
 
     @property
     def precision(self) -> str:
-        """Precision of products."""
+        """Number format of products, such as "bf16"."""
         ...
 
     def kernel_s(self, kernel: Kernel) -> float:
@@ -41,7 +41,7 @@ class Prices(Protocol):
         ...
 
     def in_situ(self, cause: str) -> float:
-        """How many times longer kernels of a cause take in a running step."""
+        """Factor by which kernels of a cause take longer in a running step than alone."""
         ...
 
     def collective_s(self, collective: Collective) -> float:
@@ -49,7 +49,7 @@ class Prices(Protocol):
         ...
 
     def lateness(self, axis: str) -> float:
-        """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""
+        """Lateness of the last of an axis' ranks at a collective, in standard deviations of one rank."""
         ...
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
@@ -151,7 +151,7 @@ class Span:
 
 
 def span(part: Part, prices: Prices, stack: Stack) -> Span:
-    """How long the part takes under what the stack hides ([Note: one stretch of kernels])."""
+    """Seconds of a part under what the stack hides ([Note: one stretch of kernels])."""
     shares = {cause: seconds * prices.in_situ(cause) for cause, seconds in part.busy_s.items()}
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():

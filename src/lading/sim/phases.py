@@ -75,7 +75,7 @@ class Phases:
 
     @cached_property
     def without_tied(self) -> Phases:
-        """Beside the first segment, which has what is tied to it ([Note: tied weights])."""
+        """Costs beside the first segment, which has what is tied to it ([Note: tied weights])."""
         if not self.tied:
             return self
         share = 1 - self.tied / sum(self.elements.values())

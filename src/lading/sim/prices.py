@@ -62,17 +62,17 @@ class MachinePrices:
         return seconds * self.stack.imbalance if kernel.is_experts else seconds
 
     def in_situ(self, cause: str) -> float:
-        """How many times longer kernels of a cause take in a running step."""
+        """Factor by which kernels of a cause take longer in a running step than alone."""
         return self._slower(_SHARED.get(cause, "memory-bound")) * self.stack.in_situ_of(self.architecture, cause)
 
     def _slower(self, cause: str) -> float:
-        """How many times longer processes of one host take because others compute too; 1 where ranks are none."""
+        """Factor by which processes of one host take longer because others compute too; 1 where ranks are none."""
         shared = self.machine.processes
         return shared.slower(cause, self.computing) if shared else 1.0
 
     @property
     def precision(self) -> str:
-        """Precision of products."""
+        """Number format of products, such as "bf16"."""
         return self.layout.precision
 
     def collective_s(self, collective: Collective) -> float:
@@ -97,7 +97,7 @@ class MachinePrices:
         return casts and self.layout.precision in LOW_PRECISIONS
 
     def lateness(self, axis: str) -> float:
-        """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""
+        """Lateness of the last of an axis' ranks at a collective, in standard deviations of one rank."""
         return largest_of(self._group(axis).ranks)
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:

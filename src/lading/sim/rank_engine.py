@@ -168,7 +168,7 @@ def _prices(program: Program, columns: tuple[Ints, Ints, Ints, Ints]) -> tuple[t
 
 
 def _waits(program: Program, kind: Ints, storage: Ints, rank: Ints) -> list[tuple[int, ...]]:
-    """For each action those that must have ended: of a RECV the SEND of its peer.
+    """List for each action those that must have ended: of a RECV the SEND of its peer.
 
     Raises:
         SimulationError: a RECV without the SEND of its peer.
@@ -198,7 +198,7 @@ def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
 
 
 def _meetings(program: Program, kind: Ints, rank: Ints) -> list[list[tuple[int, int]]]:
-    """All-reduces that ranks with lists of their own take part in: (rank, number) of each, by group."""
+    """Find all-reduces that ranks with lists of their own take part in: (rank, number) of each, by group."""
     meetings: dict[str, list[tuple[int, int]]] = {}
     for action in np.flatnonzero(kind == _KIND[ActionKind.ALL_REDUCE]).tolist() if len(program.ranks) > 1 else ():
         member = int(rank[action])
@@ -298,7 +298,7 @@ class _BesideNetwork:
         self.slowed_s = [0.0] * len(slowdown)
 
     def begin(self, action: int, stream: int, start_s: float) -> float:
-        """End of a region."""
+        """Time at which a region that starts now ends, beside the collectives that run then."""
         rank, seconds = stream // len(STREAMS), self._run.seconds[action]
         if not (slower := self._slowdown[rank]):
             return start_s + seconds
@@ -311,7 +311,7 @@ class _BesideNetwork:
         return end_s
 
     def advance(self) -> Sequence[tuple[int, float]]:
-        """No action is under way of which the end is not known."""
+        """Return (): the end of every action under way is known."""
         return ()
 
     def _see(self, spans: list[tuple[float, float]], rank: int) -> None:

@@ -133,7 +133,7 @@ class ListedStep:
 
     @property
     def layout(self) -> Layout:
-        """How the model is spread."""
+        """Layout of the step that is priced."""
         return self.request.layout
 
     @cached_property
@@ -153,7 +153,7 @@ class ListedStep:
 
     @cached_property
     def program(self) -> Program:
-        """Lists of all ranks."""
+        """Program of the step: a list of actions for each class of ranks."""
         return emit(self.shape)
 
     @property
@@ -223,7 +223,7 @@ class ListedStep:
         return run_ranks(program, action_seconds(program, seconds)).step_s
 
     def times(self) -> RankTimes:
-        """When every action runs."""
+        """Run the lists: times of every action."""
         return run_ranks(self.program, action_seconds(self.program, self.seconds), self.slowdowns)
 
     def _known(self, kind: ActionKind, what: Region | ParameterGroup) -> float:
@@ -268,7 +268,7 @@ class ListedStep:
 
     @cached_property
     def _each(self) -> dict[int, SimulatedStage]:
-        """Each distinct segment as a stage of its own."""
+        """Sum up each distinct segment as a stage of its own."""
         distinct = {variant for run in self.runs for variant, _ in run}
         apart = self.layout.is_pipeline
         once = self.segments if apart else [segment.without_tied for segment in self.segments]

@@ -68,7 +68,7 @@ class Simulated:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of the device that any rank needs."""
+        """Largest bytes of the device that any rank needs."""
         return max(sum(roles.values()) for roles in self.memory)
 
     @property
@@ -79,7 +79,7 @@ class Simulated:
 
     @property
     def behind_bytes(self) -> int:
-        """Most bytes that any rank needs in ``behind_tier``."""
+        """Largest bytes that any rank needs in ``behind_tier``."""
         return max(sum(roles.values()) for roles in self.behind)
 
     @property
@@ -205,7 +205,7 @@ def _on_host(request: StepRequest, machine: Machine) -> StepRequest:
 
 
 def prices_of(request: StepRequest, machine: Machine, table: ModelTable) -> MachinePrices:
-    """Prices of a request."""
+    """Prices of kernels and collectives on the machine of a request."""
     return MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
 
 
@@ -295,7 +295,7 @@ def table_of(request: StepRequest) -> ModelTable:
 
 
 def _segments(request: StepRequest, table: ModelTable, prices: MachinePrices) -> list[Phases]:
-    """All variants of each segment, in the order of ``lading.sim.variants``."""
+    """Price all variants of each segment, in the order of ``lading.sim.variants``."""
     mode = request.layout.recompute
     ranked = rank_segments(request, table, prices)
     found = _by_mode(ranked, request, [(mode, request.layout.recompute_modules)])[0]
@@ -312,7 +312,7 @@ def segments_by_mode(
     modes: Sequence[tuple[str, tuple[str, ...]]],
     plain: Sequence[Phases] = (),
 ) -> list[tuple[Phases, ...]]:
-    """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed.
+    """Price by recompute mode each segment as it is recomputed, then each as nothing is.
 
     Args:
         modes: Each with the parts that it recomputes where it is "selective"; none for attention's core.
@@ -368,7 +368,7 @@ def _with_prices(
 
 
 def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
-    """Each segment of the table as one rank of the layout runs it."""
+    """Cut each segment of the table to what one rank of the layout runs."""
     layout, stack = request.layout, request.stack
     sizes = {**table.symbols, "s": request.seq_len}
     adapters = adapters_of(request)
@@ -433,7 +433,7 @@ def _stages(
 
 
 def _copied(stage: SimulatedStage, prices: MachinePrices) -> SimulatedStage:
-    """With the seconds by which copies of activations last longer than the computing they run beside."""
+    """Add the seconds by which copies of activations last longer than the computing they run beside."""
     if not stage.moved_bytes:
         return stage
     out, back = prices.copies_beside_s(stage.moved_bytes)

@@ -93,7 +93,7 @@ class SimulatedStage:
 
     @property
     def backward_s(self) -> float:
-        """Both gradients, and what is recomputed for them."""
+        """Seconds of both gradients, and of what is recomputed for them."""
         return self.again.seconds + self.backward_input.seconds + self.backward_weight.seconds
 
 
@@ -123,7 +123,7 @@ class Step:
 
     @property
     def program(self) -> Program:
-        """Lists of all ranks."""
+        """Program of the step: a list of actions for each class of ranks."""
         if self.times is not None:
             return self.times.program
         assert self.listed is not None
@@ -186,7 +186,7 @@ def host_s(stages: Sequence[SimulatedStage], stack: Stack, exchange: Exchange) -
 
 
 def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
-    """Most alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing.
+    """Largest bytes alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing.
 
     Args:
         way: 0 forward, 1 backward.

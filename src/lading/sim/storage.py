@@ -224,7 +224,7 @@ def listed_of(request: StepRequest, step: Step) -> ListedStep:
 
 
 def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
-    """Stages of each rank."""
+    """List the stages of each class of ranks."""
     plan = step.schedule
     if plan is None:
         return [[stages[0]]]
@@ -237,7 +237,7 @@ def units_of(stages: Sequence[SimulatedStage], both: Sequence[Phases]) -> list[l
 
 
 def _moved_bytes(units: Sequence[Sequence[Phases]], step: Step, rank: int) -> int:
-    """Most that activations take behind the device of a rank."""
+    """Largest bytes that activations take behind the device of a rank."""
 
     def size_of(thing: Thing) -> int:
         if thing.what is not What.SAVED:
@@ -375,7 +375,7 @@ class _ThingBytes:
         return unit.trained_bytes or (sum(unit.trained.values()) - tied) * width
 
     def _peaks(self, unit: Phases) -> tuple[int, int, int]:
-        """Most bytes of a unit in forward, and in backward where gradients stay and where each is added to another."""
+        """Largest bytes of a unit in forward, and in backward, where gradients stay and where they are added up."""
         if id(unit) not in self.peaks:
             walked = _alive(unit, self.layout, self.stack)
             made: dict[int, int] = {}

@@ -93,7 +93,7 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
 
 
 def step_times(simulated: Simulated) -> RankTimes:
-    """When every action of a simulated step runs, every micro-batch among them."""
+    """Times of every action of a simulated step, every micro-batch among them."""
     step = simulated.step
     if step.times is not None:
         return step.times

@@ -96,7 +96,7 @@ def updated(
 
 
 def block_matrices(request: StepRequest, table: ModelTable) -> list[tuple[BlockMatrix, ...]]:
-    """Matrices of each segment."""
+    """List the matrices of each segment of a table."""
     sizes = {**table.symbols, "s": request.seq_len}
     return [matrices_of(segment, sizes) for segment in table.segments]
 

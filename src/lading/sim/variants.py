@@ -64,7 +64,7 @@ def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> 
 
 
 def _shift(layout: Layout, place: int, size: int) -> int:
-    """How many times over the segments stand before the variant of the block ``place`` of ``size`` in a chunk."""
+    """Count how many times over the segments stand before the variant of the block ``place`` of ``size`` in a chunk."""
     again = layout.recompute_layers < 0 or place < layout.recompute_layers
     goes = "activations" in layout.offload and place < (layout.offload_layers or size - 1)
     return 2 * goes + (not again)

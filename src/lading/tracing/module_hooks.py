@@ -49,7 +49,7 @@ def described_global() -> tuple[str, ...]:
 
 @contextmanager
 def hooks_as_they_were(model: torch.nn.Module) -> Iterator[Callable[[], set[str]]]:
-    """At the end, take away what forwards hook into modules, as transformers does where hidden states are asked for.
+    """Take away, at the end, what forwards hook into modules, as transformers does where hidden states are asked for.
 
     Gives a function that names the modules with other hooks by now.
     """

@@ -67,7 +67,7 @@ def left_as_it_was(
 
 @contextmanager
 def without_cached_fakes(model: torch.nn.Module) -> Iterator[None]:
-    """At the end, empty each ``functools.lru_cache`` that holds a tensor without values, as eager calls would get it.
+    """Empty, at the end, each ``functools.lru_cache`` that holds a tensor without values, as eager calls would get it.
 
     All objects of the process are looked through, some tens of milliseconds, but for those that ``gc.freeze`` hid: of
     them only what the classes of the model's modules have.

@@ -97,7 +97,7 @@ class Identifier:
 
     @cached_property
     def _monomials(self) -> tuple[list[Monomial], NDArray[np.int64]]:
-        """Every product of symbols, lowest degree first, and its values, (products, observations)."""
+        """Products of symbols, lowest degree first, and their values, (products, observations)."""
         names: list[Monomial] = []
         for degree in range(_DEGREE + 1):
             for chosen in combinations_with_replacement(self.names, degree):

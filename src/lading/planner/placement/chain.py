@@ -250,7 +250,7 @@ class _Parts:
         return inf if cut is None else cut.period_s
 
     def _solve(self, limit: float, *, period: bool) -> ChainPlacement | None:
-        """Take the best of the recursions, one for each device that may be the last where that matters."""
+        """Find the plan of least seconds, trying each device as the last where that changes the sends at the end."""
         ends = [d for d in range(self.devices) if self.twin[d] < 0]
         if period or not self.ends.any() or self.devices > _MOST_ENDS:
             return self._recursion(limit, None, period=period)
@@ -308,7 +308,7 @@ class _Parts:
         answer: tuple[frozenset[int], int, int],
         latency_s: float,
     ) -> ChainPlacement:
-        """Walk back through the recursion to the plan that it found."""
+        """Walk back from the recursion's answer to its plan: device and first group of each part."""
         members, d, end = answer
         devices, starts = [d], [0]
         start, period_s = 0, 0.0
@@ -336,7 +336,7 @@ def _sums(values: np.ndarray) -> np.ndarray:
 
 
 def _inside(members: Sequence[int], count: int) -> np.ndarray:
-    """How many of these groups are among i..j-1; an array of [i, j]."""
+    """Count those of the groups that are among i..j-1; an array of [i, j]."""
     is_member = np.zeros(count)
     is_member[list(members)] = 1.0
     total = np.concatenate([[0.0], np.cumsum(is_member)])

@@ -216,7 +216,7 @@ class _Built:
                 units.setdefault(back)
 
     def _peak(self, unit: PlacementUnit, ends: dict[int, int]) -> int:
-        """Most bytes at once of storages that only the unit itself sees."""
+        """Largest sum of bytes at once of storages that only the unit itself sees."""
         graph, now, peak, there = self.graph, 0, 0, set[int]()
         for index in range(unit.first, unit.last + 1):
             new = [s for s in graph.op_writes[index] if s in ends and s not in there]

@@ -39,7 +39,7 @@ class PlacedStep:
     events: tuple[tuple[str, str, float, float], ...] = ()
 
     def timeline(self) -> Timeline:
-        """For the report and the trace."""
+        """Timeline of the placed step, for the report and the trace."""
         events = tuple(Event(0, stream, number, a, b) for number, (stream, _, a, b) in enumerate(self.events))
         labels = {number: label for number, (_, label, _, _) in enumerate(self.events)}
         return Timeline("predicted", events, (), labels, peak_bytes=max(self.peak_bytes))

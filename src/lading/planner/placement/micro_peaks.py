@@ -35,7 +35,7 @@ def peaks(problem: PlacementProblem) -> np.ndarray:
 
 
 class _FlowArrays:
-    """Flows of a problem and their targets as arrays."""
+    """Arrays of a problem's flows (bytes that one task hands to others) and of their targets."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         flows = [flow for flow in problem.flows if not flow.held]
@@ -48,7 +48,7 @@ class _FlowArrays:
         self.target = np.array([t for flow in flows for t in flow.targets], int)
 
     def peak(self, first: int, end: int) -> float:
-        """Most bytes at once of groups ``first`` to ``end`` - 1 on one device: flows and what works."""
+        """Largest sum of bytes at once of groups ``first`` to ``end`` - 1 on one device: flows and what works."""
         inside = (self.group >= first) & (self.group < end)
         there = inside[self.target]
         begin = np.full(len(self.size), self.tasks)

@@ -217,6 +217,36 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Settings of a loss over data that is not trained on. Either ``share`` or ``source`` says which.
+
+    Attributes:
+        share: Share of the data that is held out of training, above 0 and below 1. Which part depends on the data and
+            the share alone: pieces spread over a text, or single rows and labelled texts.
+        source: A file, a folder or a pattern, as ``data.source``; none of its files may be trained on.
+        every_steps: Steps between two evaluations. One follows the last step, too.
+        batches: Batches of an evaluation, each as large as a step's and the same every time.
+        keep_best: Whether to keep a checkpoint of the lowest loss, in ``best`` of the run's folder, beside the others.
+    """
+
+    share: float = 0.0
+    source: str = ""
+    every_steps: int = 100
+    batches: int = 8
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share, 0, 1)
+        if bool(self.share) == bool(self.source.strip()):
+            got = f"both, {self.share} and {self.source!r}" if self.share else "neither"
+            raise ConfigError(
+                f"share: expected a share of the data above 0, or a source of its own, got {got}; set one of them"
+            )
+        _integer("every_steps", self.every_steps, 1)
+        _integer("batches", self.batches, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Settings of the memory that a run may use.
 
@@ -348,6 +378,7 @@ class RunConfig:
     optimization: Optimization
     memory: MemoryConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     machine: str = "probe"
     threads: int = 0
@@ -359,6 +390,17 @@ class RunConfig:
         _integer("threads", self.threads, 0)
         _integer("seed", self.seed, 0, (1 << 63) - 1)
         _text("out", self.out)
+        if self.validation is not None and (self.data.kind == "random" or self.data.source == SYNTHETIC):
+            raise ConfigError(
+                "validation: expected data in files, found numbers that are made up anew for each step, of which "
+                "nothing can be held out; leave it out"
+            )
+
+    @property
+    def kept_checkpoints(self) -> int:
+        """Number of checkpoints that stay: the newest ones, and the best; 0 where nothing is saved."""
+        best = self.validation is not None and self.validation.keep_best
+        return self.checkpoint.keep * self.checkpoint.saves + best
 
     @property
     def num_threads(self) -> int:

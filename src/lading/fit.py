@@ -357,7 +357,7 @@ def _state_bytes(graph: StepGraph) -> int:
 
 def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
     """Bytes of disk that checkpoints take while one more is written."""
-    return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.saves else 0
+    return (run.kept_checkpoints + 1) * _state_bytes(graph) if run.kept_checkpoints else 0
 
 
 def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
@@ -373,7 +373,7 @@ def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
     lower = {tier: needs.step[tier] for tier in tiers}
-    kept_bytes = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.saves else 0
+    kept_bytes = run.kept_checkpoints * _state_bytes(program.graph)
     beside = DEVICE if machine.device.kind == "cpu" or not machine.host_tier else machine.host_tier
     save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept_bytes else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
@@ -400,7 +400,7 @@ def _largest_bytes(graph: StepGraph) -> int:
 def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
     parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
     data, optimization = run.data, run.optimization
-    saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.saves else "not saved"
+    saved = f"saved, {run.kept_checkpoints} older kept" if run.kept_checkpoints else "not saved"
     micro = f" x {optimization.accumulation} micro-batches" if optimization.accumulation > 1 else ""
     return f"{name}: {format_count(parameters)} parameters, {data}{micro}, {optimization.precision}, {saved}"
 

@@ -134,14 +134,13 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             layout = dataclasses.replace(spread, bucket_bytes=best_bucket_bytes(alone, machine, spread.dp))
         step, *rest = together([step_of(each, machine, **moved, layout=layout) for each in (graph, *others)])
         with planning_progress(after_s=_QUICK_S) as progress:
-            memory, *memories = (_kernel_memory(each, machine, progress) for each in (step, *rest))
-            memory = memory.beside(memories, sum(len(each.ops) for each in rest))
+            memory, others_scratch = _memory_by_turns(step, rest, machine, progress)
             planned = cached_plan(
                 step,
                 machine,
                 folder=cache_folder() if cache else None,
                 progress=progress,
-                others=[(each, its.scratch_bytes) for each, its in zip(rest, memories, strict=True)],
+                others=others_scratch,
                 budget=budget,
                 budgets=limits,
                 policy=policy,
@@ -196,12 +195,14 @@ def plan_run(
     machine = machine or machine_of(run)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
-    memory = _kernel_memory(step.graph, machine, progress)
+    rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
+    memory, others = _memory_by_turns(step.graph, rest, machine, progress)
     planned = cached_plan(
         step.graph,
         machine,
         folder=cache_folder() if cache else None,
         progress=progress,
+        others=others,
         budget=run.memory.budget,
         budgets=run.memory.tier_budgets(
             {tier.name: _whole_bytes(tier, run) for tier in machine.tiers}, machine.swap_tier
@@ -298,6 +299,15 @@ def _told(
     return dataclasses.replace(plan, request=request, layout=str(layout))
 
 
+def _memory_by_turns(
+    step: StepGraph, rest: Sequence[StepGraph], machine: Machine, progress: PlanProgress
+) -> tuple[_KernelMemory, list[tuple[StepGraph, Sequence[int]]]]:
+    """Kernels' memory of a step that others take turns with; returns those with the scratch of each, too."""
+    memory, *memories = (_kernel_memory(each, machine, progress) for each in (step, *rest))
+    others = [(each, its.scratch_bytes) for each, its in zip(rest, memories, strict=True)]
+    return memory.beside(memories, sum(len(each.ops) for each in rest)), others
+
+
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:
     """Measure kernels' memory where the machine is this host; else work it out from the bindings of the operations."""
     kind, here = machine.device.kind, machine.host_id == host_id()
@@ -334,7 +344,7 @@ def _save_bytes(graph: StepGraph, machine: Machine) -> int:
 
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
-    return _save_bytes(graph, machine) if run.checkpoint.saves else 0
+    return _save_bytes(graph, machine) if run.kept_checkpoints else 0
 
 
 def _limits(

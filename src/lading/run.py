@@ -5,11 +5,12 @@ Nothing is planned here: ``prepare_plan`` takes a saved plan as it is. ``lading.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 
 from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
-from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict
+from lading.config import MODELS, SYNTHETIC, DataConfig, ModelConfig, RunConfig, run_from_dict
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
+from lading.ir.together import together
 from lading.memory.restore import predicted_timeline, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
@@ -33,6 +35,7 @@ from lading.models.tasks import LOSSES
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
+from lading.runtime.documents import files_of
 from lading.runtime.host import check_host
 from lading.tracing.initial import Deferred, defer
 from lading.tracing.trace import capture
@@ -47,11 +50,20 @@ class CapturedRun:
     Attributes:
         initial: The model on fake tensors, with the recipe of its initial values.
         captured: Graph of one micro-batch. ``graph`` is that of the whole step.
+        evaluation: Graph of a micro-batch as ``eval()`` has it, where the run is validated and it is another one.
+        evaluation_graph: Graph of a whole evaluation.
     """
 
     initial: Deferred
     captured: StepGraph
     graph: StepGraph
+    evaluation: StepGraph | None = None
+    evaluation_graph: StepGraph | None = None
+
+    @property
+    def others(self) -> list[StepGraph]:
+        """Captures beside the training step's, as ``lading.Trainer`` takes them."""
+        return [] if self.evaluation is None else [self.evaluation]
 
 
 @dataclass(frozen=True)
@@ -88,10 +100,10 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     step = capture_run(run, machine)
     program = restore_program(plan, step.graph, machine)
-    if to_run and run.checkpoint.saves and machine.device.kind == "cpu" and not program.save_bytes:
+    if to_run and run.kept_checkpoints and machine.device.kind == "cpu" and not program.save_bytes:
         raise ConfigError(
-            "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0 "
-            "and checkpoint.at_end to false there"
+            "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0, "
+            "and checkpoint.at_end and validation.keep_best to false there"
         )
     return Prepared(run, step, plan, program)
 
@@ -101,16 +113,22 @@ def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
     run = resolved(run)
     chosen = run.optimization
     initial = defer(lambda: build(run.model, chosen.precision))
-    captured = capture(initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
-    step = step_of(
-        captured,
-        machine,
+    record = partial(capture, initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
+    whole = partial(
+        step_of,
+        machine=machine,
         clip_norm=chosen.clip_norm,
         master_weights=has_masters(run),
         optimizer=chosen.optimizer,
         matrices=chosen.matrices,
     )
-    return CapturedRun(initial, captured, step)
+    captured = record()
+    step = whole(captured)
+    if run.validation is None or step.training_only() is None:
+        return CapturedRun(initial, captured, step)
+    evaluation = record(evaluation=True)
+    step, other = together([step, whole(evaluation)])
+    return CapturedRun(initial, captured, step, evaluation, other)
 
 
 def has_masters(run: RunConfig) -> bool:
@@ -205,20 +223,41 @@ def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
     return data.example_batch(task, run.data, tokenizer_of(run))
 
 
-def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
-    """Open the data of a run, for its model, which may be fake.
+def dataset_of(run: RunConfig, module: torch.nn.Module, *, held_out: bool = False) -> Dataset:
+    """Open the data of a run, for its model, which may be fake: what it trains on, or what it is validated on.
+
+    Args:
+        held_out: Whether to open the validation data, of a run that has ``validation``.
 
     Raises:
-        ConfigError: the text cannot be read, is too short, or is not the model's kind of text.
+        ConfigError: the text cannot be read, is too short, or is not the model's kind of text; or a file of
+            ``validation.source`` is trained on.
         StorageError: the run's folder cannot be written.
     """
     if (task := _task(run)) == "denoising":
         return _latents(run)
-    if task == "own":
-        random = run.data.kind == "random"
-        return (
-            RandomDataset(run.data, seed=run.seed) if random else ArrayDataset(run.data, Path(run.out), seed=run.seed)
+    if run.data.kind == "random":
+        return RandomDataset(run.data, seed=run.seed)
+    share = run.validation.share if run.validation else 0.0
+    if held_out and not share:
+        run = dataclasses.replace(run, data=_validation_data(run))
+    made = ArrayDataset(run.data, Path(run.out), seed=run.seed) if task == "own" else _text_of(run, task, module)
+    return made.part(share, held_out=held_out) if share else made
+
+
+def _validation_data(run: RunConfig) -> DataConfig:
+    """Settings of a run's validation data where they have a source of their own."""
+    source = run.validation.source if run.validation else ""
+    trained_on = {path.resolve() for path in files_of(run.data.source)}
+    if both := [path for path in files_of(source, "validation.source") if path.resolve() in trained_on]:
+        raise ConfigError(
+            f"validation.source: expected files that are not trained on, found {both[0]} in data.source, too; leave it "
+            "out of one of them, or set validation.share instead"
         )
+    return dataclasses.replace(run.data, source=source)
+
+
+def _text_of(run: RunConfig, task: str, module: torch.nn.Module) -> TextDataset:
     config = getattr(module, "config", None)
     embedding = module.get_input_embeddings() if run.model.is_hugging_face else None  # pyright: ignore[reportCallIssue]
     return TextDataset(

@@ -6,6 +6,7 @@ PyTorch, the reference that the planned run must equal to the bit.
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import time
@@ -34,7 +35,7 @@ from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
-from lading.report.progress import planning_progress, training_progress
+from lading.report.progress import Progress, planning_progress, training_progress
 from lading.report.promises import budget_remedy, container_words
 from lading.run import (
     Prepared,
@@ -63,6 +64,10 @@ _CHANGEABLE = frozenset(
     f"optimization.{key}"
     for key in ("steps", "schedule", "warmup_steps", "clip_norm", "accumulation", "compile", "matrices.lr")
 )
+#: Folders of a run's checkpoints: the newest ones, and the one of the lowest validation loss.
+_NEWEST, _BEST = "checkpoints", "best"
+#: Key of a best checkpoint's meta: the loss, and what it was measured on.
+_VALIDATION = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,8 @@ class RunResult:
         budget_bytes: Budget of the device; 0 where there was none (plain PyTorch).
         base_bytes: Memory that the process had before training; 0 where it is not the budget's memory (a GPU).
         checkpoint: Path of the newest; "" where nothing was saved.
+        validation_losses: Number of steps done and validation loss of each evaluation, in order.
+        best_checkpoint: Path of the one with the lowest validation loss; "" where none was kept.
     """
 
     out: str
@@ -88,6 +95,8 @@ class RunResult:
     predicted_peak_bytes: int
     base_bytes: int = 0
     checkpoint: str = ""
+    validation_losses: tuple[tuple[int, float], ...] = ()
+    best_checkpoint: str = ""
 
     def __str__(self) -> str:
         count = "one step" if len(self.losses) == 1 else f"{len(self.losses)} steps"
@@ -99,6 +108,11 @@ class RunResult:
             *([container_words(self.base_bytes, self.peak_bytes, self.budget_bytes)] if self.base_bytes else []),
             f"wrote {self.out}/: metrics.jsonl, plan.json, report.html, timeline.pftrace",
         ]
+        if self.validation_losses:
+            step, lowest = min(self.validation_losses, key=lambda pair: (math.isnan(pair[1]), pair[1]))
+            where = f", kept in {self.best_checkpoint}" if self.best_checkpoint else ""
+            last = f"validation loss {self.validation_losses[-1][1]:.4f}"
+            lines.insert(1, f"{last}, lowest {lowest:.4f} after step {step}{where}")
         if self.checkpoint:
             lines.append(f"trained values in {self.checkpoint}")
             lines.append(f"lading export {shlex.quote(self.out)} --to FOLDER writes them as safetensors")
@@ -132,7 +146,9 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
     run, out = prepared.run, Path(prepared.run.out)
     check_available(prepared.plan.request.machine_table["device"]["kind"])
     with run_lock(out):
-        data = dataset_of(run, prepared.step.initial.model)
+        model = prepared.step.initial.model
+        data = dataset_of(run, model)
+        held_out = dataset_of(run, model, held_out=True) if run.validation else None
         if (note := _short_of_peak(run.optimization)) is not None:
             print(note, flush=True)
         if run.data.kind == "random":
@@ -143,11 +159,11 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         prepared.plan.save(out / "plan.json")
         if newest is not None and newest.step >= run.optimization.steps:
             finish_run(prepared, None)
-            return _checked(_result(prepared, read_steps(out / "metrics.jsonl"), checkpoint=newest.path))
-        first, timeline, peak = _trained(prepared, data, newest)
+            return _checked(_result(prepared, read_steps(out / "metrics.jsonl")))
+        first, timeline, peak = _trained(prepared, data, held_out, newest)
         finish_run(prepared, timeline)
         records = [record for record in read_steps(out / "metrics.jsonl") if record["step"] >= first]
-    return _checked(_result(prepared, records, peak, latest_checkpoint(out / "checkpoints")))
+    return _checked(_result(prepared, records, peak))
 
 
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
@@ -169,8 +185,17 @@ def _short_of_peak(optimization: Optimization) -> str | None:
     )
 
 
-def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
-    """Train to the last step; returns the first one, the Timeline of the last, and the peak bytes, saving included."""
+def _trained(
+    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None
+) -> tuple[int, Timeline | None, int]:
+    """Train to the last step, or until a signal asks to stop.
+
+    Args:
+        held_out: Validation data; None for a run without.
+
+    Returns:
+        The first step, the Timeline of the last (None where it was not reached), and the peak bytes, saving included.
+    """
     run, out = prepared.run, Path(prepared.run.out)
     # Loggers first: what they import does not count as memory of the run.
     with _loggers(run, newest.step if newest else 0) as loggers, _trainer(prepared) as trainer:
@@ -184,22 +209,24 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
             trainer.load(newest.path)
             truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
+        validation = None if held_out is None else _Validation(trainer, run, held_out, _meta(run, data))
+        if validation is not None and validation.note:
+            print(fitted(validation.note), flush=True)
         try:
-            stop = _loop(trainer, run, data, out, prepared.plan.budgets["device"], loggers)
+            stop, timeline = _loop(trainer, run, data, validation, loggers)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
             raise
-        if stop.number and trainer.steps < run.optimization.steps:
+        if timeline is None:
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
             print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
             stop.deliver()
-        return first, trainer.timeline(), trainer.peak_bytes
+        return first, timeline, trainer.peak_bytes
 
 
 def _going_on(out: Path) -> str:
     """Say how to go on with a run that was stopped."""
-    newest = latest_checkpoint(out / "checkpoints")
-    if newest is None:
+    if (newest := _latest(out)) is None:
         return "nothing is saved"
     return f"saved in {newest}\ngo on with: lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
@@ -214,6 +241,7 @@ def _trainer(prepared: Prepared) -> Trainer:
         folder=run.memory.folder or run.out,
         threads=run.num_threads,
         program=prepared.program,
+        others=prepared.step.others,
     )
 
 
@@ -243,10 +271,9 @@ def _checked(result: RunResult) -> RunResult:
     return result
 
 
-def _result(
-    prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0, checkpoint: Path | None = None
-) -> RunResult:
+def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0) -> RunResult:
     """Make the result from this plan's steps; what an earlier session did under another budget is not this plan's."""
+    out = Path(prepared.run.out)
     steps = of_plan(prepared.plan, records)
     seconds = [record["step_s"] for record in steps]
     steady = seconds[2:] or seconds
@@ -260,13 +287,15 @@ def _result(
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.predicted_bytes,
         base_bytes=process_base_bytes(prepared.plan, steps),
-        checkpoint=str(checkpoint or ""),
+        checkpoint=str(latest_checkpoint(out / _NEWEST) or ""),
+        validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
+        best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / _BEST)) or ""),
     )
 
 
 def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) -> Checkpoint | None:
     """Checkpoint to go on from; None starts afresh. Without ``data`` it is not compared."""
-    path = latest_checkpoint(out / "checkpoints")
+    path = _latest(out)
     if path is None:
         return None
     if not resume:
@@ -280,10 +309,16 @@ def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) ->
     return checkpoint
 
 
+def _latest(out: Path) -> Path | None:
+    """Find the newest checkpoint of a run, be it one that was due or the best one; None without any."""
+    paths = [path for name in (_NEWEST, _BEST) if (path := latest_checkpoint(out / name)) is not None]
+    return max(paths, key=lambda path: (len(path.name), path.name), default=None)
+
+
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
     now, before = _meta(run, data), checkpoint.meta
-    keys = (now.keys() | before.keys()) - (set[str]() if data is not None else {"data.source"})
+    keys = (now.keys() | before.keys()) - {_VALIDATION, *([] if data is not None else ["data.source"])}
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
 
 
@@ -310,7 +345,8 @@ def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
     config = run_to_dict(run)
     settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     source = f"content {data.fingerprint}" if data is not None else ""
-    return {**settings, "data.source": source, "threads": run.num_threads}
+    share = {"validation.share": run.validation.share} if run.validation and run.validation.share else {}
+    return {**settings, **share, "data.source": source, "threads": run.num_threads}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -321,77 +357,168 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _loop(
-    trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int, loggers: Sequence[Logger]
-) -> StopRequest:
-    """Run steps until the end, or until a signal asks to stop, which is returned."""
-    tokens = run.data.num_tokens * run.optimization.accumulation
-    total = run.optimization.steps
-    save = partial(trainer.save, out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
+    trainer: Trainer, run: RunConfig, data: Dataset, validation: _Validation | None, loggers: Sequence[Logger]
+) -> tuple[StopRequest, Timeline | None]:
+    """Run steps until the end, or until a signal asks to stop.
+
+    Returns:
+        The signal, and the Timeline of the run's last step; None where it was not reached.
+    """
+    out, total = Path(run.out), run.optimization.steps
+    save = partial(trainer.save, out / _NEWEST, meta=_meta(run, data), keep=run.checkpoint.keep)
+    timeline = None
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
+        budget_bytes = trainer.plan.budgets["device"]
         progress = stack.enter_context(training_progress(total, budget_bytes, first_step=trainer.steps))
         stop = stack.enter_context(StopRequest())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", BudgetWarning)  # said by progress
         saved, told = trainer.steps, 0
         while trainer.steps < total and not stop.number:
-            step = trainer.steps
-            try:
-                batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
-                started = time.perf_counter()
-                loss, lr = _step(trainer, run, batches)
-            except LadingError as error:
-                if run.checkpoint.saves and trainer.steps > saved and not trainer.unfinished:
-                    _save_after(error, save)
-                raise
-            step_s = time.perf_counter() - started
-            rate = tokens / step_s
-            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
-            losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
-            memory_bytes = trainer.peak_bytes
-            memory: dict[str, Any] = {"memory_bytes": memory_bytes, "base_bytes": trainer.base_bytes}
-            if trainer.excess[told:]:
-                memory["excess"] = trainer.excess[told:]
-            log.log({**record, **losses, "tokens_per_s": rate, **memory})
-            if step % run.logging.every_steps == 0 or step + 1 == total:
-                figures = {"loss": loss, "lr": lr, "step_s": step_s, "tokens_per_s": rate}
-                figures |= {f"loss/{name}": value for name, value in trainer.losses.items()}
-                for logger in loggers:
-                    logger.log(step, {**figures, "memory_bytes": memory_bytes})
-            progress.update(
-                step=step + 1, loss=loss, losses=trainer.losses, tokens_per_s=rate, memory_bytes=memory_bytes
-            )
-            is_broken = len(trainer.excess) > told == 0
-            for sentence in trainer.excess[told:]:
+            with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves else None):
+                record = _step(trainer, run, data)
+                timeline = trainer.timeline() if trainer.steps == total else None  # an evaluation is no step
+                excess = trainer.excess[told:]
+                try:
+                    if validation is not None and validation.is_due(trainer.steps):
+                        record |= validation.evaluate()
+                finally:
+                    record |= {"memory_bytes": trainer.peak_bytes, "base_bytes": trainer.base_bytes}
+                    log.log(record | ({"excess": excess} if excess else {}))
+            _tell(record, run, loggers, progress)
+            for sentence in excess:
                 progress.note(sentence)
-            told = len(trainer.excess)
-            if _is_due(run.checkpoint, step + 1) or (is_broken and run.checkpoint.saves):
+            is_broken, told = len(trainer.excess) > told == 0, len(trainer.excess)
+            if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save()
-                saved = step + 1
+                saved = trainer.steps
                 if is_broken:
                     progress.note(f"saved in {path}; the run goes on")
+            if validation is not None and "validation_loss" in record:
+                progress.note(fitted(validation.judge(record["validation_loss"])))
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
-    return stop
+    return stop, timeline
 
 
-def _step(trainer: Trainer, run: RunConfig, batches: list[Any]) -> tuple[float, float]:
-    """Run one step at the rates of the schedule; returns the loss and the optimizer's rate."""
-    lr, matrices = lr_at(run.optimization, trainer.steps), run.optimization.matrices
-    matrix_lr = None if matrices is None else lr_at(run.optimization, trainer.steps, matrices.lr)
-    return trainer.step(batches, lr=lr, matrix_lr=matrix_lr), lr
+def _tell(record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], progress: Progress) -> None:
+    """Hand the figures of a step to loggers and to the terminal."""
+    step, losses = record["step"], record.get("losses", {})
+    if step % run.logging.every_steps == 0 or step + 1 == run.optimization.steps or "validation_loss" in record:
+        names = ("loss", "lr", "step_s", "tokens_per_s", "memory_bytes", "validation_loss")
+        figures = {name: record[name] for name in names if name in record}
+        figures |= {f"loss/{name}": value for name, value in losses.items()}
+        for logger in loggers:
+            logger.log(step, figures)
+    progress.update(
+        step=step + 1,
+        loss=record["loss"],
+        losses=losses,
+        tokens_per_s=record["tokens_per_s"],
+        memory_bytes=record["memory_bytes"],
+    )
+
+
+@contextmanager
+def _saved_if_it_fails(trainer: Trainer, saved: int, save: Callable[[], Path] | None) -> Generator[None, None, None]:
+    """Save what a run had reached before a step failed without changing anything.
+
+    Args:
+        saved: Steps that the newest checkpoint has.
+        save: Writes a checkpoint; None for a run that saves none.
+    """
+    try:
+        yield
+    except LadingError as error:
+        if save is not None and trainer.steps > saved and not trainer.unfinished:
+            try:
+                error.add_note(f"saved in {save()}; go on with --resume when the cause is mended")
+            except LadingError as other:
+                error.add_note(f"what the run had reached could not be saved: {other}")
+        raise
+
+
+def _step(trainer: Trainer, run: RunConfig, data: Dataset) -> dict[str, Any]:
+    """Run one step at the rates of the schedule; returns its figures."""
+    step, chosen = trainer.steps, run.optimization
+    lr, matrices = lr_at(chosen, step), chosen.matrices
+    matrix_lr = None if matrices is None else lr_at(chosen, step, matrices.lr)
+    batches = [data.batch(step, micro) for micro in range(chosen.accumulation)]
+    started = time.perf_counter()
+    loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
+    step_s = time.perf_counter() - started
+    record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
+    losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
+    return {**record, **losses, "tokens_per_s": run.data.num_tokens * chosen.accumulation / step_s}
 
 
 def _is_due(checkpoint: CheckpointConfig, steps: int) -> bool:
     return checkpoint.every_steps > 0 and steps % checkpoint.every_steps == 0
 
 
-def _save_after(error: LadingError, save: Callable[[], Path]) -> None:
-    """Save what a run had reached before a step failed without changing anything."""
-    try:
-        error.add_note(f"saved in {save()}; go on with --resume when the cause is mended")
-    except LadingError as other:
-        error.add_note(f"what the run had reached could not be saved: {other}")
+class _Validation:
+    """Evaluations of a run on data that it does not train on, and the checkpoint of the lowest loss.
+
+    Args:
+        data: Validation data.
+        meta: What checkpoints of the run say of it.
+
+    Attributes:
+        note: Sentence on a best checkpoint that no longer counts; "" without one.
+    """
+
+    def __init__(self, trainer: Trainer, run: RunConfig, data: Dataset, meta: Mapping[str, Any]) -> None:
+        if run.validation is None:
+            raise ConfigError("expected a run with validation, got one without")
+        self._trainer, self._data, self._settings = trainer, data, run.validation
+        self._micro, self._total = run.optimization.accumulation, run.optimization.steps
+        measure = {"content": data.fingerprint, "micro_batches": self._settings.batches * self._micro}
+        self._measure = {"share": self._settings.share, **measure}
+        self._meta, self._folder = meta, Path(run.out) / _BEST
+        self._lowest: tuple[float, int] | None = None
+        self.note = self._remember() if trainer.steps else ""
+
+    def _remember(self) -> str:
+        """Take over the lowest loss of an earlier process; returns a note where it was one of other data."""
+        if (path := latest_checkpoint(self._folder)) is None:
+            return ""
+        best = open_checkpoint(path)
+        told = dict(best.meta.get(_VALIDATION, {}))
+        loss = told.pop("loss", None)
+        if told != self._measure:
+            return f"validation is not as it was for {path}, so the next evaluation takes its place"
+        self._lowest = (loss, best.step)
+        return ""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether an evaluation follows after so many steps."""
+        return steps % self._settings.every_steps == 0 or steps == self._total
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate; returns the figures for metrics.jsonl: the loss, its terms where it is several, and the seconds."""
+        started = time.perf_counter()
+        count, total, terms = self._settings.batches, 0.0, dict[str, float]()
+        for number in range(count):
+            first = number * self._micro
+            total += self._trainer.evaluate([self._data.batch(0, first + micro) for micro in range(self._micro)])
+            for name, value in self._trainer.losses.items():
+                terms[name] = terms.get(name, 0.0) + value / count
+        figures = {"validation_loss": total / count, "validation_s": time.perf_counter() - started}
+        return figures | ({"validation_losses": terms} if terms else {})
+
+    def judge(self, loss: float) -> str:
+        """Say how a loss compares with those before, and keep a checkpoint of the lowest."""
+        words = f"validation after step {self._trainer.steps}: loss {loss:.4f}"
+        if not math.isfinite(loss):
+            return words
+        if self._lowest is not None and loss >= self._lowest[0]:
+            return f"{words}; the lowest is {self._lowest[0]:.4f}, after step {self._lowest[1]}"
+        self._lowest = (loss, self._trainer.steps)
+        if not self._settings.keep_best:
+            return f"{words}, the lowest so far"
+        meta = {**self._meta, _VALIDATION: {"loss": loss, **self._measure}}
+        return f"{words}, the lowest so far; kept in {self._trainer.save(self._folder, meta=meta, keep=1)}"
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:

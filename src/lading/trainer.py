@@ -27,7 +27,7 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.frozen import Frozen
-from lading.ir.graph import Phase, StepGraph
+from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
@@ -311,24 +311,16 @@ class Trainer:
         """
         numbers = [number for number, each in enumerate(self._steps) if not each.trains] or [*range(len(self._steps))]
         feeds, shape = self._fed(batches, numbers, loss)
-        if self._steps[shape].trains:
-            self._check_plain(self._steps[shape].program.graph)
+        if self._steps[shape].trains and (op := self._steps[shape].program.graph.training_only()) is not None:
+            raise ConfigError(
+                f"evaluate: expected a forward without dropout and running statistics, found {op.name} in "
+                f"{op.module or 'the loss'}; give lading.plan and the Trainer a capture of the evaluation: "
+                "others=[lading.capture(model, batch, loss, evaluation=True)]"
+            )
         with self._lock, HeldInterrupts(self._executor.stop):
             self._meet(f"evaluate after step {self.steps}", shape=shape)
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
-
-    def _check_plain(self, graph: StepGraph) -> None:
-        """Refuse a forward of training that is another one in evaluation."""
-        buffers = {graph.storage_of(tensor) for _, tensor in graph.buffers}
-        for op in graph.ops:
-            writes = not buffers.isdisjoint(graph.storage_of(t) for t in op.mutates)
-            if op.phase in (Phase.FORWARD, Phase.LOSS) and (op.random or writes):
-                raise ConfigError(
-                    f"evaluate: expected a forward without dropout and running statistics, found {op.name} in "
-                    f"{op.module or 'the loss'}; give lading.plan and the Trainer a capture of the evaluation: "
-                    "others=[lading.capture(model, batch, loss, evaluation=True)]"
-                )
 
     def _meet(self, doing: str, **facts: float) -> None:
         """Wait until all ranks come to do the same with the same numbers; alone, do nothing."""

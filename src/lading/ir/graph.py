@@ -248,6 +248,18 @@ class StepGraph:
         """Whether the step has a backward; an evaluation has none, and changes no value."""
         return any(op.phase in (Phase.BACKWARD, Phase.OPTIMIZER) for op in self.ops)
 
+    def training_only(self) -> Op | None:
+        """First operation of forward or loss that an evaluation leaves out; None where both are the same.
+
+        Such are random numbers (dropout), and changes of buffers (running statistics).
+        """
+        buffers = {self.storage_of(tensor) for _, tensor in self.buffers}
+        for op in self.ops:
+            writes = not buffers.isdisjoint(self.storage_of(t) for t in op.mutates)
+            if op.phase in (Phase.FORWARD, Phase.LOSS) and (op.random or writes):
+                return op
+        return None
+
     @property
     def flops(self) -> int:
         """Number of FLOP of one step; a multiply-add counts as two."""

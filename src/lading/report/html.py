@@ -6,6 +6,7 @@ Reading order: verdict, memory, streams, seconds, loss, policies, placement, ass
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ def write_report(
         program: Program that the action ids of both timelines refer to.
         predicted: Timeline of one step as simulated.
         measured: Timeline of one step as executed, or None if the plan has not run.
-        metrics: Records of metrics.jsonl; "step" with "loss", "step_s" or "memory_bytes" are drawn.
+        metrics: Records of metrics.jsonl; "step" with "loss", "validation_loss", "step_s" or "memory_bytes" are drawn.
         summary: The numbers at the top.
     """
     lines = [predicted] if measured is None else [predicted, measured]
@@ -401,6 +402,10 @@ def _training(metrics: Sequence[Mapping[str, Any]], summary: RunSummary) -> str:
     drawn: list[str] = []
     if loss:
         drawn.append(metric_figure("Loss", loss, unit="", behind=summary.plain_losses))
+    if validated := metric_series(metrics, "validation_loss"):
+        lowest, step = min((loss if isfinite(loss) else inf, step) for step, loss in validated)
+        mark = (lowest, f"lowest, {lowest:.4f} after step {step:g}", "forecast") if lowest < inf else None
+        drawn.append(metric_figure("Validation loss", validated, unit="", mark=mark))
     if steps := metric_series(metrics, "step_s"):
         mark = (summary.predicted_step_s, f"predicted {format_seconds(summary.predicted_step_s)}", "forecast")
         drawn.append(metric_figure("Time of a step", steps, unit="seconds", mark=mark))

@@ -10,6 +10,7 @@ and read from there, as a mapping would add its pages to the resident set that a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json, write_aside, write_text
 from lading.inputs import Input, parse_input
+from lading.runtime.data import Batch, Places, check_part, split_spans, whole
 from lading.runtime.documents import files_of, fingerprint_of
 
 _LAYOUT = 2
@@ -39,7 +41,6 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 #: What readers raise of a file that is damaged, or holds what are no numbers.
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
 
-Batch = dict[str, torch.Tensor]
 Columns = Mapping[str, Input]
 
 
@@ -123,6 +124,7 @@ class ArrayDataset:
         self._num_rows, self.fingerprint = int(facts["rows"]), str(facts["sha256"])[:16]
         if not self._num_rows:
             raise ConfigError(f"data.source {config.source!r}: expected rows, found none")
+        self._places = Places(whole(self._num_rows))
 
     def __len__(self) -> int:
         """Number of all rows."""
@@ -132,6 +134,17 @@ class ArrayDataset:
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return sum(map(_row_bytes, self._columns.values()))
+
+    def part(self, share: float, *, held_out: bool) -> Self:
+        """Rows of one side of a split: single ones that are held out, or the rest.
+
+        Raises:
+            ConfigError: there are none on that side.
+        """
+        rows, other = self._num_rows, copy.copy(self)
+        other._places = Places(split_spans(rows, share, held_out=held_out, most_pieces=rows))
+        check_part(other._places, share, rows, "rows")
+        return other
 
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``: rows drawn as windows of a text are.
@@ -147,7 +160,7 @@ class ArrayDataset:
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                rows = [os.pread(file, size, int(row) * size) for row in raw % np.uint64(self._num_rows)]
+                rows = [os.pread(file, size, row * size) for row in self._places.chosen(raw)]
             finally:
                 os.close(file)
         except OSError as error:

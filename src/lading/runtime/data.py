@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from lading.runtime.framing import Arrays, framed, padded, window_tokens
 from lading.runtime.tokens import load_tokenizer, open_store
 
 #: Second words of the keys under which random numbers are drawn.
-_WINDOWS, _MASKS = 0, 2
+_WINDOWS, _MASKS, _HELD_OUT = 0, 2, 3
+#: Fewest tokens of a piece of text that is held out, unless all that is held out are fewer; and most such pieces.
+_PIECE_TOKENS, _MOST_PIECES = 1 << 16, 64
 
 Batch = dict[str, torch.Tensor]
 
@@ -30,6 +33,61 @@ class Dataset(Protocol):
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``, both from 0."""
         ...
+
+
+class Places:
+    """Places in a row of elements at which something of a given length can begin, without touching what is left out.
+
+    Args:
+        spans: Start and length of each run of elements that may be used, int64 (runs, 2), in order.
+        length: Elements of what begins there, >= 1.
+    """
+
+    def __init__(self, spans: np.ndarray, length: int = 1) -> None:
+        counts = np.maximum(spans[:, 1] - length + 1, 0)
+        self._ends = np.cumsum(counts)
+        self._shifts = spans[:, 0] - (self._ends - counts)
+
+    def __len__(self) -> int:
+        """Number of places."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def chosen(self, raw: np.ndarray) -> list[int]:
+        """Places that random 64-bit words choose, one each."""
+        numbers = (raw % np.uint64(len(self))).astype(np.int64)
+        return (numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]).tolist()
+
+
+def whole(count: int) -> np.ndarray:
+    """All of ``count`` elements, as the spans of ``Places``."""
+    return np.asarray([[0, count]], dtype=np.int64)
+
+
+def split_spans(count: int, share: float, *, held_out: bool, most_pieces: int) -> np.ndarray:
+    """Spans of one side of a row of elements that is split in two, the same for equal arguments.
+
+    The row is cut into as many equal strata as there are pieces to hold out, and each piece lies at a place of its
+    stratum that was drawn once and for all: every part of the data is in both sides, and no order of it matters.
+
+    Args:
+        share: Share of the elements that is held out.
+        held_out: Whether to return what is held out, or the rest.
+        most_pieces: Number of pieces, where so many elements are held out.
+
+    Returns:
+        Start and length of each span, int64 (spans, 2), in order.
+    """
+    size = min(count, max(1, round(count * share)))
+    pieces = min(most_pieces, size)
+    length = size // pieces
+    lows = np.arange(pieces + 1, dtype=np.int64) * count // pieces
+    room = lows[1:] - lows[:-1] - length + 1
+    raw = np.random.Philox(key=[0, _HELD_OUT]).random_raw(pieces)
+    starts = lows[:-1] + (raw % room.astype(np.uint64)).astype(np.int64)
+    if held_out:
+        return np.stack([starts, np.full_like(starts, length)], axis=1)
+    begins = np.concatenate([[0], starts + length])
+    return np.stack([begins, np.concatenate([starts, [count]]) - begins], axis=1)
 
 
 class TextDataset:
@@ -61,15 +119,16 @@ class TextDataset:
         self._store = open_store(config, load_tokenizer(tokenizer), folder, labelled=task == "classification")
         self.specials = self._store.specials
         self._window = window_tokens(task, config.sequence_length, self.specials)
-        self._num_starts = self._store.count - self._window + 1
         if self.task == "classification":
-            self._num_starts = len(self._store.documents)
+            self._places = Places(whole(len(self._store.documents)))
             self._check_labels(num_labels)
-        elif self._num_starts < 1:
-            raise ConfigError(
-                f"data.source {config.source!r}: expected at least {self._window} tokens of text, "
-                f"got {self._store.count}; give more text or a smaller data.sequence_length"
-            )
+        else:
+            self._places = Places(whole(self._store.count), self._window)
+            if not len(self._places):
+                raise ConfigError(
+                    f"data.source {config.source!r}: expected at least {self._window} tokens of text, "
+                    f"got {self._store.count}; give more text or a smaller data.sequence_length"
+                )
         if vocabulary is not None:
             self._check_vocabulary(vocabulary)
 
@@ -82,6 +141,21 @@ class TextDataset:
         """Hash of the tokens."""
         return self._store.fingerprint
 
+    def part(self, share: float, *, held_out: bool) -> Self:
+        """Data of one side of a split: the texts with labels, or pieces of the text, that are held out, or the rest.
+
+        Raises:
+            ConfigError: there are too few for a sequence, or for a text, on that side.
+        """
+        labelled = self.task == "classification"
+        count = len(self._store.documents) if labelled else self._store.count
+        pieces = count if labelled else max(1, min(_MOST_PIECES, int(count * share) // _PIECE_TOKENS))
+        window = 1 if labelled else self._window
+        other = copy.copy(self)
+        other._places = Places(split_spans(count, share, held_out=held_out, most_pieces=pieces), window)
+        check_part(other._places, share, count, "texts" if labelled else f"tokens, of which a sequence takes {window}")
+        return other
+
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``.
 
@@ -93,8 +167,7 @@ class TextDataset:
         """
         if step < 0 or micro < 0:
             raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
-        raw = self._words(_WINDOWS, step, micro, self.config.batch_size)
-        chosen = (raw % np.uint64(self._num_starts)).tolist()
+        chosen = self._places.chosen(self._words(_WINDOWS, step, micro, self.config.batch_size))
         if self.task == "classification":
             return _tensors(self._labelled(chosen))
         windows = np.stack(self._store.read((start, self._window) for start in chosen))
@@ -113,7 +186,7 @@ class TextDataset:
         return padded(texts, rows[:, 2].tolist(), self.config.sequence_length, self.specials)
 
     def _check_labels(self, num_labels: int | None) -> None:
-        if not self._num_starts:
+        if not len(self._places):
             raise ConfigError(f"data.source {self.config.source!r}: expected texts with labels, found none")
         highest = int(self._store.documents[:, 2].max())
         if num_labels is not None and highest >= num_labels:
@@ -132,6 +205,19 @@ class TextDataset:
                 f"data.tokenizer: expected tokens below {vocabulary}, the model's vocabulary, got {max(used)}; "
                 "give the model's tokenizer, or a model with a larger vocabulary"
             )
+
+
+def check_part(places: Places, share: float, count: int, elements: str) -> None:
+    """Refuse a side of a split on which nothing can begin.
+
+    Raises:
+        ConfigError: there are no places.
+    """
+    if not len(places):
+        raise ConfigError(
+            f"validation.share: expected enough of the data on both sides, got {share:g} of {count:,} {elements}; set "
+            "another share, give more data, or a validation.source of its own"
+        )
 
 
 class LatentDataset:

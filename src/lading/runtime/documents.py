@@ -27,8 +27,11 @@ class TextPiece(NamedTuple):
     label: int | None = None
 
 
-def files_of(source: str) -> list[Path]:
+def files_of(source: str, key: str = "data.source") -> list[Path]:
     """List the files of a source, sorted by path.
+
+    Args:
+        key: Setting that has it, for messages.
 
     Raises:
         ConfigError: there are none.
@@ -43,10 +46,10 @@ def files_of(source: str) -> list[Path]:
         paths = sorted(path for path in matches if path.is_file() and path.stat().st_size)
         if not paths:
             raise ConfigError(
-                f"data.source: expected 'stdlib', a folder, a file or a pattern, got {source!r}, which does not exist"
+                f"{key}: expected 'stdlib', a folder, a file or a pattern, got {source!r}, which does not exist"
             )
     if not paths:
-        raise ConfigError(f"data.source: expected files with text in {root}, found none")
+        raise ConfigError(f"{key}: expected files with text in {root}, found none")
     return paths
 
 

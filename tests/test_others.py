@@ -191,3 +191,19 @@ def test_captures_that_are_no_others_of_the_plan() -> None:
     of_second = capture(second, torch.ones(2, 8), lambda model, x: model(x).mean())
     with pytest.raises(ConfigError, match=r"expected captures of one model, .* has a Trainer of its own"):
         plan(graph, MACHINE, budget="100%", others=[of_second])
+
+
+def test_attention_that_evaluates_in_one_kernel() -> None:
+    """Of torch's encoder, which asks it for no weights."""
+    torch.manual_seed(0)
+    model, x_BTD = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 5, 16)
+
+    def loss(model: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
+        return (model(x_BTD) - 1).square().mean()
+
+    graph, held_out = capture(model, x_BTD, loss), capture(model, x_BTD, loss, evaluation=True)
+    assert any("multi_head_attention" in op.name for op in held_out.ops)
+    with Trainer(plan(graph, MACHINE, budget="100%", others=[held_out]), graph, model, others=[held_out]) as trainer:
+        got = trainer.evaluate(x_BTD)
+    with torch.no_grad():
+        assert got == loss(model.eval(), x_BTD).item()

@@ -2,9 +2,9 @@
 
     python benchmarks/executor/changes.py MACHINE.toml --folder F       # of ``lading probe``; one thread is best
 
-Blocks of steps that change every time and blocks that never do follow each other; processor time of the process is
-compared block by block. Evaluations of a model with dropout come between the blocks, and the peak is held against the
-budget.
+Steps go in pairs on one capture and then on the other, so that each first step follows a change and each second one
+does not; processor times are compared pair by pair. Evaluations of a model with dropout come between, and the peak is
+held against the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 import lading
 
-_STEPS, _ROUNDS = 6, 8
+_PAIRS = 60
 _LAYERS, _WIDTH, _TOKENS, _BATCH = 6, 256, 128, 8
 
 
@@ -53,14 +53,11 @@ def second(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     return first(model, ids_BT)
 
 
-def timed(
-    run: Callable[[Callable[..., torch.Tensor]], object], losses: tuple[Callable[..., torch.Tensor], ...]
-) -> float:
-    """Processor seconds of a step, of a block of steps on these losses in turns."""
+def seconds(run: Callable[[], object]) -> float:
+    """Processor seconds of a call."""
     start = time.process_time()
-    for step in range(_STEPS):
-        run(losses[step % len(losses)])
-    return (time.process_time() - start) / _STEPS
+    run()
+    return time.process_time() - start
 
 
 def measure(machine: str, budget: str, folder: Path) -> None:
@@ -71,22 +68,23 @@ def measure(machine: str, budget: str, folder: Path) -> None:
     others = [lading.capture(model, ids_BT, second), lading.capture(model, ids_BT, first, evaluation=True)]
     plan = lading.plan(graph, machine, budget=budget, others=others)
     with lading.Trainer(plan, graph, model, others=others, folder=folder) as trainer:
-        run = lambda loss: trainer.step(ids_BT, loss=loss)  # noqa: E731
-        timed(run, (first, second))
-        ratios: list[float] = []
-        steps: list[float] = []
-        for _ in range(_ROUNDS):
-            row, turns = timed(run, (first,)), timed(run, (first, second))
-            trainer.evaluate(ids_BT)
-            ratios.append(turns / row)
-            steps.append(row)
+        pairs: list[tuple[float, float]] = []
+        for number in range(_PAIRS + 2):
+            loss = (first, second)[number % 2]
+            changed, same = (seconds(lambda: trainer.step(ids_BT, loss=loss)) for _ in range(2))  # noqa: B023
+            pairs.append((changed, same))
+            if number % 8 == 0:
+                trainer.evaluate(ids_BT)
         peak, limit = trainer.peak_bytes, plan.budgets["device"]
-    moved = len(plan.choices.gaps)
-    low, high = min(ratios), max(ratios)
+    pairs = pairs[2:]
+    step_s = statistics.median(same for _, same in pairs)
+    changes = [(changed - same) / step_s for changed, same in pairs]
+    middle = statistics.median(changes)
+    spread = statistics.median(abs(change - middle) for change in changes)
     print(
-        f"budget {budget}: {statistics.median(steps) * 1e3:.1f} ms of a processor a step in a row; in turns "
-        f"{statistics.median(ratios):.3f} of that ({low:.3f} to {high:.3f}, {_ROUNDS} pairs of {_STEPS} steps); "
-        f"{moved} gaps not kept; peak {peak / 2**20:.1f} of {limit / 2**20:.1f} MiB"
+        f"budget {budget}: {step_s * 1e3:.1f} ms of a processor a step; a step after a change takes {middle:+.2%} "
+        f"(median of {len(changes)} pairs, half within {spread:.2%} of it); {len(plan.choices.gaps)} gaps not kept; "
+        f"peak {peak / 2**20:.1f} of {limit / 2**20:.1f} MiB"
     )
 
 

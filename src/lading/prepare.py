@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -29,7 +30,7 @@ from lading.ir.layout import Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan, PlanKind, plan_from_dict
 from lading.ir.reporting import SILENT, PlanProgress
-from lading.ir.together import together
+from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
 from lading.memory.restore import ALONE, step_of
 from lading.optim.registry import default_rule, name_of
@@ -252,19 +253,6 @@ class _KernelMemory:
     spare_bytes: int = 0
     other_ops: int = 0
 
-    def beside(self, others: Sequence[_KernelMemory], num_ops: int) -> _KernelMemory:
-        """Memory of a process that runs other steps of so many operations, too, by turns."""
-        if not others:
-            return self
-        every = (self, *others)
-        kept = [each.kept_bytes for each in every if each.kept_bytes is not None]
-        return dataclasses.replace(
-            self,
-            kept_bytes=max(kept) if len(kept) == len(every) else None,
-            spare_bytes=max(each.spare_bytes for each in every),
-            other_ops=num_ops,
-        )
-
     def settings(self, save_bytes: int) -> dict[str, float]:
         """Settings of a plan that counts what stays, and ``save_bytes`` that saving takes."""
         saving = {SAVE_BYTES: float(save_bytes)}
@@ -302,10 +290,17 @@ def _told(
 def _memory_by_turns(
     step: StepGraph, rest: Sequence[StepGraph], machine: Machine, progress: PlanProgress
 ) -> tuple[_KernelMemory, list[tuple[StepGraph, Sequence[int]]]]:
-    """Kernels' memory of a step that others take turns with; returns those with the scratch of each, too."""
-    memory, *memories = (_kernel_memory(each, machine, progress) for each in (step, *rest))
-    others = [(each, its.scratch_bytes) for each, its in zip(rest, memories, strict=True)]
-    return memory.beside(memories, sum(len(each.ops) for each in rest)), others
+    """Kernels' memory of a process that runs several steps by turns; returns the others with the scratch of each, too.
+
+    All are measured together, as what one leaves behind serves the next.
+    """
+    memory = _kernel_memory(one_after_another([step, *rest]), machine, progress)
+    if not rest:
+        return memory, []
+    scratch, largest = iter(memory.scratch_bytes), max(memory.scratch_bytes, default=0)
+    mine, *others = ([largest, *list(islice(scratch, len(each.ops)))[1:]] for each in (step, *rest))
+    memory = dataclasses.replace(memory, scratch_bytes=mine, other_ops=sum(len(each.ops) for each in rest))
+    return memory, list(zip(rest, others, strict=True))
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:

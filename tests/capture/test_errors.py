@@ -116,21 +116,22 @@ def test_a_fake_tensor_that_is_not_registered() -> None:
     assert "register_buffer" in message
 
 
-@pytest.mark.parametrize("onednn", [True, False])
-def test_a_recurrent_layer_needs_its_plain_kernels(onednn: bool) -> None:
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.backends.mkldnn.flags(enabled=onednn, allow_tf32=None):  # type: ignore[no-untyped-call]
-            out = module.layer(x)[0]  # type: ignore[operator]
-        assert isinstance(out, torch.Tensor)
-        return out
+def test_lengths_of_packed_sequences_decide_what_runs() -> None:
+    def packed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        sequences = nn.utils.rnn.pack_padded_sequence(x.repeat(2, 1, 1), [3, 2], batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(module.layer(sequences)[0], batch_first=True)[0]  # type: ignore[operator]
 
-    if onednn:
-        message = refusal(forward, layer=nn.LSTM(4, 4))
-        assert "mkldnn_rnn_layer" in message
-        assert "mkldnn.flags(enabled=False)" in message
-    else:
-        graph = capture(Outer(forward, layer=nn.LSTM(4, 4)), {"x": torch.ones(3, 4)}, squares)
-        assert any(op.name == "aten.mm.default" or "addmm" in op.name for op in graph.ops)
+    message = refusal(packed, layer=nn.LSTM(4, 4, batch_first=True))
+    assert "give the RNN padded sequences" in message
+
+
+def test_ctc_of_torch_is_refused_with_another() -> None:
+    def ctc(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scores = x.unsqueeze(1).repeat(1, 2, 1).log_softmax(-1)
+        ones = torch.ones(2, 2, dtype=torch.long)
+        return nn.functional.ctc_loss(scores, ones, torch.tensor([3, 3]), torch.tensor([2, 1]))
+
+    assert "a CTC of tensor operations on padded targets" in refusal(ctc)
 
 
 def test_a_plain_attribute_is_a_constant() -> None:

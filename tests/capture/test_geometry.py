@@ -14,7 +14,9 @@ from torch import nn
 
 from lading.errors import CaptureError
 from lading.ir.graph import Phase
+from lading.prepare import plan
 from lading.tracing.trace import capture
+from lading.trainer import Trainer
 
 B, T, F = 4, 3, 8
 
@@ -40,8 +42,22 @@ class Recurrent(nn.Module):
 def test_recurrent_layers_with_the_batch_first_train_as_in_plain_pytorch(
     kind: Callable[..., nn.RNNBase], settings: dict[str, Any], tmp_path: Path
 ) -> None:
+    """To the bit where torch, too, runs an LSTM step by step."""
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[no-untyped-call]
         assert_trains_as_plain(lambda: Recurrent(kind, **settings), batch, squares, tmp_path, steps=2)
+
+
+def test_an_lstm_is_captured_as_it_is() -> None:
+    """Close to oneDNN's kernel of the whole, which plain PyTorch takes."""
+    torch.manual_seed(0)
+    model, x = Recurrent(nn.LSTM, num_layers=2), batch(0)
+    graph = capture(model, x, squares)
+    assert not any("mkldnn_rnn" in op.name for op in graph.ops)
+    with torch.no_grad():
+        expected = squares(model, x).item()
+    assert "lstm" not in vars(torch._VF)
+    with Trainer(plan(graph, "cpu", budget="1GB"), graph, model) as trainer:
+        assert trainer.evaluate(x) == pytest.approx(expected, rel=1e-5)
 
 
 class Shaped(nn.Module):

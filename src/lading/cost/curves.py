@@ -83,9 +83,10 @@ def product_curve_s(
         return flops / own[0].at(each)
     if dtype not in device.peak_flops_per_s:
         known = ", ".join(sorted(device.peak_flops_per_s))
+        scaled = " to bfloat16, which needs no scale of the loss" if dtype == "float16" else ""
         raise ConfigError(
             f"{where} is a {dtype} product and {device.name} has a peak only for {known}; "
-            f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype"
+            f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype{scaled}"
         )
     if own is not None:
         return flops / (own[0].at(each) * _peak_ratio(device, dtype))

@@ -31,6 +31,15 @@ def together(steps: Sequence[StepGraph]) -> tuple[StepGraph, ...]:
     return first, *(numbered_as(first, step) for step in steps[1:])
 
 
+def one_after_another(steps: Sequence[StepGraph]) -> StepGraph:
+    """Graph of the operations of all steps, from ``together``, for what is measured of all of them in one process."""
+    every = steps[0]
+    for step in steps[1:]:
+        again = numbered_as(every, step)
+        every = dataclasses.replace(again, ops=(*every.ops, *again.ops))
+    return every
+
+
 def with_states(step: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
     """Copy of a step that has, unused, the optimizer states that other steps have and it has not."""
     storages, tensors, states = list(step.storages), list(step.tensors), list(step.states)

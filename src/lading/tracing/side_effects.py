@@ -138,6 +138,26 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
+def stepwise_lstm() -> Iterator[None]:
+    """Let each LSTM run as the products and gates of its steps, as the other RNNs do.
+
+    On a processor oneDNN has a kernel for the whole, which hands its backward a workspace of its own making.
+    """
+    kernels: Any = torch._VF
+    before = kernels.lstm
+
+    def lstm(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # pyright: ignore[reportArgumentType]
+            return before(*args)
+
+    kernels.lstm = lstm
+    try:
+        yield
+    finally:
+        del kernels.lstm
+
+
+@contextmanager
 def refusing_scalers() -> Iterator[None]:
     """Refuse a loss that a ``GradScaler`` scales: its scale would be frozen, and no step skipped.
 

@@ -29,6 +29,7 @@ from lading.tracing.side_effects import (
     branches_of_eager,
     left_as_it_was,
     refusing_scalers,
+    stepwise_lstm,
     uncompiled,
     without_cached_fakes,
 )
@@ -123,6 +124,7 @@ def _once(
         uncompiled(),
         refusing_wrappers(),
         refusing_scalers(),
+        stepwise_lstm(),
         mode,
         tracer,
         module_paths(model, tracer),

@@ -74,7 +74,8 @@ _ADVICE = {
     "attribute": "it writes in place to a tensor that is neither a parameter, a buffer nor part of the batch; "
     "use register_buffer, or the out-of-place form",
     "trainable": "it uses a trainable tensor that is not registered with its module; assign it as an nn.Parameter "
-    "or keep it in an nn.ParameterList",
+    "or keep it in an nn.ParameterList; two models of one loss are one nn.ModuleDict, with one optimizer and a capture "
+    "for each loss (docs/own-loop.md)",
     "again": "it draws random numbers in the backward pass; switch the model's own activation checkpointing off, "
     "as the plan decides what is recomputed",
     "sparse": "its result is sparse or a lazy conjugate; use dense real arithmetic "
@@ -84,6 +85,11 @@ _ADVICE = {
     "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
     "opaque": "it hands its backward a workspace of its own making; run its module under "
     "torch.backends.mkldnn.flags(enabled=False)",
+    "_pack_padded_sequence": "lengths decide what runs; give the RNN padded sequences: what it makes before the "
+    "padding is the same in one direction, and a loss leaves padding out (ignore_index, or a mask); for two directions "
+    "make batches of one length, a capture for each",
+    "_ctc_loss": "its table is as long as the longest target of a batch; use a CTC of tensor operations on padded "
+    "targets, such as that of docs/own-model.md",
 }
 #: Kernels whose results under autograd are not those without it.
 _OPAQUE = frozenset({"aten::mkldnn_rnn_layer"})
@@ -182,7 +188,8 @@ class Tracer(TorchDispatchMode):
         if values is None and name == "aten::_local_scalar_dense":
             return self._number_of_batch(func, args[0], error)
         if values is None:
-            raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
+            advice = _ADVICE.get(name.removeprefix("aten::"), _ADVICE["data"])
+            raise CaptureError(self._refusal(func, advice)) from error
         with unset_fake_temporarily():
             real = dict(zip(map(id, tensors), values, strict=True))
             out = func(*_exchanged(args, real), **_exchanged(kwargs, real))

@@ -17,13 +17,14 @@ from torch import nn
 import lading
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind, Phase, StepGraph
+from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Machine
 from lading.ir.reduction import reduce_gradients
 from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
-from lading.planner.api import best_bucket_bytes
+from lading.planner.api import best_buckets
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.test_saved_plan import states_on_disk
@@ -31,13 +32,16 @@ from tests.test_saved_plan import states_on_disk
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2, "num_layers": 2}
 #: Fewer bytes than the gradients of a block, so that there are several buckets.
 BUCKET = 20_000
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def machine() -> Machine:
     """The made-up machine, with collectives of its processes."""
     curve, small = Curve(size=(1e3, 1e6), rate=(1e8, 1e9)), small_machine()
     device = dataclasses.replace(small.device, peak_flops_per_s={**small.device.peak_flops_per_s, "float64": 5e10})
-    return dataclasses.replace(small, device=device, collectives={f"all_reduce.{n}": curve for n in (2, 3, 4)})
+    return dataclasses.replace(
+        small, device=device, collectives={f"{op}.{n}": curve for op in COLLECTIVES for n in (2, 3, 4)}
+    )
 
 
 def batch(step: int, number: int) -> dict[str, torch.Tensor]:
@@ -222,7 +226,11 @@ def test_buckets_are_as_large_as_the_network_asks() -> None:
     alone = step(build_model("llama", **{**SIZES, "dim": 256}), batch(0, 0))
     quick, slow = (Curve(size=(1e3, 1e7), rate=rate) for rate in ((1e9, 1e9), (1e5, 1e9)))  # 1 us or 10 ms for 1 kB
     sizes = [
-        best_bucket_bytes(alone, dataclasses.replace(machine(), collectives={"all_reduce.2": curve}), 2)
+        best_buckets(
+            lambda layout: reduce_gradients(alone, layout.dp, layout.bucket_bytes),
+            dataclasses.replace(machine(), collectives={"all_reduce.2": curve}),
+            Layout(dp=2),
+        ).bucket_bytes
         for curve in (quick, slow)
     ]
     assert sizes[0] < sizes[1]
@@ -248,7 +256,7 @@ def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:
     plan = lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2")
     with pytest.raises(ConfigError, match="start it with: torchrun --nproc-per-node 2 SCRIPT"):
         lading.Trainer(plan, graph, model, folder=tmp_path)
-    with pytest.raises(ConfigError, match="expected replicas, as \"dp4\", got 'tp2'"):
+    with pytest.raises(ConfigError, match='expected replicas, as "dp4", or shards'):
         lading.plan(graph, machine(), budget="100%", cache=False, layout="tp2")
     with pytest.raises(ConfigError, match="test: expected the speed of collectives among 2 ranks"):
         lading.plan(graph, small_machine(), budget="100%", cache=False, layout="dp2")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,17 +22,19 @@ from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import RunConfig, run_to_dict
-from lading.errors import ConfigError, StorageError, check_type
+from lading.errors import ConfigError, PlanInfeasible, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
+from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
-from lading.ir.layout import Layout, parse_layout
+from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan, PlanKind, plan_from_dict
+from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
-from lading.memory.restore import ALONE, step_of
+from lading.memory.restore import step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -42,7 +44,7 @@ from lading.planner.api import (
     SAVE_BYTES,
     SPARE_BYTES,
     Planned,
-    best_bucket_bytes,
+    best_buckets,
     sketch_plan,
     tier_limits,
 )
@@ -56,7 +58,7 @@ from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.kernel_memory import kernel_memory
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
-from lading.units import parse_bytes, share_or_bytes
+from lading.units import parse_bytes, share_of, share_or_bytes
 
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
 #: layers, 0.7 for a Llama of 6 that gave no freed scratch back before, torch 2.13.
@@ -106,8 +108,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
             error, and keep it there; False plans anew. A search of more than two seconds says there what it does.
         layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
-            the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more. ""
-            is one replica a rank of the job; "dp1" one by itself.
+            the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more.
+            "dp4,zero1" cuts the optimizer's states into shards, one a rank; "dp4,zero2" also the gradients that are
+            summed over micro-batches; "dp4,zero3" also the parameters. "" is all ranks of the job: replicas if they
+            keep everything in the budget, else the fastest of all these; "dp1" is one rank by itself.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
             changes between them at no cost. Smaller batches need none (``Trainer(shapes=)``).
@@ -124,15 +128,28 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = _spread(layout)
-    limits = _limits(machine, disk_budget, budgets)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
+    uncut = "further steps (others=), which use parameters in an order of their own" if others else ""
+    uncut = uncut or _moves_whole(rule, matrices)
+    if spread.zero and uncut:
+        raise ConfigError(
+            "layout: expected one step, and an optimizer of Lading's that treats elements alone (lading.AdamW), to "
+            f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.dp}"), or leave that out'
+        )
+    limits = _limits(machine, disk_budget, budgets)
 
-    def make() -> Plan:
+    def plan_in(spread: Layout, budget: str | float) -> Plan:
         moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
         layout = spread
-        if spread.dp > 1 and not spread.bucket_bytes:
-            alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
-            layout = dataclasses.replace(spread, bucket_bytes=best_bucket_bytes(alone, machine, spread.dp))
+        if spread.dp > 1 and not spread.bucket_bytes and spread.zero < 3:
+            alone = None if spread.zero else step_of(graph, machine, **moved, layout=ALONE, widen=True)
+
+            def step_in(tried: Layout) -> StepGraph:
+                if alone is None:
+                    return step_of(graph, machine, **moved, layout=tried)
+                return reduce_gradients(alone, tried.dp, tried.bucket_bytes)
+
+            layout = best_buckets(step_in, machine, spread)
         step, *rest = together([step_of(each, machine, **moved, layout=layout) for each in (graph, *others)])
         with planning_progress(after_s=_QUICK_S) as progress:
             memory, others_scratch = _memory_by_turns(step, rest, machine, progress)
@@ -155,6 +172,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             )
         return _told(planned.plan, memory, graph, rule, matrices, layout)
 
+    def make() -> Plan:
+        if layout or spread.dp == 1 or uncut:
+            return plan_in(spread, budget)
+        return _fastest(spread, plan_in, budget, graph.accumulation)
+
     if spread.dp == 1 or num_ranks()[0] != spread.dp:
         return make()
     from lading.runtime.job import by_first_rank, start_job  # importing torch.distributed takes most of a second
@@ -171,9 +193,53 @@ def _spread(layout: str) -> Layout:
         ConfigError: it is no layout, or one of more than replicas.
     """
     asked = parse_layout(layout) if layout else Layout(dp=num_ranks()[0])
-    if asked != Layout(dp=asked.dp, bucket_bytes=asked.bucket_bytes):
-        raise ConfigError(f'layout: expected replicas, as "dp4", got {layout!r}; a run is spread in no other way yet')
-    return asked
+    if asked != Layout(dp=asked.dp, zero=asked.zero, bucket_bytes=asked.bucket_bytes):
+        raise ConfigError(
+            f'layout: expected replicas, as "dp4", or shards, as "dp4,zero3", got {layout!r}; a run is spread in no '
+            "other way yet"
+        )
+    return dataclasses.replace(asked, zero=0) if asked.dp == 1 else asked
+
+
+def _moves_whole(rule: ParameterRule, matrices: Matrices | None) -> str:
+    """Say what of a step moves whole parameters, or by numbers of their own; "" where shards can be moved alike."""
+    if matrices is not None:
+        return f"{matrices.rule}, which moves whole matrices"
+    if isinstance(rule, TorchUpdate):
+        return f"{rule.optimizer}, whose groups have numbers of their own"
+    return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
+
+
+def _fastest(
+    replicas: Layout, plan_in: Callable[[Layout, str | float], Plan], budget: str | float, accumulation: int
+) -> Plan:
+    """Plan replicas if they keep everything in the budget; else whatever is fastest of them and of shards.
+
+    Args:
+        plan_in: Makes the plan in a layout.
+
+    Raises:
+        PlanInfeasible: none fits.
+    """
+    plans: list[Plan] = []
+    missing: PlanInfeasible | None = None
+    try:
+        plans.append(plan_in(replicas, budget))
+        if plans[0].predictions.keep_all_bytes <= plans[0].budgets[DEVICE]:
+            return plans[0]
+        budget = plans[0].budgets[DEVICE]
+    except PlanInfeasible as error:
+        if share_of(budget) is not None:  # of what replicas need
+            raise
+        missing = error
+    for zero in (1, 2, 3) if accumulation > 1 else (2, 3):  # without it, the first two are the same
+        try:
+            plans.append(plan_in(dataclasses.replace(replicas, zero=zero), budget))
+        except PlanInfeasible as error:
+            missing = error
+    if not plans and missing is not None:
+        raise missing
+    return min(plans, key=lambda plan: plan.predictions.step_s)
 
 
 def plan_run(

@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,7 +27,7 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.frozen import Frozen
-from lading.ir.graph import StepGraph
+from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
@@ -42,7 +42,7 @@ from lading.runtime.device import DeviceDriver
 from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
-from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
+from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of, write_value
 from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import give_back, trim
 from lading.runtime.update_kernels import check_planned
@@ -428,10 +428,15 @@ class Trainer:
     def value(self, name: str) -> torch.Tensor:
         """Copy a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
 
+        What is sharded over ranks is gathered: all of them call this.
+
         Raises:
             ConfigError: no such name.
         """
-        return read_value(self._executor, self._value(name))
+        value = self._value(name)
+        if value.ranks > 1:
+            self._meet(f"read {name}")
+        return read_value(self._executor, value, self._replicas)
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
         """Set a parameter, buffer or optimizer state; with a parameter its master, which would overwrite it.
@@ -440,7 +445,10 @@ class Trainer:
             ConfigError: no such name, or another shape or dtype.
         """
         target = self._value(name)
-        if len(target.storages) == 1:
+        if target.start is not None:
+            self._check_like(name, target, value)
+            write_value(self._executor, target, value, 0 if self._replicas is None else self._replicas.rank)
+        elif len(target.storages) == 1:
             self._executor.write_storage(target.storages[0], value)
         else:
             self._write_parts(name, target, value)
@@ -449,13 +457,16 @@ class Trainer:
             self.set_value(master, value.float())
 
     def _write_parts(self, name: str, target: Value, value: torch.Tensor) -> None:
-        got = (_dtype_of(value), tuple(value.shape))
-        if got != (target.dtype, target.shape):
-            raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
+        self._check_like(name, target, value)
         flat = value.detach().reshape(-1)
         counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in target.storages]
         for storage, part in zip(target.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
+
+    def _check_like(self, name: str, target: Value, value: torch.Tensor) -> None:
+        got = (_dtype_of(value), tuple(value.shape))
+        if got != (target.dtype, target.shape):
+            raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers by the names of the model's own state dict; each is read when it is asked for.
@@ -489,7 +500,7 @@ class Trainer:
     def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
 
-        Of several ranks, whose values are the same, the first writes it; all call this.
+        Of several ranks the first writes all of it, also what is sharded over them; all call this.
 
         Returns:
             Its folder, for ``load``.
@@ -503,20 +514,47 @@ class Trainer:
         from lading.runtime.job import by_first_rank
 
         self._meet("save a checkpoint")
-        self._saved = by_first_rank("Trainer.save", lambda: str(self._save(Path(folder), meta or {}, keep)))
+        self._saved = by_first_rank(
+            "Trainer.save",
+            lambda: str(self._save(Path(folder), meta or {}, keep)),
+            meanwhile=lambda: self._give_shards(self._sharded()),
+        )
         return Path(self._saved)
+
+    def _sharded(self) -> list[str]:
+        """Names of the values of which each rank has a shard, in the order in which a checkpoint is written."""
+        named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])
+        return [name for name, value in named if value.ranks > 1]
+
+    def _give_shards(self, names: Iterable[str]) -> None:
+        """Take part in the gathering of values that another rank reads."""
+        for name in names:
+            read_value(self._executor, self._values[name], self._replicas)
+
+    def _chunks(self, name: str, left: list[str]) -> Iterator[memoryview]:
+        """Read the bytes of a value in order; ``left`` are the names of the sharded values not yet read."""
+        value = self._values[name]
+        if value.start is None:
+            yield from chain.from_iterable(map(self._executor.chunks, value.storages))
+            return
+        if value.ranks > 1:
+            left.remove(name)
+        yield read_value(self._executor, value, self._replicas).flatten().view(torch.uint8).numpy().data
 
     def _save(self, folder: Path, meta: Mapping[str, Any], keep: int) -> Path:
         self._check_whole()
         state = generator_state(self._kind)
         give_back()  # what steps freed leaves its room to the buffers of saving
         self._executor.reset_peak()
+        left = self._sharded()
         sources: list[TensorSource] = [
-            (name, value.dtype, value.shape, chain.from_iterable(map(self._executor.chunks, value.storages)))
-            for name, value in self._values.items()
+            (name, value.dtype, value.shape, self._chunks(name, left)) for name, value in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
-        path = save_checkpoint(folder, self.steps, [*sources, rng], meta, keep)
+        try:
+            path = save_checkpoint(folder, self.steps, [*sources, rng], meta, keep)
+        finally:  # the others give all shards, whether or not they can be written
+            self._give_shards(list(left))
         self._saved = str(path)
         self._executor.observe_peak()
         return path
@@ -541,7 +579,7 @@ class Trainer:
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name, value in self._values.items():  # masters come after their parameters
-            if all(map(self._executor.takes_chunks, value.storages)):
+            if value.start is None and all(map(self._executor.takes_chunks, value.storages)):
                 self._executor.write_chunks(value.storages, checkpoint.chunks(name))
             else:
                 self.set_value(name, checkpoint.read(name))
@@ -653,7 +691,9 @@ class Trainer:
         values, ended = self._values, None
         if self._groups is not None:
             values, ended = values | self._groups.values_of_states(values), self._groups.ended
-        self._give_back = partial(_give_back, self._executor, self._custody, values, self._lock, os.getpid(), ended)
+        self._give_back = partial(
+            _give_back, self._executor, self._custody, values, self._lock, os.getpid(), ended, self._replicas
+        )
         self._finalizer = weakref.finalize(self, self._give_back)
         atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
 
@@ -689,11 +729,13 @@ def _give_back(
     lock: AbstractContextManager[object],
     pid: int,
     ended: Callable[[], None] | None,
+    replicas: Replicas | None,
 ) -> None:
     """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer.
 
     Args:
         ended: Called once values are back.
+        replicas: Other ranks, which have their shards of values and give them back, too.
     """
     if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
         return
@@ -702,7 +744,9 @@ def _give_back(
             raise ConfigError(
                 "expected no step under way, found one; raise an exception instead of closing inside of it"
             )
-        lost = custody.give_back(lambda name: read_value(executor, values[name]))
+        if replicas is not None and any(value.ranks > 1 for value in values.values()) and len(custody):
+            replicas.meet("give the values back", {})
+        lost = custody.give_back(lambda name: read_value(executor, values[name], replicas))
         later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]
         if later:
             custody.take_again()

@@ -133,7 +133,7 @@ def test_waits_point_backward(base: Program) -> None:
         (ActionKind.COMPUTE, {"stream": "side"}, "expected a stream among"),
         (ActionKind.COMPUTE, {"kind": ActionKind.STEP}, "expected COMPUTE for op"),
         (ActionKind.STEP, {"kind": ActionKind.COMPUTE}, "expected STEP for op"),
-        (ActionKind.COMPUTE, {"kind": ActionKind.UNSHARD}, "of coarser grain"),
+        (ActionKind.COMPUTE, {"kind": ActionKind.RESHARD}, "of coarser grain"),
         (ActionKind.COMPUTE, {"places": ()}, "expected an address for exactly"),
         (ActionKind.COMPUTE, {"places": ((99, 0),)}, "expected storage ids"),
         (ActionKind.FREE, {"storage": 99}, "expected a storage in"),

@@ -29,7 +29,8 @@ from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
-from lading.ir.reduction import replicas_of
+from lading.ir.reduction import REDUCE_SCATTER, replicas_of
+from lading.ir.sharding import GATHERS
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
 from lading.ir.work import Attention, Kernel, Product, Stage
@@ -206,11 +207,18 @@ def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> 
     shared, group = machine.processes, group_of_ranks(replicas, machine)
     for index, op in enumerate(graph.ops):
         if index in graph.collectives:
-            costs[index] = collective_s("all_reduce", op.bytes_read, group, machine)
+            costs[index] = collective_s(_collective_of(op, machine), op.bytes_written, group, machine)
         elif shared is not None:
             product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
             costs[index] *= shared.slower("products" if product else "memory-bound", replicas)
     return costs
+
+
+def _collective_of(op: Op, machine: Machine) -> str:
+    """Name a collective as its speed is looked up; gloo reduces all of a tensor where a rank keeps a part."""
+    if op.name in GATHERS:
+        return "all_gather"
+    return "reduce_scatter" if op.name == REDUCE_SCATTER and machine.links else "all_reduce"
 
 
 def computing_left(graph: StepGraph, machine: Machine) -> float:

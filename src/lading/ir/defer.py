@@ -20,7 +20,8 @@ from lading.ir.graph import Phase, RepeatedBlock, StepGraph
 def updates(graph: StepGraph) -> list[tuple[int, ...]]:
     """Operations of each update that can be deferred, the last update of the step first.
 
-    An update is what writes in place in the optimizer's phase; those that share what they write go together.
+    An update is what writes in place in the optimizer's phase; those that share what they write go together. One that
+    other ranks take part in stays: who reads a value between two steps would have to ask them.
     """
     groups: dict[int, list[int]] = {}  # by first operation
     owner: dict[int, int] = {}  # storage written -> its group
@@ -37,7 +38,8 @@ def updates(graph: StepGraph) -> list[tuple[int, ...]]:
     free = [
         tuple(group)
         for group in groups.values()
-        if all(last.get(s, -1) < group[0] for i in group for s in graph.writes(graph.ops[i]))
+        if graph.collectives.isdisjoint(group)
+        and all(last.get(s, -1) < group[0] for i in group for s in graph.writes(graph.ops[i]))
     ]
     return sorted(free, key=lambda group: (-group[-1], group))
 
@@ -59,13 +61,13 @@ def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
         before.setdefault(min(first[s] for s in touched if s in first), []).extend(group)
     order = [i for index in range(len(graph.ops)) if index not in moved for i in (*before.get(index, ()), index)]
     place = {old: new for new, old in enumerate(order)}
-    result = dataclasses.replace(graph, ops=tuple(graph.ops[i] for i in order), blocks=_blocks(graph, place))
+    result = dataclasses.replace(graph, ops=tuple(graph.ops[i] for i in order), blocks=moved_blocks(graph, place))
     assert result.deferred == tuple(sorted(place[i] for i in moved)), "its gradient shows that an update was moved"
     return result, tuple(order)
 
 
-def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[RepeatedBlock, ...]:
-    """Find the blocks with the updates that now stand inside them.
+def moved_blocks(graph: StepGraph, place: dict[int, int]) -> tuple[RepeatedBlock, ...]:
+    """Find the blocks of a graph whose operations moved to ``place``, with what now stands inside them.
 
     Instances of unlike length become blocks of their own.
     """

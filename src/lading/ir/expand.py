@@ -43,6 +43,8 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
+from lading.ir.layout import ALONE, Layout
+from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER, reduction
 from lading.ir.update_ops import (
     PREFIX,
     MatrixStack,
@@ -74,6 +76,7 @@ def expand(
     matrices: Matrices | None = None,
     part_elements: int = PART_ELEMENTS,
     widen: bool = False,
+    layout: Layout = ALONE,
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
@@ -88,6 +91,8 @@ def expand(
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
         widen: Take the gradient of a parameter with a master to float32 of a single micro-batch too, as other ranks
             add theirs.
+        layout: Where it cuts states, parameters are shards (``lading.ir.sharding``): gradients are reduced and cut once
+            they are summed, with ZeRO 2 and 3 in each micro-batch; all ranks' norms are clipped by.
 
     Raises:
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
@@ -103,10 +108,12 @@ def expand(
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained and graph.trains:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, widen)
+    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     if trained:
+        if layout.zero == 1:
+            builder.add_reductions(trained)
         coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
         total = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
         builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
@@ -127,9 +134,10 @@ class _StepBuilder:
         master_weights: bool,
         optimizer: ParameterRule,
         matrices: Matrices | None,
-        widen: bool = False,
+        layout: Layout,
+        widen: bool,
     ) -> None:
-        self.graph, self.master_weights, self.widen = graph, master_weights, widen
+        self.graph, self.master_weights, self.widen, self.layout = graph, master_weights, widen, layout
         self.optimizer, self.matrices = optimizer, matrices
         self.parts = grouped(graph, matrices)[0] if matrices is not None else {}
         self.storages = list(graph.storages)
@@ -152,7 +160,7 @@ class _StepBuilder:
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
         self.losses.extend(names[t] for t in self.graph.losses)
-        if self.graph.trains and (self.graph.accumulation > 1 or self.widen):
+        if self.graph.trains and (self.graph.accumulation > 1 or self.widen or self.layout.zero > 1):
             self._add_up(micro, names)
 
     def _add_up(self, micro: int, names: Mapping[int, int]) -> None:
@@ -165,10 +173,45 @@ class _StepBuilder:
             if parameter.gradient is None:
                 continue
             fresh = names[parameter.gradient]
+            behind = after.setdefault(last[self.tensors[fresh].storage], [])
+            if self.layout.zero > 1:
+                behind.extend(self._reduced(parameter, fresh, micro))
+                continue
             op = self._accumulate(parameter, fresh) if micro else self._widen(parameter)
             if op is not None:
-                after.setdefault(last[self.tensors[fresh].storage], []).insert(0, op)
+                behind.insert(0, op)
         self._insert(after)
+
+    def _reduced(self, parameter: Parameter, fresh: int, micro: int) -> list[Op]:
+        """Reduce a unit's gradient of one micro-batch to this rank's shard, and add it to those before."""
+        total, ops = self.gradients[parameter.tensor], list[Op]()
+        self.gradients[parameter.tensor] = fresh
+        if (wide := self._widen(parameter)) is not None:
+            ops.append(wide)
+        ops.append(self._scatter(parameter, micro))
+        if micro:
+            shard, self.gradients[parameter.tensor] = self.gradients[parameter.tensor], total
+            ops.append(self._accumulate(parameter, shard))
+        return ops
+
+    def add_reductions(self, trained: Sequence[Parameter]) -> None:
+        """Reduce the gradients of units, summed over micro-batches, to this rank's shards."""
+        final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
+        after: dict[int, list[Op]] = {}
+        for parameter in trained:
+            last = final[self.tensors[self.gradients[parameter.tensor]].storage]
+            after.setdefault(last, []).append(self._scatter(parameter, 0))
+        self._insert(after)
+
+    def _scatter(self, parameter: Parameter, micro: int) -> Op:
+        """Reduce a unit's gradients over ranks; this rank's shard is then its gradient."""
+        whole, ranks, name = self.gradients[parameter.tensor], self.layout.dp, parameter.names[0]
+        flat = self.tensors[whole]
+        shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
+        kept = self.gradients[parameter.tensor] = self._fresh(
+            shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT
+        )
+        return reduction(REDUCE_SCATTER, ranks, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
         """Insert operations behind others, by the positions of those."""
@@ -252,14 +295,20 @@ class _StepBuilder:
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
         self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
+        ranks, size = self.layout.dp, DTYPE_BYTES[dtype]
+        over_ranks = (("aten.square.default", ()), (ALL_REDUCE_SUM, ()), ("aten.sqrt.default", ()))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
+            *(over_ranks if self.layout.zero else ()),
             ("aten.add.Tensor", (1e-6,)),
             ("aten.reciprocal.default", ()),
             ("aten.mul.Tensor", (clip_norm,)),
             ("aten.clamp.default", (None, 1.0)),
         )
         for name, rest in chain:
+            if name == ALL_REDUCE_SUM:
+                self.ops.append(reduction(name, ranks, (last, size), phase=Phase.OPTIMIZER, module="clip"))
+                continue
             out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE, dtype)
             self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
             last = out
@@ -292,7 +341,7 @@ class _StepBuilder:
         end = len(self.ops) - 1
         for parameter in trained:
             gradient = self.gradients[parameter.tensor]
-            ready = max(last[self.tensors[t].storage] for t in (parameter.tensor, gradient))
+            ready = max(last.get(self.tensors[t].storage, -1) for t in (parameter.tensor, gradient))
             ops = after.setdefault(end if coefficient is not None else ready, [])
             inside = self._widens_inside(parameter)
             if coefficient is not None and not inside:

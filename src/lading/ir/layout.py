@@ -156,6 +156,8 @@ class Layout:
         return ",".join(texts) or "dp1"
 
 
+#: Layout of a step that one device runs.
+ALONE = Layout()
 _SHORT = {"micro_batch": "mb", "global_batch": "gb"}
 _LONG = {short: name for name, short in _SHORT.items()}
 _WORDS = ("cp_comm", "recompute_modules", "offload", "offload_to")

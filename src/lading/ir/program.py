@@ -35,6 +35,7 @@ from lading.errors import ProgramError
 from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
+from lading.ir.sharding import GATHERS
 from lading.units import format_bytes
 
 #: Streams that every list numbers alike; those of tiers and of the host come behind them as they are first used.
@@ -51,6 +52,8 @@ LINE_BYTES = 64
 #: Unit of a region that is all units of its stage.
 ALL_UNITS = -1
 _KINDS = {OpKind.STEP: ActionKind.STEP, OpKind.COLLECTIVE: ActionKind.REDUCE_GRAD}
+#: Kinds of actions that run an operation of the graph.
+RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD, ActionKind.UNSHARD)
 #: Graph of a Program that is not at the grain of kernels.
 NO_GRAPH = StepGraph((), (), (), (), (), (), ())
 
@@ -67,7 +70,7 @@ def write_stream(tier: str) -> str:
 
 def action_kind(op: Op) -> ActionKind:
     """Kind of the action that runs an operation for the first time in a step."""
-    return _KINDS.get(op.kind, ActionKind.COMPUTE)
+    return ActionKind.UNSHARD if op.name in GATHERS else _KINDS.get(op.kind, ActionKind.COMPUTE)
 
 
 def stream_of(graph: StepGraph, op: int) -> str:

@@ -37,6 +37,10 @@ from lading.ir.graph import (
 
 #: Sums a tensor over all replicas in place, and divides it by their number.
 ALL_REDUCE = "c10d.allreduce_.mean"
+#: Sums a tensor over all ranks in place.
+ALL_REDUCE_SUM = "c10d.allreduce_.sum"
+#: Sums a tensor over all ranks, divides it by their number, and keeps this rank's part; the rest is lost.
+REDUCE_SCATTER = "c10d.reduce_scatter.mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def reduce_gradients(step: StepGraph, replicas: int, bucket_bytes: int) -> StepG
     Raises:
         ConfigError: the step draws random numbers, or changes a buffer, which each replica would do in its own way.
     """
-    _check_alike(step)
+    check_alike(step)
     return _Reducer(step, replicas, bucket_bytes).reduced()
 
 
@@ -74,8 +78,30 @@ def replicas_of(graph: StepGraph) -> int:
     return 1 if first < 0 else cast("int", dict(graph.ops[first].kwargs)["ranks"])
 
 
-def _check_alike(step: StepGraph) -> None:
-    """Refuse what each replica would do in a way of its own."""
+def reduction(
+    name: str, ranks: int, tensor: tuple[int, int], output: int | None = None, *, phase: Phase, module: str
+) -> Op:
+    """Make the collective that reduces a tensor over ranks.
+
+    Args:
+        tensor: Its number, and its bytes.
+        output: Number of the tensor that keeps this rank's part of it; None where all of it is kept.
+    """
+    number, size = tensor
+    outputs = () if output is None else (output,)
+    return Op(
+        name=name, phase=phase, args=(Ref(number),), kwargs=(("ranks", ranks),), inputs=(number,), outputs=outputs,
+        results=outputs or (None,), mutates=(number,), module=module, kind=OpKind.COLLECTIVE,
+        bytes_read=size, bytes_written=size,
+    )  # fmt: skip
+
+
+def check_alike(step: StepGraph) -> None:
+    """Refuse what each rank would do in a way of its own.
+
+    Raises:
+        ConfigError: an operation draws random numbers, or changes a buffer.
+    """
     buffers = {step.storage_of(tensor): name for name, tensor in step.buffers}
     for op in step.ops:
         where = op.module or "the loss"
@@ -98,7 +124,6 @@ class _Reducer:
     Attributes:
         spans: Places of the elements of gradients in their buckets, by storage.
         after: Copies and collectives that come behind an operation, by its number.
-        bucket_of: Number of the bucket of each storage that is reduced, by storage.
     """
 
     def __init__(self, step: StepGraph, replicas: int, bucket_bytes: int) -> None:
@@ -106,13 +131,14 @@ class _Reducer:
         self.storages, self.tensors = list(step.storages), list(step.tensors)
         self.spans: dict[int, list[_Span]] = {}
         self.after: dict[int, list[Op]] = {}
-        self.bucket_of: dict[int, int] = {}
         self.renamed: dict[int, int] = {}
 
     def reduced(self) -> StepGraph:
         for number, bucket in enumerate(self._buckets()):
             self._reduce(number, bucket)
-        ops = [self._on_buckets(op) for op in self.step.ops]
+        rows: list[tuple[Op, int | None]] = []
+        for index, op in enumerate(self.step.ops):
+            rows += [(self._on_buckets(op), index), *((new, None) for new in self.after.get(index, ()))]
         parameters = tuple(
             p if p.gradient is None else dataclasses.replace(p, gradient=self._in_bucket(p.gradient))
             for p in self.step.parameters
@@ -121,7 +147,7 @@ class _Reducer:
             self.step,
             storages=tuple(self.storages),
             tensors=tuple(self.tensors),
-            ops=tuple(self._ordered(ops)),
+            ops=tuple(op for op, _ in in_step_with_network(rows, self.tensors)),
             parameters=parameters,
         )
         graph.validate()
@@ -159,15 +185,8 @@ class _Reducer:
         flat = [self._flat(gradient, ops) for gradient in bucket]
         module = bucket[0].module if len({g.module for g in bucket}) == 1 else f"{bucket[0].module} and others"
         reduced = flat[0] if len(flat) == 1 else self._gathered(number, bucket, flat, ops, module)
-        self.bucket_of[self.tensors[reduced].storage] = number
         size = self.tensors[reduced].touched_bytes
-        ops.append(
-            Op(
-                name=ALL_REDUCE, phase=Phase.BACKWARD, args=(Ref(reduced),), kwargs=(("ranks", self.replicas),),
-                inputs=(reduced,), outputs=(), results=(None,), mutates=(reduced,), module=module,
-                kind=OpKind.COLLECTIVE, bytes_read=size, bytes_written=size,
-            )
-        )  # fmt: skip
+        ops.append(reduction(ALL_REDUCE, self.replicas, (reduced, size), phase=Phase.BACKWARD, module=module))
 
     def _flat(self, gradient: _Gradient, ops: list[Op]) -> int:
         """Make the view of a gradient in which its elements lie one after another; of a copy where they do not."""
@@ -247,32 +266,6 @@ class _Reducer:
                 return tensor
         return self.renamed[tensor]
 
-    def _ordered(self, ops: Sequence[Op]) -> Iterator[Op]:
-        """Yield the operations with the reductions, and what uses a bucket behind the next bucket's reduction."""
-        waiting, issued = _Waiting(self.tensors), -1
-        for index, op in enumerate(ops):
-            if op.phase is Phase.OPTIMIZER and (self._newest(op) >= issued or waiting.precedes(op)):
-                waiting.add(op)
-            else:
-                yield op
-            for new in self.after.get(index, ()):
-                yield new
-                if new.kind is OpKind.COLLECTIVE:
-                    issued = self._newest(new)
-                    still = _Waiting(self.tensors)
-                    for held in waiting.ops:
-                        if self._newest(held) >= issued or still.precedes(held):
-                            still.add(held)
-                        else:
-                            yield held
-                    waiting = still
-        yield from waiting.ops
-
-    def _newest(self, op: Op) -> int:
-        """Number of the last bucket that an operation uses; -1 if it uses none."""
-        storages = {self.tensors[t].storage for t in (*op.inputs, *op.mutates)}
-        return max((self.bucket_of[s] for s in storages if s in self.bucket_of), default=-1)
-
     def _storage(self, name: str, size_bytes: int, role: Role) -> int:
         self.storages.append(Storage(name, size_bytes, role))
         return len(self.storages) - 1
@@ -282,24 +275,69 @@ class _Reducer:
         return len(self.tensors) - 1
 
 
+def in_step_with_network(
+    rows: Sequence[tuple[Op, int | None]], tensors: Sequence[Tensor]
+) -> list[tuple[Op, int | None]]:
+    """Put what uses reduced gradients behind the next reduction, so that computing goes on while they are reduced.
+
+    Args:
+        rows: Operations in order, each with a number of the caller's.
+    """
+    ordered: list[tuple[Op, int | None]] = []
+    reductions = [op for op, _ in rows if _reduces(op)]
+    reduction_of = {tensors[t].storage: n for n, op in enumerate(reductions) for t in (*op.outputs, *op.mutates)}
+    waiting, issued = _Waiting(tensors), -1
+
+    def is_early(op: Op) -> bool:
+        """Whether an operation uses what the newest reduction writes, or one of the optimizer what a later one will."""
+        storages = (tensors[t].storage for t in (*op.inputs, *op.mutates))
+        newest = max((reduction_of.get(s, -1) for s in storages), default=-1)
+        return newest >= 0 and (newest == issued or (newest > issued and op.phase is Phase.OPTIMIZER))
+
+    for op, number in rows:
+        if _reduces(op):
+            ordered.append((op, number))
+            issued += 1
+            still = _Waiting(tensors)
+            for held in waiting.rows:
+                if is_early(held[0]) or still.precedes(held[0]):
+                    still.add(*held)
+                else:
+                    ordered.append(held)
+            waiting = still
+        elif is_early(op) or waiting.precedes(op):
+            waiting.add(op, number)
+        else:
+            ordered.append((op, number))
+    return [*ordered, *waiting.rows]
+
+
+def _reduces(op: Op) -> bool:
+    return op.kind is OpKind.COLLECTIVE and op.phase is Phase.BACKWARD
+
+
 class _Waiting:
     """Operations that wait, in order, with the storages that they read and write."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.ops: list[Op] = []
+        self.rows: list[tuple[Op, int | None]] = []
         self._tensors, self._reads, self._writes = tensors, set[int](), set[int]()
 
-    def add(self, op: Op) -> None:
+    def add(self, op: Op, number: int | None) -> None:
         """Let an operation wait behind the others."""
         reads, writes = self._touched(op)
-        self.ops.append(op)
+        self.rows.append((op, number))
         self._reads |= reads
         self._writes |= writes
 
     def precedes(self, op: Op) -> bool:
-        """Whether an operation must come after one that waits: they share a storage that one of the two writes."""
+        """Whether an operation must come after one that waits: they share a storage that one of the two writes.
+
+        What backward makes for one of the optimizer's that waits comes before it.
+        """
         reads, writes = self._touched(op)
-        return not (self._writes.isdisjoint(reads | writes) and self._reads.isdisjoint(writes))
+        makes = op.phase is not Phase.OPTIMIZER
+        return not (self._writes.isdisjoint(reads | writes) and (makes or self._reads.isdisjoint(writes)))
 
     def _touched(self, op: Op) -> tuple[set[int], set[int]]:
         reads = {self._tensors[t].storage for t in (*op.inputs, *op.mutates)}

@@ -56,11 +56,16 @@ def lifetimes(graph: StepGraph, homes: Homes | None = None) -> Lifetimes:
             uses[storage].append(position)
         for tensor in op.outputs:
             producer[graph.storage_of(tensor)] = position
-        if op.kind is not OpKind.STEP:
+        if not is_update(op):
             for tensor in op.mutates:
                 mutated[graph.storage_of(tensor)] = True
     until = _available_until(graph, uses, mutated)
     return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until), homes)
+
+
+def is_update(op: Op) -> bool:
+    """Whether what the operation writes in place are values of the next step: an update, or what gathers one back."""
+    return op.kind is OpKind.STEP or (op.kind is OpKind.COLLECTIVE and op.phase is Phase.OPTIMIZER)
 
 
 def is_pure(op: Op) -> bool:

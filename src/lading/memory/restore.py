@@ -17,12 +17,13 @@ from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
-from lading.ir.layout import Layout
+from lading.ir.layout import ALONE, Layout
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
 from lading.ir.reduction import reduce_gradients
 from lading.ir.retarget import retarget
+from lading.ir.sharding import shard_parameters, unshard_parameters
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
 from lading.memory.staircase import memory_samples
@@ -31,8 +32,6 @@ from lading.memory.verify import verify
 from lading.optim.registry import optimizer as optimizer_by_name
 from lading.optim.rule import ParameterRule
 
-#: Layout of a step that one device runs.
-ALONE = Layout()
 _ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
 
 
@@ -50,23 +49,28 @@ def step_of(
     """Whole step of a captured micro-batch, with the operations of the machine's device.
 
     Args:
-        layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``.
+        layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``; with
+            ``zero``, each rank keeps a shard of the optimizer's states, and of parameters with ZeRO 3.
         widen: Take gradients to float32 as for several ranks (``lading.ir.expand.expand``).
 
     Raises:
         ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
             cannot be run by several ranks.
     """
+    sharded, units = shard_parameters(captured, layout) if layout.zero else (captured, ())
     step = expand(
-        captured,
+        sharded,
         clip_norm=clip_norm,
         master_weights=master_weights,
         optimizer=optimizer,
         matrices=matrices,
         widen=widen or layout.dp > 1,
+        layout=layout,
     )
+    if units:
+        step = unshard_parameters(step, captured, units, layout)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
-    return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 else step
+    return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 and not layout.zero else step
 
 
 def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:

@@ -26,6 +26,7 @@ from lading.ir.program import (
     COMPUTE_STREAM,
     OPERATION_STREAMS,
     PAGE_BYTES,
+    RUNS_OP,
     ActionList,
     Program,
     action_kind,
@@ -134,9 +135,6 @@ class AddressMap:
         self._ends[low:high] = [piece[1] for piece in pieces]
         self._owners[low:high] = [piece[2] for piece in pieces]
         return covered
-
-
-_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 def verify(program: Program) -> None:
@@ -252,12 +250,13 @@ class _Verifier:
     def _check_form(self, action: Action) -> None:
         if action.stream not in self.streams:
             _fail(action, f"expected a stream among {self.streams}, got {action.stream!r}")
-        if action.kind in _RUNS_OP:
+        if action.kind in RUNS_OP:
             self._check_op_form(action)
         elif action.kind in (ActionKind.MOVE, ActionKind.FREE):
             self._check_storage_form(action)
         else:
-            _fail(action, "expected COMPUTE, RECOMPUTE, STEP, REDUCE_GRAD, MOVE or FREE; others are of coarser grain")
+            known = ", ".join(kind.value for kind in RUNS_OP)
+            _fail(action, f"expected {known}, MOVE or FREE; others are of coarser grain")
         for storage, _ in action.places:
             if not 0 <= storage < len(self.graph.storages):
                 _fail(action, f"expected storage ids in 0..{len(self.graph.storages) - 1}, got {storage} in at=")

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +27,11 @@ from lading.cost.compute import (
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
+from lading.ir.layout import Layout
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
-from lading.ir.reduction import reduce_gradients, replicas_of
+from lading.ir.reduction import replicas_of
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
 from lading.ir.timeline import Timeline
@@ -282,29 +283,30 @@ def keep_all_bytes(
     return StepProblem(graph, lifetimes(graph), machine, costs, limits).needs({})
 
 
-def best_bucket_bytes(step: StepGraph, machine: Machine, replicas: int) -> int:
-    """Least bytes of a bucket of gradients with which a step takes the shortest time, all kept in memory.
+def best_buckets(step_of: Callable[[Layout], StepGraph], machine: Machine, layout: Layout) -> Layout:
+    """Layout with the least bytes of a bucket with which a step takes the shortest time, all kept in memory.
 
     Small buckets are reduced early, and each costs a collective's latency.
 
     Args:
-        step: The whole step without reductions.
+        step_of: Makes the whole step in a layout.
     Raises:
-        ConfigError: as ``reduce_gradients``, or nothing is known of collectives among so many ranks.
+        ConfigError: the step cannot be run by several ranks, or nothing is known of collectives among so many.
     """
     limits = {DEVICE: _NO_LIMIT, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
-    seconds: dict[int, float] = {}
+    seconds: dict[Layout, float] = {}
     counts = set[int]()
     for size in _BUCKETS:
-        graph = reduce_gradients(step, replicas, size)
+        tried = dataclasses.replace(layout, bucket_bytes=size)
+        graph = step_of(tried)
         if len(graph.collectives) in counts:  # the buckets of a smaller size
             continue
         counts.add(len(graph.collectives))
         problem = StepProblem(graph, lifetimes(graph), machine, step_costs(graph, machine), limits)
         program = problem.lower({}).program
         assert program is not None, "without a limit everything fits"
-        seconds[size] = problem.seconds(program)
-    return min(seconds, key=lambda size: (seconds[size], size))
+        seconds[tried] = problem.seconds(program)
+    return min(seconds, key=lambda tried: (seconds[tried], tried.bucket_bytes))
 
 
 def _reducing_bytes(graph: StepGraph) -> int:

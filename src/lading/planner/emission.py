@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lading.ir.action import CALLER, DEVICE, ActionKind
-from lading.ir.graph import OpKind, Role, StepGraph
+from lading.ir.graph import Role, StepGraph
 from lading.ir.plan import Option
 from lading.ir.program import action_kind
-from lading.memory.lifetime import Lifetimes, beside_host, gaps
+from lading.memory.lifetime import Lifetimes, beside_host, gaps, is_update
 
 #: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
 Choices = Mapping[tuple[int, int], Option]
@@ -160,7 +160,7 @@ class _Walker:
                 self._arrive(self.graph.storage_of(tensor))
             for storage in self.graph.op_writes[op_index]:
                 self.copies.pop(storage, None)
-                if kind is ActionKind.STEP:
+                if is_update(op):
                     self.stepped.setdefault(storage, []).append(op_index)
             self._after(op_index)
         for storage, stay in self.live.items():
@@ -180,7 +180,7 @@ class _Walker:
             self.copies[storage] = {self.host_tier}
             self.made[storage] = item + 1
             self.sent.setdefault(storage, item)
-            if op.kind is OpKind.STEP:
+            if is_update(op):
                 self.stepped.setdefault(storage, []).append(op_index)
         for storage in dict.fromkeys((*self.graph.op_reads[op_index], *self.graph.op_writes[op_index])):
             if storage not in self.graph.persistent and self._next_use(storage, op_index) is None:

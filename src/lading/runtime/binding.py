@@ -14,7 +14,9 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind
-from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
+from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
+from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER
+from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
@@ -32,7 +34,6 @@ _POISON = 0xFF  # NaN in every float format, -1 in every integer
 _LARGE_BYTES = 1 << 20
 #: Scratch above that of the heap may be more than what its shapes say by one part of so many.
 _PADDED = 8
-_OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 @dataclass
@@ -55,10 +56,30 @@ class CallerData:
 
 
 class Reducer(Protocol):
-    """Ranks that reduce gradients with each other."""
+    """Ranks that reduce gradients with each other, and may each have a shard of the values."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this one."""
+        ...
 
     def mean_(self, values: torch.Tensor) -> None:
         """Replace a tensor by its mean over all ranks."""
+        ...
+
+    def sum_(self, values: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        ...
+
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill a shard with this rank's part of the mean of ``values`` over all ranks; overwrites ``values``.
+
+        Both have one dim.
+        """
+        ...
+
+    def all_gather(self, values: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill ``values`` with the shards of all ranks, one after another; both have one dim."""
         ...
 
 
@@ -208,15 +229,16 @@ class Binder:
             return fused.bind(self._view_at)
         if action.id in self.inside:
             return None
-        if action.kind in _OPERATIONS:
+        if action.kind in RUNS_OP:
             if action.op is None:
                 raise ProgramError(f"a {action.kind.value} needs an operation")
             rate = self.rates.before if action.op in self.deferred else self.rates.now
             op = self.graph.ops[action.op]
             if op.kind is OpKind.COLLECTIVE:
-                return self._reduce(op)
+                return self._collective(op)
             parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
-            bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter)
+            rank = 0 if self.replicas is None else self.replicas.rank
+            bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter, rank=rank)
             if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
                 return bound(self.host_view, kind="cpu").run
             kernel = bound(self.view, kind=self.device.kind)
@@ -236,12 +258,16 @@ class Binder:
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
 
-    def _reduce(self, op: Op) -> Call:
-        """Make the call that reduces a bucket over all replicas."""
-        bucket = self.view(op.inputs[0])
-        if self.replicas is None or bucket is None:
+    def _collective(self, op: Op) -> Call:
+        """Make the call that all ranks take part in."""
+        source, target = self.view(op.inputs[0]), self.view((*op.outputs, *op.mutates)[0])
+        if self.replicas is None or source is None or target is None:
             raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
-        return partial(self.replicas.mean_, bucket)
+        if op.name in GATHERS:
+            return partial(self.replicas.all_gather, target, source)
+        if op.name == REDUCE_SCATTER:
+            return partial(self.replicas.reduce_scatter, target, source)
+        return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source)
 
     def _is_large(self, op: int, kernel: BoundKernel) -> bool:
         """Whether an operation takes so long that looking at the process before it costs nothing beside it."""

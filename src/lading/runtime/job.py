@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +31,8 @@ _CLOSING_S = 10.0
 #: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones
 #: keep, which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
+#: Numbers that ranks compare before they do something, at most.
+_MOST_FACTS = 8
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,11 +64,18 @@ def _end_job() -> None:
         dist.destroy_process_group()
 
 
-def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = FIRST_RANK_S) -> str:
+def by_first_rank(
+    call: str,
+    make: Callable[[], str],
+    *,
+    timeout_s: float = FIRST_RANK_S,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> str:
     """Let the first rank make a text that all ranks get.
 
     Args:
         call: What the user called, for messages.
+        meanwhile: What the others do, before they wait.
         timeout_s: Seconds that the others wait for it.
     Raises:
         ConfigError: the first rank has failed, or has not come in time; it raises what it failed of itself.
@@ -81,6 +91,7 @@ def by_first_rank(call: str, make: Callable[[], str], *, timeout_s: float = FIRS
             raise
         store.set("made", text)
         return text
+    meanwhile()
     try:
         store.wait(["made"], timedelta(seconds=timeout_s))
         text = bytes(store.get("made")).decode()
@@ -116,7 +127,9 @@ class Replicas:
         self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
         self._doing, self._failed = "begin", False
         self.meet("begin", {"number of ranks": ranks})
-        self.mean_(torch.zeros(_FIRST_ELEMENTS))
+        first = torch.zeros(_FIRST_ELEMENTS // ranks * ranks)
+        self.mean_(first)
+        self.all_gather(first, first[: _FIRST_ELEMENTS // ranks].clone())
         self.mean([0.0])
 
     def mean_(self, values: torch.Tensor) -> None:
@@ -127,6 +140,35 @@ class Replicas:
         """
         self._collective(lambda: dist.all_reduce(values, group=self._group))
         values.div_(self.ranks)
+
+    def sum_(self, values: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks; errors as ``mean_``."""
+        self._collective(lambda: dist.all_reduce(values, group=self._group))
+
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill a shard with this rank's part of the mean of ``values`` over all ranks; errors as ``mean_``.
+
+        ``values`` are overwritten: gloo scatters what it reduced of a copy, so this reduces them where they are.
+        Shapes: values (ranks * n,) -> shard (n,).
+        """
+        self.sum_(values)
+        torch.div(values[self.rank * len(shard) : (self.rank + 1) * len(shard)], self.ranks, out=shard)
+
+    def all_gather(self, values: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill ``values`` with the shards of all ranks, one after another; errors as ``mean_``.
+
+        Each rank broadcasts its own, all at once: gloo's gather takes a copy of all of them, and longer.
+        Shapes: shard (n,) -> values (ranks * n,).
+        """
+        parts = values.view(self.ranks, len(shard))
+        parts[self.rank].copy_(shard)
+
+        def broadcast() -> None:
+            works = [dist.broadcast(part, rank, group=self._group, async_op=True) for rank, part in enumerate(parts)]
+            for work in works:
+                cast("dist.Work", work).wait()
+
+        self._collective(broadcast)
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Means of numbers over all ranks, the same on each; errors as ``mean_``."""
@@ -146,10 +188,14 @@ class Replicas:
         """
         self._doing = doing
         self._store.set(f"doing {self.rank}", doing)
-        mine = torch.tensor(list(facts.values()), dtype=torch.float64)
+        values = [float(zlib.crc32(doing.encode())), *facts.values()]
+        mine = torch.tensor(values + [0.0] * (_MOST_FACTS - len(facts)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._collective(lambda: dist.all_gather(every, mine, group=self._group))
-        for column, name in enumerate(facts):
+        if other := [rank for rank, row in enumerate(every) if row[0] != mine[0]]:
+            each = ", ".join(f"rank {rank} is about to {self._told(rank)}" for rank in other[:8])
+            raise ConfigError(f"{doing}: expected all ranks to do the same, but {each}; nothing has run")
+        for column, name in enumerate(facts, 1):
             told = [float(row[column]) for row in every]
             if len(set(told)) > 1:
                 each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))

@@ -19,6 +19,7 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, StepGraph
+from lading.ir.sharding import OWN_SHARD
 from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
@@ -79,6 +80,7 @@ def bind(
     optimizer: ParameterRule | None = None,
     rate: Rate | None = None,
     parameter: int = -1,
+    rank: int = 0,
 ) -> BoundKernel:
     """Bind an operation to the tensors it will always work on.
 
@@ -89,6 +91,7 @@ def bind(
             operation.
         rate: Numbers of updates that change from step to step.
         parameter: Storage of the parameter of an update, by which ``rate.rules`` has its own.
+        rank: Number of the rank whose shard is taken of what is whole.
 
     Raises:
         ProgramError: this torch has no such operation, or an input has no place.
@@ -96,6 +99,8 @@ def bind(
     """
     if op.kind is OpKind.COLLECTIVE:  # run by who knows the other ranks; alone it takes nothing
         return BoundKernel(lambda: None)
+    if op.name == OWN_SHARD:
+        return BoundKernel(_own_shard(op, view, rank))
     if op.name.startswith(PREFIX):
         rates = rate or Rate()
         if matrix_rule_of(op) is None:
@@ -124,6 +129,15 @@ def bind(
         if parts is not None:
             return BoundKernel(*parts)
     return BoundKernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
+
+
+def _own_shard(op: Op, view: View, rank: int) -> Call:
+    """Make the call that copies this rank's shard out of a whole."""
+    whole, shard = view(op.inputs[0]), view(op.outputs[0])
+    assert whole is not None, "it outlives the step"
+    assert shard is not None, "its update reads it"
+    count = shard.numel()
+    return partial(shard.copy_, whole[rank * count : (rank + 1) * count])
 
 
 def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:

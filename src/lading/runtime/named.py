@@ -11,16 +11,26 @@ import torch
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.sharding import units_of
+from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Parameter, buffer or state by name: ``storages`` hold its elements one after another."""
+    """Parameter, buffer or state by name: ``storages`` hold its elements one after another.
+
+    Attributes:
+        start: Element of what the storages hold at which it begins, where they hold other values too; None where they
+            hold nothing else.
+        ranks: Ranks whose storages, one rank after another, hold it; 1 where each rank has all of it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     storages: tuple[int, ...]
+    start: int | None = None
+    ranks: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -33,15 +43,59 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
+    units = units_of(graph)
+    members: dict[str, list[str]] = {}
+    for parameter in graph.parameters:
+        tensor, name = graph.tensors[parameter.tensor], parameter.names[0]
+        if (unit := units.get(tensor.storage)) is None:
+            continue
+        members.setdefault(unit.parameter, []).append(name)
+        storage, ranks = (unit.whole, 1) if unit.lasts else (graph.storage_of(unit.shard), unit.ranks)
+        values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks)
+    starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
+    ranks = next((unit.ranks for unit in units.values()), 1)
     for state in graph.states:
-        values[state.name] = Value(state.dtype, state.shape, tuple(map(graph.storage_of, state.parts)))
+        storages = tuple(map(graph.storage_of, state.parts))
+        whole, _, suffix = state.name.rpartition(".")
+        if whole not in members:
+            values[state.name] = Value(state.dtype, state.shape, storages)
+        for name in members.get(whole, ()):
+            value = Value(state.dtype, state.shape, storages)
+            if state.shape:
+                value = Value(state.dtype, values[name].shape, storages, starts[name], ranks)
+            values[f"{name}.{suffix}"] = value
     return values
 
 
-def read_value(executor: Executor, value: Value) -> torch.Tensor:
-    """Copy all parts of a value into one tensor of the value's shape."""
+def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -> torch.Tensor:
+    """Copy all parts of a value into one tensor of the value's shape.
+
+    Args:
+        ranks: Ranks that each hold a shard of it, all of which call this.
+    """
     parts = [executor.read_storage(storage) for storage in value.storages]
-    return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
+    if value.start is None:
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
+    flat = torch.cat([part.view(getattr(torch, value.dtype)).flatten() for part in parts])
+    if value.ranks > 1:
+        assert ranks is not None
+        shard, flat = flat, flat.new_empty(flat.numel() * value.ranks)
+        ranks.all_gather(flat, shard)
+    return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
+
+
+def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: int = 0) -> None:
+    """Set what this rank holds of a value that lies between others."""
+    assert value.start is not None
+    flat, end = tensor.detach().reshape(-1), value.start + prod(value.shape)
+    parts = [executor.read_storage(storage).view(flat.dtype).flatten() for storage in value.storages]
+    begin = rank * sum(part.numel() for part in parts) if value.ranks > 1 else 0
+    for storage, part in zip(value.storages, parts, strict=True):
+        low, high = max(begin, value.start), min(begin + part.numel(), end)
+        if low < high:
+            part[low - begin : high - begin] = flat[low - value.start : high - value.start]
+            executor.write_storage(storage, part.view(torch.uint8))
+        begin += part.numel()
 
 
 class Reader(Protocol):

@@ -10,6 +10,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program
+from lading.ir.sharding import units_of
 from lading.memory.tier_layout import home_tiers
 from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
@@ -213,7 +214,10 @@ def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
-    """Tensor by which each parameter, buffer and state is known, by storage."""
-    ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
+    """Tensor by which each parameter, buffer and state is known, by storage; of a unit of sharded ones, its shard."""
+    units = units_of(graph)
+    ids = [p.tensor for p in graph.parameters if graph.storage_of(p.tensor) not in units]
+    ids += [t for _, t in graph.buffers]
     ids += [part for state in graph.states for part in state.parts]
+    ids += [unit.shard for unit in units.values() if not unit.lasts]
     return {graph.tensors[t].storage: graph.tensors[t] for t in ids}

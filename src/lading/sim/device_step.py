@@ -24,12 +24,10 @@ from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier
-from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, OPERATION_STREAMS, Program
+from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, OPERATION_STREAMS, RUNS_OP, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.sim.engine import StreamRun, deadlock
-
-_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD)
 
 
 def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Sequence[float] | None = None) -> Timeline:
@@ -124,7 +122,7 @@ class _Costs:
     def fixed_s(self, number: int) -> float:
         """Seconds of an action that shares nothing; of a move on a tier, its latency only."""
         kind, op = self.actions.kind[number], self.actions.op[number]
-        if kind in _RUNS_OP and op >= 0:
+        if kind in RUNS_OP and op >= 0:
             return self._ops[op]
         if kind is ActionKind.FREE:
             return 0.0

@@ -1,0 +1,410 @@
+"""Sharding: each rank keeps a shard of parameters, gradients and optimizer states, in units that are gathered together.
+
+A unit is a few parameters of one dtype that are used one after another, side by side in one storage (``whole``), padded
+to as many shards of equal length as there are ranks. Gradients of a unit are copied side by side in the same way,
+reduced, and each rank keeps its shard; the optimizer moves a shard of the parameters, with states as long as that. So
+a step of shards is the step of one device whose parameters are the units: ``lading.ir.expand`` accumulates, clips and
+updates them as any others. Around it, two passes: ``shard_parameters`` makes the units of a captured micro-batch,
+``unshard_parameters`` gets the whole parameters from the shards.
+
+[Note: whole parameters] With ZeRO 1 and 2 the whole lasts from step to step: of each rank its part is copied out,
+updated, and gathered back into the whole. With ZeRO 3 the shard lasts, and the whole is an ordinary storage that an
+operation UNSHARD makes, one unit ahead of its first use, and that is gone after its last. Whether it stays between
+forward and backward is a gap like others: kept, or dropped (resharded) and made again (unsharded again).
+
+[Note: equal programs] Every shard is as long on every rank, so that ranks have one Program. What no parameter fills is
+zeros. Parameters begin at whole cache lines, as they do alone, so that kernels give the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+from lading.errors import ConfigError
+from lading.ir.defer import moved_blocks
+from lading.ir.graph import (
+    DTYPE_BYTES,
+    Arg,
+    Literal,
+    Op,
+    OpKind,
+    Parameter,
+    Phase,
+    Ref,
+    Role,
+    StepGraph,
+    Storage,
+    Tensor,
+    row_major,
+)
+from lading.ir.layout import Layout
+from lading.ir.reduction import check_alike, in_step_with_network
+
+#: Gathers the shards of all ranks into a whole that it makes, or that it writes again.
+UNSHARD, GATHER_INTO = "c10d.allgather.default", "c10d.allgather_.default"
+GATHERS = frozenset((UNSHARD, GATHER_INTO))
+#: Copies a rank's own shard out of a whole.
+OWN_SHARD = "c10d.own_shard.default"
+#: Elements at whose multiples parameters and shards begin: a cache line of float32, a vector of every CPU.
+_ALIGNED = 16
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+#: A run of parameters outside the blocks that is smaller than this part of the largest run joins the one before.
+_SMALL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: Name, for people.
+        whole: Storage of its parameters side by side.
+        shard: Tensor of a rank's part of it, one dim.
+        ranks: Number of shards.
+        lasts: Whether the whole lasts from step to step; else the shard does. See [Note: whole parameters].
+    """
+
+    name: str
+    whole: int
+    shard: int
+    ranks: int
+    lasts: bool = False
+
+    @property
+    def parameter(self) -> str:
+        """Name of the shard as a parameter, of which its states' names begin."""
+        return f"{self.name}.shard"
+
+
+def shard_parameters(captured: StepGraph, layout: Layout) -> tuple[StepGraph, tuple[Unit, ...]]:
+    """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
+
+    ``parameters`` of the graph are then the shards, each with the unit's gradients side by side, not reduced yet.
+
+    Raises:
+        ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
+    """
+    check_alike(captured)
+    return _Sharder(captured, layout).sharded()
+
+
+def unshard_parameters(step: StepGraph, captured: StepGraph, units: Sequence[Unit], layout: Layout) -> StepGraph:
+    """Add what gathers the whole parameters to the step of their shards; parameters are again those ``captured``.
+
+    Args:
+        step: ``lading.ir.expand.expand`` of what ``shard_parameters`` returned.
+        captured: What was given to ``shard_parameters``.
+    """
+    return _Unsharder(step, units, layout).unsharded(captured)
+
+
+def units_of(graph: StepGraph) -> dict[int, Unit]:
+    """List the units of a step by the storage of the whole; empty where nothing is sharded."""
+    units: dict[int, Unit] = {}
+    for op in graph.ops:
+        if op.name not in (UNSHARD, OWN_SHARD):
+            continue
+        lasts = op.name == OWN_SHARD
+        source, made = op.inputs[0], op.outputs[0]
+        whole, shard = (graph.storage_of(source), made) if lasts else (graph.storage_of(made), source)
+        ranks = cast("int", dict(op.kwargs)["ranks"])
+        units.setdefault(whole, Unit(op.module, whole, shard, ranks, lasts))
+    return units
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Parameters of a unit by number, and the element of the whole where each begins."""
+
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+    shard_elements: int
+
+
+class _Sharder:
+    """Builder of a micro-batch whose parameters lie in units.
+
+    Attributes:
+        place: Whole, and the element of it where a parameter begins, by the parameter's own storage.
+        after: Copies of gradients that come behind an operation, by its number.
+    """
+
+    def __init__(self, captured: StepGraph, layout: Layout) -> None:
+        self.graph, self.ranks, self.layout = captured, layout.dp, layout
+        self.storages, self.tensors = list(captured.storages), list(captured.tensors)
+        self.place: dict[int, tuple[int, int]] = {}
+        self.after: dict[int, list[Op]] = {}
+        self.zeros: dict[str, int] = {}
+        self.final = {
+            captured.storage_of(t): index for index, op in enumerate(captured.ops) for t in (*op.outputs, *op.mutates)
+        }
+
+    def sharded(self) -> tuple[StepGraph, tuple[Unit, ...]]:
+        self._check()
+        units: list[Unit] = []
+        parameters: list[Parameter] = []
+        for members in map(self._aligned, self._runs()):
+            unit = self._unit(f"unit {len(units)}", members)
+            units.append(unit)
+            parameters.append(Parameter((unit.parameter,), unit.shard, self._gradients(unit, members)))
+        ops = [new for index, op in enumerate(self.graph.ops) for new in (op, *self.after.get(index, ()))]
+        cut = {n for n, p in enumerate(self.graph.parameters) if self.graph.storage_of(p.tensor) in self.place}
+        others = [p for n, p in enumerate(self.graph.parameters) if n not in cut]
+        for index, tensor in enumerate(self.tensors):
+            if tensor.storage in self.place:
+                whole, start = self.place[tensor.storage]
+                self.tensors[index] = dataclasses.replace(tensor, storage=whole, offset=tensor.offset + start)
+        for storage in self.place:  # nothing lies there any more
+            self.storages[storage] = dataclasses.replace(self.storages[storage], size_bytes=0, role=Role.WORKSPACE)
+        graph = dataclasses.replace(
+            self.graph,
+            storages=tuple(self.storages),
+            tensors=tuple(self.tensors),
+            ops=tuple(ops),
+            parameters=(*parameters, *others),
+        )
+        return graph, tuple(units)
+
+    def _check(self) -> None:
+        """Refuse parameters that cannot be laid side by side."""
+        owners: dict[int, str] = {}
+        for parameter in self.graph.parameters:
+            tensor, name = self.graph.tensors[parameter.tensor], parameter.names[0]
+            other = owners.setdefault(tensor.storage, name)
+            if other != name or not tensor.is_row_major or not tensor.spans(self.storages[tensor.storage].size_bytes):
+                where = f"memory shared with {other}" if other != name else f"strides {tensor.stride}"
+                raise ConfigError(
+                    f"layout: expected parameters that lie in memory row by row, to be cut into shards, found {name} "
+                    f'with {where}; make it contiguous, or train replicas (layout="dp{self.ranks}")'
+                )
+
+    def _runs(self) -> Iterator[list[int]]:
+        """Yield the parameters of each unit, by number, in the order in which forward first uses them."""
+        graph = self.graph
+        first: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            for tensor in op.inputs:
+                first.setdefault(graph.storage_of(tensor), index)
+        used = [
+            (first[graph.storage_of(p.tensor)], n)
+            for n, p in enumerate(graph.parameters)
+            if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.zero == 3)
+        ]
+        kinds: dict[tuple[str, bool], list[int]] = {}
+        for _, number in sorted(used):
+            parameter = graph.parameters[number]
+            kind = graph.tensors[parameter.tensor].dtype, parameter.gradient is not None
+            kinds.setdefault(kind, []).append(number)
+        for numbers in kinds.values():
+            yield from self._by_block(numbers) if self.layout.zero == 3 else self._by_bytes(numbers)
+
+    def _by_bytes(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Cut a run of parameters into units of at least ``bucket_bytes``."""
+        unit: list[int] = []
+        for number in numbers:
+            unit.append(number)
+            if sum(map(self._size_bytes, unit)) >= self.layout.bucket_bytes:
+                yield unit
+                unit = []
+        if unit:
+            yield unit
+
+    def _by_block(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Cut a run of parameters where one block of the model ends and the next begins."""
+        runs: list[list[int]] = []
+        last: str | None = None
+        for number in numbers:
+            match = _BLOCK.match(self.graph.parameters[number].names[0])
+            block = match[1] if match else ""
+            if block != last:
+                runs.append([])
+            runs[-1].append(number)
+            last = block
+        sizes = [sum(map(self._size_bytes, run)) for run in runs]
+        units: list[list[int]] = []
+        for run, size in zip(runs, sizes, strict=True):
+            if units and size * _SMALL < max(sizes):
+                units[-1].extend(run)
+            else:
+                units.append(run)
+        yield from units
+
+    def _size_bytes(self, number: int) -> int:
+        return self.graph.tensors[self.graph.parameters[number].tensor].size_bytes
+
+    def _aligned(self, numbers: Sequence[int]) -> _Members:
+        """Lay parameters side by side. See [Note: equal programs]."""
+        starts: list[int] = []
+        end = 0
+        for number in numbers:
+            starts.append(end)
+            end += _up(prod(self.graph.tensors[self.graph.parameters[number].tensor].shape))
+        return _Members(tuple(numbers), tuple(starts), _up(-(-end // self.ranks)))
+
+    def _unit(self, name: str, members: _Members) -> Unit:
+        """Make the storages of a unit, both lasting as yet; its parameters move into the whole."""
+        dtype = self.graph.tensors[self.graph.parameters[members.numbers[0]].tensor].dtype
+        size = members.shard_elements * DTYPE_BYTES[dtype]
+        whole = self._storage(name, size * self.ranks, Role.PARAMETER)
+        shard = self._flat(self._storage(f"{name}.shard", size, Role.PARAMETER), dtype, members.shard_elements)
+        for number, start in zip(members.numbers, members.starts, strict=True):
+            self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
+        return Unit(name, whole, shard, self.ranks, self.layout.zero < 3)
+
+    def _gradients(self, unit: Unit, members: _Members) -> int | None:
+        """Copy the gradients of a unit side by side behind the last one's last write; None without gradients."""
+        parameters = [self.graph.parameters[number] for number in members.numbers]
+        gradients = [p.gradient for p in parameters if p.gradient is not None]
+        if not gradients:
+            return None
+        ops = self.after.setdefault(max(self.final[self.graph.storage_of(g)] for g in gradients), [])
+        dtype, count = self.graph.tensors[gradients[0]].dtype, members.shard_elements * self.ranks
+        pieces: list[int] = []
+        ends = (*members.starts[1:], count)
+        for gradient, start, end in zip(gradients, members.starts, ends, strict=True):
+            elements = prod(self.graph.tensors[gradient].shape)
+            pieces.append(self._row_by_row(gradient, unit.name, ops))
+            while padding := end - start - elements:
+                width = min(padding, _ALIGNED)
+                pieces.append(self._tensor(Tensor(self._zeros(dtype), dtype, (width,), (1,))))
+                elements += width
+        if len(pieces) == 1:
+            return pieces[0]
+        size = count * DTYPE_BYTES[dtype]
+        flat = self._flat(self._storage(f"{unit.name} gradients", size, Role.GRADIENT), dtype, count)
+        ops.append(_copy("aten.cat.default", (tuple(map(Ref, pieces)),), (), tuple(pieces), flat, unit.name, size))
+        return flat
+
+    def _row_by_row(self, gradient: int, module: str, ops: list[Op]) -> int:
+        """Make the view of a gradient in which its elements lie row by row; of a copy where they do not."""
+        tensor = self.tensors[gradient]
+        count = prod(tensor.shape)
+        if tensor.is_row_major:
+            return self._tensor(dataclasses.replace(tensor, shape=(count,), stride=(1,)))
+        size = count * DTYPE_BYTES[tensor.dtype]
+        storage = self._storage(f"{self.graph.storages[tensor.storage].name}.dense", size, Role.GRADIENT)
+        copy = self._tensor(Tensor(storage, tensor.dtype, tensor.shape, row_major(tensor.shape)))
+        layout = (("memory_format", Literal("memory_format", "contiguous_format")),)
+        ops.append(_copy("aten.clone.default", (Ref(gradient),), layout, (gradient,), copy, module, size))
+        return self._flat(storage, tensor.dtype, count)
+
+    def _zeros(self, dtype: str) -> int:
+        """Storage of a cache line of zeros."""
+        if dtype not in self.zeros:
+            size = _ALIGNED * DTYPE_BYTES[dtype]
+            self.storages.append(Storage("zeros", size, Role.CONSTANT, bytes(size)))
+            self.zeros[dtype] = len(self.storages) - 1
+        return self.zeros[dtype]
+
+    def _storage(self, name: str, size_bytes: int, role: Role) -> int:
+        self.storages.append(Storage(name, size_bytes, role))
+        return len(self.storages) - 1
+
+    def _flat(self, storage: int, dtype: str, elements: int) -> int:
+        return self._tensor(Tensor(storage, dtype, (elements,), (1,)))
+
+    def _tensor(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+
+class _Unsharder:
+    """Builder of the step in which whole parameters are made from shards. See [Note: whole parameters]."""
+
+    def __init__(self, step: StepGraph, units: Sequence[Unit], layout: Layout) -> None:
+        self.step, self.units, self.layout = step, units, layout
+        self.tensors = list(step.tensors)
+        self.before: dict[int, list[Op]] = {}
+        self.after: dict[int, list[Op]] = {}
+
+    def unsharded(self, captured: StepGraph) -> StepGraph:
+        step, storages = self.step, list(self.step.storages)
+        temporary = [step.storage_of(u.shard) if u.lasts else u.whole for u in self.units]
+        for storage in temporary:
+            storages[storage] = dataclasses.replace(storages[storage], role=Role.WORKSPACE)
+        if self.layout.zero == 3:
+            self._unshard_ahead()
+        else:
+            for unit in self.units:
+                self._gather_back(unit)
+        rows: list[tuple[Op, int | None]] = []
+        for index, op in enumerate(step.ops):
+            rows += [(new, None) for new in self.before.get(index, ())]
+            rows.append((op, index))
+            rows += [(new, None) for new in self.after.get(index, ())]
+        rows = in_step_with_network(rows, self.tensors)
+        place = {old: new for new, (_, old) in enumerate(rows) if old is not None}
+        graph = dataclasses.replace(
+            step,
+            storages=tuple(storages),
+            tensors=tuple(self.tensors),
+            ops=tuple(op for op, _ in rows),
+            parameters=captured.parameters,
+            blocks=moved_blocks(step, place),
+        )
+        graph.validate()
+        return graph
+
+    def _unshard_ahead(self) -> None:
+        """Make each whole where the unit before it is first used, to be gathered beside that one's computing."""
+        first: dict[int, int] = {}
+        for index, reads in enumerate(self.step.op_reads):
+            for storage in reads:
+                first.setdefault(storage, index)
+        order = sorted(self.units, key=lambda unit: first[unit.whole])
+        starts = [first[unit.whole] for unit in order]
+        for unit, start in zip(order, [0, *starts][: len(order)], strict=True):
+            made = self._whole(unit)
+            self.before.setdefault(start, []).append(self._gathering(UNSHARD, unit, Phase.FORWARD, (made,), ()))
+
+    def _gather_back(self, unit: Unit) -> None:
+        """Copy a rank's part of a whole out before its update, and gather it back behind what still reads the old."""
+        step, shard = self.step, self.step.storage_of(unit.shard)
+        updates = [i for i, op in enumerate(step.ops) if op.kind is OpKind.STEP and shard in step.op_writes[i]]
+        readers = [i for i, reads in enumerate(step.op_reads) if unit.whole in reads]
+        whole = self._whole(unit)
+        size = self.tensors[unit.shard].size_bytes
+        kwargs: tuple[tuple[str, Arg], ...] = (("ranks", unit.ranks),)
+        copy = _copy(OWN_SHARD, (Ref(whole),), kwargs, (whole,), unit.shard, unit.name, size)
+        self.before.setdefault(updates[0], []).append(dataclasses.replace(copy, phase=Phase.OPTIMIZER))
+        gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
+        self.after.setdefault(max(*updates, *readers), []).append(gather)
+
+    def _whole(self, unit: Unit) -> int:
+        """Make the tensor of all elements of a unit."""
+        shard = self.tensors[unit.shard]
+        self.tensors.append(Tensor(unit.whole, shard.dtype, (shard.shape[0] * unit.ranks,), (1,)))
+        return len(self.tensors) - 1
+
+    def _gathering(self, name: str, unit: Unit, phase: Phase, outputs: tuple[int, ...], mutates: tuple[int, ...]) -> Op:
+        size = self.tensors[unit.shard].size_bytes
+        refs = (Ref(unit.shard), *map(Ref, mutates))
+        return Op(
+            name=name, phase=phase, args=refs, kwargs=(("ranks", unit.ranks),), inputs=(unit.shard, *mutates),
+            outputs=outputs, results=outputs or (None,), mutates=mutates, module=unit.name, kind=OpKind.COLLECTIVE,
+            bytes_read=size, bytes_written=size * unit.ranks,
+        )  # fmt: skip
+
+
+def _copy(
+    name: str,
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    inputs: tuple[int, ...],
+    output: int,
+    module: str,
+    size_bytes: int,
+) -> Op:
+    return Op(
+        name=name, phase=Phase.BACKWARD, args=args, kwargs=kwargs, inputs=inputs, outputs=(output,), results=(output,),
+        mutates=(), module=module, kind=OpKind.COPY, bytes_read=size_bytes, bytes_written=size_bytes,
+    )  # fmt: skip
+
+
+def _up(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED

@@ -1,0 +1,226 @@
+"""Ranks keep shards of states, gradients and parameters: all have the numbers of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lading
+from lading.errors import ConfigError
+from lading.ir.action import ActionKind
+from lading.ir.graph import Phase, Role, StepGraph
+from lading.ir.layout import parse_layout
+from lading.ir.plan import Option
+from lading.ir.sharding import units_of
+from lading.memory.lifetime import Gap, Lifetimes, gaps
+from lading.memory.restore import program_of, step_of
+from lading.models.loss import next_byte_loss
+from lading.optim.registry import optimizer as rule
+from tests.ranks import run_ranks
+from tests.test_replicas import BUCKET, Case, batch, build, machine
+from tests.test_saved_plan import states_on_disk
+
+LAYOUTS = ("zero1", "zero2", "zero3")
+#: Layouts that differ where a step has one micro-batch.
+UNLIKE = ("zero2", "zero3")
+CASES = {
+    "clipped": Case(plan=lambda: {"clip_norm": 0.1}),
+    "tied": Case("gpt"),
+    "masters": Case(dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
+    "lion": Case(plan=lambda: {"optimizer": rule("lion")}),
+    "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
+    "disk": Case(plan=lambda: {"policy": states_on_disk}),
+}
+
+
+def text(layout: str, ranks: int) -> str:
+    return f"dp{ranks},{layout}" + ("" if layout == "zero3" else f",bucket_bytes={BUCKET}")
+
+
+def odd_model() -> nn.Module:
+    """Parameters that no number of ranks divides, one of which is frozen, and one that nothing uses."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def odd_loss(model: nn.Module, given: Any) -> torch.Tensor:
+    return model(given["x"]).square().mean()
+
+
+def odd_batch(step: int, number: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + number))}
+
+
+def train_odd(layout: str, share: int, first: int, folder: Path) -> dict[str, torch.Tensor]:
+    model = odd_model()
+    graph = lading.capture(model, odd_batch(0, 0), odd_loss, accumulation=share)
+    plan = lading.plan(graph, machine(), budget="100%", cache=False, layout=layout)
+    with lading.Trainer(plan, graph, model, folder=folder) as trainer:
+        for step in range(3):
+            trainer.step([odd_batch(step, first + number) for number in range(share)])
+        values = {name: trainer.value(name) for name in trainer._values}
+    for name, value in model.state_dict().items():  # given back, whole
+        assert torch.equal(value, values[name]), name
+    return values
+
+
+def _two(rank: int, out: str) -> None:
+    for layout in UNLIKE:
+        for name, case in CASES.items():
+            folder = Path(out) / f"{layout} {name} {rank}"
+            folder.mkdir()
+            torch.save(case.train(text(layout, 2), case.micro, rank * case.micro, folder), folder / "values")
+        folder = Path(out) / f"{layout} odd {rank}"
+        folder.mkdir()
+        torch.save(train_odd(f"dp2,{layout}", 1, rank, folder), folder / "values")
+    _saves(rank, Path(out))
+
+
+def _saves(rank: int, out: Path) -> None:
+    """Save with shards, and go on from there with others, and with one process's values."""
+    model = build()
+    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    folder = out / f"saves {rank}"
+    folder.mkdir()
+    path, after = None, None
+    for layout in LAYOUTS:
+        plan = lading.plan(graph, machine(), budget="100%", cache=False, layout=text(layout, 2))
+        with lading.Trainer(plan, graph, build(), folder=folder) as trainer:
+            if path is None:
+                trainer.step(batch(0, rank))
+                path = trainer.save(out / "saved", meta={"layout": layout})
+            assert trainer.load(path) == {"layout": "zero1"}
+            assert trainer.evaluate(batch(1, rank)) > 0
+            trainer.step(batch(1, rank))
+            values = {name: trainer.value(name) for name in trainer._values}
+        after = after or values
+        assert all(torch.equal(after[name], value) for name, value in values.items())
+    torch.save(after, folder / "values")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what two ranks wrote; they are launched once."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(_two, 2, str(folder))
+    return folder
+
+
+def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, tmp_path: Path) -> None:
+    for name, case in CASES.items():
+        alone, losses = case.train("dp1", 2 * case.micro, 0, tmp_path)
+        for layout in UNLIKE:
+            for rank in range(2):
+                values, told = torch.load(two_ranks / f"{layout} {name} {rank}" / "values")
+                assert values.keys() == alone.keys()
+                for key, value in alone.items():
+                    if name == "clipped":  # squares are added up in another order, 2 ulp of the norm
+                        torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
+                    else:
+                        assert torch.equal(values[key], value), (layout, name, rank, key)
+                if name != "clipped":
+                    assert told == losses, (layout, name)
+    alone = train_odd("dp1", 2, 0, tmp_path)
+    for layout in UNLIKE:
+        for rank in range(2):
+            values = torch.load(two_ranks / f"{layout} odd {rank}" / "values")
+            assert values.keys() == alone.keys()
+            for key, value in alone.items():  # what is behind the last whole vector is rounded as a vector is, an ulp
+                torch.testing.assert_close(values[key], value, rtol=5e-7, atol=0)
+
+
+def test_a_checkpoint_of_shards_is_whole(two_ranks: Path, tmp_path: Path) -> None:
+    graph = lading.capture(build(), batch(0, 0), next_byte_loss, accumulation=2)
+    plan = lading.plan(graph, machine(), budget="100%", cache=False, layout="dp1")
+    with lading.Trainer(plan, graph, build(), folder=tmp_path) as trainer:
+        trainer.load(two_ranks / "saved" / "step-00000001")
+        trainer.step([batch(1, 0), batch(1, 1)])
+        for rank in range(2):
+            values = torch.load(two_ranks / f"saves {rank}" / "values")
+            assert [name for name, value in values.items() if not torch.equal(value, trainer.value(name))] == []
+
+
+def _four(rank: int, out: str) -> None:
+    case = Case(dtype=torch.float64, plan=lambda: {"clip_norm": 0.1})
+    for layout in LAYOUTS:
+        folder = Path(out) / f"{layout} {rank}"
+        folder.mkdir()
+        torch.save(case.train(text(layout, 4), 2, 2 * rank, folder), folder / "values")
+
+
+def test_four_ranks_with_shards_add_up_in_another_order(tmp_path: Path) -> None:
+    run_ranks(_four, 4, str(tmp_path))
+    case = Case(dtype=torch.float64, plan=lambda: {"clip_norm": 0.1})
+    alone, losses = case.train("dp1", 8, 0, tmp_path)
+    for layout in LAYOUTS:
+        first = torch.load(tmp_path / f"{layout} 0" / "values")[0]
+        for rank in range(4):
+            values, told = torch.load(tmp_path / f"{layout} {rank}" / "values")
+            assert told == pytest.approx(losses, rel=1e-14)
+            for name, value in values.items():
+                assert torch.equal(value, first[name]), name
+                # AdamW divides by the root of a square: where a gradient is near zero its error counts for more.
+                torch.testing.assert_close(value, alone[name], rtol=1e-8, atol=1e-10)
+
+
+def test_a_rank_keeps_its_part_of_states_and_parameters() -> None:
+    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    steps = {
+        layout: step_of(graph, machine(), clip_norm=0.0, master_weights=False, layout=parse_layout(layout))
+        for layout in ("dp1", "dp4,zero2,bucket_bytes=20000", "dp4,zero3")
+    }
+    roles = (Role.OPTIMIZER_STATE, Role.PARAMETER)
+    lasting = {layout: [step.bytes_of_role(role) for role in roles] for layout, step in steps.items()}
+    (states, parameters), zero2, zero3 = lasting.values()
+    padding = 1.05
+    assert states / 4 <= zero2[0] <= padding * states / 4
+    assert parameters <= zero2[1] <= padding * parameters
+    assert states / 4 <= zero3[0] <= padding * states / 4
+    assert parameters / 4 <= zero3[1] <= padding * parameters / 4
+
+
+def dropped(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Policy that reshards all parameters between forward and backward."""
+    wholes = units_of(graph)
+    across = [gap for gap in gaps(graph, lives) if gap.storage in wholes and _across(graph, gap)]
+    return {(gap.storage, gap.start): Option.RECOMPUTE for gap in across}
+
+
+def _across(graph: StepGraph, gap: Gap) -> bool:
+    return graph.ops[gap.start].phase is not Phase.BACKWARD and graph.ops[gap.end].phase is Phase.BACKWARD
+
+
+def test_an_unsharded_parameter_is_a_storage_that_is_dropped_and_unsharded_again() -> None:
+    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    programs = {
+        policy: program_of(
+            lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,zero3", policy=policy), graph
+        )
+        for policy in ("keep-all", dropped)
+    }
+    counts = [Counter(a.kind for a in program.actions if a.stream == "network") for program in programs.values()]
+    units = len(units_of(programs["keep-all"].graph))
+    assert counts[0] == {ActionKind.UNSHARD: units, ActionKind.REDUCE_GRAD: units}
+    assert counts[1] == {**counts[0], ActionKind.RECOMPUTE: units - 1}  # no gradient is worked out from the table
+    assert programs[dropped].arena_bytes < programs["keep-all"].arena_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"matrices": lading.Matrices(rule="muon", lr=0.02)}, "muon, which moves whole matrices; train replicas"),
+        ({"optimizer": rule("adafactor")}, "adafactor, which moves whole parameters"),
+    ],
+)
+def test_what_moves_whole_parameters_is_not_cut(asked: dict[str, Any], why: str) -> None:
+    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    with pytest.raises(ConfigError, match=why):
+        lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,zero2", **asked)

@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from lading.errors import LARGEST, ConfigError, check_number, short_repr
+from lading.errors import LARGEST, ConfigError, check_number, did_you_mean, short_repr
 from lading.files import read_toml
 from lading.grouping import Matrices
 from lading.inputs import catalog_models, check_inputs
@@ -58,7 +58,7 @@ def _text(name: str, value: object) -> None:
 
 def _choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        hint = _did_you_mean(str(value), choices)
+        hint = did_you_mean(str(value), choices)
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
 
 
@@ -145,7 +145,7 @@ class ModelConfig:
         if not known and self.name not in (names := [*MODELS, *catalog_models()]):
             raise ConfigError(
                 f"name: expected one of {', '.join(MODELS)}, a model of the catalog, 'module:function', or the path of "
-                f"a config.json or of a folder that holds one, got {self.name!r}{_did_you_mean(self.name, names)}"
+                f"a config.json or of a folder that holds one, got {self.name!r}{did_you_mean(self.name, names)}"
             )
         _choice("task", self.task, get_args(Task))
         if self.new_head and not self.weights:
@@ -568,8 +568,3 @@ def _nearest_key(prefix: str, key: str) -> str:
     for match in difflib.get_close_matches(key, by_name, 1):
         return f"; did you mean {by_name[match]!r}?"
     return f"; expected one of {', '.join(sorted(here))}"
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {match[0]!r}?" if match else ""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast
 
@@ -140,3 +142,13 @@ def check_number(name: str, value: object, low: float, high: float = math.inf, *
 def short_repr(value: object) -> str:
     """Print a value for an error message, in 60 characters at most."""
     return "an integer of more than 63 bits" if type(value) is int and abs(value) > LARGEST else repr(value)[:60]
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Question that ends an error message: the known name nearest to ``name``; "" where none is near.
+
+    Args:
+        cutoff: Least similarity, from 0 to 1, as of ``difflib``.
+    """
+    near = get_close_matches(name, list(known), 1, cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import cast
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.optim.registry import DEFAULT, make_rule, matrix_rule
 from lading.optim.rule import MatrixRule
 
@@ -183,8 +182,7 @@ def _unmatched(pattern: str, named: Sequence[Described]) -> str:
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if matched:
         return f"matrices.parameters: {pattern!r} comes behind patterns that take all it matches; put it first"
-    near = difflib.get_close_matches(pattern, names, 1, 0.3)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(pattern, names, 0.3)
     return f"matrices.parameters: expected patterns that match a trained parameter, {pattern!r} matches none{hint}"
 
 

@@ -26,12 +26,11 @@ A machine file, or a machine's name, is a fleet of one device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from lading.catalog.load import load_machine, machine_names
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.files import read_toml
 from lading.ir.fleet import Fleet, Join, Member, fleet_of
 from lading.ir.reading import read_as
@@ -79,8 +78,7 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
     text = str(name_or_path)
     if not lists_devices(name_or_path):
         if text not in machine_names() and not Path(text).is_file():
-            near = get_close_matches(text, [*fleet_names(), *machine_names()], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(text, [*fleet_names(), *machine_names()])
             known = ", ".join(fleet_names())
             raise ConfigError(f"expected a fleet ({known}), a machine or the path of a TOML file, got {text!r}{hint}")
         return fleet_of(load_machine(name_or_path))

@@ -22,17 +22,16 @@ leave out is assumed, and said.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.files import read_toml, write_text
 from lading.ir.machine import FILE, MEMORY, Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
 
@@ -198,10 +197,10 @@ def load_machine(name_or_path: str | Path) -> Machine:
     if text in machine_names():
         return _of_catalog(text)
     if not path.is_file():
-        names = ", ".join(machine_names())
+        names = machine_names()
         raise ConfigError(
-            f"expected a machine ({names}) or the path of a TOML file, got {text!r}{_nearest(text, machine_names())}; "
-            "measure this host with: lading probe"
+            f"expected a machine ({', '.join(names)}) or the path of a TOML file, got {text!r}"
+            f"{did_you_mean(text, names)}; measure this host with: lading probe"
         )
     return _of_file(path)
 
@@ -276,11 +275,6 @@ def save_machine(machine: Machine, path: Path | str) -> None:
     write_text(Path(path), machine_to_toml(machine))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
     """Build an instance of a dataclass from a table, every value checked against its annotation."""
     table = _table(data, where or "the file", origin)
@@ -289,7 +283,7 @@ def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
     for key in table:
         if key not in fields:
             known = ", ".join(fields)
-            raise ConfigError(f"{origin}: unknown key {key!r} {place}{_nearest(key, fields)}; known keys: {known}")
+            raise ConfigError(f"{origin}: unknown key {key!r} {place}{did_you_mean(key, fields)}; known keys: {known}")
     for key, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if key not in table and not optional:

@@ -9,13 +9,12 @@ original), and the table ``sizes``. A model that is simulated but not built here
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
 from lading.config import MODELS, ModelConfig, RunConfig
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.inputs import CATALOG_MODELS, catalog_models
 
 #: Models whose tables of positions are as long as asked for; they need no ``max_seq_len`` beyond the sequence.
@@ -101,8 +100,7 @@ def named_model(name: str) -> NamedModel:
     """
     names = model_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names)
         raise ConfigError(
             f"expected a model ({', '.join(names)}), 'module:function', or the path of a config.json or of its folder, "
             f"got {name!r}{hint}"

@@ -7,7 +7,6 @@ kwargs, mutates, random]``; dims are written ``"b,s,3*d*n"``, an argument that i
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lading.catalog.models import named_model
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, Role, refs
 from lading.ir.sizes import Power, Size
 from lading.ir.table import ModelTable, Segment, SegmentTensor
@@ -187,8 +186,7 @@ def stored_table(family: str) -> StoredTable:
         ConfigError: there is none; the nearest name is given.
     """
     if family not in table_families():
-        near = difflib.get_close_matches(family, table_families(), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(family, table_families())
         raise ConfigError(f"expected a family among {', '.join(table_families())}, got {family!r}{hint}")
     return read_table((TABLES / f"{family}.json").read_text(encoding="utf-8"))
 

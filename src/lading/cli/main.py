@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from difflib import get_close_matches
 from io import StringIO
 from typing import TextIO
 
@@ -31,7 +30,15 @@ from lading.cli.probe_command import ProbeCommand
 from lading.cli.report_command import ReportCommand
 from lading.cli.simulate_command import SimulateCommand
 from lading.cli.train_command import TrainCommand
-from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
+from lading.errors import (
+    BudgetExceeded,
+    CaptureError,
+    ConfigError,
+    LadingError,
+    PlanInfeasible,
+    StorageError,
+    did_you_mean,
+)
 from lading.report.lines import fitted
 
 #: What a disk or a device says that takes no more.
@@ -155,8 +162,7 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     if not arguments:
         print(_help(), file=sys.stderr)
         raise SystemExit(2)
-    near = get_close_matches(name, _COMMANDS, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, _COMMANDS)
     print(fitted(f"error: expected a command, one of {', '.join(_COMMANDS)}, got {name!r}{hint}"), file=sys.stderr)
     raise SystemExit(2)
 

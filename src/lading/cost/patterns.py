@@ -60,11 +60,6 @@ class Pattern:
     shared: tuple[tuple[int, int], ...]
     alone: tuple[int, ...]
 
-    @property
-    def gang(self) -> int:
-        """Ranks of its largest gang; 1 if it shares nothing."""
-        return GANGS[self.shared[0][1]] if self.shared else 1
-
 
 #: Patterns, and how many ranks have each.
 Packing = list[tuple[Pattern, int]]

@@ -422,7 +422,7 @@ class _StepBuilder:
             states = [self._matrix_states(parameter, matrices, piece, start) for start, piece in pieces]
             for (_, piece), names in zip(pieces, states, strict=True):
                 param, grad = self._tensor(piece.value), self._tensor(piece.gradient)
-                master_piece = self._master_of(parameter, piece, param, master)
+                master_piece = self._master_of(parameter, param, master)
                 masters += [master_piece] if master_piece is not None and master is None else []
                 tensors = Tensors(
                     param=param, grad=grad, states=tuple(names.values()), step=step, first=not ops, master=master_piece,
@@ -454,7 +454,7 @@ class _StepBuilder:
             states[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)
         return states
 
-    def _master_of(self, parameter: Parameter, piece: MatrixStack, param: int, whole: int | None) -> int | None:
+    def _master_of(self, parameter: Parameter, param: int, whole: int | None) -> int | None:
         """Make the master of the matrices of one update: a storage of its own, or a view of ``whole``."""
         if not self.has_master(parameter):
             return None

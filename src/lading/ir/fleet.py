@@ -11,11 +11,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import permutations
 from math import inf
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.machine import Machine
 
 #: How transfers over one link share it: between each pair each way alone; through a port of each device, one out and
@@ -195,8 +194,7 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
 def _known(link: Join, names: Sequence[str]) -> None:
     """Refuse a link to a device that is not there."""
     if unknown := [name for name in link.devices if name not in names]:
-        near = get_close_matches(unknown[0], names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(unknown[0], names)
         raise ConfigError(
             f"link {link.name}: expected devices among {', '.join(names)}, got {', '.join(unknown)}{hint}"
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
@@ -217,17 +216,6 @@ def _part(part: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)(\d+)", part)
     if match and match[1] in _COUNTS:
         return {_LONG.get(match[1], match[1]): int(match[2])}
-    keys = ("recompute=", "recompute_modules=", "cp_comm=")
-    known = [
-        *_COUNTS,
-        "sp",
-        *PRECISIONS,
-        *SCHEDULES,
-        *keys,
-        "offload=",
-        *(f"{key}=" for key in _NUMBERS),
-        "offload_to=",
-    ]
-    near = difflib.get_close_matches(part.rstrip("0123456789"), known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, *(f"{key}=" for key in ("recompute", *_WORDS, *_NUMBERS))]
+    hint = did_you_mean(part.rstrip("0123456789"), known)
     raise ConfigError(f"layout: expected parts such as tp8, pp4, sp, bf16, recompute=full, got {part!r}{hint}")

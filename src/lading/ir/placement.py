@@ -142,9 +142,9 @@ class PlacementProblem:
         members: dict[str, list[int]] = {}
         for number, task in enumerate(self.tasks):
             members.setdefault(task.group or f"{task.name} #{number}", []).append(number)
-        return tuple(self._group(name, numbers) for name, numbers in members.items())
+        return tuple(map(self._group, members.values()))
 
-    def _group(self, name: str, numbers: list[int]) -> TaskGroup:
+    def _group(self, numbers: list[int]) -> TaskGroup:
         tasks = [self.tasks[n] for n in numbers]
         devices = range(len(self.network.devices))
         return TaskGroup(

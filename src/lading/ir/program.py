@@ -251,10 +251,6 @@ class Homes(NamedTuple):
     resident: Mapping[int, int]
     slots: Mapping[str, Mapping[int, int]]
 
-    def tier_of(self, storage: int) -> str | None:
-        """Lower tier in which a storage is at home; None for one that is at home on the device, or has no home."""
-        return next((tier for tier, places in self.slots.items() if storage in places), None)
-
 
 @dataclass(frozen=True, eq=False)
 class Program:

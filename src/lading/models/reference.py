@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lading.config import MODELS
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 
 
 class ReferenceModel(Protocol):
@@ -62,6 +61,5 @@ def _known(name: str, what: str, names: list[str]) -> str:
     """
     if name in names:
         return name
-    near = get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, names, 0.4)
     raise ConfigError(f"expected a {what} among {', '.join(names)}; got {name!r}{hint}")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, cast
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.optim.rule import MatrixRule, ParameterRule
 
 #: Rules that come with Lading: for parameters of any shape, and for whole matrices.
@@ -56,8 +55,7 @@ def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[Paramete
     """
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon:
-        near = get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, known)
         raise ConfigError(
             f"rule: expected one of {', '.join(known)}, or 'module:Class' for your own, got {name!r}{hint}"
         )

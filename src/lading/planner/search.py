@@ -2,7 +2,7 @@
 
 [Note: bounds, one behind the other]
 What has the least bound is looked into next. A family of blocks has the least bound of its members. A member is bounded
-by its kernels (``kernel_bounds.py``): first of the whole model, never waiting, then of the pipelines that may fit
+by its kernels (``bounds.KernelBounds``): first of the whole model, never waiting, then of the pipelines that may fit
 (``prefilter.py``). What is left is priced by the simulator's own code and filtered again; then each layout has a bound
 (``bounds.py``).
 """

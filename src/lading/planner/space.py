@@ -7,7 +7,6 @@ replicas there are follows from the devices. What is left out, unless it is pinn
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
@@ -130,8 +129,7 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in text.partition("="))
         key = _SHORT.get(key, key)
         if not equals or key not in PINS:
-            near = difflib.get_close_matches(key, (*PINS, *_SHORT), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, (*PINS, *_SHORT))
             raise ConfigError(f"--pin: expected KEY=VALUE with one of {', '.join(PINS)}, got {text!r}{hint}")
         if key in found:
             raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
@@ -183,8 +181,7 @@ def precisions_of(text: str, machine: Machine, stack: Stack) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in found:
         if name not in PRECISIONS:
-            near = difflib.get_close_matches(name, PRECISIONS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, PRECISIONS)
             raise ConfigError(f"--precision: expected any, or of {', '.join(PRECISIONS)}, got {name!r}{hint}")
         if len(found) > 1 and (why := _lacks(name, machine, stack)):
             raise ConfigError(f"--precision: {name} cannot be chosen: {why}; leave it out")

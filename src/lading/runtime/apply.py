@@ -22,7 +22,6 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lading import __version__
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
@@ -260,8 +259,7 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     paths = [path for group in plan.choices.units for path in group.modules]
     known = {part for path in (*paths, *plan.choices.recomputed) for part in path.split(".")}
     if unknown := sorted(set(names) - known):
-        near = get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"apply: expected names of the plan's modules, got {unknown[0]!r}, which is in no path{hint}")
 
     def renamed(path: str) -> str:
@@ -349,8 +347,7 @@ def _check(plan: Plan, layout: Layout, mesh: DeviceMesh) -> None:
 def _known(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     if path in modules:
         return modules[path]
-    near = get_close_matches(path, modules, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(path, modules)
     raise ConfigError(f"apply: expected modules of the plan's model, found none called {path!r}{hint}")
 
 

@@ -11,14 +11,13 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
 import torch
 
 from lading.alone import reducing_wrapper
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.runtime.agreement import Facts, agree_on
 
@@ -162,8 +161,7 @@ class LiveSettings:
         if cycled:
             known |= {"momentum"}
         if unknown := [key for key in group if key not in known]:
-            near = get_close_matches(unknown[0], known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(unknown[0], known)
             raise ConfigError(
                 f"{place}: expected {', '.join(sorted(known))}, got {unknown[0]!r}, which {type(rule).__name__} does "
                 f"not read{hint}"

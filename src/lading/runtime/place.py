@@ -27,7 +27,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from lading import __version__
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.plan import PlacedStage, Plan, PlanKind, plan_for
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 
@@ -380,6 +379,5 @@ def _path(stage: PlacedStage, model: nn.Module) -> str:
             f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {said}; place with "
             "--units N, which names modules"
         )
-    near = get_close_matches(stage.begins, modules, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(stage.begins, modules)
     raise ConfigError(f"place: expected the plan's model, found no module {stage.begins!r}{hint}")

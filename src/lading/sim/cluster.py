@@ -87,14 +87,12 @@ class ClusterRun:
     """Result of simulating all ranks of a job.
 
     Attributes:
-        job: The work that was simulated.
         step_s: Seconds of each step, from the end of the one before.
         busy_s: Seconds that each rank computed, in all steps together.
         events: Stretches and collectives of all ranks, a collective counted once a rank.
         digest: Hash of the end of every event of every rank: equal logs have equal digests.
     """
 
-    job: Job
     step_s: Floats
     busy_s: Floats
     events: int
@@ -120,7 +118,7 @@ def simulate_cluster(job: Job, noise: Noise) -> ClusterRun:
         step_s = np.array([state.step() for _ in range(job.steps)])
     digest = hashlib.sha256(state.mixed.tobytes()).hexdigest()[:16]
     busy = np.transpose(state.busy, (0, 2, 1)).reshape(-1)
-    return ClusterRun(job, step_s, busy, state.events, digest)
+    return ClusterRun(step_s, busy, state.events, digest)
 
 
 class _State:

@@ -87,11 +87,6 @@ class Occupancy:
         """Largest bytes at one moment of the step."""
         return int(self.total.max())
 
-    @property
-    def peak_s(self) -> float:
-        """Time of the step at which the bytes are largest, in seconds."""
-        return float(self.staircase[0][int(self.total.argmax())])
-
     def samples(self, tier: str) -> tuple[MemorySample, ...]:
         """The staircase for a Timeline."""
         times, roles = self.staircase

@@ -186,9 +186,7 @@ def place_lp(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Pla
     if relaxed is None:
         return None
     problem, memory = trial.problem, trial.problem.network.memory_bytes
-    options = chain(
-        (next(rounded(problem, relaxed.shares)),), priced(problem, memory), rounded(problem, relaxed.shares)
-    )
+    options = chain((next(rounded(relaxed.shares)),), priced(problem, memory), rounded(relaxed.shares))
     cuts = crossings(problem)
     distinct = dict.fromkeys(map(tuple, options))
     ways = (cuts, np.zeros_like(cuts))  # runs that grow at their ends, and groups one by one
@@ -225,7 +223,7 @@ def place_branch(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) ->
     return replace(improve(trial, placed, effort / 2), bound_s=bounds[0])
 
 
-def rounded(problem: PlacementProblem, shares: np.ndarray) -> Iterator[list[int]]:
+def rounded(shares: np.ndarray) -> Iterator[list[int]]:
     """Yield assignments of groups to devices, drawn from shares."""
     yield [int(d) for d in shares.argmax(axis=1)]
     count = shares.shape[1]

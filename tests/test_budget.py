@@ -15,6 +15,7 @@ from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.restore import program_of
+from lading.optim.torch_update import rule_of_optimizer
 from lading.prepare import plan
 from lading.runtime import kernel_memory as measuring
 from lading.runtime import resident
@@ -122,6 +123,14 @@ def test_operations_that_cannot_run_alone_are_named(tmp_path: Path) -> None:
     assert {"lading_tests.twice.default", "aten.remainder.Tensor"} <= set(measured.unmeasured)
     assert all(size >= 0 for size in measured.scratch_bytes)
     assert not list(tmp_path.iterdir())  # may be measured another time
+
+
+def test_what_making_an_optimizer_of_torch_loads_is_not_the_steps() -> None:
+    """It is in the process before the Trainer is, so a budget does not count it."""
+    model = torch.nn.Linear(8, 8)
+    rule = rule_of_optimizer(torch.optim.AdamW(model.parameters()))
+    step = expand(capture(model, torch.ones(2, 8), lambda model, x: model(x).sum()), optimizer=rule)
+    assert kernel_memory(step, 1, cache=None).kept_bytes < 30 * MiB  # 79 with torch's compiler
 
 
 def test_memory_that_the_caller_takes_between_steps_is_the_callers(graph: StepGraph, tmp_path: Path) -> None:

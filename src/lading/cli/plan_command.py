@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Generator, Hashable, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from lading.ir.plan import Plan
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
-    from lading.planner.search import Tell
     from lading.planner.space import Space
     from lading.report.layout_table import LayoutRow
 
@@ -157,12 +155,13 @@ def _plan_cluster(asked: PlanCommand) -> None:
     from lading.clusters import update_sentence
     from lading.planner.layouts import cluster_plan, find_layouts
     from lading.report.layout_table import layouts_lines
+    from lading.report.progress import planning_progress
 
     space = asked_space(asked)
     console = Console(highlight=False, width=line_columns())
     begun = time.perf_counter()
-    with _progress() as tell:
-        found = find_layouts(space, tell)
+    with planning_progress() as progress:
+        found = find_layouts(space, lambda done, of, what: progress.update(done / max(1, of), what))
     seconds = time.perf_counter() - begun
     alike = shown(found.best, asked.search.top)
     rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]
@@ -342,22 +341,6 @@ def asked_space(asked: PlanCommand) -> Space:
     if search.precision is None:
         return space
     return space.asking(precisions=precisions_of(search.precision, space.machine, space.request.stack))
-
-
-@contextmanager
-def _progress() -> Generator[Tell, None, None]:
-    """Show a bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda done, of, what: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("pricing")
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
 
 
 def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.runs import shorten_search
+
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lading")
 
@@ -40,14 +42,14 @@ multiprocessing.set_forkserver_preload(
 
 @pytest.fixture(scope="module", autouse=True)
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans of small steps are not improved choice by choice at the end, which is most of what their search takes.
+    """Plans of small steps are the first that takes at most twice the least time; their search takes longest by far.
 
     They keep what every plan keeps. How good a plan is, tests/planner and tests/golden check with the whole search, and
     the slow tests search as for users, too.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not any("slow" in item.keywords for item in request.session.items):
-            patch.setattr("lading.planner.residency._WORK", 0)
+            shorten_search(patch.setattr)
         yield
 
 
@@ -62,9 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: len(item.path.parts))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_look_through() -> None:
-    """What was imported and captured is left out of every later look for garbage, as each Trainer collects it."""
-    if len(gc.get_objects()) > 50_000:
-        gc.collect()
-        gc.freeze()
+_FROZEN: set[object] = set()
+
+
+@pytest.fixture(autouse=True)
+def _little_to_look_through(request: pytest.FixtureRequest) -> None:
+    """What was imported and captured is left out of every later look for garbage, as each Trainer collects it.
+
+    Looked at where a file begins, and where much was imported since: torch's fake tensors import 800 modules.
+    """
+    here = (request.path, len(sys.modules) // 200)
+    if here not in _FROZEN:
+        _FROZEN.add(here)
+        if len(gc.get_objects()) > 50_000:
+            gc.collect()
+            gc.freeze()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def build(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
     return build_model(name, **SIZES).to(dtype)
 
 
+@cache
+def captured(name: str, dtype: torch.dtype, accumulation: int) -> StepGraph:
+    return lading.capture(build(name, dtype), batch(0, 0), next_byte_loss, accumulation=accumulation)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A way to train: what is captured, and how it is planned."""
@@ -65,8 +71,7 @@ class Case:
 
     def train(self, layout: str, share: int, first: int, folder: Path, steps: int = 3) -> tuple[Any, list[float]]:
         """Train on ``share`` micro-batches a step from number ``first`` on; returns the values and the losses."""
-        model = build(self.model, self.dtype)
-        graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=share)
+        model, graph = build(self.model, self.dtype), captured(self.model, self.dtype, share)
         asked = {"budget": "100%", "cache": False, **self.plan()}
         made = lading.plan(graph, machine(), layout=layout, **asked)
         with lading.Trainer(made, graph, model, folder=folder) as trainer:

@@ -349,7 +349,7 @@ import torch
 torch.set_num_threads(1)
 from lading.runtime.executor import Executor
 from tests.runtime.cases import *
-model = model_of("gpt", dim=256, vocab_size=4096, num_layers=4, max_seq_len=128)
+model = model_of("gpt", dim=256, vocab_size=4096, num_layers=2, max_seq_len=128)
 batch = {k: torch.randint(0, 4096, (4, 128)) for k in "xy"}
 loss_fn(model, batch).backward()  # kernels warm: what they keep is the probe's overhead, not the program's
 model.zero_grad()
@@ -358,7 +358,7 @@ evict = disk_always if sys.argv[2] == "disk" else None
 program = program_of(graph, evict)
 with Executor(program, optimizer=OPTIMIZER, folder=Path(sys.argv[1])) as executor:
     load(executor, model)
-    for _ in range(3):
+    for _ in range(2):
         executor.step([batch], lr=1e-3)
     print(executor.peak_resident_bytes, program.arena_bytes, program.workspace_bytes, executor.timeline().peak_bytes)
 """

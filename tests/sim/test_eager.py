@@ -6,6 +6,7 @@ Measured by benchmarks/simulator/ranks.py with torch 2.13 on one to four gloo ra
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,9 +31,15 @@ LLAMA = {
 NARROW = {**LLAMA, "dim": 384, "num_heads": 6, "num_kv_heads": 2, "hidden_dim": 1024}
 
 
+@cache
+def table_of(model: str, sizes: tuple[tuple[str, Any], ...]) -> ModelTable:
+    batch = random_batch(model, dict(sizes), rows=3, tokens=256, seed=0)
+    return module_table(
+        build_model(model, **dict(sizes)), batch, model_class(model).loss, model, tokens=256, whole=False
+    )
+
+
 def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequest, ModelTable]:
-    batch = random_batch(model, sizes, rows=3, tokens=256, seed=0)
-    table = module_table(build_model(model, **sizes), batch, model_class(model).loss, model, tokens=256, whole=False)
     request = StepRequest(
         name=model,
         model=Architecture(family=model, symbols={}, blocks=(("block", 4),)),
@@ -41,7 +48,7 @@ def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequ
         layout=parse_layout(f"fp32,{layout}"),
         stack=stack_by_name("torch-eager-cpu"),
     )
-    return request, table
+    return request, table_of(model, tuple(sizes.items()))
 
 
 @pytest.mark.parametrize(

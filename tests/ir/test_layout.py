@@ -110,3 +110,9 @@ def test_what_lies_behind_the_device_round_trips(text: str) -> None:
 def test_offloads_that_cannot_be(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_layout(text)
+
+
+@pytest.mark.parametrize(("text", "remedy"), [("tp3", "64 is no multiple of 3"), ("dp3,tp2", "leave dp out")])
+def test_a_layout_of_other_devices_says_what_to_change(text: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected a layout of 64 devices, got {text}.*{remedy}"):
+        parse_layout(text, 64)

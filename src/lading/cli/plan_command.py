@@ -161,7 +161,9 @@ def _plan_cluster(asked: PlanCommand) -> None:
     console = Console(highlight=False, width=line_columns())
     begun = time.perf_counter()
     with planning_progress() as progress:
-        found = find_layouts(space, lambda done, of, what: progress.update(done / max(1, of), what))
+        found = find_layouts(
+            space, lambda done, of, what: progress.update(done / max(1, of), f"{done:,} of {of:,} {what}")
+        )
     seconds = time.perf_counter() - begun
     alike = shown(found.best, asked.search.top)
     rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]

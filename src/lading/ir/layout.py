@@ -191,9 +191,10 @@ def parse_layout(text: str, devices: int = 0) -> Layout:
     if devices and devices % (each * int(found.get("dp", 1))) == 0:
         found.setdefault("dp", devices // each)
     if devices and each * int(found.get("dp", 1)) != devices:
+        remedy = "leave dp out" if "dp" in found and not devices % each else f"{devices} is no multiple of {each}"
         raise ConfigError(
             f"expected a layout of {devices} devices, got {text or 'dp1'}, which takes {each} for a replica; change "
-            "the number of devices, or leave dp out"
+            f"the number of devices, or the layout: {remedy}"
         )
     return Layout(**found)
 

@@ -13,6 +13,7 @@ from lading.report.charts import LEFT, PHONE_WIDTH, PLOT, WIDTH, memory_figure, 
 from lading.report.figures import role_names, role_title
 from lading.report.gantt import GAP, HEAD, ROW
 from lading.report.html import page, table
+from lading.report.promises import sentence_of
 from lading.report.svg import (
     Frame,
     el,
@@ -23,6 +24,7 @@ from lading.report.svg import (
     svg,
     text,
     ticks,
+    unbroken_options,
     words,
     x_axis,
     y_axis,
@@ -109,7 +111,7 @@ def _heading(shown: ClusterPage) -> str:
         el("div", el("span", text(name)), el("b", text(value)), el("span", text(remark)), class_="tile")
         for name, value, remark in shown.tiles
     ]
-    more = [el("p", text(line)) for line in shown.sentences]
+    more = [el("p", unbroken_options(sentence_of(line))) for line in shown.sentences]
     verdict = el("div", el("p", el("b", text(sentence))), *more, class_=f"verdict {'kept' if good else 'broken'}")
     head = el("h1", text(shown.title)) + el("p", text(shown.subtitle), class_="subtitle")
     return head + verdict + el("div", *tiles, class_="tiles")

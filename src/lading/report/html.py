@@ -328,7 +328,7 @@ def _plain_tile(summary: RunSummary, compute_s: float) -> tuple[str, str, str]:
     if summary.plain_step_s is not None:
         factor = f"this run takes {step_s / summary.plain_step_s:.2f} times as long"
         return "Plain PyTorch's step", format_seconds(summary.plain_step_s), f"measured; {factor}"
-    note = "predicted: computing alone, nothing moved or computed twice; plain PyTorch was not run"
+    note = "predicted, for computing alone; plain PyTorch was not run"
     return "Step without a budget", format_seconds(compute_s), note
 
 

@@ -113,13 +113,19 @@ def second_ticks(high: float, most: int) -> list[tuple[float, str]]:
     return [(value * scale, f"{value:g} {unit}" if value else "0") for value in ticks(0, high / scale, most)]
 
 
+#: Pixels from a tick within which the end of the axis lets no label be centred, and of the margin behind the end.
+_LABEL_HALF, _MARGIN = 22, 12
+
+
 def x_axis(frame: Frame, marks: Sequence[tuple[float, str]]) -> str:
     """Draw a base line with ticks and text below."""
     out = [el("line", x1=frame.left, x2=frame.right, y1=frame.bottom, y2=frame.bottom, class_="axis")]
     for value, label in marks:
         x = frame.x(value)
         out.append(el("line", x1=x, x2=x, y1=frame.bottom, y2=frame.bottom + 4, class_="axis"))
-        out.append(words(label, x, frame.bottom + 17, "tick mid"))
+        near_end = len(label) > 2 and frame.right - x < _LABEL_HALF
+        at, anchor = (frame.right + _MARGIN, "end") if near_end else (x, "mid")
+        out.append(words(label, at, frame.bottom + 17, f"tick {anchor}"))
     return "".join(out)
 
 

@@ -58,7 +58,7 @@ _SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class GatheredUnit:
     """Parameters that are gathered together.
 
     Attributes:
@@ -81,7 +81,7 @@ class Unit:
         return f"{self.name}.shard"
 
 
-def shard_parameters(captured: StepGraph, layout: Layout) -> tuple[StepGraph, tuple[Unit, ...]]:
+def shard_parameters(captured: StepGraph, layout: Layout) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
     """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
 
     ``parameters`` of the graph are then the shards, each with the unit's gradients side by side, not reduced yet.
@@ -93,7 +93,9 @@ def shard_parameters(captured: StepGraph, layout: Layout) -> tuple[StepGraph, tu
     return _Sharder(captured, layout).sharded()
 
 
-def unshard_parameters(step: StepGraph, captured: StepGraph, units: Sequence[Unit], layout: Layout) -> StepGraph:
+def unshard_parameters(
+    step: StepGraph, captured: StepGraph, units: Sequence[GatheredUnit], layout: Layout
+) -> StepGraph:
     """Add what gathers the whole parameters to the step of their shards; parameters are again those ``captured``.
 
     Args:
@@ -103,9 +105,9 @@ def unshard_parameters(step: StepGraph, captured: StepGraph, units: Sequence[Uni
     return _Unsharder(step, units, layout).unsharded(captured)
 
 
-def units_of(graph: StepGraph) -> dict[int, Unit]:
+def units_of(graph: StepGraph) -> dict[int, GatheredUnit]:
     """List the units of a step by the storage of the whole; empty where nothing is sharded."""
-    units: dict[int, Unit] = {}
+    units: dict[int, GatheredUnit] = {}
     for op in graph.ops:
         if op.name not in (UNSHARD, OWN_SHARD):
             continue
@@ -113,7 +115,7 @@ def units_of(graph: StepGraph) -> dict[int, Unit]:
         source, made = op.inputs[0], op.outputs[0]
         whole, shard = (graph.storage_of(source), made) if lasts else (graph.storage_of(made), source)
         ranks = cast("int", dict(op.kwargs)["ranks"])
-        units.setdefault(whole, Unit(op.module, whole, shard, ranks, lasts))
+        units.setdefault(whole, GatheredUnit(op.module, whole, shard, ranks, lasts))
     return units
 
 
@@ -144,9 +146,9 @@ class _Sharder:
             captured.storage_of(t): index for index, op in enumerate(captured.ops) for t in (*op.outputs, *op.mutates)
         }
 
-    def sharded(self) -> tuple[StepGraph, tuple[Unit, ...]]:
+    def sharded(self) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
         self._check()
-        units: list[Unit] = []
+        units: list[GatheredUnit] = []
         parameters: list[Parameter] = []
         for members in map(self._aligned, self._runs()):
             unit = self._unit(f"unit {len(units)}", members)
@@ -246,7 +248,7 @@ class _Sharder:
             end += _up(prod(self.graph.tensors[self.graph.parameters[number].tensor].shape))
         return _Members(tuple(numbers), tuple(starts), _up(-(-end // self.ranks)))
 
-    def _unit(self, name: str, members: _Members) -> Unit:
+    def _unit(self, name: str, members: _Members) -> GatheredUnit:
         """Make the storages of a unit, both lasting as yet; its parameters move into the whole."""
         dtype = self.graph.tensors[self.graph.parameters[members.numbers[0]].tensor].dtype
         size = members.shard_elements * DTYPE_BYTES[dtype]
@@ -254,9 +256,9 @@ class _Sharder:
         shard = self._flat(self._storage(f"{name}.shard", size, Role.PARAMETER), dtype, members.shard_elements)
         for number, start in zip(members.numbers, members.starts, strict=True):
             self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
-        return Unit(name, whole, shard, self.ranks, self.layout.zero < 3)
+        return GatheredUnit(name, whole, shard, self.ranks, self.layout.zero < 3)
 
-    def _gradients(self, unit: Unit, members: _Members) -> int | None:
+    def _gradients(self, unit: GatheredUnit, members: _Members) -> int | None:
         """Copy the gradients of a unit side by side behind the last one's last write; None without gradients."""
         parameters = [self.graph.parameters[number] for number in members.numbers]
         gradients = [p.gradient for p in parameters if p.gradient is not None]
@@ -316,7 +318,7 @@ class _Sharder:
 class _Unsharder:
     """Builder of the step in which whole parameters are made from shards. See [Note: whole parameters]."""
 
-    def __init__(self, step: StepGraph, units: Sequence[Unit], layout: Layout) -> None:
+    def __init__(self, step: StepGraph, units: Sequence[GatheredUnit], layout: Layout) -> None:
         self.step, self.units, self.layout = step, units, layout
         self.tensors = list(step.tensors)
         self.before: dict[int, list[Op]] = {}
@@ -362,7 +364,7 @@ class _Unsharder:
             made = self._whole(unit)
             self.before.setdefault(start, []).append(self._gathering(UNSHARD, unit, Phase.FORWARD, (made,), ()))
 
-    def _gather_back(self, unit: Unit) -> None:
+    def _gather_back(self, unit: GatheredUnit) -> None:
         """Copy a rank's part of a whole out before its update, and gather it back behind what still reads the old."""
         step, shard = self.step, self.step.storage_of(unit.shard)
         updates = [i for i, op in enumerate(step.ops) if op.kind is OpKind.STEP and shard in step.op_writes[i]]
@@ -375,13 +377,15 @@ class _Unsharder:
         gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
         self.after.setdefault(max(*updates, *readers), []).append(gather)
 
-    def _whole(self, unit: Unit) -> int:
+    def _whole(self, unit: GatheredUnit) -> int:
         """Make the tensor of all elements of a unit."""
         shard = self.tensors[unit.shard]
         self.tensors.append(Tensor(unit.whole, shard.dtype, (shard.shape[0] * unit.ranks,), (1,)))
         return len(self.tensors) - 1
 
-    def _gathering(self, name: str, unit: Unit, phase: Phase, outputs: tuple[int, ...], mutates: tuple[int, ...]) -> Op:
+    def _gathering(
+        self, name: str, unit: GatheredUnit, phase: Phase, outputs: tuple[int, ...], mutates: tuple[int, ...]
+    ) -> Op:
         size = self.tensors[unit.shard].size_bytes
         refs = (Ref(unit.shard), *map(Ref, mutates))
         return Op(

@@ -72,7 +72,7 @@ def _random_again(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "operation", "advice"),
     [
-        (lambda _, x: x * x.sum().item(), "_local_scalar_dense", "static shapes"),
+        (lambda _, x: x * x.sum().item(), "_local_scalar_dense", "keep it a tensor"),
         (_if_positive, "_local_scalar_dense", "torch.where"),
         (lambda _, x: x[x > 0], "aten.index.Tensor", "masks"),
         (lambda _, x: x.flatten()[torch.nonzero(x.flatten())], "nonzero", "static shapes"),

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from tests.captured import captured_step
 from tests.machines import small_machine
 from tests.planner.steps import step_of
@@ -15,6 +16,7 @@ from tests.runs import shorten_search
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import updates
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.host_ops import light_groups
 from lading.ir.plan import Choices, Option, Plan
@@ -24,6 +26,7 @@ from lading.memory.verify import verify
 from lading.planner import orders
 from lading.planner.api import POLICIES, Planned, make_plan
 from lading.planner.residency import smallest_budget_bytes
+from lading.tracing.trace import capture
 from lading.units import parse_bytes
 
 OVERHEAD = 100_000
@@ -225,6 +228,17 @@ def test_what_is_missing_is_said_in_bytes_and_names() -> None:
     shown = [parse_bytes(size) for size, name in listed if name in names]
     assert shown == sorted(shown, reverse=True)
     assert "micro-batch" in message
+
+
+@pytest.mark.parametrize(
+    ("width", "overhead_bytes", "advice"),
+    [(64, 0, "leaves an update as large"), (8, 1 << 20, "Most of that is the process")],
+)
+def test_what_no_smaller_batch_mends_is_said(width: int, overhead_bytes: int, advice: str) -> None:
+    graph = capture(torch.nn.Linear(width, width), torch.ones(2, width), lambda model, x: model(x).sum())
+    with pytest.raises(PlanInfeasible, match=advice) as error:
+        make_plan(expand(graph), small_machine(overhead_bytes=overhead_bytes), budget="1KB")
+    assert "micro-batch or the sequence" not in str(error.value)
 
 
 @pytest.mark.usefixtures("first_that_fits")

@@ -31,7 +31,7 @@ import numpy as np
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.action import ActionKind
-from lading.ir.graph import StepGraph
+from lading.ir.graph import Phase, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
@@ -632,15 +632,19 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeas
         rows.append(f"  {format_bytes(sum(size for size, _ in alive[8:])):>12}  {len(alive) - 8} more")
     fixed = fixed_bytes(step.machine, step.costs)
     missing = smallest - step.budgets["device"]
+    if 2 * fixed > smallest:
+        advice = "Most of that is the process, which no plan makes smaller: raise the budget."
+    elif op is not None and op.phase is Phase.OPTIMIZER:
+        advice = "Raise the budget: a smaller micro-batch leaves an update as large as it is."
+    else:
+        advice = "Raise the budget, or make the micro-batch or the sequence smaller."
     lines = [
         f"no plan fits a device budget of {format_bytes(step.budgets['device'])}: {format_bytes(missing)} are missing.",
         f"Even with everything else moved away or recomputed, {moment} needs at once:",
         *rows,
         f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
         f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}); less may do.",
-        "Most of that is the process, which no plan makes smaller: raise the budget."
-        if 2 * fixed > smallest
-        else "Raise the budget, or make the micro-batch or the sequence smaller.",
+        advice,
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)
 

@@ -163,7 +163,7 @@ def forward_backward(
     except Exception as error:
         raise CaptureError(
             f"{tracer.failed_in or tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
-            "check that the step runs in eager PyTorch, and that it asks for no values"
+            "check that loss(model, batch) runs in eager PyTorch, with the model first, and that it asks for no values"
         ) from error
     _keep_assigned_buffers(model, fakes)
     if len(terms) == 1:

@@ -69,6 +69,8 @@ _ASSERT = torch.ops.aten._assert_async.msg
 _ADVICE = {
     "data": "its result depends on tensor values; use a form with static shapes "
     "(torch.where, masks; for experts config._experts_implementation='grouped_mm')",
+    "number": "Python reads a tensor's value there (.item(), float(), if); keep it a tensor, "
+    "with torch.where for a choice, and return what is to be seen from the loss",
     "chance": "it decides at random what runs next, so steps differ; switch the dropping of layers off (layerdrop=0)",
     "operator": "it has no fake-tensor rule; register one with torch.library.register_fake",
     "attribute": "it writes in place to a tensor that is neither a parameter, a buffer nor part of the batch; "
@@ -207,7 +209,7 @@ class Tracer(TorchDispatchMode):
         values = None if tensor.dtype.is_floating_point else self._known([tensor], batch=True)
         healthy = values is None and self._trace.is_anomaly(self.tensor_id(tensor))
         if (values is None and not healthy) or self.phase is Phase.BACKWARD:
-            raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
+            raise CaptureError(self._refusal(func, _ADVICE["number"])) from error
         number: int | bool = False
         if values is not None:
             with unset_fake_temporarily():

@@ -141,3 +141,16 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     assert "a first plan [of 3]" in out.getvalue()
     assert "42%" in out.getvalue()
     assert "a note" in out.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_cuts_the_words_of_planning_and_not_its_figures(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Stream(terminal=True)
+    with planning_progress(stream) as progress:
+        progress.update(0.36, "plan 4 of 19, the fastest takes 13.4 ms (11 updates deferred to the next step)")
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert re.search(r"planning \S+  36% 0:00:00 plan 4 of 19, \S+", plain)

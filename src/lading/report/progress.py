@@ -234,16 +234,17 @@ class _PlanBar:
     def __init__(self, console: Console, after_s: float, clock: Callable[[], float]) -> None:
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         self._clock, self._from_s, self._started = clock, clock() + after_s, False
         columns = (
-            TextColumn("planning"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        self._live: rich.progress.Progress = RichProgress(*columns, console=console, transient=True)
+            TextColumn("planning", table_column=Column(min_width=8)),
+            BarColumn(bar_width=10, table_column=Column(min_width=10)),
+            TaskProgressColumn(table_column=Column(min_width=4)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
+            TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
+        )  # a narrow terminal cuts the words, never the figures
+        self._live: rich.progress.Progress = RichProgress(*columns, console=console, transient=True, expand=True)
         self._task = self._live.add_task("", total=1.0)
 
     def update(self, share: float, doing: str) -> None:

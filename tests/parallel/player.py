@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any, cast
 
 import torch
+from tools.rank_graphs import DimShards, RankGraph, rank_graph
 
 from lading.ir.graph import Arg, Literal, Op, Phase, Ref, Role
 from lading.ir.layout import Layout
 from lading.ir.table import ModelTable, SegmentTensor
 from lading.parallel.chunks import chunks
-from lading.parallel.shard import DimShards, RankGraph, rank_graph
 from lading.tracing.fused import WholeKernels  # noqa: F401  (registers the whole norms)
 
 Env = dict[int, torch.Tensor]

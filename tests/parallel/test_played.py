@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.parallel.player import Played, Step
 from tools.models.decoder import PartsConfig, PartsDecoder
+from tools.rank_graphs import rank_graph
 
 from lading.catalog.tables import family_table
 from lading.errors import ConfigError
@@ -22,7 +23,6 @@ from lading.ir.work import Collective
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.parallel.ranks import rank_segment
-from lading.parallel.shard import rank_graph
 from lading.tracing.tabulate import module_table
 
 TOKENS, VOCAB = 16, 64

@@ -211,8 +211,8 @@ def test_a_call_takes_microseconds() -> None:
     lines.cache_clear()
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for size in range(1, 500):
             collective_s("all_reduce", size * 1e5, group_of(layout, "dp", machine), machine)
-        best = min(best, (time.perf_counter() - start) / 500)
+        best = min(best, (time.process_time() - start) / 500)
     assert best < 60e-6  # 20 on an idle core

@@ -30,13 +30,13 @@ def rejected(program: Program) -> str:
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_random_valid_programs_are_accepted(seed: int) -> None:
     verify(random_program(Random(seed)))
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_random_valid_programs_run_right(seed: int) -> None:
     """Checks the generator and the reference themselves."""
     assert not find_fault(random_program(Random(seed)), Random(seed), num_random=20)
@@ -58,7 +58,7 @@ def agree(seed: int, num_random: int) -> None:
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_accepted_or_wrong(seed: int) -> None:
     agree(seed, 40)
 
@@ -81,7 +81,7 @@ def assert_waits_matter(seed: int) -> None:
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_a_wait_is_missed_exactly_when_it_matters(seed: int) -> None:
     assert_waits_matter(seed)
 

@@ -209,5 +209,6 @@ def test_a_search_fills_a_second_nvme_that_only_the_machine_file_knows(tmp_path:
     assert needed == roomy.winner.simulated.behind_bytes == roomy.winner.most("nvme2") > 8e9
     assert roomy.winner.peaks["step"]["host"] == 0
     assert slow.winner.simulated.step.shares_s["optimizer"] == pytest.approx(8.03e9 / 8 * 12 / 1e8, rel=0.01)
+    pins |= {"recompute_layers": -1, "shard": 0}  # one layout to be told of
     with pytest.raises(PlanInfeasible, match=r"of the nvme2 at moment 'start', 1 B more than there are"):
         search(needed - 1, 1e10)

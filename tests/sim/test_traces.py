@@ -88,4 +88,4 @@ def test_a_large_pipeline_is_simulated_and_drawn_within_a_moment(tmp_path: Path)
     write_trace(tmp_path / "trace", [timeline])
     took_s = time.process_time() - began
     assert len(timeline.events) > 15000
-    assert took_s < 1.5
+    assert took_s < 3  # a third on one core

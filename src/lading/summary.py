@@ -8,6 +8,7 @@ from datetime import datetime
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -91,6 +92,14 @@ def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
     return median(seconds[2:] or seconds) if seconds else None
 
 
+def reproduction(out: Path) -> str:
+    """Commands that run the plan in ``out`` once more; checkpoints there are moved aside first."""
+    again = f"lading train --plan {quote(str(out / 'plan.json'))}"
+    if not (out / "checkpoints").is_dir():
+        return again
+    return f"mv {quote(str(out / 'checkpoints'))} {quote(str(out / 'checkpoints-before'))}\n{again}"
+
+
 def run_summary(
     prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
 ) -> RunSummary:
@@ -120,5 +129,5 @@ def run_summary(
         identical_to_plain=same,
         plain_losses=tuple((r["step"] + 1, r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
-        command=f"lading train --plan {run.out}/plan.json",
+        command=reproduction(Path(run.out)),
     )

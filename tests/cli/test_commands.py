@@ -162,6 +162,10 @@ def test_report_probe_demo(train: FakeTrain) -> None:
         (["simulate", "run.json"], "expected a plan at run.json, found no file"),
         (["train"], "expected RUN.toml or --plan PLAN.json, got neither\n"),
         (["train", "run.toml", "--plan", "saved.json"], "expected RUN.toml or --plan PLAN.json, got both\n"),
+        (
+            ["train", "--plan", "saved.json", "out=else"],
+            "settings next to saved.json, got 'out=else'; plan again: lading",
+        ),
         (["simulate", "saved.json", "seed=1"], "a plan fixes its run: expected no settings next to saved.json"),
         (["report", "absent"], "expected the out folder of a run, got 'absent'"),
         (["probe", "--folder", "absent"], "--folder: expected a folder"),

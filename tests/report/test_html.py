@@ -21,6 +21,7 @@ from lading.report.gantt import gantt_figure, merge
 from lading.report.html import metric_series, write_report
 from lading.report.promises import Promise, RunSummary, budget_remedy, error_words, remarks, verdict
 from lading.report.svg import Frame, breakable, byte_ticks, second_ticks, ticks, unbroken_options, x_axis
+from lading.summary import reproduction
 from lading.units import GiB, MiB, format_bytes, format_seconds
 
 VOID = {"meta", "wbr"}
@@ -370,3 +371,11 @@ def test_the_last_label_of_an_axis_is_not_cut() -> None:
     frame = Frame(left=70, top=0, width=200, height=50, x_high=603.8, y_high=1)
     labels = re.findall(r'<text x="([^"]+)"[^>]*class="([^"]*)">([^<]*)', x_axis(frame, [(0, "0"), (600, "600 ms")]))
     assert labels == [("70", "tick mid", "0"), ("282", "tick end", "600 ms")]
+
+
+def test_what_is_typed_to_run_a_plan_again_keeps_checkpoints(tmp_path: Path) -> None:
+    out = tmp_path / "my run"
+    again = f"lading train --plan '{out}/plan.json'"
+    assert reproduction(out) == again
+    (out / "checkpoints").mkdir(parents=True)
+    assert reproduction(out) == f"mv '{out}/checkpoints' '{out}/checkpoints-before'\n{again}"

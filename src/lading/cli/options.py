@@ -193,7 +193,8 @@ def load_plan(path: Path, overrides: tuple[str, ...]) -> Plan:
     """
     if overrides:
         raise ConfigError(
-            f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
+            f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again: "
+            f"lading plan RUN.toml {overrides[0]}"
         )
     plan = Plan.load(path)
     if plan.kind is PlanKind.CLUSTER:

@@ -30,9 +30,10 @@ class TrainCommand:
 
     def run(self) -> None:
         """Train and print what happened."""
-        if self.plan is not None and self.run_file is None:
+        is_setting = self.run_file is not None and "=" in str(self.run_file)  # "--plan plan.json out=elsewhere"
+        if self.plan is not None and (self.run_file is None or is_setting):
             refuse_run_options(self.with_run, (), "--plan")
-            what = load_plan(self.plan, self.overrides)
+            what = load_plan(self.plan, (str(self.run_file), *self.overrides) if is_setting else ())
         elif self.run_file is not None and self.plan is None:
             what = load_run(self.run_file, self.overrides)
         else:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from lading.cost.compute import op_costs
 from lading.errors import ConfigError
-from lading.memory.restore import program_of
+from lading.memory.restore import program_of, step_of
 from lading.optim.rule import States
 from lading.optim.sgd import SGD
 from lading.optim.torch_update import rule_of_optimizer
@@ -339,3 +340,28 @@ def test_states_refuse_to_be_saved_while_the_trainer_has_them(tmp_path: Any) -> 
         with pytest.raises(ConfigError, match="values are with a lading"):
             copy.deepcopy(optimizer.state_dict())
     assert len(optimizer.state_dict()["state"]) == 6
+
+
+def test_an_update_of_several_operations_is_timed_by_what_they_touch() -> None:
+    """Beside one fused kernel: numbers again, as measured by benchmarks/optimizers/torch_updates.py, and calls."""
+    parameter = [torch.nn.Parameter(torch.zeros(4))]
+    fused, plain, late = (
+        rule_of_optimizer(optimizer)
+        for optimizer in (
+            torch.optim.AdamW(parameter, fused=True),
+            torch.optim.AdamW(parameter, foreach=True),
+            torch.optim.RAdam(parameter),
+        )
+    )
+    assert (fused.passes, fused.calls) == (0.0, 2)
+    assert plain.passes == pytest.approx(0.65 * 14)
+    assert plain.calls == 11
+    assert late.passes > plain.passes  # from the sixth update on
+    graph = capture(torch.nn.Linear(1024, 512), torch.ones(1, 1024), lambda model, x: model(x).sum())
+    seconds: list[float] = []
+    for rule in (fused, plain):
+        step = step_of(graph, MACHINE, clip_norm=0.0, master_weights=False, optimizer=rule)
+        seconds.append(
+            max(s for op, s in zip(step.ops, op_costs(step, MACHINE.device), strict=True) if op.kind == "step")
+        )
+    assert seconds[1] / seconds[0] == pytest.approx(16.1 / 7, rel=0.1)

@@ -340,7 +340,11 @@ def _told(
     """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
     if isinstance(optimizer, TorchUpdate):
-        said = (f"updates by {optimizer.optimizer} take the time of reading and writing their tensors once", *said)
+        said = (
+            f"updates by {optimizer.optimizer} are timed by what their {optimizer.calls} operations read and write, "
+            "partly from a cache, and by Python's part in each",
+            *said,
+        )
     settings = {} if optimizer == default_rule() else dataclasses.asdict(optimizer)
     request = dataclasses.replace(plan.request, optimizer=name_of(optimizer), optimizer_settings=settings)
     if matrices is not None:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 States = dict[str, "torch.Tensor"]
+#: Elements that an update with temporaries is given at once, by kind of device: few enough for a cache, many enough to
+#: hide launches on a GPU.
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 #: What to do where an update does not treat elements alone.
 INSTEAD = (
     'take one that does, lading.optimizer("adafactor"), or lading.Matrices(rule="muon") for matrices; a rule of your '
@@ -100,6 +103,8 @@ class ParameterRule(ABC):
             after another, and not over ranks.
         temporaries: Numbers that ``update`` allocates for each element it is given.
         passes: Times an update reads or writes an element besides operands once each.
+        calls: Operations that an update by code of its own makes, for each run of ``AT_ONCE`` elements; 0 for one
+            kernel.
     """
 
     lr: float = 1e-3
@@ -108,6 +113,7 @@ class ParameterRule(ABC):
     whole: ClassVar[bool] = False
     temporaries: ClassVar[int] = 0
     passes: ClassVar[float] = 0.0
+    calls: ClassVar[int] = 0
 
     @abstractmethod
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:

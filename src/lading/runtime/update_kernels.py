@@ -20,12 +20,9 @@ from lading.errors import ConfigError
 from lading.ir.graph import Op
 from lading.ir.update_ops import matrix_rule_of, rule_of
 from lading.optim.registry import name_of
-from lading.optim.rule import MatrixCase, MatrixRule, ParameterRule, StatePlace, States, WorkspaceRule
+from lading.optim.rule import AT_ONCE, MatrixCase, MatrixRule, ParameterRule, StatePlace, States, WorkspaceRule
 from lading.runtime.resident import give_back
 from lading.runtime.scratch import bytes_of
-
-#: Elements that are worked on at once: few enough for a cache, many enough to hide launches on a GPU.
-_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 @dataclass
@@ -85,7 +82,7 @@ class _Update:
 
     def rows_at_once(self, kind: str) -> int:
         """Number of rows that hold about as many elements as are worked on at once."""
-        return max(1, _AT_ONCE[kind] // self.param.shape[-1])
+        return max(1, AT_ONCE[kind] // self.param.shape[-1])
 
 
 def parameter_kernel(
@@ -180,7 +177,7 @@ def _pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> list
     """Cut (param, grad, what moves, states...) alike, so that temporaries stay small; without any, leave them whole."""
     if rule.whole or not rule.temporaries or not all(t.is_contiguous() for t in tensors):
         return [tensors]
-    return _cut(tensors, _AT_ONCE[kind])
+    return _cut(tensors, AT_ONCE[kind])
 
 
 def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> tuple[list[list[torch.Tensor]], int]:
@@ -191,7 +188,7 @@ def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) 
     count = prod(grad.shape)
     if rule.whole or not all(t.is_contiguous() for t in tensors):
         return [tensors], 4 * count
-    return _cut(tensors, _AT_ONCE[kind]), 4 * min(count, _AT_ONCE[kind])
+    return _cut(tensors, AT_ONCE[kind]), 4 * min(count, AT_ONCE[kind])
 
 
 def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:

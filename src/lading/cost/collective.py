@@ -154,7 +154,7 @@ class Line:
 
 
 def collectives_s(op: str, sizes: Floats, group: Group, machine: Machine, *, nvls: bool = True) -> Floats:
-    """``collective_s`` of many sizes at once; arguments and errors as there."""
+    """Seconds of a collective of many sizes at once; arguments and errors as of ``collective_s``."""
     if np.any(sizes < 0):
         raise ConfigError(f"collective {op}: expected sizes >= 0, got {float(np.min(sizes))}")
     if group.ranks == 1:

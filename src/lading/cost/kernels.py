@@ -206,7 +206,7 @@ def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 
 def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> float:
-    """Making operands of 8 bits: queries, keys and values in forward, the output's gradient in backward."""
+    """Seconds of making operands of 8 bits: queries, keys and values in forward, the output's gradient in backward."""
     if stack.attention != "cudnn9-mxfp8" or device.gpu is None or device.gpu.architecture != "blackwell":
         return 0.0
     queries = attention.batch * attention.heads * attention.query_tokens
@@ -248,7 +248,7 @@ def _is_launched_by_group(kernel: Kernel, stack: Stack) -> bool:
 
 
 def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
-    """A product, the cast of its operands, and the host where it launches groups one by one."""
+    """Seconds of a product, the cast of its operands, and the host where it launches groups one by one."""
     product, used, out = _as_run(kernel, product, stack, precision)
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)

@@ -18,7 +18,7 @@ OFFLOADS = ("parameters", "optimizer", "activations")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a training step is spread over ``tp * cp * pp * dp`` devices.
+    """Spread of a training step over ``tp * cp * pp * dp`` devices.
 
     Attributes:
         dp: Replicas that see different data.

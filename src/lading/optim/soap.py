@@ -116,7 +116,7 @@ class SOAP(MatrixRule):
         return 4 * (copied_elements(case) + 4 * side**2 + 128 * side + 3 * elements) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """Make the arithmetic; its products are not shared."""
+        """Make the rule's arithmetic; ``shift`` staggers the updates at which bases turn."""
         return SOAPRule(self, shift)
 
 

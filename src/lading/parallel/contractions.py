@@ -18,7 +18,7 @@ def product_operands(op: Op, ranks: list[int]) -> tuple[int, int]:
 
 
 def product(found: Lineage, op: Op) -> None:
-    """Rows of the first factor and columns of the second run on in the result; what is contracted runs along."""
+    """Align a product: rows of the first factor and columns of the second run on, contracted dims run along."""
     base, tensors = base_name(op.name), op.inputs
     first, second = product_operands(op, [len(found.dims[t]) for t in tensors])
     a, b, c = found.dims[tensors[first]], found.dims[tensors[second]], found.dims[op.outputs[0]]

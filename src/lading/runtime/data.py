@@ -59,7 +59,7 @@ class Places:
 
 
 def whole(count: int) -> np.ndarray:
-    """All of ``count`` elements, as the spans of ``Places``."""
+    """Make the span of all of ``count`` elements, as those of ``Places``: int64 [1, 2]."""
     return np.asarray([[0, count]], dtype=np.int64)
 
 

@@ -105,7 +105,7 @@ class MachinePrices:
         return self._lost(_beside(axis), axis, memory_bound)
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
-        """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
+        """Seconds of reducing the gradients of ``elements``, by the axes over which they are replicated."""
         width = DTYPE_BYTES[self.stack.gradient_dtype]
         pieces = self.stack.pieces
         seconds = pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
@@ -114,7 +114,7 @@ class MachinePrices:
         return seconds
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
-        """Gather cut parameters; 0 where they are not."""
+        """Seconds of gathering ``elements`` of cut parameters; 0 where they are not cut."""
         if self.layout.zero == 0:
             return 0.0
         pieces, width = self.stack.pieces, gathered_width(self.layout, self.stack)
@@ -127,7 +127,7 @@ class MachinePrices:
         return seconds
 
     def sums_s(self, summed: Mapping[int, int]) -> float:
-        """Sum gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""
+        """Seconds of summing gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""
         if self.layout.tp == 1 or not summed:
             return 0.0
         if self.layout.cuts_parameters:
@@ -154,13 +154,13 @@ class MachinePrices:
         return self._collective_s("send", size_bytes // ranks, "pp") + gathered
 
     def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
-        """Copy parameters or gradients within the device."""
+        """Seconds of copying parameters or gradients within the device."""
         if not bytes_each:
             return 0.0
         return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) * self._slower("memory-bound")
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
-        """Update what a rank keeps of them, with clipping where the stack clips."""
+        """Seconds of updating what a rank keeps of ``elements``, with clipping where the stack clips."""
         kept, device = self._kept(elements), self.machine.device
         if self.layout.updates_on_host:
             states = kept_state_bytes(self.stack)
@@ -169,7 +169,7 @@ class MachinePrices:
         return (step_s(kept, adam_bytes(self.stack), device) + clipped) * self._slower("memory-bound")
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
-        """Copy what blocks keep to where the layout moves it, and back."""
+        """Seconds of copying what blocks keep to where the layout moves it, and seconds back."""
         both = self.layout.pp > 1
         tier = self.layout.offload_to
         out, back = (copy_s(size_bytes, self.machine, tier, out=out, both=both) for out in (True, False))
@@ -186,7 +186,7 @@ class MachinePrices:
         return gpu.architecture if gpu else ""
 
     def _kept(self, elements: Mapping[str, int]) -> float:
-        """Number of some parameters' elements that a rank updates."""
+        """Number of ``elements`` that a rank updates itself."""
         return sum(number / shards(axes, self.layout) for axes, number in elements.items())
 
     def _shard_axis(self, axes: str) -> str:

@@ -310,7 +310,7 @@ def _worked(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
         """Elements of tensors, one number for each of a parameter's; a tensor of one number counts nothing."""
         return sum(getattr(t, "numel", int)() for t in tree_leaves(values) if getattr(t, "ndim", 0))
 
-    class Work(TorchDispatchMode):
+    class OperationCounter(TorchDispatchMode):
         size_bytes = touched = calls = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,6 +330,6 @@ def _worked(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
             self.calls += 1
             return out
 
-    with Work() as work:
+    with OperationCounter() as work:
         optimizer.step()
     return work.size_bytes, work.touched, work.calls

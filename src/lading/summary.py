@@ -95,9 +95,8 @@ def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
 def reproduction(out: Path) -> str:
     """Commands that run the plan in ``out`` once more; checkpoints there are moved aside first."""
     again = f"lading train --plan {quote(str(out / 'plan.json'))}"
-    if not (out / "checkpoints").is_dir():
-        return again
-    return f"mv {quote(str(out / 'checkpoints'))} {quote(str(out / 'checkpoints-before'))}\n{again}"
+    held = [str(out / name) for name in ("checkpoints", "best") if (out / name).is_dir()]
+    return "\n".join([*(f"mv {quote(path)} {quote(f'{path}-before')}" for path in held), again])
 
 
 def run_summary(

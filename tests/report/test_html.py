@@ -378,4 +378,6 @@ def test_what_is_typed_to_run_a_plan_again_keeps_checkpoints(tmp_path: Path) -> 
     again = f"lading train --plan '{out}/plan.json'"
     assert reproduction(out) == again
     (out / "checkpoints").mkdir(parents=True)
-    assert reproduction(out) == f"mv '{out}/checkpoints' '{out}/checkpoints-before'\n{again}"
+    (out / "best").mkdir()
+    moved = [f"mv '{out}/{name}' '{out}/{name}-before'" for name in ("checkpoints", "best")]
+    assert reproduction(out).splitlines() == [*moved, again]

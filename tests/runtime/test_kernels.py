@@ -288,12 +288,14 @@ def op_of(name: str, values: tuple[Any, ...], results: tuple[torch.Tensor, ...])
 
 def layouts() -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
     """Calls with inputs and results that do not lie densely."""
-    a, b = torch.randn(6, 8).t(), torch.randn(2, 6, 10)[1, :, ::2]
+    # Products of whole numbers: libraries may sum in another order where another operand is transposed.
+    a, b = torch.randn(6, 8).mul(9).round().t(), torch.randn(2, 6, 10).mul(9).round()[1, :, ::2]
     wide = torch.randn(4, 3, 10)[:, :, 1::3]
     yield "aten.mm.default", (a, b), torch.empty(8, 5)
     yield "aten.mm.default", (a, b), torch.empty(5, 8).t()
-    yield "aten.addmm.default", (torch.randn(5).expand(8, 5), a, b), torch.empty(8, 5)
-    yield "aten.bmm.default", (wide, wide.transpose(1, 2)), torch.empty(4, 3, 3)
+    yield "aten.addmm.default", (torch.arange(5.0).expand(8, 5), a, b), torch.empty(8, 5)
+    whole = torch.randn(4, 3, 10).mul(9).round()[:, :, 1::3]
+    yield "aten.bmm.default", (whole, whole.transpose(1, 2)), torch.empty(4, 3, 3)
     yield "aten.add.Tensor", (wide, torch.randn(3, 1)), torch.empty(4, 3, 3)
     yield "aten.add.Scalar", (wide, 2, 3), torch.empty(4, 3, 3)
     yield "aten.mul.Tensor", (wide, 0.3), torch.empty(3, 3, 4).permute(2, 1, 0)

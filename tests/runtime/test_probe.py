@@ -17,18 +17,25 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
 from lading.ir.machine import Machine
 from lading.prepare import plan
+from lading.runtime import probe as runtime_probe
 from lading.runtime import probe_disk
 from lading.runtime.host import host_id
 from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
+from lading.runtime.probe_cases import _DISTURBANCE_BYTES
 from lading.tracing.trace import capture
 from lading.units import MiB
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """One round of everything, of small sizes: bfloat16 takes long where the processor does not multiply it."""
     folder = tmp_path_factory.mktemp("disk")
     lines: list[str] = []
-    found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, sizes in (("_ATTENTION", 2), ("_LOW_SHAPES", 2), ("_BATCHED", 3), ("SHAPES", 4)):
+            patch.setattr(runtime_probe, name, getattr(runtime_probe, name)[:sizes])
+        patch.setitem(_DISTURBANCE_BYTES, "cpu", MiB)
+        found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
     assert list(folder.iterdir()) == []
     assert len(lines) >= 3
     return found

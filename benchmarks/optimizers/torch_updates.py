@@ -92,8 +92,6 @@ def main() -> None:
     machine = as_machine(args.machine)
     torch.set_num_threads(1)
     for width, count in CASES:
-        with torch.inference_mode():
-            pass
         made = {name: updates(machine, make, width, count) for name, make in OPTIMIZERS.items()}
         fused, fused_s, _ = made["AdamW fused"]
         ratios: dict[str, list[float]] = {name: [] for name in made}

@@ -68,6 +68,21 @@ def num_ranks() -> tuple[int, str]:
     return int(told_by_launcher) if told_by_launcher.isdecimal() else 1, "its launcher set WORLD_SIZE"
 
 
+def rank_number() -> int:
+    """Number of this process in its job; 0 alone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    told_by_launcher = os.environ.get("RANK", "")
+    return int(told_by_launcher) if told_by_launcher.isdecimal() else 0
+
+
+def ranks_here() -> int:
+    """Number of the job's ranks on this host, as its launcher says; all of them where it does not."""
+    told_by_launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told_by_launcher) if told_by_launcher.isdecimal() else num_ranks()[0]
+
+
 def check_only_rank() -> None:
     """Make sure that no other rank would train beside this one.
 

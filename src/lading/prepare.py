@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from lading.alone import num_ranks
+from lading.alone import num_ranks, ranks_here
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
@@ -34,7 +34,7 @@ from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
-from lading.memory.restore import step_of
+from lading.memory.restore import programs_of, step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -250,7 +250,7 @@ def plan_run(
     cache: bool = False,
     progress: PlanProgress = SILENT,
 ) -> Prepared:
-    """Plan a run for its machine, or for ``machine``.
+    """Plan a run for its machine, or for ``machine``; in a job of several ranks the first does, for all.
 
     Args:
         step: Captured step of this run, or of one that differs in memory at most; None captures it now.
@@ -262,6 +262,8 @@ def plan_run(
     machine = machine or machine_of(run)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
+    if num_ranks()[0] > 1:
+        return _plan_on_ranks(run, machine, step, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
     memory, others = _memory_by_turns(step.graph, rest, machine, progress)
     planned = cached_plan(
@@ -286,6 +288,27 @@ def plan_run(
     moved = run.optimization
     made = _told(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
     return Prepared(run, step, made, planned.program)
+
+
+def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, *, cache: bool) -> Prepared:
+    """Plan a captured run for all ranks of the job, which share the space of the disks of this host."""
+    chosen = run.optimization
+    sizes = {tier.name: _whole_bytes(tier, run) // ranks_here() for tier in machine.tiers}
+    made = plan(
+        step.captured,
+        machine,
+        budget=run.memory.budget,
+        budgets=run.memory.tier_budgets(sizes, machine.swap_tier),
+        policy=run.memory.policy,
+        clip_norm=chosen.clip_norm,
+        master_weights=has_masters(run),
+        optimizer=chosen.optimizer,
+        matrices=chosen.matrices,
+        compile=chosen.compile,
+        cache=cache,
+        others=step.others,
+    ).of_run(run_to_dict(run))
+    return Prepared(run, step, made, programs_of(made, step.captured, step.others)[0])
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:

@@ -26,7 +26,7 @@ from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.together import together
-from lading.memory.restore import predicted_timeline, restore_program, step_of
+from lading.memory.restore import predicted_timeline, programs_of, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
@@ -99,7 +99,8 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     step = capture_run(run, machine)
-    program = restore_program(plan, step.graph, machine)
+    alone = plan.replicas == 1
+    program = restore_program(plan, step.graph, machine) if alone else programs_of(plan, step.captured, step.others)[0]
     if to_run and run.kept_checkpoints and machine.device.kind == "cpu" and not program.save_bytes:
         raise ConfigError(
             "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0, "

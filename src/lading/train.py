@@ -6,27 +6,32 @@ PyTorch, the reference that the planned run must equal to the bit.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import os
 import shlex
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from lading.alone import check_only_rank
+from lading import __version__
+from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
-from lading.files import remove_file, rename_file
+from lading.files import make_folder, remove_file, rename_file
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
@@ -63,7 +68,7 @@ from lading.units import format_bytes, format_seconds
 _CHANGEABLE = frozenset(
     f"optimization.{key}"
     for key in ("steps", "schedule", "warmup_steps", "clip_norm", "accumulation", "compile", "matrices.lr")
-)
+) | {"ranks"}
 #: Folders of a run's checkpoints: the newest ones, and the one of the lowest validation loss.
 _NEWEST, _BEST = "checkpoints", "best"
 #: Key of a best checkpoint's meta: the loss, and what it was measured on.
@@ -126,44 +131,197 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
 
     SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
 
+    In a job of several ranks (under ``torchrun``) all call this, and each trains on micro-batches of its own: those of
+    one process with as many times the accumulation. The first rank plans, prints and writes; an error of any rank ends
+    all, and only the first to fail raises it: the others end by SystemExit.
+
     Args:
         resume: Go on from the newest complete checkpoint. How parameters move may have changed since (more steps,
-            another learning rate), which is said; a model, its data or an optimizer may not.
+            another learning rate), and the number of ranks, which is said; a model, its data or an optimizer may not.
         cache: Whether the plan may come from the user's cache folder, and is kept there (``planner.cache``).
 
     Raises:
         BudgetExceeded: measured memory went above the budget; everything is saved and reported first.
-        ConfigError: a setting, a plan made for another model or machine, an out folder of another run, or a job of
-            several ranks.
+        ConfigError: a setting, a plan made for another model, machine or number of ranks, an out folder of another run,
+            or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
-    check_only_rank()
-    if isinstance(what, RunConfig):
-        what = resolved(what)
-        check_logging(what.logging)
-        _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
-    prepared = _planned(what, cache=cache) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
+    ranks = _Ranks.of_job()
+    with ranks.ending_together(), ranks.printing():
+        if isinstance(what, RunConfig):
+            what = ranks.sharing_processors(resolved(what))
+            check_logging(what.logging)
+        ranks.begin(what, resume=resume)
+        if isinstance(what, RunConfig):
+            run = what
+            ranks.by_first(lambda: _newest_path(run, None, ranks, resume=resume))  # refuses before it plans
+            prepared = _planned(run, cache=cache)
+        else:
+            prepared = prepare_plan(what, to_run=True)
+        check_available(prepared.plan.request.machine_table["device"]["kind"])
+        with ExitStack() as stack:
+            ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out))) or "")
+            return _run(prepared, ranks, resume=resume)
+
+
+def _run(prepared: Prepared, ranks: _Ranks, *, resume: bool) -> RunResult:
+    """Train a planned run in its folder, which this job has for itself; raises as ``train_run``."""
     run, out = prepared.run, Path(prepared.run.out)
-    check_available(prepared.plan.request.machine_table["device"]["kind"])
-    with run_lock(out):
-        model = prepared.step.initial.model
-        data = dataset_of(run, model)
-        held_out = dataset_of(run, model, held_out=True) if run.validation else None
-        if (note := _short_of_peak(run.optimization)) is not None:
-            print(note, flush=True)
-        if run.data.kind == "random":
-            print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
-        newest = _newest(run, out, data, resume=resume)
-        if resume:
-            print(fitted(_resuming(run, newest)), flush=True)
-        prepared.plan.save(out / "plan.json")
-        if newest is not None and newest.step >= run.optimization.steps:
-            finish_run(prepared, None)
-            return _checked(_result(prepared, read_steps(out / "metrics.jsonl")))
-        first, timeline, peak = _trained(prepared, data, held_out, newest)
-        finish_run(prepared, timeline)
-        records = [record for record in read_steps(out / "metrics.jsonl") if record["step"] >= first]
-    return _checked(_result(prepared, records, peak))
+    data, held_out = ranks.opened(partial(_opened, run, prepared.step.initial.model))
+    if (note := _short_of_peak(run.optimization)) is not None:
+        print(note, flush=True)
+    if run.data.kind == "random":
+        print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
+    path = ranks.by_first(lambda: _newest_path(run, data, ranks, resume=resume))
+    newest = open_checkpoint(Path(path)) if path else None
+    if resume:
+        print(fitted(_resuming(run, newest, ranks)), flush=True)
+    ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
+    if newest is not None and newest.step >= run.optimization.steps:
+        return _checked(ranks.told(partial(_reported, prepared, None, 0, 0)))
+    first, timeline, peak = _trained(prepared, data, held_out, newest, ranks)
+    return _checked(ranks.told(partial(_reported, prepared, timeline, first, peak)))
+
+
+def _reported(prepared: Prepared, timeline: Timeline | None, first: int, peak_bytes: int) -> RunResult:
+    """Write the report of a run that has ended; returns the result of its steps from ``first`` on."""
+    finish_run(prepared, timeline)
+    steps = read_steps(Path(prepared.run.out) / "metrics.jsonl")
+    return _result(prepared, [record for record in steps if record["step"] >= first], peak_bytes)
+
+
+def _opened(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
+    """Open the data of a run, and its validation data if it has some."""
+    return dataset_of(run, model), dataset_of(run, model, held_out=True) if run.validation else None
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Ranks that train one run together, of which the first plans, prints and writes; a run alone is a job of one.
+
+    Attributes:
+        count: How many.
+        rank: Number of this one.
+    """
+
+    count: int = 1
+    rank: int = 0
+
+    @staticmethod
+    def of_job() -> _Ranks:
+        """Ranks of the job that this process belongs to."""
+        count = num_ranks()[0]
+        return _Ranks() if count == 1 else _Ranks(count, rank_number())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that prints and writes."""
+        return self.rank == 0
+
+    def sharing_processors(self, run: RunConfig) -> RunConfig:
+        """Copy of a run whose threads, where it sets none, are this rank's share of the processors."""
+        if self.count == 1 or run.threads:
+            return run
+        return dataclasses.replace(run, threads=max(1, run.num_threads // ranks_here()))
+
+    def begin(self, what: RunConfig | Plan, *, resume: bool) -> None:
+        """Join the other ranks, if all were given the same.
+
+        Raises:
+            ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
+        """
+        if isinstance(what, Plan) and what.replicas != self.count:
+            start = f"torchrun --nproc-per-node {what.replicas} -m " if what.replicas > 1 else ""
+            raise ConfigError(
+                f"expected a job of {what.replicas} ranks, as the plan is for so many, found one of {self.count}; "
+                f"start it with: {start}lading train --plan PLAN.json, or plan again in a job of {self.count}"
+            )
+        if self.count == 1:
+            return
+        if isinstance(what, RunConfig) and what.machine == "probe":
+            raise ConfigError(
+                f"machine: expected a machine file that has the speed of collectives among {self.count} ranks, got "
+                f"'probe'; make one with: lading probe --ranks {self.count} --out machine.toml, and set machine"
+            )
+        from lading.runtime.agreement import agree_on, flattened
+        from lading.runtime.job import start_job, start_run
+
+        start_job(self.count)
+        start_run()
+        given = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
+        facts = {
+            "run" if isinstance(what, RunConfig) else "plan": flattened(given),
+            "command": {"--resume": resume},
+            "versions": {"torch": torch.__version__, "lading": __version__},
+        }
+        agree_on("lading train", range(self.count), lambda: (None, facts))
+
+    def by_first(self, make: Callable[[], str]) -> str:
+        """Let the first rank make a text that all get; what it fails of, all fail of."""
+        if self.count == 1:
+            return make()
+        from lading.runtime.job import by_first_rank
+
+        return json.loads(by_first_rank("lading train", lambda: json.dumps(make())))
+
+    def told(self, make: Callable[[], RunResult]) -> RunResult:
+        """Let the first rank make the result that all get."""
+        if self.count == 1:
+            return make()
+        told = json.loads(self.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
+        pairs = tuple((step, loss) for step, loss in told["validation_losses"])
+        return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs})
+
+    def opened(self, open_data: Callable[[], tuple[Dataset, Dataset | None]]) -> tuple[Dataset, Dataset | None]:
+        """Open data on all ranks, where they must be the same: the first makes their copy beside the run.
+
+        Raises:
+            ConfigError: ranks have unlike data.
+        """
+        if self.count == 1:
+            return open_data()
+        from lading.runtime.agreement import agree_on
+
+        made = list[tuple[Dataset, Dataset | None]]()
+        if self.is_first:
+            self.by_first(lambda: made.append(open_data()) or "")
+        else:
+            self.by_first(str)
+
+        def opened() -> tuple[tuple[Dataset, Dataset | None], dict[str, dict[str, object]]]:
+            both = made[0] if made else open_data()
+            return both, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(both)}}
+
+        return agree_on("lading train", range(self.count), opened)
+
+    @contextmanager
+    def printing(self) -> Generator[None, None, None]:
+        """Keep all ranks but the first from printing."""
+        with ExitStack() as stack:
+            if not self.is_first:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield
+
+    @contextmanager
+    def ending_together(self) -> Generator[None, None, None]:
+        """End quietly where another rank has failed before, which says why; may be entered again inside itself.
+
+        Raises:
+            SystemExit: in place of an error that follows from another rank's.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.count == 1:
+                raise
+            from lading.runtime.job import is_first_to_fail
+
+            if is_first_to_fail():
+                raise
+            raise SystemExit(1) from error
 
 
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
@@ -186,7 +344,7 @@ def _short_of_peak(optimization: Optimization) -> str | None:
 
 
 def _trained(
-    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None
+    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: _Ranks
 ) -> tuple[int, Timeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
@@ -197,23 +355,28 @@ def _trained(
         The first step, the Timeline of the last (None where it was not reached), and the peak bytes, saving included.
     """
     run, out = prepared.run, Path(prepared.run.out)
-    # Loggers first: what they import does not count as memory of the run.
-    with _loggers(run, newest.step if newest else 0) as loggers, _trainer(prepared) as trainer:
+    with ExitStack() as stack:
+        # Loggers first: what they import does not count as memory of the run.
+        loggers = stack.enter_context(_loggers(run, newest.step if newest else 0)) if ranks.is_first else []
+        trainer = stack.enter_context(_trainer(prepared, ranks))
+        stack.enter_context(ranks.ending_together())  # told before the trainer's connections close
         if newest is None:
             for note in trainer.initialize(partial(initial_values, run, prepared.step.initial)):
                 print(note, flush=True)
-            if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
+            if ranks.is_first and (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
                 rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
-            remove_file(out / "measured.json")
+            if ranks.is_first:
+                remove_file(out / "measured.json")
         else:
             trainer.load(newest.path)
-            truncate_after(out / "metrics.jsonl", trainer.steps - 1)
+            if ranks.is_first:
+                truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
-        validation = None if held_out is None else _Validation(trainer, run, held_out, _meta(run, data))
+        validation = None if held_out is None else _Validation(trainer, run, held_out, _meta(run, data, ranks), ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
         try:
-            stop, timeline = _loop(trainer, run, data, validation, loggers)
+            stop, timeline = _loop(trainer, run, data, validation, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
             raise
@@ -221,24 +384,29 @@ def _trained(
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
             print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
             stop.deliver()
-        return first, timeline, trainer.peak_bytes
+        return first, timeline, int(trainer.largest(trainer.peak_bytes)[0])
 
 
 def _going_on(out: Path) -> str:
     """Say how to go on with a run that was stopped."""
     if (newest := _latest(out)) is None:
         return "nothing is saved"
-    return f"saved in {newest}\ngo on with: lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
+    count = num_ranks()[0]
+    start = f"torchrun --standalone --nproc-per-node {count} -m " if count > 1 else ""
+    return f"saved in {newest}\ngo on with: {start}lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
-def _trainer(prepared: Prepared) -> Trainer:
+def _trainer(prepared: Prepared, ranks: _Ranks) -> Trainer:
     run = prepared.run
+    folder = Path(run.memory.folder or run.out)
+    if not ranks.is_first:
+        make_folder(folder := folder / f"rank-{ranks.rank}")
     return Trainer(
         prepared.plan,
         prepared.step.captured,
         None,
         optimizer=run.optimization.optimizer,
-        folder=run.memory.folder or run.out,
+        folder=folder,
         threads=run.num_threads,
         program=prepared.program,
         others=prepared.step.others,
@@ -293,20 +461,23 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
     )
 
 
-def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) -> Checkpoint | None:
-    """Checkpoint to go on from; None starts afresh. Without ``data`` it is not compared."""
+def _newest_path(run: RunConfig, data: Dataset | None, ranks: _Ranks, *, resume: bool) -> str:
+    """Path of the checkpoint to go on from; "" starts afresh. Without ``data`` it is not compared."""
+    out = Path(run.out)
     path = _latest(out)
     if path is None:
-        return None
+        return ""
     if not resume:
         raise ConfigError(
             f"{out} holds checkpoints of an earlier run (newest {path.name}); give --resume, or another out"
         )
     checkpoint = open_checkpoint(path)
-    changed = [text for key, text in _changes(run, checkpoint, data).items() if not _may_change(key)]
+    changes = _changes(run, checkpoint, data, ranks)
+    others = {"threads"} if "ranks" in changes else set[str]()
+    changed = [text for key, text in changes.items() if not (_may_change(key) or key in others)]
     if changed:
         raise ConfigError(f"{path} was saved with another {', '.join(changed)}; set it back, or use another out folder")
-    return checkpoint
+    return str(path)
 
 
 def _latest(out: Path) -> Path | None:
@@ -315,9 +486,9 @@ def _latest(out: Path) -> Path | None:
     return max(paths, key=lambda path: (len(path.name), path.name), default=None)
 
 
-def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None) -> dict[str, str]:
+def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: _Ranks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
-    now, before = _meta(run, data), checkpoint.meta
+    now, before = {"ranks": 1, **_meta(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
     keys = (now.keys() | before.keys()) - {_VALIDATION, *([] if data is not None else ["data.source"])}
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
 
@@ -328,25 +499,26 @@ def _may_change(key: str) -> bool:
     return key in _CHANGEABLE or is_number
 
 
-def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
+def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: _Ranks) -> str:
     """Say from where a run goes on, and with which settings changed."""
     if newest is None:
         return f"no checkpoint in {run.out}: starting from the beginning"
     steps = run.optimization.steps
     if newest.step >= steps:
         return f"the run had ended after step {newest.step}; a larger optimization.steps than {steps} goes on"
-    changes = _changes(run, newest, None)
+    changes = _changes(run, newest, None, ranks)
     said = f", with another {', '.join(changes.values())}" if changes else ""
     return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
 
 
-def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
+def _meta(run: RunConfig, data: Dataset | None, ranks: _Ranks) -> dict[str, Any]:
     """Everything that the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
     settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     source = f"content {data.fingerprint}" if data is not None else ""
     share = {"validation.share": run.validation.share} if run.validation and run.validation.share else {}
-    return {**settings, **share, "data.source": source, "threads": run.num_threads}
+    count = {"ranks": ranks.count} if ranks.count > 1 else {}
+    return {**settings, **share, **count, "data.source": source, "threads": run.num_threads}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -357,39 +529,48 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _loop(
-    trainer: Trainer, run: RunConfig, data: Dataset, validation: _Validation | None, loggers: Sequence[Logger]
+    trainer: Trainer,
+    run: RunConfig,
+    data: Dataset,
+    validation: _Validation | None,
+    loggers: Sequence[Logger],
+    ranks: _Ranks,
 ) -> tuple[StopRequest, Timeline | None]:
-    """Run steps until the end, or until a signal asks to stop.
+    """Run steps until the end, or until a signal asks a rank to stop.
 
     Returns:
         The signal, and the Timeline of the run's last step; None where it was not reached.
     """
     out, total = Path(run.out), run.optimization.steps
-    save = partial(trainer.save, out / _NEWEST, meta=_meta(run, data), keep=run.checkpoint.keep)
-    timeline = None
+    save = partial(trainer.save, out / _NEWEST, meta=_meta(run, data, ranks), keep=run.checkpoint.keep)
+    timeline, asked = None, 0.0
     with ExitStack() as stack:
-        log = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
+        log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if ranks.is_first else None
+        shown = None if ranks.is_first else stack.enter_context(open(os.devnull, "w"))
         budget_bytes = trainer.plan.budgets["device"]
-        progress = stack.enter_context(training_progress(total, budget_bytes, first_step=trainer.steps))
-        stop = stack.enter_context(StopRequest())
+        progress = stack.enter_context(training_progress(total, budget_bytes, shown, first_step=trainer.steps))
+        stop = stack.enter_context(StopRequest(tells=ranks.is_first))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", BudgetWarning)  # said by progress
         saved, told = trainer.steps, 0
-        while trainer.steps < total and not stop.number:
-            with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves else None):
-                record = _step(trainer, run, data)
+        while trainer.steps < total and not asked:
+            with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
+                record = _step(trainer, run, data, ranks)
                 timeline = trainer.timeline() if trainer.steps == total else None  # an evaluation is no step
-                excess = trainer.excess[told:]
+                excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
+                record |= {"excess": excess} if excess else {}
                 try:
                     if validation is not None and validation.is_due(trainer.steps):
                         record |= validation.evaluate()
+                    asked, is_broken, peak = trainer.largest(stop.number, is_broken, trainer.peak_bytes)
+                    record["memory_bytes"] = int(peak)
                 finally:
-                    record |= {"memory_bytes": trainer.peak_bytes, "base_bytes": trainer.base_bytes}
-                    log.log(record | ({"excess": excess} if excess else {}))
+                    if log is not None:
+                        log.log(record)
             _tell(record, run, loggers, progress)
             for sentence in excess:
-                progress.note(sentence)
-            is_broken, told = len(trainer.excess) > told == 0, len(trainer.excess)
+                (progress.note if ranks.is_first else partial(print, f"rank {ranks.rank}:", file=sys.stderr))(sentence)
+            told = len(trainer.excess)
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save()
                 saved = trainer.steps
@@ -399,6 +580,7 @@ def _loop(
                 progress.note(fitted(validation.judge(record["validation_loss"])))
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
+    stop.number = int(asked)
     return stop, timeline
 
 
@@ -439,18 +621,21 @@ def _saved_if_it_fails(trainer: Trainer, saved: int, save: Callable[[], Path] | 
         raise
 
 
-def _step(trainer: Trainer, run: RunConfig, data: Dataset) -> dict[str, Any]:
-    """Run one step at the rates of the schedule; returns its figures."""
+def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: _Ranks) -> dict[str, Any]:
+    """Run one step at the rates of the schedule, on this rank's micro-batches; returns its figures."""
     step, chosen = trainer.steps, run.optimization
     lr, matrices = lr_at(chosen, step), chosen.matrices
     matrix_lr = None if matrices is None else lr_at(chosen, step, matrices.lr)
-    batches = [data.batch(step, micro) for micro in range(chosen.accumulation)]
+    first = ranks.rank * chosen.accumulation
+    batches = [data.batch(step, first + micro) for micro in range(chosen.accumulation)]
     started = time.perf_counter()
     loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
     step_s = time.perf_counter() - started
     record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
     losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
-    return {**record, **losses, "tokens_per_s": run.data.num_tokens * chosen.accumulation / step_s}
+    rate = run.data.num_tokens * chosen.accumulation * ranks.count / step_s
+    memory = {"memory_bytes": trainer.peak_bytes, "base_bytes": trainer.base_bytes}
+    return {**record, **losses, "tokens_per_s": rate, **memory}
 
 
 def _is_due(checkpoint: CheckpointConfig, steps: int) -> bool:
@@ -463,17 +648,19 @@ class _Validation:
     Args:
         data: Validation data.
         meta: What checkpoints of the run say of it.
+        ranks: Ranks that evaluate together, each micro-batches of its own, as they train.
 
     Attributes:
         note: Sentence on a best checkpoint that no longer counts; "" without one.
     """
 
-    def __init__(self, trainer: Trainer, run: RunConfig, data: Dataset, meta: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, run: RunConfig, data: Dataset, meta: Mapping[str, Any], ranks: _Ranks) -> None:
         if run.validation is None:
             raise ConfigError("expected a run with validation, got one without")
         self._trainer, self._data, self._settings = trainer, data, run.validation
-        self._micro, self._total = run.optimization.accumulation, run.optimization.steps
-        measure = {"content": data.fingerprint, "micro_batches": self._settings.batches * self._micro}
+        self._micro, self._total, self._ranks = run.optimization.accumulation, run.optimization.steps, ranks
+        count = self._settings.batches * self._micro * ranks.count
+        measure = {"content": data.fingerprint, "micro_batches": count}
         self._measure = {"share": self._settings.share, **measure}
         self._meta, self._folder = meta, Path(run.out) / _BEST
         self._lowest: tuple[float, int] | None = None
@@ -500,7 +687,7 @@ class _Validation:
         started = time.perf_counter()
         count, total, terms = self._settings.batches, 0.0, dict[str, float]()
         for number in range(count):
-            first = number * self._micro
+            first = (number * self._ranks.count + self._ranks.rank) * self._micro
             total += self._trainer.evaluate([self._data.batch(0, first + micro) for micro in range(self._micro)])
             for name, value in self._trainer.losses.items():
                 terms[name] = terms.get(name, 0.0) + value / count

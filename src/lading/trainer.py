@@ -242,6 +242,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception) and self._replicas is not None:
+            self._replicas.abandon()
         self.close()
 
     def step(
@@ -321,6 +323,16 @@ class Trainer:
             self._meet(f"evaluate after step {self.steps}", shape=shape)
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
+
+    def largest(self, *values: float) -> list[float]:
+        """Largest of numbers over all ranks of a job, which all call this; alone, the numbers themselves.
+
+        For what ranks are to decide alike, such as whether one of them was asked to stop.
+
+        Raises:
+            StorageError: another rank is gone or late; says which.
+        """
+        return list(values) if self._replicas is None else self._replicas.largest(values)
 
     def _meet(self, doing: str, **facts: float) -> None:
         """Wait until all ranks come to do the same with the same numbers; alone, do nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, UseAppendAction, arg
 
+from lading.alone import rank_number
 from lading.cli.options import (
     ModelOptions,
     Overrides,
@@ -131,9 +133,16 @@ class PlanCommand:
 
         with planning_progress() as progress:
             prepared = plan_run(run, cache=not self.with_run.no_cache, progress=progress)
+        if rank_number():
+            return
         print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
         prepared.plan.save(self.out)
         print(f"wrote {self.out}")
+        if (count := prepared.plan.replicas) > 1:
+            started = (
+                f"torchrun --standalone --nproc-per-node {count} -m lading train --plan {shlex.quote(str(self.out))}"
+            )
+            print(f"train with it by: {started}")
 
 
 def _plan_model(asked: PlanCommand) -> None:

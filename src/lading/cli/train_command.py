@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
+from lading.alone import rank_number
 from lading.cli.options import Overrides, RunOptions, flag, load_plan, optional, refuse_run_options
 from lading.config import load_run
 from lading.errors import ConfigError
@@ -41,4 +42,6 @@ class TrainCommand:
             raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {got}")
         from lading.train import train_run
 
-        print(fitted(str(train_run(what, resume=self.resume, cache=not self.with_run.no_cache))))
+        result = train_run(what, resume=self.resume, cache=not self.with_run.no_cache)
+        if rank_number() == 0:
+            print(fitted(str(result)))

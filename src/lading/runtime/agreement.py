@@ -240,20 +240,20 @@ class Meeting:
 
     def _lead(self) -> str:
         """Compare the facts of all ranks once all have come; returns the verdict."""
-        if self._wait([f"digest {rank}" for rank in self.ranks], self.timeout_s):
+        if self.wait([f"digest {rank}" for rank in self.ranks], self.timeout_s):
             return self.conclude(self._compared())
         return self.conclude(self._absent())
 
     def _follow(self) -> str:
         """Wait for the verdict: twice as long where all have come and only the first is late to compare."""
         for _ in range(2):
-            if self._wait(["verdict"], self.timeout_s):
+            if self.wait(["verdict"], self.timeout_s):
                 return bytes(self.store.get("verdict")).decode()
             if self._missing():
                 break
         return self.conclude(self._absent())
 
-    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+    def wait(self, keys: list[str], timeout_s: float) -> bool:
         """Wait until all keys are there, or a verdict, or the time is over; returns whether the keys are."""
         deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
         while not self.store.check(keys):

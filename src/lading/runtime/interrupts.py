@@ -71,12 +71,15 @@ class HeldInterrupts:
 class StopRequest:
     """Context that takes note of the first SIGINT or SIGTERM; a second one acts as if this context were not there.
 
+    Args:
+        tells: Whether to say so on standard error.
+
     Attributes:
         number: Number of the signal; 0 while none came.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, *, tells: bool = True) -> None:
+        self.number, self._tells = 0, tells
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -91,7 +94,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
             self.number = number
-            os.write(2, b"\nstopping when this step has ended and is saved; once more stops at once\n")
+            if self._tells:
+                os.write(2, b"\nstopping when this step has ended and is saved; once more stops at once\n")
         elif callable(self._handlers[number]):
             self._handlers[number](number, frame)
         else:

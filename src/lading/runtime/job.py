@@ -86,22 +86,45 @@ def by_first_rank(
         try:
             text = make()
         except Exception as error:
+            is_first_to_fail()  # before the others learn of it
             store.set("failed", f"{error}")
             store.set("made", "")
             raise
         store.set("made", text)
         return text
     meanwhile()
+    late = f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
     try:
-        store.wait(["made"], timedelta(seconds=timeout_s))
+        if not meeting.wait(["made"], timeout_s):
+            raise ConfigError(late)
         text = bytes(store.get("made")).decode()
     except RuntimeError as error:
-        raise ConfigError(
-            f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
-        ) from error
+        raise ConfigError(late) from error
     if not text:
         raise ConfigError(f"{call}: failed on rank 0: {bytes(store.get('failed')).decode()}")
     return text
+
+
+def start_run() -> None:
+    """Begin another run of the job, of which nothing has failed yet; all ranks call this."""
+    _run_number(1)
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other rank has failed before in this run: what fails next does so for want of the first."""
+    if not dist.is_initialized():  # nor have ranks met
+        return True
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    try:
+        first = store.compare_set(f"lading/failed in {_run_number(0)}", "", str(rank))
+    except RuntimeError:  # the process that keeps the store is gone
+        return True
+    return bytes(first).decode() == str(rank)
+
+
+def _run_number(more: int) -> int:
+    """Number of runs that this rank has begun, with some more."""
+    return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
 
 
 class Replicas:
@@ -176,6 +199,12 @@ class Replicas:
         self.mean_(total)
         return total.tolist()
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Largest of numbers over all ranks, the same on each; errors as ``mean_``."""
+        most = torch.tensor(values, dtype=torch.float64)
+        self._collective(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group))
+        return most.tolist()
+
     def meet(self, doing: str, facts: dict[str, float]) -> None:
         """Wait until all ranks come to do the same.
 
@@ -204,6 +233,10 @@ class Replicas:
     def barrier(self) -> None:
         """Wait until all ranks have come here; raises as ``mean_`` does."""
         self._collective(lambda: dist.barrier(group=self._group))
+
+    def abandon(self) -> None:
+        """Let ``close`` wait for nobody, as this rank has failed: the others notice when its connections close."""
+        self._failed = True
 
     def close(self) -> None:
         """Give up the process group of these ranks; the job's own stays. May be called twice.

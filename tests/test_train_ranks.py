@@ -1,0 +1,203 @@
+"""``lading train`` on several ranks: the numbers, files and words of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lading.catalog.load import save_machine
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.cli.main import main
+from lading.config import load_run
+from lading.errors import StorageError
+from lading.ir.plan import Plan
+from lading.report.metrics import read_metrics
+from lading.runtime.data import TextDataset
+from lading.train import train_run
+from tests.machines import small_machine
+from tests.ranks import run_ranks
+from tests.runs import OVERHEAD_BYTES, write_run
+from tests.test_replicas import machine
+
+#: A run without dropout, in which everything stays in memory.
+ASKED = (
+    "model.sizes={dim=64, num_layers=1, num_heads=2}",
+    "optimization={steps=4, clip_norm=1.0, warmup_steps=1}",
+    "memory={policy='keep-all', budget='100%'}",
+    "checkpoint={every_steps=2}",
+    "validation={share=0.25, every_steps=2, batches=2}",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def written(root: Path) -> Path:
+    path = write_run(root)
+    here = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=machine().collectives)
+    save_machine(here, root / "machine.toml")
+    return path
+
+
+def alone(path: Path, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+    """Records of the run in one process with as many micro-batches."""
+    run = load_run(path, [*ASKED, "optimization.accumulation=2", f"out={path.parent}/alone", *overrides])
+    train_run(run, resume=resume)
+    return records(Path(run.out))
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return read_metrics(out / "metrics.jsonl")
+
+
+def numbers(found: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    return [(r["step"], r["loss"], r["lr"], r.get("validation_loss", 0.0)) for r in found]
+
+
+def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
+    path, out = written(tmp_path), tmp_path / "ranks"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "lading", "train", str(path), "--no-cache", *ASKED, f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    whole = alone(path)
+    assert numbers(records(out)) == numbers(whole)
+    saved, other = (open_checkpoint(folder / "checkpoints/step-00000004") for folder in (out, tmp_path / "alone"))
+    for name in saved.tensors:
+        assert torch.equal(saved.read(name), other.read(name)), name
+    assert saved.meta["ranks"] == 2
+    assert sorted(p.name for p in out.iterdir() if p.suffix in (".html", ".jsonl")) == ["metrics.jsonl", "report.html"]
+    assert done.stdout.count("loss ") == 2  # of the result: in training and in validation
+    assert done.stderr.count("step 1/4") == 1
+    assert Plan.load(out / "plan.json").replicas == 2
+
+
+def _says(call: Callable[[], object]) -> tuple[int, str, str]:
+    """Exit code and output of a command line."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = call()
+        except SystemExit as end:
+            code = end.code
+    return int(str(code or 0)), out.getvalue(), err.getvalue()
+
+
+def _scenes(rank: int, root: str) -> None:
+    """Run what ranks do in one process each; tells what each said."""
+    folder, told = Path(root), dict[str, Any]()
+    path = folder / "run.toml"
+
+    def train(out: str, *overrides: str, resume: bool = False) -> tuple[int, str, str]:
+        flags = ["--resume"] if resume else []
+        return _says(
+            lambda: main(["train", str(path), "--no-cache", *ASKED, f"out={folder / out}", *overrides, *flags])
+        )
+
+    told["first"] = train("changing", "optimization.steps=2")
+    told["unlike"] = train("unlike", f"optimization.optimizer.lr={0.1 * (rank + 1)}")
+    told["probe"] = train("probe", "machine=probe")
+    told["dropout"] = train("dropout", "model.sizes.dropout=0.1", "validation.share=0.2")
+
+    batch = TextDataset.batch
+
+    def stopping(self: TextDataset, step: int, micro: int) -> Any:
+        if rank == 1 and (step, micro) == (2, 1):
+            signal.raise_signal(signal.SIGTERM)
+        return batch(self, step, micro)
+
+    TextDataset.batch = stopping
+    told["stopped"] = train("stopped")
+
+    def failing(self: TextDataset, step: int, micro: int) -> Any:
+        if rank == 1 and step == 1:
+            raise StorageError("the disk of rank 1 is full")
+        return batch(self, step, micro)
+
+    TextDataset.batch = failing
+    started = time.monotonic()
+    told["failed"] = train("failed")
+    told["seconds"] = time.monotonic() - started
+    (folder / f"told {rank}").write_text(json.dumps(told))
+
+
+def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    run_ranks(_scenes, 2, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(2))
+    assert first["first"][0] == second["first"][0] == 0
+    assert second["first"][1:] == ["", ""]
+
+    def one_message(scene: str) -> str:
+        """What the one rank says that says anything."""
+        errors = [told[scene][2] for told in (first, second) if "error: " in told[scene][2]]
+        assert len(errors) == 1, (scene, first[scene], second[scene])
+        assert 0 not in (first[scene][0], second[scene][0])
+        return " ".join(errors[0].partition("error: ")[2].split())
+
+    assert "rank 1 in the run, optimization.optimizer.lr: expected 0.1 as on rank 0, got 0.2" in one_message("unlike")
+    assert "make one with: lading probe --ranks 2 --out machine.toml" in first["probe"][2]
+    assert "expected a step without random numbers on several ranks" in one_message("dropout")
+    assert one_message("failed").startswith("the disk of rank 1 is full")
+    assert first["seconds"] < 30
+    assert second["failed"][2].count("error: ") == 1  # it is the rank that failed that says so
+
+    # A signal to one rank stops both after the same step, with a checkpoint from which any number goes on.
+    assert first["stopped"][0] == second["stopped"][0] == 143
+    assert "stopped after step 3 of 4" in first["stopped"][1]
+    assert "torchrun --standalone --nproc-per-node 2 -m lading train --plan" in " ".join(first["stopped"][1].split())
+    newest = latest_checkpoint(tmp_path / "stopped/checkpoints")
+    assert newest is not None
+    assert open_checkpoint(newest).step == 3
+    whole = numbers(alone(path))
+    assert numbers(records(tmp_path / "stopped")) == whole[:3]
+    assert numbers(alone(path, f"out={tmp_path}/stopped", resume=True)) == whole
+
+    # And from one process to two ranks.
+    alone(path, f"out={tmp_path}/growing", "optimization.steps=2")
+    run_ranks(_grows, 2, str(tmp_path))
+    assert numbers(records(tmp_path / "growing")) == whole
+    assert "ranks (was 1, is 2)" in (tmp_path / "said").read_text()
+
+
+def _grows(rank: int, root: str) -> None:
+    asked = ["train", f"{root}/run.toml", "--no-cache", *ASKED, f"out={root}/growing", "--resume"]
+    code, out, err = _says(lambda: main(asked))
+    assert code == 0, err
+    if rank == 0:
+        (Path(root) / "said").write_text(" ".join(out.split()))
+
+
+def test_a_plan_for_ranks_says_how_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ.pop("RANK", None)
+    path = written(tmp_path)
+    run_ranks(_plans, 2, str(path))
+    assert main(["train", "--plan", f"{tmp_path}/plan.json"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "expected a job of 2 ranks, as the plan is for so many, found one of 1; start it with: torchrun" in said
+
+
+def _plans(rank: int, path: str) -> None:
+    code, out, err = _says(
+        lambda: main(["plan", path, "--no-cache", *ASKED, "--out", str(Path(path).with_name("plan.json"))])
+    )
+    assert code == 0, err
+    assert bool(out) == (rank == 0)

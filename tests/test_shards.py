@@ -38,6 +38,21 @@ CASES = {
 }
 
 
+def train_with_torch(layout: str, share: int, first: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Train by an optimizer of torch and a schedule; returns its states and the values, as they are given back."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=share)
+    plan = lading.plan(graph, machine(), budget="100%", cache=False, layout=layout, optimizer=optimizer)
+    with lading.Trainer(plan, graph, model, folder=folder, optimizer=optimizer) as trainer:
+        for step in range(3):
+            trainer.step([batch(step, first + number) for number in range(share)])
+            schedule.step()
+    states = {f"{n}.{key}": value for n, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    return {**model.state_dict(), **states}
+
+
 def text(layout: str, ranks: int) -> str:
     return f"dp{ranks},{layout}" + ("" if layout == "zero3" else f",bucket_bytes={BUCKET}")
 
@@ -81,7 +96,13 @@ def _two(rank: int, out: str) -> None:
         folder = Path(out) / f"{layout} odd {rank}"
         folder.mkdir()
         torch.save(train_odd(f"dp2,{layout}", 1, rank, folder), folder / "values")
+        torch.save(train_with_torch(text(layout, 2), 1, rank, folder), folder / "torch")
     _saves(rank, Path(out))
+    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    asked: dict[str, Any] = {"policy": "keep-all", "cache": False}
+    replicas = lading.plan(graph, machine(), budget="100%", **asked)
+    tight = lading.plan(graph, machine(), budget=replicas.budgets["device"] - 30_000, **asked)
+    torch.save([replicas.layout, tight.layout], Path(out) / f"layouts {rank}")
 
 
 def _saves(rank: int, out: Path) -> None:
@@ -128,6 +149,11 @@ def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, 
                         assert torch.equal(values[key], value), (layout, name, rank, key)
                 if name != "clipped":
                     assert told == losses, (layout, name)
+    alone = train_with_torch("dp1", 2, 0, tmp_path)
+    for layout in UNLIKE:
+        values = torch.load(two_ranks / f"{layout} odd 1" / "torch")
+        assert values.keys() == alone.keys()
+        assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], layout
     alone = train_odd("dp1", 2, 0, tmp_path)
     for layout in UNLIKE:
         for rank in range(2):
@@ -135,6 +161,13 @@ def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, 
             assert values.keys() == alone.keys()
             for key, value in alone.items():  # what is behind the last whole vector is rounded as a vector is, an ulp
                 torch.testing.assert_close(values[key], value, rtol=5e-7, atol=0)
+
+
+def test_replicas_are_planned_where_they_fit_and_shards_where_not(two_ranks: Path) -> None:
+    roomy, tight = torch.load(two_ranks / "layouts 0")
+    assert torch.load(two_ranks / "layouts 1") == [roomy, tight]
+    assert not parse_layout(roomy).zero
+    assert parse_layout(tight).zero
 
 
 def test_a_checkpoint_of_shards_is_whole(two_ranks: Path, tmp_path: Path) -> None:
@@ -218,6 +251,10 @@ def test_an_unsharded_parameter_is_a_storage_that_is_dropped_and_unsharded_again
     [
         ({"matrices": lading.Matrices(rule="muon", lr=0.02)}, "muon, which moves whole matrices; train replicas"),
         ({"optimizer": rule("adafactor")}, "adafactor, which moves whole parameters"),
+        (
+            {"optimizer": torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)])},
+            "2 parameter",
+        ),
     ],
 )
 def test_what_moves_whole_parameters_is_not_cut(asked: dict[str, Any], why: str) -> None:

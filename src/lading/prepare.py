@@ -129,11 +129,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = _spread(layout)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    uncut = "further steps (others=), which use parameters in an order of their own" if others else ""
-    uncut = uncut or _moves_whole(rule, matrices)
+    uncut = _uncut(optimizer, rule, matrices, others)
     if spread.zero and uncut:
         raise ConfigError(
-            "layout: expected one step, and an optimizer of Lading's that treats elements alone (lading.AdamW), to "
+            "layout: expected one step, and one rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
             f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.dp}"), or leave that out'
         )
     limits = _limits(machine, disk_budget, budgets)
@@ -201,12 +200,14 @@ def _spread(layout: str) -> Layout:
     return dataclasses.replace(asked, zero=0) if asked.dp == 1 else asked
 
 
-def _moves_whole(rule: ParameterRule, matrices: Matrices | None) -> str:
-    """Say what of a step moves whole parameters, or by numbers of their own; "" where shards can be moved alike."""
+def _uncut(optimizer: object, rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> str:
+    """Say what of a step cannot be cut into shards; "" where all can."""
+    if others:
+        return "further steps (others=), which use parameters in an order of their own"
     if matrices is not None:
         return f"{matrices.rule}, which moves whole matrices"
-    if isinstance(rule, TorchUpdate):
-        return f"{rule.optimizer}, whose groups have numbers of their own"
+    if isinstance(optimizer, torch.optim.Optimizer) and len(optimizer.param_groups) > 1:
+        return f"{len(optimizer.param_groups)} parameter groups, whose parameters share units"
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
 
 

@@ -756,7 +756,7 @@ def _give_back(
             raise ConfigError(
                 "expected no step under way, found one; raise an exception instead of closing inside of it"
             )
-        if replicas is not None and any(value.ranks > 1 for value in values.values()) and len(custody):
+        if replicas is not None and any(values[name].ranks > 1 for name in custody.names):
             replicas.meet("give the values back", {})
         lost = custody.give_back(lambda name: read_value(executor, values[name], replicas))
         later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]

@@ -114,6 +114,11 @@ class Custody:
     def __len__(self) -> int:
         return len(self._taken)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the order in which they were taken."""
+        return [name for name, *_ in self._taken]
+
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Free a tensor's memory; the caller has copied its value."""
         kind = type(tensor)

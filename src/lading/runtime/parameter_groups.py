@@ -9,6 +9,7 @@ import torch
 
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
+from lading.ir.sharding import units_of
 from lading.ir.update_ops import rule_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, rules_of_groups
@@ -48,7 +49,9 @@ class ParameterGroups:
         self._masters = {state.name.removesuffix(".master") for state in graph.states if state.name.endswith(".master")}
         steps = ((each, op) for each in graphs for op in each.ops)
         moved = {each.storage_of(op.inputs[0]) for each, op in steps if isinstance(rule_of(op), ParameterRule)}
-        self._trained = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
+        shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
+        places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
+        self._trained = {name: shards.get(storage, storage) for name, storage in places.items()}
         self._trained = {name: storage for name, storage in self._trained.items() if storage in moved}
         if missing := [name for name in self._trained if id(self._named[name]) not in self._members]:
             raise ConfigError(

@@ -13,6 +13,7 @@ from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.memory.restore import program_of, programs_of
+from lading.planner import residency
 from lading.prepare import plan
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -68,11 +69,18 @@ def planned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, share: flo
     return plan(graphs[0], MACHINE, budget=budget_for(everything, share), optimizer=optimizer, clip_norm=0.5), graphs
 
 
+@pytest.fixture
+def near_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as near to their bound as those of users: their updates wait for the next step."""
+    monkeypatch.setattr(residency, "GOOD_ENOUGH", 0.005)
+
+
+@pytest.mark.usefixtures("near_the_bound")
 def test_steps_of_several_shapes_give_plain_pytorchs_bits(tmp_path: Path) -> None:
     """Interleaved, with losses evaluated between; each step's gradients are clipped."""
     ours, theirs = words(), words()
-    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
-    made, graphs = planned(ours, mine, 0.55)
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (ours, theirs))
+    made, graphs = planned(ours, mine, 0.75)
     order = [SHAPES[i] for i in (0, 1, 0, 2, 3, 2, 0, 1)]
     got: list[float] = []
     assert made.choices.deferred
@@ -115,10 +123,11 @@ def test_another_step_is_no_shape_of_it() -> None:
         trainer.step(batch(0, (3, 16)))
 
 
+@pytest.mark.usefixtures("near_the_bound")
 def test_an_evaluation_finds_updates_that_wait_for_the_next_step(tmp_path: Path) -> None:
     """Of a model with dropout; the plan comes from its file."""
     ours, theirs = words(0.2), words(0.2)
-    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (ours, theirs))
     graph = capture(ours, batch(0, (4, 32)), loss_fn)
     others = [capture(ours, batch(0, (4, 32)), loss_fn, evaluation=True)]
     asked: dict[str, Any] = {"optimizer": mine, "clip_norm": 0.5, "others": others}

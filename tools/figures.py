@@ -166,7 +166,9 @@ def figures(modules: dict[str, Module]) -> dict[str, list[str]]:
             if len(importers[module.name]) == 1
         ],
         "modules that nothing reaches": [
-            f"{module.name} ({module.num_lines} lines)" for module in files if module.name not in reached
+            f"{module.name} ({module.num_lines} lines)"
+            for module in files
+            if module.name not in reached and module.path.stem != "__main__"
         ],
         "imports between folders": across,
         "pairs of folders, one importing the other": sorted(set(across)),

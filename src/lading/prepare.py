@@ -22,6 +22,7 @@ from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import RunConfig, run_to_dict
+from lading.cost.compute import op_costs, send_s
 from lading.errors import ConfigError, PlanInfeasible, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
@@ -29,12 +30,13 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
-from lading.ir.plan import Plan, PlanKind, plan_from_dict
+from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
+from lading.ir.stage_cuts import narrow_cuts
 from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
-from lading.memory.restore import programs_of, step_of
+from lading.memory.restore import pipeline_of, programs_of, step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -45,6 +47,7 @@ from lading.planner.api import (
     SPARE_BYTES,
     Planned,
     best_buckets,
+    joined,
     sketch_plan,
     tier_limits,
 )
@@ -66,6 +69,8 @@ _SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
 
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
+#: Size of which the speed of sends is taken to choose stages by.
+_SENT_BYTES = 1 << 20
 
 
 def plan(  # noqa: PLR0913  the public entry spells out all it takes
@@ -110,8 +115,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
             the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more.
             "dp4,zero1" cuts the optimizer's states into shards, one a rank; "dp4,zero2" also the gradients that are
-            summed over micro-batches; "dp4,zero3" also the parameters. "" is all ranks of the job: replicas if they
-            keep everything in the budget, else the fastest of all these; "dp1" is one rank by itself.
+            summed over micro-batches; "dp4,zero3" also the parameters. "pp4" cuts the model into the stages of a
+            pipeline, which every rank gives the same batch; "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in
+            which order. "" is all ranks of the job: replicas if they keep everything in the budget, else the fastest of
+            them and of shards; "dp1" is one rank by itself.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
             changes between them at no cost. Smaller batches need none (``Trainer(shapes=)``).
@@ -135,10 +142,23 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             "layout: expected one step, and one rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
             f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.dp}"), or leave that out'
         )
+    if spread.pp > 1 and (others or isinstance(rule, TorchUpdate)):
+        raise ConfigError(
+            "layout: expected one step, and an optimizer of Lading's (lading.AdamW), in a pipeline, whose ranks have "
+            f"parameters of their own, got {'further steps (others=)' if others else name_of(rule)}; train replicas "
+            f'(layout="dp{spread.pp}"), or leave that out'
+        )
     limits = _limits(machine, disk_budget, budgets)
 
+    moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
+
     def plan_in(spread: Layout, budget: str | float) -> Plan:
-        moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
+        if spread.pp > 1:
+            work = op_costs(graph, machine.device)
+            sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
+            cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
+            parts = [Choices(cuts=cuts, rank=rank) for rank in range(spread.pp)]
+            return joined([made(spread, budget, part) for part in parts], machine)
         layout = spread
         if spread.dp > 1 and not spread.bucket_bytes and spread.zero < 3:
             alone = None if spread.zero else step_of(graph, machine, **moved, layout=ALONE, widen=True)
@@ -149,7 +169,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
                 return reduce_gradients(alone, tried.dp, tried.bucket_bytes)
 
             layout = best_buckets(step_in, machine, spread)
-        step, *rest = together([step_of(each, machine, **moved, layout=layout) for each in (graph, *others)])
+        return made(layout, budget, Choices()).plan
+
+    def made(layout: Layout, budget: str | float, part: Choices) -> Planned:
+        steps = [step_of(each, machine, **moved, layout=layout, choices=part) for each in (graph, *others)]
+        step, *rest = together(steps)
         with planning_progress(after_s=_QUICK_S) as progress:
             memory, others_scratch = _memory_by_turns(step, rest, machine, progress)
             planned = cached_plan(
@@ -169,18 +193,20 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
                 },
                 workspace_bytes=memory.scratch_bytes,
             )
-        return _told(planned.plan, memory, graph, rule, matrices, layout)
+        plan = _told(planned.plan, memory, graph, rule, matrices, layout)
+        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank)
+        return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
 
     def make() -> Plan:
-        if layout or spread.dp == 1 or uncut:
+        if layout or spread.devices == 1 or uncut:
             return plan_in(spread, budget)
         return _fastest(spread, plan_in, budget, graph.accumulation)
 
-    if spread.dp == 1 or num_ranks()[0] != spread.dp:
+    if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
     from lading.runtime.job import by_first_rank, start_job  # importing torch.distributed takes most of a second
 
-    start_job(spread.dp)
+    start_job(spread.devices)
     text = by_first_rank("lading.plan", lambda: json.dumps(make().to_dict()))
     return plan_from_dict(json.loads(text), "the plan of rank 0", PlanKind.RUN.advice)
 
@@ -192,11 +218,14 @@ def _spread(layout: str) -> Layout:
         ConfigError: it is no layout, or one of more than replicas.
     """
     asked = parse_layout(layout) if layout else Layout(dp=num_ranks()[0])
-    if asked != Layout(dp=asked.dp, zero=asked.zero, bucket_bytes=asked.bucket_bytes):
+    pipeline = Layout(pp=asked.pp, vpp=asked.vpp, schedule=asked.schedule)
+    if asked != pipeline and asked != Layout(dp=asked.dp, zero=asked.zero, bucket_bytes=asked.bucket_bytes):
         raise ConfigError(
-            f'layout: expected replicas, as "dp4", or shards, as "dp4,zero3", got {layout!r}; a run is spread in no '
-            "other way yet"
+            f'layout: expected replicas, as "dp4", shards, as "dp4,zero3", or a pipeline, as "pp4" or '
+            f'"pp2,vpp2,interleaved", got {layout!r}; a run is spread in no other way yet'
         )
+    if asked.pp == 1 and asked.vpp > 1:
+        raise ConfigError(f"layout: expected chunks of a rank (vpp) in a pipeline only, got {layout!r}; add pp2")
     return dataclasses.replace(asked, zero=0) if asked.dp == 1 else asked
 
 

@@ -233,6 +233,11 @@ class _Ranks:
         Raises:
             ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
         """
+        if isinstance(what, Plan) and what.peers:
+            raise ConfigError(
+                "expected a plan of one rank, of replicas or of shards, got one of a pipeline, which lading.Trainer "
+                "runs in a loop of your own; plan again without it"
+            )
         if isinstance(what, Plan) and what.replicas != self.count:
             start = f"torchrun --nproc-per-node {what.replicas} -m " if what.replicas > 1 else ""
             raise ConfigError(

@@ -32,7 +32,7 @@ from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
-from lading.memory.restore import planned_optimizer, programs_of, smaller_program
+from lading.memory.restore import planned_optimizer, planned_step, programs_of, smaller_program
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -42,7 +42,17 @@ from lading.runtime.device import DeviceDriver
 from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
-from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of, write_value
+from lading.runtime.named import (
+    StateDict,
+    Value,
+    first_few,
+    read_value,
+    state_keys,
+    tensors_of,
+    values_of,
+    values_of_ranks,
+    write_value,
+)
 from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import give_back, trim
 from lading.runtime.update_kernels import check_planned
@@ -169,9 +179,10 @@ class Trainer:
         others: Sequence[StepGraph] = (),
         shapes: Sequence[StepGraph] = (),
     ) -> None:
-        plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
-        if plan.replicas == 1 and not independent:
+        whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
+        if whole.ranks == 1 and not independent:
             check_only_rank()
+        plan = _of_this_rank(whole)
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
         stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -187,14 +198,15 @@ class Trainer:
         self.steps = 0
         self.losses: dict[str, float] = {}
         step_graph = self.program.graph
-        self._values, self._random = values_of(step_graph), any(op.random for op in step_graph.ops)
-        self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
+        self._random = any(op.random for op in step_graph.ops)
+        self._values = _values_of_stages(whole, graph, plan.choices.rank) if whole.peers else values_of(step_graph)
+        self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
         self._half_loaded = ""  # what a load that ended half-way was to say
         self._saved = ""  # the newest checkpoint
         self.excess: list[str] = []
         self._closed = False
-        model = None if model is None else self._checked(as_written(model))
-        self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
+        model = None if model is None else self._checked(as_written(model), graph)
+        self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         graphs = [each.graph for each in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs)
         if self._groups is None and isinstance(self.optimizer, TorchUpdate):
@@ -202,10 +214,11 @@ class Trainer:
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
-        self._replicas = self._joined(plan, model) if plan.replicas > 1 else None
-        if shapes and plan.compiled:
+        self._replicas = self._joined(whole, model) if whole.ranks > 1 else None
+        if shapes and (plan.compiled or whole.peers):
+            found = "compile=True" if plan.compiled else "a pipeline"
             raise ConfigError(
-                "shapes: expected a plan without compiled regions, got compile=True; plan again without it"
+                f"shapes: expected a plan without compiled regions and without stages, got {found}; plan again without"
             )
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), (graph, *others, *shapes), strict=True)
@@ -290,9 +303,12 @@ class Trainer:
         return self._told(losses, shape)
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
-        losses = losses if self._replicas is None else self._replicas.mean(losses)
         graph = self._steps[shape].program.graph
         names, count = graph.loss_names, len(graph.inputs)
+        if self._replicas is not None and self.plan.parsed_layout.pp > 1:  # the last stage has them
+            losses = self._replicas.sum(losses or [0.0] * count * len(names))
+        elif self._replicas is not None:
+            losses = self._replicas.mean(losses)
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
 
@@ -446,7 +462,7 @@ class Trainer:
             ConfigError: no such name.
         """
         value = self._value(name)
-        if value.ranks > 1:
+        if value.is_shared:
             self._meet(f"read {name}")
         return read_value(self._executor, value, self._replicas)
 
@@ -457,7 +473,9 @@ class Trainer:
             ConfigError: no such name, or another shape or dtype.
         """
         target = self._value(name)
-        if target.start is not None:
+        if not target.storages:  # another rank of the pipeline has it
+            self._check_like(name, target, value)
+        elif target.start is not None:
             self._check_like(name, target, value)
             write_value(self._executor, target, value, 0 if self._replicas is None else self._replicas.rank)
         elif len(target.storages) == 1:
@@ -536,7 +554,7 @@ class Trainer:
     def _sharded(self) -> list[str]:
         """Names of the values of which each rank has a shard, in the order in which a checkpoint is written."""
         named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])
-        return [name for name, value in named if value.ranks > 1]
+        return [name for name, value in named if value.is_shared]
 
     def _give_shards(self, names: Iterable[str]) -> None:
         """Take part in the gathering of values that another rank reads."""
@@ -546,10 +564,10 @@ class Trainer:
     def _chunks(self, name: str, left: list[str]) -> Iterator[memoryview]:
         """Read the bytes of a value in order; ``left`` are the names of the sharded values not yet read."""
         value = self._values[name]
-        if value.start is None:
+        if value.start is None and not value.is_shared:
             yield from chain.from_iterable(map(self._executor.chunks, value.storages))
             return
-        if value.ranks > 1:
+        if value.is_shared:
             left.remove(name)
         yield read_value(self._executor, value, self._replicas).flatten().view(torch.uint8).numpy().data
 
@@ -591,7 +609,7 @@ class Trainer:
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name, value in self._values.items():  # masters come after their parameters
-            if value.start is None and all(map(self._executor.takes_chunks, value.storages)):
+            if value.start is None and value.storages and all(map(self._executor.takes_chunks, value.storages)):
                 self._executor.write_chunks(value.storages, checkpoint.chunks(name))
             else:
                 self.set_value(name, checkpoint.read(name))
@@ -664,26 +682,25 @@ class Trainer:
         from lading.runtime.agreement import agree_on, digests, structure
         from lading.runtime.job import Replicas, start_job
 
-        start_job(plan.replicas)
+        start_job(plan.ranks)
         facts: dict[str, Mapping[str, object]] = {
             "plan": {"": plan.fingerprint},
-            "program": {"": self.program.fingerprint},
+            "program": {"": "of each rank" if plan.peers else self.program.fingerprint},
             "optimizer": {"": repr(self.optimizer)},
             "versions": {"torch": torch.__version__, "lading": __version__},
         }
         if model is not None:
             facts |= {"model": structure(model), **digests(model)}
-        agree_on("lading.Trainer", range(plan.replicas), lambda: (None, facts))
-        return Replicas(plan.replicas)
+        agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
+        return Replicas(plan.ranks)
 
-    def _checked(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _checked(self, model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
         """Return the model if it is the captured one; refuse any other."""
         if elsewhere := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
             raise ConfigError(
                 f"expected a model with its values, found that another Trainer has them ({first_few(elsewhere)}); "
                 "close that one first"
             )
-        graph = self.program.graph
         wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
         wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
         got = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
@@ -734,6 +751,20 @@ class Trainer:
         self._executor.given_back(freed.total())
 
 
+def _values_of_stages(plan: Plan, captured: StepGraph, rank: int) -> dict[str, Value]:
+    """Values of all stages of a pipeline by name, as one of its ranks has them."""
+    return values_of_ranks([planned_step(each, captured) for each in (plan, *plan.peers)], rank)
+
+
+def _of_this_rank(plan: Plan) -> Plan:
+    """Plan of this rank of a pipeline; of anything else the plan itself."""
+    if not plan.peers:
+        return plan
+    from lading.runtime.job import start_job
+
+    return plan.of_rank(start_job(plan.ranks))
+
+
 def _give_back(
     executor: Executor,
     custody: Custody,
@@ -756,7 +787,7 @@ def _give_back(
             raise ConfigError(
                 "expected no step under way, found one; raise an exception instead of closing inside of it"
             )
-        if replicas is not None and any(values[name].ranks > 1 for name in custody.names):
+        if replicas is not None and any(values[name].is_shared for name in custody.names):
             replicas.meet("give the values back", {})
         lost = custody.give_back(lambda name: read_value(executor, values[name], replicas))
         later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]

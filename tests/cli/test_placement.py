@@ -131,7 +131,7 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
             ["--plan", "{plan}", "--trace", "{graph}", "--json", "{graph}"],
             "--trace and --json: expected different files",
         ),
-        (["--plan", "{graph}"], "expected a plan of format 6, found no format; make one with: lading place"),
+        (["--plan", "{graph}"], "expected a plan of format 7, found no format; make one with: lading place"),
         (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),
     ],
 )

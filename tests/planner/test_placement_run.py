@@ -138,7 +138,7 @@ def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"placement.json: a placement: expected devices among a, b, got 'c'"):
         Plan.load(path, PlanKind.PLACEMENT)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="format 6, found no format; make one with: lading place"):
+    with pytest.raises(ConfigError, match="format 7, found no format; make one with: lading place"):
         Plan.load(path, PlanKind.PLACEMENT)
 
 

@@ -63,7 +63,7 @@ def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> BoundK
 def test_bits_are_those_of_the_rule(
     matrices: Matrices, shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_kernels, "_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(update_kernels, "AT_ONCE", {"cpu": at_once})
     generator = torch.Generator().manual_seed(1)
     param, grad = torch.randn(shape, generator=generator), torch.empty(shape)
     wanted, rule = param.clone(), maths(matrices)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, UseAppendAction, arg
 
-from lading.alone import rank_number
 from lading.cli.options import (
     ModelOptions,
     Overrides,
@@ -127,6 +126,7 @@ class PlanCommand:
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console
 
+        from lading.alone import rank_number
         from lading.prepare import plan_run
         from lading.report.plan_table import print_plan
         from lading.report.progress import planning_progress

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
-from lading.alone import rank_number
 from lading.cli.options import Overrides, RunOptions, flag, load_plan, optional, refuse_run_options
 from lading.config import load_run
 from lading.errors import ConfigError
@@ -40,6 +39,7 @@ class TrainCommand:
         else:
             got = "neither" if self.plan is None else "both"
             raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {got}")
+        from lading.alone import rank_number
         from lading.train import train_run
 
         result = train_run(what, resume=self.resume, cache=not self.with_run.no_cache)

@@ -29,7 +29,7 @@ from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
-from lading.ir.reduction import REDUCE_SCATTER, replicas_of
+from lading.ir.reduction import REDUCE_SCATTER, TRANSFERS, replicas_of
 from lading.ir.sharding import GATHERS
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
@@ -209,12 +209,19 @@ def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> 
         )
     shared, group = machine.processes, group_of_ranks(replicas, machine)
     for index, op in enumerate(graph.ops):
-        if index in graph.collectives:
+        if op.name in TRANSFERS:
+            costs[index] = send_s(op.bytes_written, machine)
+        elif index in graph.collectives:
             costs[index] = collective_s(_collective_of(op, machine), op.bytes_written, group, machine)
         elif shared is not None:
             product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
             costs[index] *= shared.slower("products" if product else "memory-bound", replicas)
     return costs
+
+
+def send_s(size_bytes: int, machine: Machine) -> float:
+    """Seconds of sending so many bytes from one rank to another."""
+    return collective_s("send", size_bytes, group_of_ranks(2, machine), machine)
 
 
 def _collective_of(op: Op, machine: Machine) -> str:

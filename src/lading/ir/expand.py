@@ -67,7 +67,7 @@ _UNIT = 1024
 _LOW = frozenset({"bfloat16", "float16"})
 
 
-def expand(
+def expand(  # noqa: PLR0913  what a step depends on
     graph: StepGraph,
     *,
     clip_norm: float = 0.0,
@@ -77,6 +77,7 @@ def expand(
     part_elements: int = PART_ELEMENTS,
     widen: bool = False,
     layout: Layout = ALONE,
+    order: Sequence[tuple[Sequence[int], int]] = (),
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
@@ -92,7 +93,11 @@ def expand(
         widen: Take the gradient of a parameter with a master to float32 of a single micro-batch too, as other ranks
             add theirs.
         layout: Where it cuts states, parameters are shards (``lading.ir.sharding``): gradients are reduced and cut once
-            they are summed, with ZeRO 2 and 3 in each micro-batch; all ranks' norms are clipped by.
+            they are summed, with ZeRO 2 and 3 in each micro-batch. Where ranks have parameters of their own, all ranks'
+            norms are clipped by.
+        order: Runs of operations of ``graph``, each with its micro-batch, in the order in which a rank of a pipeline
+            does them; () does one micro-batch after the other. Backward of each operation goes through the
+            micro-batches in order.
 
     Raises:
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
@@ -109,8 +114,7 @@ def expand(
     if not trained and graph.trains:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
     builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen)
-    for micro in range(graph.accumulation):
-        builder.add_micro_batch(micro)
+    builder.add_micro_batches(order)
     if trained:
         if layout.zero == 1:
             builder.add_reductions(trained)
@@ -153,19 +157,30 @@ class _StepBuilder:
         """Whether a float32 master is updated instead of the parameter."""
         return self.master_weights and self.tensors[parameter.tensor].dtype in _LOW
 
-    def add_micro_batch(self, micro: int) -> None:
-        """Append the operations of one micro-batch; a later one has fresh activations and adds to the gradients."""
-        names = self._tensor_map(micro)
-        self.starts.append(len(self.ops))
-        self.ops.extend(rename_op(op, names) for op in self.graph.ops)
-        self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
-        self.losses.extend(names[t] for t in self.graph.losses)
-        if self.graph.trains and (self.graph.accumulation > 1 or self.widen or self.layout.zero > 1):
-            self._add_up(micro, names)
+    def add_micro_batches(self, order: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Append the operations of all micro-batches; later ones have fresh activations and add to the gradients."""
+        every = range(len(self.graph.ops))
+        names: list[dict[int, int]] = []
+        for micro in range(self.graph.accumulation):
+            names.append(self._tensor_map(micro))
+            self.inputs.append(tuple((name, names[micro][t]) for name, t in self.graph.inputs[0]))
+            self.losses.extend(names[micro][t] for t in self.graph.losses)
+            if not order:
+                self.starts.append(len(self.ops))
+                self._add_run(every, names[micro])
+                self._add_up(micro, names[micro], self.starts[-1])
+        for run, micro in order:
+            self._add_run(run, names[micro])
+        for micro in range(self.graph.accumulation) if order else ():
+            self._add_up(micro, names[micro], 0)
 
-    def _add_up(self, micro: int, names: Mapping[int, int]) -> None:
-        """Insert the sum of each gradient over micro-batches behind its last write."""
-        start = self.starts[-1]
+    def _add_run(self, run: Sequence[int], names: dict[int, int]) -> None:
+        self.ops.extend(rename_op(self.graph.ops[index], names) for index in run)
+
+    def _add_up(self, micro: int, names: Mapping[int, int], start: int) -> None:
+        """Insert the sum of each gradient over micro-batches behind its last write, which is from ``start`` on."""
+        if not (self.graph.trains and (self.graph.accumulation > 1 or self.widen or self.layout.zero > 1)):
+            return
         written = ((i, t) for i in range(start, len(self.ops)) for t in (*self.ops[i].outputs, *self.ops[i].mutates))
         last = {self.tensors[t].storage: i for i, t in written}
         after: dict[int, list[Op]] = {}
@@ -295,11 +310,11 @@ class _StepBuilder:
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
         self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
-        ranks, size = self.layout.dp, DTYPE_BYTES[dtype]
+        ranks, size = self.layout.devices, DTYPE_BYTES[dtype]
         over_ranks = (("aten.square.default", ()), (ALL_REDUCE_SUM, ()), ("aten.sqrt.default", ()))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
-            *(over_ranks if self.layout.zero else ()),
+            *(over_ranks if self.layout.zero or self.layout.pp > 1 else ()),
             ("aten.add.Tensor", (1e-6,)),
             ("aten.reciprocal.default", ()),
             ("aten.mul.Tensor", (clip_norm,)),

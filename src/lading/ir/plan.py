@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 6
+PLAN_FORMAT = 7
 
 
 class PlanKind(StrEnum):
@@ -195,6 +195,8 @@ class Choices:
             are.
         placement: Each part of the model, in order, and the name of the device that runs it.
         in_flight: Micro-batches that a device may have under way, by its name.
+        cuts: Operations of a captured forward at which the stages of a pipeline but the first begin.
+        rank: Rank of the pipeline that this is the plan of.
     """
 
     gaps: tuple[Choice, ...] = ()
@@ -207,6 +209,8 @@ class Choices:
     reduce_dtype: str = ""
     placement: tuple[tuple[str, str], ...] = ()
     in_flight: dict[str, int] = field(default_factory=lambda: {})
+    cuts: tuple[int, ...] = ()
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if unknown := sorted({device for _, device in self.placement} - self.in_flight.keys()):
@@ -252,6 +256,7 @@ class Plan:
         assumptions: Assumptions, a sentence each.
         others: Plans of further steps over the same values, such as an evaluation, which find them where this plan
             leaves them; each is of a captured graph, in the order in which these were given.
+        peers: Plans of the other ranks of a pipeline, in order; this is the first one's.
     """
 
     version: str
@@ -262,6 +267,7 @@ class Plan:
     predictions: Predictions
     assumptions: tuple[str, ...] = ()
     others: tuple[Plan, ...] = ()
+    peers: tuple[Plan, ...] = ()
     format: int = PLAN_FORMAT
 
     def __post_init__(self) -> None:
@@ -294,6 +300,15 @@ class Plan:
     def replicas(self) -> int:
         """Ranks that a run is planned for, each with a batch of its own."""
         return self.parsed_layout.dp if self.kind is PlanKind.RUN else 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that run a run's plan together."""
+        return self.parsed_layout.devices if self.kind is PlanKind.RUN else 1
+
+    def of_rank(self, rank: int) -> Plan:
+        """Plan of one rank; of a pipeline each has its own."""
+        return (self, *self.peers)[rank] if self.peers else self
 
     @property
     def parsed_layout(self) -> Layout:

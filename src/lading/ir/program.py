@@ -17,6 +17,8 @@ Streams are in-order queues. Nothing orders two streams but ``waits``. The strea
     receive         RECV: each ends when the SEND of its peer does; they do not wait for each other
     <tier>_read     moves from a tier to the device      <tier>_write    moves from the device to a tier
     host_compute    operations that the host's processors run where a tier of the host's memory holds their operands
+    send_<number>   what a stage sends of one kind of storage, at the grain of kernels; receive_<number> what it gets.
+                    Each has a stream of its own, as its two ranks may come to several in unlike orders
 
 One step starts when every action of the step before has ended.
 """
@@ -35,6 +37,8 @@ from lading.errors import ProgramError
 from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
+from lading.ir.reduction import RECEIVE as RECEIVE_OP
+from lading.ir.reduction import SEND as SEND_OP
 from lading.ir.sharding import GATHERS
 from lading.units import format_bytes
 
@@ -43,7 +47,7 @@ COMPUTE, NETWORK, SEND_NEXT, SEND_PREVIOUS, RECEIVE = range(5)
 STREAMS = ("compute", "network", "send_next", "send_previous", "receive")
 COMPUTE_STREAM, NETWORK_STREAM = STREAMS[COMPUTE], STREAMS[NETWORK]
 HOST_STREAM = "host_compute"
-#: Streams on which operations of the graph run.
+#: Streams on which operations of the graph run, beside those of sends and receives.
 OPERATION_STREAMS = (COMPUTE_STREAM, NETWORK_STREAM, HOST_STREAM)
 #: Alignment of every storage that may be moved, so that its bytes go by O_DIRECT and DMA.
 PAGE_BYTES = TIER_ALIGNMENT_BYTES
@@ -52,8 +56,18 @@ LINE_BYTES = 64
 #: Unit of a region that is all units of its stage.
 ALL_UNITS = -1
 _KINDS = {OpKind.STEP: ActionKind.STEP, OpKind.COLLECTIVE: ActionKind.REDUCE_GRAD}
+_DIRECTIONS = {ActionKind.SEND: "send", ActionKind.RECV: "receive"}
+_TRANSFERS = {SEND_OP: ActionKind.SEND, RECEIVE_OP: ActionKind.RECV}
 #: Kinds of actions that run an operation of the graph.
-RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP, ActionKind.REDUCE_GRAD, ActionKind.UNSHARD)
+RUNS_OP = (
+    ActionKind.COMPUTE,
+    ActionKind.RECOMPUTE,
+    ActionKind.STEP,
+    ActionKind.REDUCE_GRAD,
+    ActionKind.UNSHARD,
+    ActionKind.SEND,
+    ActionKind.RECV,
+)
 #: Graph of a Program that is not at the grain of kernels.
 NO_GRAPH = StepGraph((), (), (), (), (), (), ())
 
@@ -70,14 +84,23 @@ def write_stream(tier: str) -> str:
 
 def action_kind(op: Op) -> ActionKind:
     """Kind of the action that runs an operation for the first time in a step."""
-    return ActionKind.UNSHARD if op.name in GATHERS else _KINDS.get(op.kind, ActionKind.COMPUTE)
+    if op.name in GATHERS:
+        return ActionKind.UNSHARD
+    return _TRANSFERS.get(op.name) or _KINDS.get(op.kind, ActionKind.COMPUTE)
 
 
 def stream_of(graph: StepGraph, op: int) -> str:
     """Name of the stream on which an operation of a graph runs."""
     if op in graph.collectives:
-        return NETWORK_STREAM
+        kind = _TRANSFERS.get(graph.ops[op].name)
+        return NETWORK_STREAM if kind is None else f"{_DIRECTIONS[kind]}_{dict(graph.ops[op].kwargs)['tag']}"
     return HOST_STREAM if op in graph.on_host else COMPUTE_STREAM
+
+
+def operation_streams(graph: StepGraph) -> tuple[str, ...]:
+    """Names of the streams on which operations of a graph run."""
+    transfers = (stream_of(graph, op) for op in sorted(graph.collectives) if graph.ops[op].name in _TRANSFERS)
+    return tuple(dict.fromkeys((*OPERATION_STREAMS, *transfers)))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -465,7 +488,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
     Raises:
         ProgramError: a line is not what ``Program.text`` writes, or one of a device's head is missing or there twice.
     """
-    reader = _ProgramReader(tiers)
+    reader = _ProgramReader(graph, tiers)
     for line in lines:
         try:
             reader.read(line)
@@ -498,9 +521,9 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
 class _ProgramReader:
     """State of reading a Program's text: what its lines have said so far."""
 
-    def __init__(self, tiers: Iterable[Tier]) -> None:
+    def __init__(self, graph: StepGraph, tiers: Iterable[Tier]) -> None:
         moves = [stream(tier.name) for tier in tiers for stream in (read_stream, write_stream)]
-        self.streams = frozenset((*STREAMS, HOST_STREAM, *moves))
+        self.streams = frozenset((*STREAMS, *operation_streams(graph), *moves))
         self.ranks = [ActionList()]
         self.regions: list[Region] = []
         self.storages: list[UnitStorage] = []

@@ -39,6 +39,9 @@ from lading.ir.graph import (
 ALL_REDUCE = "c10d.allreduce_.mean"
 #: Sums a tensor over all ranks in place.
 ALL_REDUCE_SUM = "c10d.allreduce_.sum"
+#: Sends a storage to the rank ``peer``, and makes one of what such a rank sends.
+SEND, RECEIVE = "c10d.send.default", "c10d.recv_.default"
+TRANSFERS = frozenset((SEND, RECEIVE))
 #: Sums a tensor over all ranks, divides it by their number, and keeps this rank's part; the rest is lost.
 REDUCE_SCATTER = "c10d.reduce_scatter.mean"
 

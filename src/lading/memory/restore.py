@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lading.catalog.load import machine_from_dict
 from lading.errors import ConfigError, ProgramError
-from lading.grouping import Matrices, matrices_from
+from lading.grouping import MATRIX, REST, Matrices, matrices_from
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.graph import Op, StepGraph
@@ -21,11 +21,14 @@ from lading.ir.layout import ALONE, Layout
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
-from lading.ir.reduction import reduce_gradients
+from lading.ir.reduction import check_alike, reduce_gradients
 from lading.ir.retarget import retarget
+from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import shard_parameters, unshard_parameters
+from lading.ir.stage_cuts import rank_steps, stage_of_ops, with_copies
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
+from lading.ir.update_ops import grouped
 from lading.memory.staircase import memory_samples
 from lading.memory.tier_layout import homes_of
 from lading.memory.verify import verify
@@ -35,7 +38,7 @@ from lading.optim.rule import ParameterRule
 _ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
 
 
-def step_of(
+def step_of(  # noqa: PLR0913  what a step depends on
     captured: StepGraph,
     machine: Machine,
     *,
@@ -45,12 +48,14 @@ def step_of(
     matrices: Matrices | None = None,
     layout: Layout = ALONE,
     widen: bool = False,
+    choices: Choices | None = None,
 ) -> StepGraph:
     """Whole step of a captured micro-batch, with the operations of the machine's device.
 
     Args:
         layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``; with
             ``zero``, each rank keeps a shard of the optimizer's states, and of parameters with ZeRO 3.
+        choices: Where a pipeline is cut, and the rank whose step it is.
         widen: Take gradients to float32 as for several ranks (``lading.ir.expand.expand``).
 
     Raises:
@@ -58,6 +63,14 @@ def step_of(
             cannot be run by several ranks.
     """
     sharded, units = shard_parameters(captured, layout) if layout.zero else (captured, ())
+    part, order = None, ()
+    if layout.pp > 1:
+        assert choices is not None, "a pipeline is cut somewhere"
+        check_alike(captured)
+        plan = pipeline_of(layout, captured.accumulation)
+        part = rank_steps(captured, stage_of_ops(captured, choices.cuts), plan.ranks, plan.rank_of)[choices.rank]
+        sharded, order = part.graph, part.order(plan, choices.rank)
+        matrices = matrices and _named(matrices, captured, sharded)
     step = expand(
         sharded,
         clip_norm=clip_norm,
@@ -66,11 +79,33 @@ def step_of(
         matrices=matrices,
         widen=widen or layout.dp > 1,
         layout=layout,
+        order=order,
     )
+    if part is not None:
+        step = with_copies(step, part)
     if units:
         step = unshard_parameters(step, captured, units, layout)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
     return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 and not layout.zero else step
+
+
+def _named(matrices: Matrices, captured: StepGraph, part: StepGraph) -> Matrices | None:
+    """Say for each parameter of a part of the model what the whole model makes of it; None without a matrix."""
+    moved = grouped(captured, matrices)[0]
+    rows = {p.names[0]: moved[p.tensor] for p in captured.parameters if p.tensor in moved}
+    trained = [p.names[0] for p in part.parameters if p.gradient is not None]
+    told = {name: (" ".join(map(str, rows[name])) or MATRIX) if name in rows else REST for name in trained}
+    return dataclasses.replace(matrices, parameters=told) if rows.keys() & told.keys() else None
+
+
+def pipeline_of(layout: Layout, micro_batches: int) -> Schedule:
+    """Schedule of a run's pipeline, whose micro-batches are those of the capture.
+
+    Raises:
+        ConfigError: as ``lading.ir.schedules.schedule``.
+    """
+    spread = dataclasses.replace(layout, global_batch=micro_batches * layout.micro_batch * layout.dp)
+    return schedule_of(spread, rules="megatron" if layout.vpp == 1 else "torch")  # any number for one chunk a rank
 
 
 def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
@@ -84,6 +119,7 @@ def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
         optimizer=planned_optimizer(plan),
         matrices=matrices_from(request.matrices) if request.matrices is not None else None,
         layout=plan.parsed_layout,
+        choices=plan.choices,
     )
 
 

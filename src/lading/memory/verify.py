@@ -24,12 +24,12 @@ from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, Role, StepGraph
 from lading.ir.program import (
     COMPUTE_STREAM,
-    OPERATION_STREAMS,
     PAGE_BYTES,
     RUNS_OP,
     ActionList,
     Program,
     action_kind,
+    operation_streams,
     read_stream,
     slot_bytes,
     stream_of,
@@ -203,7 +203,7 @@ class _Verifier:
         for tier in program.tiers:
             self.streams_of[tier.name, DEVICE] = read_stream(tier.name)
             self.streams_of[DEVICE, tier.name] = write_stream(tier.name)
-        self.streams = tuple(dict.fromkeys((*OPERATION_STREAMS, *self.streams_of.values())))
+        self.streams = tuple(dict.fromkeys((*operation_streams(self.graph), *self.streams_of.values())))
         self.order = Order(self.streams)
         self.host_tier = program.host_tier
         self.arena = AddressMap()

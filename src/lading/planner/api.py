@@ -31,7 +31,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
-from lading.ir.reduction import replicas_of
+from lading.ir.reduction import RECEIVE, replicas_of
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
 from lading.ir.timeline import Timeline
@@ -43,7 +43,7 @@ from lading.planner.orders import Ordered, best_order, ordered_with_host, smalle
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
-from lading.sim.device_step import stall_s
+from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {
@@ -309,8 +309,30 @@ def best_buckets(step_of: Callable[[Layout], StepGraph], machine: Machine, layou
     return min(seconds, key=lambda tried: (seconds[tried], tried.bucket_bytes))
 
 
+def joined(each: Sequence[Planned], machine: Machine) -> Plan:
+    """Plan of the first rank of a pipeline with those of the others, whose steps wait for each other.
+
+    Args:
+        each: Plan of each rank, as if what it receives were there.
+    """
+    timelines = simulate_ranks([planned.program for planned in each], machine)
+    step_s = max(timeline.duration_s for timeline in timelines)
+    plans = [
+        dataclasses.replace(
+            planned.plan,
+            predictions=dataclasses.replace(
+                planned.plan.predictions, step_s=step_s, actions=action_times(timeline.events)
+            ),
+        )
+        for planned, timeline in zip(each, timelines, strict=True)
+    ]
+    return dataclasses.replace(plans[0], peers=tuple(plans[1:]))
+
+
 def _reducing_bytes(graph: StepGraph) -> int:
-    """Bytes of the host's memory that reducing the gradients of a step takes."""
+    """Bytes of the host's memory that what ranks exchange in a step takes besides: a place for all that is received."""
+    if received := sum(op.bytes_written for op in graph.ops if op.name == RECEIVE):
+        return received
     largest = max((graph.ops[index].bytes_read for index in graph.collectives), default=0)
     return min(_RECEIVED_BYTES, _RECEIVED * largest // replicas_of(graph))
 

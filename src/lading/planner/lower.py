@@ -99,6 +99,7 @@ class _ActionWriter:
         self.known: dict[tuple[int, int], int] = {}
         self.ready: dict[int, int] = {}  # storage -> the action after which it can be read
         self.touched: dict[int, int] = {}
+        self.sent: dict[int, list[int]] = {}  # actions that send a storage while others go on with it
         self.written: dict[int, int] = {}  # storage -> the action that wrote its tier copy
         self.gone: dict[int, int] = {}  # storage -> the FREE that ended its last stay
         self.fetched: dict[int, int] = {}  # storage -> the last move that reads its tier copy
@@ -212,6 +213,8 @@ class _ActionWriter:
         waits += [wait for stay in made for wait in self._last_stay(self.emission.residencies[stay].storage)]
         used = self._uses(item)
         waits += [self.ready[s] for s in used if s in self.ready]
+        written = () if item.op is None else self.graph.op_writes[item.op]
+        waits += [sent for storage in written for sent in self.sent.get(storage, ())]
         stream = COMPUTE_STREAM if item.op is None else stream_of(self.graph, item.op)
         if stream != COMPUTE_STREAM:
             waits += [self.touched[s] for s in used if s in self.touched]
@@ -229,6 +232,9 @@ class _ActionWriter:
             self.touched[storage] = action
         for storage, _ in places:
             self.ready[storage] = action
+        if item.kind is ActionKind.SEND:
+            for storage in used:
+                self.sent.setdefault(storage, []).append(action)
         if stream != COMPUTE_STREAM and item.op is not None:
             self.ready.update(dict.fromkeys(self.graph.op_writes[item.op], action))
 
@@ -251,6 +257,7 @@ class _ActionWriter:
                 ActionKind.MOVE, stream, waits, storage=stay.storage, route=(DEVICE, stay.to_tier)
             )
         waits = [a for a in (self.touched.get(stay.storage), self.ready.get(stay.storage)) if a is not None]
+        waits += self.sent.pop(stay.storage, [])
         freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, route=(DEVICE, ""))
         self.gone[stay.storage] = freed
         low = self.offsets[index]

@@ -23,7 +23,7 @@ from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.program import COMPUTE_STREAM, OPERATION_STREAMS, Program, slot_sizes
+from lading.ir.program import COMPUTE_STREAM, Program, operation_streams, slot_sizes
 from lading.planner.emission import Emission, Residency
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
@@ -101,7 +101,8 @@ def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -
         duration_s: Seconds of the step.
         starts: When each action starts, in seconds.
     """
-    items = [a for a in program.actions if a.stream in OPERATION_STREAMS and a.kind is not ActionKind.FREE]
+    streams = operation_streams(program.graph)
+    items = [a for a in program.actions if a.stream in streams and a.kind is not ActionKind.FREE]
     begin, following = [0.0] * len(items), duration_s
     for index in range(len(items) - 1, -1, -1):  # what runs beside computing takes no time of the others
         if items[index].stream == COMPUTE_STREAM:

@@ -15,7 +15,7 @@ from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind
 from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
-from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER
+from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER, SEND, TRANSFERS
 from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
@@ -55,6 +55,18 @@ class CallerData:
     losses: list[torch.Tensor] = field(default_factory=lambda: [])
 
 
+class Mailbox(Protocol):
+    """Room for what another rank sends once a step."""
+
+    def post(self) -> None:
+        """Ask for this step's, before the step begins."""
+        ...
+
+    def take(self, values: torch.Tensor) -> None:
+        """Wait for it, and copy it out."""
+        ...
+
+
 class Reducer(Protocol):
     """Ranks that reduce gradients with each other, and may each have a shard of the values."""
 
@@ -76,6 +88,18 @@ class Reducer(Protocol):
 
         Both have one dim.
         """
+        ...
+
+    def send(self, values: torch.Tensor, peer: int, tag: int) -> None:
+        """Send a tensor to another rank, which receives it by the same tag."""
+        ...
+
+    def mailbox(self, size_bytes: int, peer: int, tag: int) -> Mailbox:
+        """Make room for what another rank sends by this tag once a step."""
+        ...
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank, on all others."""
         ...
 
     def all_gather(self, values: torch.Tensor, shard: torch.Tensor) -> None:
@@ -104,6 +128,7 @@ class Bound:
             does.
         scratch_bytes: Bytes that an action takes beside the arena, by action id.
         regions: Regions that run as one call, by the id of their first action.
+        posts: Calls before a step, each for an action: they ask other ranks for what it receives.
     """
 
     streams: tuple[str, ...]
@@ -112,6 +137,7 @@ class Bound:
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
     regions: tuple[FusibleRegion, ...] = ()
+    posts: tuple[tuple[int, Call], ...] = ()
 
     def without(self, actions: Set[int]) -> Bound:
         """Copy of the queues in which some actions do nothing."""
@@ -164,6 +190,7 @@ class Binder:
         self.inside = {a for f in fused for a in (*f.region.actions, *f.region.freed)}
         self.where: dict[int, int] = dict(program.resident)
         self.scratch: dict[int, int] = {}
+        self.posts: list[tuple[int, Call]] = []
         self._bytes: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[Site, torch.Tensor] = {}
 
@@ -188,7 +215,8 @@ class Binder:
         issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
         lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
         bound = _queues(self.program, runs, lanes, self.scratch, self.jitter)
-        return dataclasses.replace(bound, regions=tuple(f.region for f in self.fused.values()))
+        regions = tuple(f.region for f in self.fused.values())
+        return dataclasses.replace(bound, regions=regions, posts=tuple(self.posts))
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """View of a graph tensor where its storage lies now; None if it has no place."""
@@ -235,7 +263,7 @@ class Binder:
             rate = self.rates.before if action.op in self.deferred else self.rates.now
             op = self.graph.ops[action.op]
             if op.kind is OpKind.COLLECTIVE:
-                return self._collective(op)
+                return self._collective(op, action.id)
             parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
             rank = 0 if self.replicas is None else self.replicas.rank
             bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter, rank=rank)
@@ -258,8 +286,10 @@ class Binder:
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
 
-    def _collective(self, op: Op) -> Call:
+    def _collective(self, op: Op, action: int) -> Call:
         """Make the call that all ranks take part in."""
+        if op.name in TRANSFERS:
+            return self._transfer(op, action)
         source, target = self.view(op.inputs[0]), self.view((*op.outputs, *op.mutates)[0])
         if self.replicas is None or source is None or target is None:
             raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
@@ -268,6 +298,18 @@ class Binder:
         if op.name == REDUCE_SCATTER:
             return partial(self.replicas.reduce_scatter, target, source)
         return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source)
+
+    def _transfer(self, op: Op, action: int) -> Call:
+        """Make the call that sends a storage to another rank, or receives it."""
+        facts, tensor = dict(op.kwargs), self.view((*op.inputs, *op.outputs, *op.mutates)[0])
+        peer, tag = facts["peer"], facts["tag"]
+        if self.replicas is None or tensor is None or not isinstance(peer, int) or not isinstance(tag, int):
+            raise ProgramError("expected other ranks to send to, found a Program for several that runs on one")
+        if op.name == SEND:
+            return partial(self.replicas.send, tensor, peer, tag)
+        mailbox = self.replicas.mailbox(tensor.nbytes, peer, tag)
+        self.posts.append((action, mailbox.post))
+        return partial(mailbox.take, tensor)
 
     def _is_large(self, op: int, kernel: BoundKernel) -> bool:
         """Whether an operation takes so long that looking at the process before it costs nothing beside it."""

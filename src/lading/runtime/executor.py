@@ -580,6 +580,9 @@ class Executor:
         others = [s for s in self._running.streams if s != COMPUTE_STREAM]
         interrupt: BaseException | None = None
         try:
+            for action, post in self._bound.posts:
+                if action not in skipped:
+                    post()
             self._device.begin()
             self._workers.start(others)
             if COMPUTE_STREAM in self._running.streams:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from lading.errors import ConfigError, StorageError
 from lading.runtime.agreement import Meeting
+from lading.runtime.binding import Mailbox
 
 #: Seconds that a rank waits for the others in a collective.
 TIMEOUT_S = 300.0
@@ -36,8 +37,8 @@ _MOST_FACTS = 8
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start_job(ranks: int) -> None:
-    """Make sure that this process belongs to a job of so many ranks that can talk to each other.
+def start_job(ranks: int) -> int:
+    """Make sure that this process belongs to a job of so many ranks that can talk to each other; gives its number.
 
     A process group that exists is used; else one is made, over gloo, from what the launcher has set.
 
@@ -57,6 +58,7 @@ def start_job(ranks: int) -> None:
             f"expected a job of {ranks} ranks, as the plan is for so many, found one of {count}; start so many, or "
             f'plan with layout="dp{count}"'
         )
+    return dist.get_rank()
 
 
 def _end_job() -> None:
@@ -142,8 +144,7 @@ class Replicas:
     """
 
     def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
-        start_job(ranks)
-        self.ranks, self.rank, self._timeout_s = ranks, dist.get_rank(), timeout_s
+        self.ranks, self.rank, self._timeout_s = ranks, start_job(ranks), timeout_s
         made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._group = cast("dist.ProcessGroup | None", made)
         store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
@@ -154,6 +155,9 @@ class Replicas:
         self.mean_(first)
         self.all_gather(first, first[: _FIRST_ELEMENTS // ranks].clone())
         self.mean([0.0])
+        arrived = self.expect(torch.empty_like(first), (self.rank - 1) % ranks, 0)
+        self.send(first, (self.rank + 1) % ranks, 0)
+        arrived()
 
     def mean_(self, values: torch.Tensor) -> None:
         """Replace a tensor by its mean over all ranks.
@@ -192,6 +196,30 @@ class Replicas:
                 cast("dist.Work", work).wait()
 
         self._collective(broadcast)
+
+    def send(self, values: torch.Tensor, peer: int, tag: int) -> None:
+        """Send a tensor to another rank, which receives it by the same tag; errors as ``mean_``."""
+        self._collective(lambda: dist.send(values, peer, group=self._group, tag=tag))
+
+    def mailbox(self, size_bytes: int, peer: int, tag: int) -> Mailbox:
+        """Make room for what another rank sends by this tag once a step."""
+        return _Mailbox(self, torch.empty(size_bytes, dtype=torch.uint8), peer, tag)
+
+    def expect(self, values: torch.Tensor, peer: int, tag: int) -> Callable[[], None]:
+        """Begin to receive a tensor; returns what waits for it, with errors as ``mean_``."""
+        work = dist.irecv(values, peer, group=self._group, tag=tag)
+        assert work is not None, "this rank is of the group"
+        return lambda: self._collective(work.wait)
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank, on all others; errors as ``mean_``."""
+        self._collective(lambda: dist.broadcast(values, source, group=self._group))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums of numbers over all ranks, the same on each; errors as ``mean_``."""
+        total = torch.tensor(values, dtype=torch.float64)
+        self.sum_(total)
+        return total.tolist()
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Means of numbers over all ranks, the same on each; errors as ``mean_``."""
@@ -282,6 +310,29 @@ class Replicas:
     def _told(self, rank: int) -> str:
         key = f"doing {rank}"
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+
+class _Mailbox:
+    """Place of its own for one thing that another rank sends once a step, asked for before the step begins.
+
+    gloo sends only what the other has asked for. Asked for as late as there is room for it, two ranks could wait for
+    each other: each for a send to end whose memory what it is to receive next will take.
+    """
+
+    def __init__(self, ranks: Replicas, place: torch.Tensor, peer: int, tag: int) -> None:
+        self._ranks, self._place, self._peer, self._tag = ranks, place, peer, tag
+        self._wait: Callable[[], None] | None = None
+
+    def post(self) -> None:
+        """Ask for this step's; in the order in which they are sent."""
+        self._wait = self._ranks.expect(self._place, self._peer, self._tag)
+
+    def take(self, values: torch.Tensor) -> None:
+        """Wait for it, and copy it out."""
+        assert self._wait is not None, "it was asked for when the step began"
+        self._wait()
+        self._wait = None
+        values.view(torch.uint8).copy_(self._place)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +25,7 @@ class Value:
         start: Element of what the storages hold at which it begins, where they hold other values too; None where they
             hold nothing else.
         ranks: Ranks whose storages, one rank after another, hold it; 1 where each rank has all of it.
+        owner: Rank of a pipeline that updates it, whose storages hold it; None where no rank but this is asked.
     """
 
     dtype: str
@@ -31,6 +33,12 @@ class Value:
     storages: tuple[int, ...]
     start: int | None = None
     ranks: int = 1
+    owner: int | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks take part in reading it."""
+        return self.ranks > 1 or self.owner is not None
 
     @property
     def size_bytes(self) -> int:
@@ -73,6 +81,8 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
     Args:
         ranks: Ranks that each hold a shard of it, all of which call this.
     """
+    if value.owner is not None:
+        return _from_owner(executor, value, ranks)
     parts = [executor.read_storage(storage) for storage in value.storages]
     if value.start is None:
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
@@ -82,6 +92,35 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
         shard, flat = flat, flat.new_empty(flat.numel() * value.ranks)
         ranks.all_gather(flat, shard)
     return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
+
+
+def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torch.Tensor:
+    """Copy a value that a rank of a pipeline holds to all ranks."""
+    assert ranks is not None
+    assert value.owner is not None
+    if ranks.rank == value.owner:
+        held = read_value(executor, dataclasses.replace(value, owner=None)).contiguous()
+    else:
+        held = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+    ranks.broadcast(held, value.owner)
+    return held
+
+
+def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
+    """All values of a pipeline by name, as one rank has them: its own, and whose the others are.
+
+    Args:
+        graphs: Whole step of each rank.
+    """
+    each = [values_of(graph) for graph in graphs]
+    trained = [{p.names[0] for p in graph.parameters if p.gradient is not None} for graph in graphs]
+    values: dict[str, Value] = {}
+    for name in dict.fromkeys(name for held in each for name in held):
+        having = [number for number, held in enumerate(each) if name in held]
+        owner = next((number for number in having if name in trained[number]), having[0])
+        storages = each[rank][name].storages if rank in having else ()
+        values[name] = dataclasses.replace(each[owner][name], storages=storages, owner=owner)
+    return values
 
 
 def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: int = 0) -> None:

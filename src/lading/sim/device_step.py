@@ -13,9 +13,12 @@ its bytes go through it to the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 
 from lading.catalog.load import as_machine
@@ -24,7 +27,7 @@ from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier
-from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, OPERATION_STREAMS, RUNS_OP, Program
+from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, RUNS_OP, Program, operation_streams
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.sim.engine import StreamRun, deadlock
@@ -46,10 +49,14 @@ def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Seq
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
     check_type("program", program, Program, "a lading.Program, such as trainer.program")
-    run = _run_tiers(program, _Costs(program, as_machine(machine), op_seconds))
+    return _timeline(program, _run_tiers(program, _Costs(program, as_machine(machine), op_seconds)))
+
+
+def _timeline(program: Program, run: StreamRun, base: int = 0) -> Timeline:
+    """Timeline of the device whose first action is numbered ``base`` in a run."""
     actions = program.ranks[0]
     by_id = [
-        Event(0, actions.streams[stream], number, run.starts[number], run.ends[number])
+        Event(0, actions.streams[stream], number, run.starts[base + number], run.ends[base + number])
         for number, stream in enumerate(actions.stream)
     ]
     return Timeline(
@@ -90,6 +97,81 @@ def _run_tiers(program: Program, costs: _Costs) -> StreamRun:
     return run
 
 
+def simulate_ranks(programs: Sequence[Program], machine: Machine) -> list[Timeline]:
+    """Predict one step of ranks that send to each other, each on a device of its own.
+
+    Args:
+        programs: Program of each rank, at the grain of kernels.
+    Returns:
+        Timeline of each, as ``simulate``; the last end is that of the step.
+    Raises:
+        SimulationError: as ``simulate``; or a rank receives what no other sends.
+    """
+    costs = [_Costs(program, machine, None) for program in programs]
+    bases = [0, *accumulate(len(cost.actions) for cost in costs)]
+    queues: list[list[int]] = []
+    firsts: list[int] = []
+    for cost, base in zip(costs, bases, strict=False):
+        firsts.append(len(queues))
+        queues += [[] for _ in cost.actions.streams]
+        for number, stream in enumerate(cost.actions.stream):
+            queues[firsts[-1] + stream].append(base + number)
+    waits = [
+        tuple(base + wait for wait in each)
+        for cost, base in zip(costs, bases, strict=False)
+        for each in cost.actions.waits
+    ]
+    seconds = [cost.fixed_s(number) for cost in costs for number in range(len(cost.actions))]
+    for received, sent in _pairs(costs, bases):
+        waits[received], seconds[received] = (*waits[received], sent), 0.0
+    shared = [kind is not ActionKind.FREE for cost in costs for kind in cost.actions.kind]
+    run = StreamRun(queues, waits, seconds, shared)
+    parts = [_TierResources(cost, seconds[base:]) for cost, base in zip(costs, bases, strict=False)]
+    if stuck := run.run(_Devices(parts, bases, firsts)):
+        first = min(stuck)
+        rank = bisect_right(bases, first) - 1
+        raise deadlock(programs[rank], [first - bases[rank]])
+    return [_timeline(program, run, base) for program, base in zip(programs, bases, strict=False)]
+
+
+def _pairs(costs: Sequence[_Costs], bases: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each RECV with the SEND of its peer, numbered over all ranks."""
+    boxes: dict[tuple[object, ...], deque[int]] = {}
+    received: list[tuple[int, tuple[object, ...]]] = []
+    for rank, (cost, base) in enumerate(zip(costs, bases, strict=False)):
+        for number, kind in enumerate(cost.actions.kind):
+            if kind in (ActionKind.SEND, ActionKind.RECV):
+                facts = dict(cost.graph.ops[cost.actions.op[number]].kwargs)
+                if kind is ActionKind.SEND:
+                    boxes.setdefault((rank, facts["peer"], facts["tag"]), deque()).append(base + number)
+                else:
+                    received.append((base + number, (facts["peer"], rank, facts["tag"])))
+    for action, key in received:
+        if not boxes.get(key):
+            raise SimulationError(f"rank {key[1]}: no rank sends what action {action} receives from rank {key[0]}")
+        yield action, boxes[key].popleft()
+
+
+class _Devices:
+    """Tiers of several devices; actions and streams are numbered one device after another."""
+
+    def __init__(self, parts: Sequence[_TierResources], bases: Sequence[int], firsts: Sequence[int]) -> None:
+        self._parts, self._bases, self._firsts = parts, bases, firsts
+
+    def begin(self, action: int, stream: int, start_s: float) -> None:
+        """Start an action on its device."""
+        device = bisect_right(self._firsts, stream) - 1
+        self._parts[device].begin(action - self._bases[device], stream - self._firsts[device], start_s)
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """Go on to the next end on any device."""
+        while (next_s := min(part.next_s() for part in self._parts)) < float("inf"):
+            device = next(d for d, part in enumerate(self._parts) if part.next_s() == next_s)
+            if ended := self._parts[device].go_on():
+                return [(self._firsts[device] + stream, end_s) for stream, end_s in ended]
+        return ()
+
+
 def stall_s(timeline: Timeline, program: Program) -> float:
     """Seconds of the step, to the end of its last action, in which the compute stream runs nothing.
 
@@ -107,7 +189,7 @@ class _Costs:
     def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
         if len(program.ranks) != 1 or not program.graph.storages:
             raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
-        self.actions = program.ranks[0]
+        self.actions, self.graph = program.ranks[0], program.graph
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
@@ -219,7 +301,8 @@ class _TierResources:
     def __init__(self, costs: _Costs, seconds: Sequence[float]) -> None:
         self._costs, self._seconds = costs, seconds
         streams = costs.actions.streams
-        self._computing = [name in OPERATION_STREAMS for name in streams]
+        operations = operation_streams(costs.graph)
+        self._computing = [name in operations for name in streams]
         self._host = streams.index(HOST_STREAM) if HOST_STREAM in streams else -1
         self._heap: list[tuple[float, int, int]] = []
         self._tickets = 0
@@ -245,23 +328,32 @@ class _TierResources:
 
     def advance(self) -> Sequence[tuple[int, float]]:
         """Go on to the next end."""
-        while self._heap:
-            time_s, ticket, stream = heappop(self._heap)
-            if self._expected[stream] != ticket:
-                continue
-            self._now_s = time_s
-            if stream in self._latency:
-                self._begin_transfer(stream, self._latency.pop(stream))
-                continue
-            if stream in self._moving:
-                self._end_transfer(stream)
-            else:
-                del self._work[stream]
-                if stream == NETWORK:
-                    self._reducing = False
-                    self._retime_work()
-            return ((stream, time_s),)
+        while self.next_s() < float("inf"):
+            if ended := self.go_on():
+                return ended
         return ()
+
+    def next_s(self) -> float:
+        """When something begins or ends next; infinite if nothing runs."""
+        while self._heap and self._expected[self._heap[0][2]] != self._heap[0][1]:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def go_on(self) -> Sequence[tuple[int, float]]:
+        """Go on to when something begins or ends next; the stream whose action ends then, and when."""
+        time_s, _, stream = heappop(self._heap)
+        self._now_s = time_s
+        if stream in self._latency:
+            self._begin_transfer(stream, self._latency.pop(stream))
+            return ()
+        if stream in self._moving:
+            self._end_transfer(stream)
+        else:
+            del self._work[stream]
+            if stream == NETWORK:
+                self._reducing = False
+                self._retime_work()
+        return ((stream, time_s),)
 
     def _slowdown(self, stream: int) -> float:
         """Share by which an operation takes longer beside the transfers of this moment."""

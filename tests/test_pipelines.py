@@ -1,0 +1,174 @@
+"""The stages of a pipeline run on several ranks, and have the numbers of one process to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lading
+from lading.errors import ConfigError
+from lading.ir.action import DEVICE
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Curve, Machine
+from lading.models.loss import next_byte_loss
+from lading.models.reference import build_model
+from tests.ranks import run_ranks
+from tests.test_replicas import batch, machine
+from tests.test_saved_plan import states_on_disk
+
+MICRO = 2
+SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2}
+
+
+def connected() -> Machine:
+    """The made-up machine, with sends between its processes."""
+    made = machine()
+    return dataclasses.replace(
+        made, collectives={**made.collectives, "send.2": Curve(size=(1e3, 1e6), rate=(1e8, 1e9))}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to train: what is captured, and how it is planned."""
+
+    layout: str = "pp2"
+    model: str = "llama"
+    layers: int = 2
+    dtype: torch.dtype = torch.float32
+    plan: Callable[[], dict[str, Any]] = dict
+
+    def train(self, layout: str, folder: Path, steps: int = 3) -> tuple[dict[str, torch.Tensor], list[float]]:
+        """Train on the same micro-batches whatever the layout; returns the values and the losses."""
+        torch.manual_seed(0)
+        model = build_model(self.model, **SIZES, num_layers=self.layers).to(self.dtype)
+        graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=MICRO)
+        asked = {"budget": "100%", "cache": False, "policy": "keep-all", **self.plan()}
+        made = lading.plan(graph, connected(), layout=layout, **asked)
+        with lading.Trainer(made, graph, model, folder=folder) as trainer:
+            losses = [trainer.step([batch(step, number) for number in range(MICRO)]) for step in range(steps)]
+            told = trainer.evaluate([batch(9, number) for number in range(MICRO)])
+            states = {name: trainer.value(name) for name in sorted(trainer._values)}
+        for name, value in model.state_dict().items():
+            assert name not in states or torch.equal(value, states[name])
+        return states, [*losses, told]
+
+
+CASES = {
+    "tied": Case(model="gpt"),
+    "interleaved": Case("pp2,vpp2,interleaved", layers=4),
+    "zero bubble": Case("pp2,zero-bubble"),
+    "V": Case("pp2,vpp2,zbv", layers=4),
+    "masters": Case(dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
+    "muon": Case(plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
+    "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
+    "disk": Case(plan=lambda: {"policy": states_on_disk}),
+}
+
+
+def _stage(rank: int, out: str) -> None:
+    for name, case in CASES.items():
+        folder = Path(out) / f"{name} {rank}"
+        folder.mkdir()
+        torch.save(case.train(case.layout, folder), folder / "values")
+
+
+def test_two_stages_train_as_one_process_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(_stage, 2, str(tmp_path))
+    for name, case in CASES.items():
+        alone, losses = case.train("dp1", tmp_path)
+        for rank in range(2):
+            values, told = torch.load(tmp_path / f"{name} {rank}" / "values")
+            assert told == losses, name
+            assert values.keys() == alone.keys(), name
+            assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], name
+
+
+def _clipped(rank: int, out: str) -> None:
+    case = Case("pp4", layers=4, dtype=torch.float64, plan=lambda: {"clip_norm": 0.1})
+    folder = Path(out) / str(rank)
+    folder.mkdir()
+    torch.save(case.train(case.layout, folder), folder / "values")
+
+
+def test_four_stages_clip_by_one_norm(tmp_path: Path) -> None:
+    run_ranks(_clipped, 4, str(tmp_path))
+    alone, losses = Case(layers=4, dtype=torch.float64, plan=lambda: {"clip_norm": 0.1}).train("dp1", tmp_path)
+    for rank in range(4):
+        values, told = torch.load(tmp_path / str(rank) / "values")
+        assert told == pytest.approx(losses, rel=1e-14)
+        for name, value in values.items():
+            # The coefficient is off by a rounding or two, and with it every gradient.
+            torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def _tied(layout: str) -> tuple[torch.nn.Module, StepGraph, lading.Plan]:
+    torch.manual_seed(0)
+    model = build_model("gpt", **SIZES, num_layers=2)
+    graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=MICRO)
+    return model, graph, lading.plan(graph, connected(), budget="100%", cache=False, policy="keep-all", layout=layout)
+
+
+def _saved(rank: int, out: str) -> None:
+    model, graph, plan = _tied("pp2")
+    assert plan.of_rank(1).step_s == plan.step_s
+    assert [plan.of_rank(each).choices.rank for each in range(2)] == [0, 1]
+    path = Path(out) / f"plan {rank}.json"
+    plan.save(path)
+    folder = Path(out) / str(rank)
+    folder.mkdir()
+    with lading.Trainer(path, graph, model, folder=folder) as trainer:
+        trainer.step([batch(0, number) for number in range(MICRO)])
+        saved = trainer.save(Path(out) / "saved")
+        trainer.step([batch(1, number) for number in range(MICRO)])
+        values = {name: trainer.value(name) for name in sorted(trainer._values)}
+        trainer.load(saved)
+        trainer.step([batch(1, number) for number in range(MICRO)])
+        assert [name for name in values if not torch.equal(values[name], trainer.value(name))] == []
+    torch.save((str(saved), values), folder / "values")
+
+
+def test_a_checkpoint_of_a_pipeline_goes_on_in_one_process(tmp_path: Path) -> None:
+    run_ranks(_saved, 2, str(tmp_path))
+    model, graph, plan = _tied("dp1")
+    saved, values = torch.load(tmp_path / "1" / "values")
+    with lading.Trainer(plan, graph, model, folder=tmp_path) as trainer:
+        trainer.load(saved)
+        trainer.step([batch(1, number) for number in range(MICRO)])
+        assert [name for name in values if not torch.equal(values[name], trainer.value(name))] == []
+
+
+def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
+    _, _, plan = _tied("pp2")
+    _, _, alone = _tied("dp1")
+    peaks = [plan.of_rank(rank).peak_bytes[DEVICE] for rank in range(2)]
+    assert max(peaks) < 0.9 * alone.peak_bytes[DEVICE]
+    assert 0.5 * alone.step_s < plan.step_s < alone.step_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "why"),
+    [
+        ("pp2,dp2", {}, "a run is spread in no other way yet"),
+        ("vpp2", {}, "chunks of a rank"),
+        ("pp2,dualpipe-v,vpp2", {}, "needs as many micro-batches as stages"),
+        ("pp2", {"optimizer": "torch"}, "whose ranks have parameters of their own"),
+    ],
+)
+def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
+    model, graph, _ = _tied("dp1")
+    asked = {"optimizer": torch.optim.AdamW(model.parameters())} if more else {}
+    with pytest.raises(ConfigError, match=why):
+        lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
+
+
+def test_a_step_that_draws_random_numbers_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
+    graph = lading.capture(model, torch.ones(2, 4), lambda m, inputs: m(inputs).square().mean(), accumulation=2)
+    with pytest.raises(ConfigError, match="without random numbers on several ranks"):
+        lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2")

@@ -21,6 +21,8 @@ from tests.ranks import run_ranks
 from tests.test_replicas import batch, machine
 from tests.test_saved_plan import states_on_disk
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MICRO = 2
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2}
 
@@ -165,6 +167,15 @@ def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
     asked = {"optimizer": torch.optim.AdamW(model.parameters())} if more else {}
     with pytest.raises(ConfigError, match=why):
         lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
+
+
+def test_a_rank_with_nothing_to_train_is_refused() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    graph = lading.capture(model, torch.ones(2, 8), lambda m, inputs: m(inputs).square().mean(), accumulation=2)
+    with pytest.raises(ConfigError, match="rank 0 of 2 has none; use fewer ranks"):
+        lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2")
 
 
 def test_a_step_that_draws_random_numbers_is_refused() -> None:

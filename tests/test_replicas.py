@@ -30,6 +30,8 @@ from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.test_saved_plan import states_on_disk
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2, "num_layers": 2}
 #: Fewer bytes than the gradients of a block, so that there are several buckets.
 BUCKET = 20_000

@@ -25,6 +25,8 @@ from tests.ranks import run_ranks
 from tests.test_replicas import BUCKET, Case, batch, build, machine
 from tests.test_saved_plan import states_on_disk
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUTS = ("zero1", "zero2", "zero3")
 #: Layouts that differ where a step has one micro-batch.
 UNLIKE = ("zero2", "zero3")

@@ -70,6 +70,11 @@ def step_of(  # noqa: PLR0913  what a step depends on
         plan = pipeline_of(layout, captured.accumulation)
         part = rank_steps(captured, stage_of_ops(captured, choices.cuts), plan.ranks, plan.rank_of)[choices.rank]
         sharded, order = part.graph, part.order(plan, choices.rank)
+        if captured.trains and all(p.gradient is None for p in sharded.parameters):
+            raise ConfigError(
+                f"layout: expected parameters to train on every rank of a pipeline, rank {choices.rank} of {layout.pp} "
+                "has none; use fewer ranks, or train more of the model"
+            )
         matrices = matrices and _named(matrices, captured, sharded)
     step = expand(
         sharded,

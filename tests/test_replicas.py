@@ -215,7 +215,7 @@ def step(model: nn.Module, given: Any, loss: Any = next_byte_loss) -> StepGraph:
 
 
 def test_what_uses_a_bucket_stands_behind_the_next_reduction() -> None:
-    graph = reduce_gradients(step(build(), batch(0, 0)), 2, BUCKET)
+    graph = reduce_gradients(step(build(), batch(0, 0)), Layout(dp=2, bucket_bytes=BUCKET))
     reduced = [index for index, op in enumerate(graph.ops) if op.kind is OpKind.COLLECTIVE]
     buckets = [graph.storage_of(graph.ops[index].inputs[0]) for index in reduced]
     assert len(set(buckets)) == len(buckets) > 3
@@ -234,7 +234,7 @@ def test_buckets_are_as_large_as_the_network_asks() -> None:
     quick, slow = (Curve(size=(1e3, 1e7), rate=rate) for rate in ((1e9, 1e9), (1e5, 1e9)))  # 1 us or 10 ms for 1 kB
     sizes = [
         best_buckets(
-            lambda layout: reduce_gradients(alone, layout.dp, layout.bucket_bytes),
+            lambda layout: reduce_gradients(alone, layout),
             dataclasses.replace(machine(), collectives={"all_reduce.2": curve}),
             Layout(dp=2),
         ).bucket_bytes
@@ -253,7 +253,8 @@ def test_buckets_are_as_large_as_the_network_asks() -> None:
 def test_what_ranks_would_do_each_in_its_way_is_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         reduce_gradients(
-            step(model, {"input": torch.ones(3, 4)}, lambda m, b: m(b["input"]).square().mean()), 2, BUCKET
+            step(model, {"input": torch.ones(3, 4)}, lambda m, b: m(b["input"]).square().mean()),
+            Layout(dp=2, bucket_bytes=BUCKET),
         )
 
 

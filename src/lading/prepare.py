@@ -166,7 +166,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             def step_in(tried: Layout) -> StepGraph:
                 if alone is None:
                     return step_of(graph, machine, **moved, layout=tried)
-                return reduce_gradients(alone, tried.dp, tried.bucket_bytes)
+                return reduce_gradients(alone, tried)
 
             layout = best_buckets(step_in, machine, spread)
         return made(layout, budget, Choices()).plan

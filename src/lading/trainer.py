@@ -214,7 +214,7 @@ class Trainer:
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
-        self._replicas = self._joined(whole, model) if whole.ranks > 1 else None
+        self._replicas = self._joined(whole, programs, model) if whole.ranks > 1 else None
         if shapes and (plan.compiled or whole.peers):
             found = "compile=True" if plan.compiled else "a pipeline"
             raise ConfigError(
@@ -305,10 +305,9 @@ class Trainer:
     def _told(self, losses: Sequence[float], shape: int) -> float:
         graph = self._steps[shape].program.graph
         names, count = graph.loss_names, len(graph.inputs)
-        if self._replicas is not None and self.plan.parsed_layout.pp > 1:  # the last stage has them
-            losses = self._replicas.sum(losses or [0.0] * count * len(names))
-        elif self._replicas is not None:
-            losses = self._replicas.mean(losses)
+        if self._replicas is not None:  # of a pipeline, the last stage has them
+            totals = self._replicas.sum(losses or [0.0] * count * len(names))
+            losses = [total / self.plan.replicas for total in totals]
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
 
@@ -477,7 +476,8 @@ class Trainer:
             self._check_like(name, target, value)
         elif target.start is not None:
             self._check_like(name, target, value)
-            write_value(self._executor, target, value, 0 if self._replicas is None else self._replicas.rank)
+            number = 0 if self._replicas is None or target.ranks == 1 else self._replicas.number(target.over)
+            write_value(self._executor, target, value, number)
         elif len(target.storages) == 1:
             self._executor.write_storage(target.storages[0], value)
         else:
@@ -673,14 +673,14 @@ class Trainer:
             f"parameters now {', '.join(parts)}; trainer.unfinished names all values; {newest}"
         )
 
-    def _joined(self, plan: Plan, model: torch.nn.Module | None) -> Replicas:
+    def _joined(self, plan: Plan, programs: Sequence[Program], model: torch.nn.Module | None) -> Replicas:
         """Join the other ranks of the plan, which must have been given the same.
 
         Raises:
             ConfigError: they were not, or have not come; or the job has another number of ranks.
         """
         from lading.runtime.agreement import agree_on, digests, structure
-        from lading.runtime.job import Replicas, start_job
+        from lading.runtime.job import Replicas, sequences, start_job
 
         start_job(plan.ranks)
         facts: dict[str, Mapping[str, object]] = {
@@ -692,7 +692,7 @@ class Trainer:
         if model is not None:
             facts |= {"model": structure(model), **digests(model)}
         agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
-        return Replicas(plan.ranks)
+        return Replicas(plan.parsed_layout, sequences(programs))
 
     def _checked(self, model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
         """Return the model if it is the captured one; refuse any other."""

@@ -50,6 +50,7 @@ def test_micro_batches_of_a_replica() -> None:
         ("zero4", "zero must be 0, 1, 2 or 3"),
         ("dp3,mb2,gb16", "no multiple"),
         ("dp2,ep4", "do not divide"),
+        ("dp4,zero3,shard3", "expected shard to divide dp 4 x cp 1, got 3"),
         ("recompute=some", "recompute must be one of"),
         ("recompute_layers=x", "'recompute_layers=x'"),
     ],
@@ -57,6 +58,18 @@ def test_micro_batches_of_a_replica() -> None:
 def test_what_cannot_be(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_layout(text)
+
+
+def test_ranks_lie_along_axes() -> None:
+    layout = parse_layout("dp4,zero3,shard2,pp2")
+    assert layout.axes == {"pp": 2, "replicate": 2, "shard": 2, "cp": 1, "tp": 1}
+    assert layout.place(6) == {"pp": 1, "replicate": 1, "shard": 0, "cp": 0, "tp": 0}
+    assert [layout.replica(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert layout.group(6, "shard") == (6, 7)
+    assert layout.group(6, "replicate") == (4, 6)
+    assert layout.group(6, "pp") == (2, 6)
+    assert layout.group(6, "pp/shard") == (2, 3, 6, 7)
+    assert layout.across("shard", "pp", "tp") == (("over", "pp/shard"), ("ranks", 4))
 
 
 def test_near_words_are_named() -> None:

@@ -220,13 +220,13 @@ class _StepBuilder:
 
     def _scatter(self, parameter: Parameter, micro: int) -> Op:
         """Reduce a unit's gradients over ranks; this rank's shard is then its gradient."""
-        whole, ranks, name = self.gradients[parameter.tensor], self.layout.dp, parameter.names[0]
-        flat = self.tensors[whole]
+        whole, across, name = self.gradients[parameter.tensor], self.layout.across("shard"), parameter.names[0]
+        flat, ranks = self.tensors[whole], self.layout.axes["shard"]
         shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
         kept = self.gradients[parameter.tensor] = self._fresh(
             shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT
         )
-        return reduction(REDUCE_SCATTER, ranks, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
+        return reduction(REDUCE_SCATTER, across, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
         """Insert operations behind others, by the positions of those."""
@@ -310,11 +310,11 @@ class _StepBuilder:
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
         self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
-        ranks, size = self.layout.devices, DTYPE_BYTES[dtype]
+        across, size = self.layout.across("pp", "shard"), DTYPE_BYTES[dtype]
         over_ranks = (("aten.square.default", ()), (ALL_REDUCE_SUM, ()), ("aten.sqrt.default", ()))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
-            *(over_ranks if self.layout.zero or self.layout.pp > 1 else ()),
+            *(over_ranks if dict(across)["over"] else ()),
             ("aten.add.Tensor", (1e-6,)),
             ("aten.reciprocal.default", ()),
             ("aten.mul.Tensor", (clip_norm,)),
@@ -322,7 +322,7 @@ class _StepBuilder:
         )
         for name, rest in chain:
             if name == ALL_REDUCE_SUM:
-                self.ops.append(reduction(name, ranks, (last, size), phase=Phase.OPTIMIZER, module="clip"))
+                self.ops.append(reduction(name, across, (last, size), phase=Phase.OPTIMIZER, module="clip"))
                 continue
             out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE, dtype)
             self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))

@@ -14,6 +14,9 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
 OFFLOADS = ("parameters", "optimizer", "activations")
+#: Axes along which ranks lie, the farthest first: neighbours differ along the last. Data is spread over two of them:
+#: ranks along "shard" cut between them what ZeRO cuts, ranks along "replicate" have the same.
+AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,11 @@ class Layout:
                 f"layout: bucket_bytes must be >= 0, and 0 where parameters are cut, whose groups are reduced; got "
                 f"{self.bucket_bytes} with zero{self.zero}"
             )
+        if self.zero and (self.dp * self.cp) % self.sharding_ranks:
+            raise ConfigError(
+                f"layout: expected shard to divide dp {self.dp} x cp {self.cp}, got {self.shard}; each replica has as "
+                "many shards"
+            )
         if self.global_batch and self.global_batch % (self.dp * self.micro_batch):
             raise ConfigError(
                 f"layout: a global batch of {self.global_batch} is no multiple of dp {self.dp} x micro-batch "
@@ -147,6 +155,41 @@ class Layout:
     def sharding_ranks(self) -> int:
         """Number of ranks over which ``zero`` cuts states."""
         return self.shard or self.dp * self.cp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each of ``AXES``; ranks that share a sequence (cp) cut what ZeRO cuts, too."""
+        shards = max(1, self.sharding_ranks // self.cp) if self.zero else 1
+        return {"pp": self.pp, "replicate": self.dp // shards, "shard": shards, "cp": self.cp, "tp": self.tp}
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Number of a rank along each of ``AXES``."""
+        place: dict[str, int] = {}
+        for axis, count in reversed(self.axes.items()):
+            rank, place[axis] = divmod(rank, count)
+        return place
+
+    def replica(self, rank: int) -> int:
+        """Number of the replica, of ``dp``, that a rank belongs to: all its ranks compute on the same batch."""
+        place = self.place(rank)
+        return place["replicate"] * self.axes["shard"] + place["shard"]
+
+    def group(self, rank: int, over: str) -> tuple[int, ...]:
+        """Ranks, in order, that a collective over some axes joins with this one: all other axes are as its own.
+
+        Args:
+            over: Axes joined by "/", as ``across`` has them.
+        """
+        mine, joined = self.place(rank), over.split("/")
+        alike = [axis for axis in AXES if axis not in joined]
+        return tuple(
+            other for other in range(self.devices) if all(self.place(other)[axis] == mine[axis] for axis in alike)
+        )
+
+    def across(self, *axes: str) -> tuple[tuple[str, int | str], ...]:
+        """Say over which ranks a collective of a step goes: its axes of several ranks, and how many ranks that is."""
+        several = [axis for axis in AXES if axis in axes and self.axes[axis] > 1]
+        return ("over", "/".join(several)), ("ranks", prod(self.axes[axis] for axis in several))
 
     def __str__(self) -> str:
         texts = [

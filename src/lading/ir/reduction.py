@@ -34,15 +34,17 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
+from lading.ir.layout import Layout
 
-#: Sums a tensor over all replicas in place, and divides it by their number.
+#: Sums a tensor in place over the ranks along the axes that an operation's ``over`` names, and divides it by their
+#: number.
 ALL_REDUCE = "c10d.allreduce_.mean"
-#: Sums a tensor over all ranks in place.
+#: Sums a tensor over such ranks in place.
 ALL_REDUCE_SUM = "c10d.allreduce_.sum"
-#: Sends a storage to the rank ``peer``, and makes one of what such a rank sends.
+#: Sends a storage to the rank ``peer`` of those along ``over``, and makes one of what such a rank sends.
 SEND, RECEIVE = "c10d.send.default", "c10d.recv_.default"
 TRANSFERS = frozenset((SEND, RECEIVE))
-#: Sums a tensor over all ranks, divides it by their number, and keeps this rank's part; the rest is lost.
+#: Sums a tensor over such ranks, divides it by their number, and keeps this rank's part; the rest is lost.
 REDUCE_SCATTER = "c10d.reduce_scatter.mean"
 
 
@@ -65,14 +67,14 @@ class _Span:
     offset: int
 
 
-def reduce_gradients(step: StepGraph, replicas: int, bucket_bytes: int) -> StepGraph:
-    """Reduce all gradients of an expanded step over replicas, in buckets of at least so many bytes.
+def reduce_gradients(step: StepGraph, layout: Layout) -> StepGraph:
+    """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes.
 
     Raises:
         ConfigError: the step draws random numbers, or changes a buffer, which each replica would do in its own way.
     """
     check_alike(step)
-    return _Reducer(step, replicas, bucket_bytes).reduced()
+    return _Reducer(step, layout).reduced()
 
 
 def replicas_of(graph: StepGraph) -> int:
@@ -82,18 +84,25 @@ def replicas_of(graph: StepGraph) -> int:
 
 
 def reduction(
-    name: str, ranks: int, tensor: tuple[int, int], output: int | None = None, *, phase: Phase, module: str
+    name: str,
+    across: tuple[tuple[str, int | str], ...],
+    tensor: tuple[int, int],
+    output: int | None = None,
+    *,
+    phase: Phase,
+    module: str,
 ) -> Op:
     """Make the collective that reduces a tensor over ranks.
 
     Args:
+        across: Which ranks, from ``Layout.across``.
         tensor: Its number, and its bytes.
         output: Number of the tensor that keeps this rank's part of it; None where all of it is kept.
     """
     number, size = tensor
     outputs = () if output is None else (output,)
     return Op(
-        name=name, phase=phase, args=(Ref(number),), kwargs=(("ranks", ranks),), inputs=(number,), outputs=outputs,
+        name=name, phase=phase, args=(Ref(number),), kwargs=across, inputs=(number,), outputs=outputs,
         results=outputs or (None,), mutates=(number,), module=module, kind=OpKind.COLLECTIVE,
         bytes_read=size, bytes_written=size,
     )  # fmt: skip
@@ -129,8 +138,8 @@ class _Reducer:
         after: Copies and collectives that come behind an operation, by its number.
     """
 
-    def __init__(self, step: StepGraph, replicas: int, bucket_bytes: int) -> None:
-        self.step, self.replicas, self.bucket_bytes = step, replicas, bucket_bytes
+    def __init__(self, step: StepGraph, layout: Layout) -> None:
+        self.step, self.bucket_bytes, self.across = step, layout.bucket_bytes, layout.across("replicate", "shard")
         self.storages, self.tensors = list(step.storages), list(step.tensors)
         self.spans: dict[int, list[_Span]] = {}
         self.after: dict[int, list[Op]] = {}
@@ -189,7 +198,7 @@ class _Reducer:
         module = bucket[0].module if len({g.module for g in bucket}) == 1 else f"{bucket[0].module} and others"
         reduced = flat[0] if len(flat) == 1 else self._gathered(number, bucket, flat, ops, module)
         size = self.tensors[reduced].touched_bytes
-        ops.append(reduction(ALL_REDUCE, self.replicas, (reduced, size), phase=Phase.BACKWARD, module=module))
+        ops.append(reduction(ALL_REDUCE, self.across, (reduced, size), phase=Phase.BACKWARD, module=module))
 
     def _flat(self, gradient: _Gradient, ops: list[Op]) -> int:
         """Make the view of a gradient in which its elements lie one after another; of a copy where they do not."""

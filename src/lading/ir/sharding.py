@@ -66,6 +66,7 @@ class GatheredUnit:
         whole: Storage of its parameters side by side.
         shard: Tensor of a rank's part of it, one dim.
         ranks: Number of shards.
+        over: Axes of the ranks that have them, as ``Layout.across`` joins them.
         lasts: Whether the whole lasts from step to step; else the shard does. See [Note: whole parameters].
     """
 
@@ -73,6 +74,7 @@ class GatheredUnit:
     whole: int
     shard: int
     ranks: int
+    over: str
     lasts: bool = False
 
     @property
@@ -114,8 +116,9 @@ def units_of(graph: StepGraph) -> dict[int, GatheredUnit]:
         lasts = op.name == OWN_SHARD
         source, made = op.inputs[0], op.outputs[0]
         whole, shard = (graph.storage_of(source), made) if lasts else (graph.storage_of(made), source)
-        ranks = cast("int", dict(op.kwargs)["ranks"])
-        units.setdefault(whole, GatheredUnit(op.module, whole, shard, ranks, lasts))
+        facts = dict(op.kwargs)
+        ranks, over = cast("int", facts["ranks"]), cast("str", facts["over"])
+        units.setdefault(whole, GatheredUnit(op.module, whole, shard, ranks, over, lasts))
     return units
 
 
@@ -137,7 +140,7 @@ class _Sharder:
     """
 
     def __init__(self, captured: StepGraph, layout: Layout) -> None:
-        self.graph, self.ranks, self.layout = captured, layout.dp, layout
+        self.graph, self.ranks, self.layout = captured, layout.axes["shard"], layout
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
         self.after: dict[int, list[Op]] = {}
@@ -182,7 +185,7 @@ class _Sharder:
                 where = f"memory shared with {other}" if other != name else f"strides {tensor.stride}"
                 raise ConfigError(
                     f"layout: expected parameters that lie in memory row by row, to be cut into shards, found {name} "
-                    f'with {where}; make it contiguous, or train replicas (layout="dp{self.ranks}")'
+                    f'with {where}; make it contiguous, or train replicas (layout="dp{self.layout.dp}")'
                 )
 
     def _runs(self) -> Iterator[list[int]]:
@@ -256,7 +259,8 @@ class _Sharder:
         shard = self._flat(self._storage(f"{name}.shard", size, Role.PARAMETER), dtype, members.shard_elements)
         for number, start in zip(members.numbers, members.starts, strict=True):
             self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
-        return GatheredUnit(name, whole, shard, self.ranks, self.layout.zero < 3)
+        over = cast("str", dict(self.layout.across("shard"))["over"])
+        return GatheredUnit(name, whole, shard, self.ranks, over, self.layout.zero < 3)
 
     def _gradients(self, unit: GatheredUnit, members: _Members) -> int | None:
         """Copy the gradients of a unit side by side behind the last one's last write; None without gradients."""
@@ -371,8 +375,7 @@ class _Unsharder:
         readers = [i for i, reads in enumerate(step.op_reads) if unit.whole in reads]
         whole = self._whole(unit)
         size = self.tensors[unit.shard].size_bytes
-        kwargs: tuple[tuple[str, Arg], ...] = (("ranks", unit.ranks),)
-        copy = _copy(OWN_SHARD, (Ref(whole),), kwargs, (whole,), unit.shard, unit.name, size)
+        copy = _copy(OWN_SHARD, (Ref(whole),), self.layout.across("shard"), (whole,), unit.shard, unit.name, size)
         self.before.setdefault(updates[0], []).append(dataclasses.replace(copy, phase=Phase.OPTIMIZER))
         gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
         self.after.setdefault(max(*updates, *readers), []).append(gather)
@@ -389,7 +392,7 @@ class _Unsharder:
         size = self.tensors[unit.shard].size_bytes
         refs = (Ref(unit.shard), *map(Ref, mutates))
         return Op(
-            name=name, phase=phase, args=refs, kwargs=(("ranks", unit.ranks),), inputs=(unit.shard, *mutates),
+            name=name, phase=phase, args=refs, kwargs=self.layout.across("shard"), inputs=(unit.shard, *mutates),
             outputs=outputs, results=outputs or (None,), mutates=mutates, module=unit.name, kind=OpKind.COLLECTIVE,
             bytes_read=size, bytes_written=size * unit.ranks,
         )  # fmt: skip

@@ -209,7 +209,7 @@ def with_copies(step: StepGraph, part: RankStep) -> StepGraph:
         storage = step.storage_of(places[name])
         tensors.append(_flat_tensor(step, storage, {storage: storage}))
         flat, size = len(tensors) - 1, step.storages[storage].size_bytes
-        facts = (("peer", peer), ("tag", tag), ("ranks", part.ranks))
+        facts = (("peer", peer), ("tag", tag), ("over", "pp"), ("ranks", part.ranks))
         beside = dataclasses.replace(step.ops[0], phase=Phase.OPTIMIZER, module=name.rpartition(".")[0])
         op = _transfer(SEND if (name, peer, tag) in part.sent else RECEIVE, facts, size, beside)
         written = () if op.name == SEND else (flat,)
@@ -355,7 +355,7 @@ class _StageCutter:
         return (last, 2), self.rows[last], dataclasses.replace(made, args=(Ref(flat),), inputs=(flat,), results=(None,))
 
     def _transfer(self, name: str, storage: int, peer: int, beside: Op) -> Op:
-        facts = (("peer", peer), ("tag", self.travelling[storage]), ("ranks", self.ranks))
+        facts = (("peer", peer), ("tag", self.travelling[storage]), ("over", "pp"), ("ranks", self.ranks))
         return _transfer(name, facts, self.graph.storages[storage].size_bytes, beside)
 
     def _flat(self, storage: int) -> int:
@@ -369,7 +369,7 @@ def _sooner(row: Row) -> tuple[bool, int, bool]:
     return not forward, row.stage if forward else -row.stage, row.work is Work.BACKWARD_WEIGHT
 
 
-def _transfer(name: str, facts: tuple[tuple[str, int], ...], size_bytes: int, beside: Op) -> Op:
+def _transfer(name: str, facts: tuple[tuple[str, int | str], ...], size_bytes: int, beside: Op) -> Op:
     """Make a send or a receive, without its tensor."""
     return Op(
         name=name, phase=beside.phase, args=(), kwargs=facts, inputs=(), outputs=(), results=(), mutates=(),

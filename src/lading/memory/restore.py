@@ -91,7 +91,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
     if units:
         step = unshard_parameters(step, captured, units, layout)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
-    return reduce_gradients(step, layout.dp, layout.bucket_bytes) if layout.dp > 1 and not layout.zero else step
+    return reduce_gradients(step, layout) if layout.dp > 1 and not layout.zero else step
 
 
 def _named(matrices: Matrices, captured: StepGraph, part: StepGraph) -> Matrices | None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -68,42 +68,45 @@ class Mailbox(Protocol):
 
 
 class Reducer(Protocol):
-    """Ranks that reduce gradients with each other, and may each have a shard of the values."""
+    """Ranks that reduce gradients with each other, and may each have a shard of the values.
 
-    @property
-    def rank(self) -> int:
-        """Number of this one."""
+    ``over`` are axes as ``lading.ir.layout.Layout.across`` joins them: those are meant that differ from this one along
+    them alone, numbered from 0 in order.
+    """
+
+    def number(self, over: str) -> int:
+        """Number of this rank among those over some axes."""
         ...
 
-    def mean_(self, values: torch.Tensor) -> None:
-        """Replace a tensor by its mean over all ranks."""
+    def mean_(self, values: torch.Tensor, over: str) -> None:
+        """Replace a tensor by its mean over ranks."""
         ...
 
-    def sum_(self, values: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks."""
+    def sum_(self, values: torch.Tensor, over: str) -> None:
+        """Replace a tensor by its sum over ranks."""
         ...
 
-    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill a shard with this rank's part of the mean of ``values`` over all ranks; overwrites ``values``.
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str) -> None:
+        """Fill a shard with this rank's part of the mean of ``values`` over ranks; overwrites ``values``.
 
         Both have one dim.
         """
         ...
 
-    def send(self, values: torch.Tensor, peer: int, tag: int) -> None:
+    def send(self, values: torch.Tensor, peer: int, tag: int, over: str) -> None:
         """Send a tensor to another rank, which receives it by the same tag."""
         ...
 
-    def mailbox(self, size_bytes: int, peer: int, tag: int) -> Mailbox:
+    def mailbox(self, size_bytes: int, peer: int, tag: int, over: str) -> Mailbox:
         """Make room for what another rank sends by this tag once a step."""
         ...
 
-    def broadcast(self, values: torch.Tensor, source: int) -> None:
+    def broadcast(self, values: torch.Tensor, source: int, over: str) -> None:
         """Fill a tensor with that of one rank, on all others."""
         ...
 
-    def all_gather(self, values: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill ``values`` with the shards of all ranks, one after another; both have one dim."""
+    def all_gather(self, values: torch.Tensor, shard: torch.Tensor, over: str) -> None:
+        """Fill ``values`` with the shards of ranks, one after another; both have one dim."""
         ...
 
 
@@ -265,7 +268,8 @@ class Binder:
             if op.kind is OpKind.COLLECTIVE:
                 return self._collective(op, action.id)
             parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
-            rank = 0 if self.replicas is None else self.replicas.rank
+            over = dict(op.kwargs).get("over")
+            rank = self.replicas.number(over) if isinstance(over, str) and self.replicas is not None else 0
             bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter, rank=rank)
             if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
                 return bound(self.host_view, kind="cpu").run
@@ -291,23 +295,24 @@ class Binder:
         if op.name in TRANSFERS:
             return self._transfer(op, action)
         source, target = self.view(op.inputs[0]), self.view((*op.outputs, *op.mutates)[0])
+        over = cast("str", dict(op.kwargs)["over"])
         if self.replicas is None or source is None or target is None:
             raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
         if op.name in GATHERS:
-            return partial(self.replicas.all_gather, target, source)
+            return partial(self.replicas.all_gather, target, source, over)
         if op.name == REDUCE_SCATTER:
-            return partial(self.replicas.reduce_scatter, target, source)
-        return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source)
+            return partial(self.replicas.reduce_scatter, target, source, over)
+        return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source, over)
 
     def _transfer(self, op: Op, action: int) -> Call:
         """Make the call that sends a storage to another rank, or receives it."""
         facts, tensor = dict(op.kwargs), self.view((*op.inputs, *op.outputs, *op.mutates)[0])
-        peer, tag = facts["peer"], facts["tag"]
-        if self.replicas is None or tensor is None or not isinstance(peer, int) or not isinstance(tag, int):
+        peer, tag, over = cast("int", facts["peer"]), cast("int", facts["tag"]), cast("str", facts["over"])
+        if self.replicas is None or tensor is None:
             raise ProgramError("expected other ranks to send to, found a Program for several that runs on one")
         if op.name == SEND:
-            return partial(self.replicas.send, tensor, peer, tag)
-        mailbox = self.replicas.mailbox(tensor.nbytes, peer, tag)
+            return partial(self.replicas.send, tensor, peer, tag, over)
+        mailbox = self.replicas.mailbox(tensor.nbytes, peer, tag, over)
         self.posts.append((action, mailbox.post))
         return partial(mailbox.take, tensor)
 

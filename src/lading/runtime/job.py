@@ -1,25 +1,30 @@
-"""Jobs of several ranks: the processes that train one model together, each with a batch of its own.
+"""Jobs of several ranks: the processes that train one model together.
 
-torch.distributed is the engine: its launcher starts the ranks (torchrun), its process group carries the collectives,
-its store what is compared before. A job has a process group of its own, so that no collective of the user's comes
-between those of a step, and every wait has a limit.
+torch.distributed is the engine: its launcher starts the ranks (torchrun), its process groups carry the collectives,
+its store what is compared before. A job has process groups of its own, so that no collective of the user's comes
+between those of a step: one of all ranks, and for each set of a layout's axes over which a collective of the step goes
+those of the ranks that it joins (``Layout.group``). Every wait has a limit.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lading.errors import ConfigError, StorageError
+from lading.ir.layout import AXES, Layout
+from lading.ir.program import RUNS_OP, Program
+from lading.ir.reduction import TRANSFERS
 from lading.runtime.agreement import Meeting
 from lading.runtime.binding import Mailbox
 
@@ -129,102 +134,148 @@ def _run_number(more: int) -> int:
     return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
 
 
+def sequences(programs: Sequence[Program]) -> dict[str, str]:
+    """Hash of the collectives of Programs, in order, by the axes that they go over."""
+    hashes: dict[str, Any] = {}
+    for program in programs:
+        actions = program.ranks[0]
+        for kind, index in zip(actions.kind, actions.op, strict=True):
+            if kind not in RUNS_OP or index not in program.graph.collectives:
+                continue
+            op = program.graph.ops[index]
+            each = hashes.setdefault(cast("str", dict(op.kwargs)["over"]), hashlib.sha256())
+            if op.name not in TRANSFERS:  # whose other end is on another rank
+                each.update(f"{op.name} {op.bytes_read} {op.bytes_written}\n".encode())
+    return {over: each.hexdigest() for over, each in hashes.items()}
+
+
 class Replicas:
     """Ranks that train one model together; made on all of them.
 
     Args:
-        ranks: How many.
+        layout: How the step is spread over them.
+        collectives: What this rank's collectives over some axes are, from ``sequences``, to be compared with those of
+            the ranks that they join.
         timeout_s: Seconds that a rank waits for the others in a collective.
 
     Attributes:
         rank: Number of this one.
 
     Raises:
-        ConfigError: the job has another number of ranks.
+        ConfigError: the job has another number of ranks, or ranks have other collectives than those that they join.
     """
 
-    def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, layout: Layout, collectives: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> None:
+        ranks = layout.devices
         self.ranks, self.rank, self._timeout_s = ranks, start_job(ranks), timeout_s
         made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._group = cast("dist.ProcessGroup | None", made)
+        self._layout, self._all = layout, cast("str", dict(layout.across(*AXES))["over"])
+        self._groups: dict[str, tuple[dist.ProcessGroup, tuple[int, ...]]] = {}
         store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
         self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
         self._doing, self._failed = "begin", False
         self.meet("begin", {"number of ranks": ranks})
-        first = torch.zeros(_FIRST_ELEMENTS // ranks * ranks)
-        self.mean_(first)
-        self.all_gather(first, first[: _FIRST_ELEMENTS // ranks].clone())
-        self.mean([0.0])
-        arrived = self.expect(torch.empty_like(first), (self.rank - 1) % ranks, 0)
-        self.send(first, (self.rank + 1) % ranks, 0)
+        self._join(collectives)
+
+    def _join(self, collectives: Mapping[str, str]) -> None:
+        """Make the groups that the steps of all ranks need, in one order, once their collectives are compared."""
+        every: list[dict[str, str]] = [{} for _ in range(self.ranks)]
+        self._collective(lambda: dist.all_gather_object(every, dict(collectives), group=self._group))
+        limit, first = timedelta(seconds=self._timeout_s), torch.zeros(_FIRST_ELEMENTS // self.ranks * self.ranks)
+        for over in dict.fromkeys((self._all, *sorted({over for each in every for over in each}))):
+            groups = sorted({self._layout.group(rank, over) for rank in range(self.ranks)})
+            for ranks in groups:
+                if unlike := [rank for rank in ranks if every[rank].get(over) != every[ranks[0]].get(over)]:
+                    raise ConfigError(
+                        f"begin: expected the same collectives over {over} on ranks {', '.join(map(str, ranks))}, "
+                        f"rank {unlike[0]} has others than rank {ranks[0]}; give every rank the same plan and capture, "
+                        "built by the same versions"
+                    )
+            made = self._group
+            if len(groups) > 1:
+                made = dist.new_subgroups_by_enumeration([[*ranks] for ranks in groups], limit, "gloo")[0]
+            self._groups[over] = cast("dist.ProcessGroup", made), self._layout.group(self.rank, over)
+            self.mean_(first, over)
+            self.all_gather(first, first[: len(first) // len(self._groups[over][1])].clone(), over)
+        number, count = self.number(self._all), self.ranks
+        arrived = self.expect(torch.empty_like(first), (number - 1) % count, 0, self._all)
+        self.send(first, (number + 1) % count, 0, self._all)
         arrived()
 
-    def mean_(self, values: torch.Tensor) -> None:
-        """Replace a tensor by its mean over all ranks.
+    def number(self, over: str) -> int:
+        """Number of this rank among those over some axes."""
+        return self._groups[over][1].index(self.rank)
+
+    def mean_(self, values: torch.Tensor, over: str) -> None:
+        """Replace a tensor by its mean over ranks.
 
         Raises:
             StorageError: another rank is gone or late; says which.
         """
-        self._collective(lambda: dist.all_reduce(values, group=self._group))
-        values.div_(self.ranks)
+        self.sum_(values, over)
+        values.div_(len(self._groups[over][1]))
 
-    def sum_(self, values: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks; errors as ``mean_``."""
-        self._collective(lambda: dist.all_reduce(values, group=self._group))
+    def sum_(self, values: torch.Tensor, over: str) -> None:
+        """Replace a tensor by its sum over ranks; errors as ``mean_``."""
+        group, _ = self._groups[over]
+        self._collective(lambda: dist.all_reduce(values, group=group))
 
-    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill a shard with this rank's part of the mean of ``values`` over all ranks; errors as ``mean_``.
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str) -> None:
+        """Fill a shard with this rank's part of the mean of ``values`` over ranks; errors as ``mean_``.
 
         ``values`` are overwritten: gloo scatters what it reduced of a copy, so this reduces them where they are.
         Shapes: values (ranks * n,) -> shard (n,).
         """
-        self.sum_(values)
-        torch.div(values[self.rank * len(shard) : (self.rank + 1) * len(shard)], self.ranks, out=shard)
+        self.sum_(values, over)
+        start, count = self.number(over) * len(shard), len(self._groups[over][1])
+        torch.div(values[start : start + len(shard)], count, out=shard)
 
-    def all_gather(self, values: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill ``values`` with the shards of all ranks, one after another; errors as ``mean_``.
+    def all_gather(self, values: torch.Tensor, shard: torch.Tensor, over: str) -> None:
+        """Fill ``values`` with the shards of ranks, one after another; errors as ``mean_``.
 
         Each rank broadcasts its own, all at once: gloo's gather takes a copy of all of them, and longer.
         Shapes: shard (n,) -> values (ranks * n,).
         """
-        parts = values.view(self.ranks, len(shard))
-        parts[self.rank].copy_(shard)
+        group, ranks = self._groups[over]
+        parts = values.view(len(ranks), len(shard))
+        parts[self.number(over)].copy_(shard)
 
         def broadcast() -> None:
-            works = [dist.broadcast(part, rank, group=self._group, async_op=True) for rank, part in enumerate(parts)]
+            works = [
+                dist.broadcast(part, rank, group=group, async_op=True) for rank, part in zip(ranks, parts, strict=True)
+            ]
             for work in works:
                 cast("dist.Work", work).wait()
 
         self._collective(broadcast)
 
-    def send(self, values: torch.Tensor, peer: int, tag: int) -> None:
+    def send(self, values: torch.Tensor, peer: int, tag: int, over: str) -> None:
         """Send a tensor to another rank, which receives it by the same tag; errors as ``mean_``."""
-        self._collective(lambda: dist.send(values, peer, group=self._group, tag=tag))
+        group, ranks = self._groups[over]
+        self._collective(lambda: dist.send(values, ranks[peer], group=group, tag=tag))
 
-    def mailbox(self, size_bytes: int, peer: int, tag: int) -> Mailbox:
+    def mailbox(self, size_bytes: int, peer: int, tag: int, over: str) -> Mailbox:
         """Make room for what another rank sends by this tag once a step."""
-        return _Mailbox(self, torch.empty(size_bytes, dtype=torch.uint8), peer, tag)
+        place = torch.empty(size_bytes, dtype=torch.uint8)
+        return _Mailbox(lambda: self.expect(place, peer, tag, over), place)
 
-    def expect(self, values: torch.Tensor, peer: int, tag: int) -> Callable[[], None]:
+    def expect(self, values: torch.Tensor, peer: int, tag: int, over: str) -> Callable[[], None]:
         """Begin to receive a tensor; returns what waits for it, with errors as ``mean_``."""
-        work = dist.irecv(values, peer, group=self._group, tag=tag)
+        group, ranks = self._groups[over]
+        work = dist.irecv(values, ranks[peer], group=group, tag=tag)
         assert work is not None, "this rank is of the group"
         return lambda: self._collective(work.wait)
 
-    def broadcast(self, values: torch.Tensor, source: int) -> None:
+    def broadcast(self, values: torch.Tensor, source: int, over: str) -> None:
         """Fill a tensor with that of one rank, on all others; errors as ``mean_``."""
-        self._collective(lambda: dist.broadcast(values, source, group=self._group))
+        group, ranks = self._groups[over]
+        self._collective(lambda: dist.broadcast(values, ranks[source], group=group))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums of numbers over all ranks, the same on each; errors as ``mean_``."""
         total = torch.tensor(values, dtype=torch.float64)
-        self.sum_(total)
-        return total.tolist()
-
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """Means of numbers over all ranks, the same on each; errors as ``mean_``."""
-        total = torch.tensor(values, dtype=torch.float64)
-        self.mean_(total)
+        self.sum_(total, self._all)
         return total.tolist()
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -274,14 +325,16 @@ class Replicas:
         """
         if self._group is None:
             return
-        group, self._group = self._group, None
+        made = dict.fromkeys((*(group for group, _ in self._groups.values()), self._group))
+        self._group = None
         if not dist.is_initialized():
             return
         with suppress(RuntimeError):  # the others are gone, so there is nobody to wait for
             self._store.set(f"closed {self.rank}", "")
             if not self._failed:
                 self._store.wait([f"closed {rank}" for rank in range(self.ranks)], timedelta(seconds=_CLOSING_S))
-        dist.destroy_process_group(group)
+        for group in made:
+            dist.destroy_process_group(group)
 
     def _collective(self, call: Callable[[], object]) -> None:
         try:
@@ -319,13 +372,13 @@ class _Mailbox:
     each other: each for a send to end whose memory what it is to receive next will take.
     """
 
-    def __init__(self, ranks: Replicas, place: torch.Tensor, peer: int, tag: int) -> None:
-        self._ranks, self._place, self._peer, self._tag = ranks, place, peer, tag
+    def __init__(self, ask: Callable[[], Callable[[], None]], place: torch.Tensor) -> None:
+        self._ask, self._place = ask, place
         self._wait: Callable[[], None] | None = None
 
     def post(self) -> None:
         """Ask for this step's; in the order in which they are sent."""
-        self._wait = self._ranks.expect(self._place, self._peer, self._tag)
+        self._wait = self._ask()
 
     def take(self, values: torch.Tensor) -> None:
         """Wait for it, and copy it out."""

@@ -24,8 +24,9 @@ class Value:
     Attributes:
         start: Element of what the storages hold at which it begins, where they hold other values too; None where they
             hold nothing else.
-        ranks: Ranks whose storages, one rank after another, hold it; 1 where each rank has all of it.
-        owner: Rank of a pipeline that updates it, whose storages hold it; None where no rank but this is asked.
+        ranks: Number of ranks whose storages, one rank after another, hold it; 1 where a rank has all of it.
+        over: Axes of the layout along which these ranks lie.
+        owner: Rank along "pp" that updates it, whose storages hold it; None where no rank but this is asked.
     """
 
     dtype: str
@@ -33,6 +34,7 @@ class Value:
     storages: tuple[int, ...]
     start: int | None = None
     ranks: int = 1
+    over: str = ""
     owner: int | None = None
 
     @property
@@ -59,9 +61,9 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
             continue
         members.setdefault(unit.parameter, []).append(name)
         storage, ranks = (unit.whole, 1) if unit.lasts else (graph.storage_of(unit.shard), unit.ranks)
-        values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks)
+        values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks, unit.over)
     starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
-    ranks = next((unit.ranks for unit in units.values()), 1)
+    ranks, over = next(((unit.ranks, unit.over) for unit in units.values()), (1, ""))
     for state in graph.states:
         storages = tuple(map(graph.storage_of, state.parts))
         whole, _, suffix = state.name.rpartition(".")
@@ -70,7 +72,7 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         for name in members.get(whole, ()):
             value = Value(state.dtype, state.shape, storages)
             if state.shape:
-                value = Value(state.dtype, values[name].shape, storages, starts[name], ranks)
+                value = Value(state.dtype, values[name].shape, storages, starts[name], ranks, over)
             values[f"{name}.{suffix}"] = value
     return values
 
@@ -79,7 +81,7 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
     """Copy all parts of a value into one tensor of the value's shape.
 
     Args:
-        ranks: Ranks that each hold a shard of it, all of which call this.
+        ranks: This rank and the others, some of which hold it or a shard of it; all call this.
     """
     if value.owner is not None:
         return _from_owner(executor, value, ranks)
@@ -90,7 +92,7 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
     if value.ranks > 1:
         assert ranks is not None
         shard, flat = flat, flat.new_empty(flat.numel() * value.ranks)
-        ranks.all_gather(flat, shard)
+        ranks.all_gather(flat, shard, value.over)
     return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
 
 
@@ -98,11 +100,11 @@ def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torc
     """Copy a value that a rank of a pipeline holds to all ranks."""
     assert ranks is not None
     assert value.owner is not None
-    if ranks.rank == value.owner:
-        held = read_value(executor, dataclasses.replace(value, owner=None)).contiguous()
+    if ranks.number("pp") == value.owner:
+        held = read_value(executor, dataclasses.replace(value, owner=None), ranks).contiguous()
     else:
         held = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-    ranks.broadcast(held, value.owner)
+    ranks.broadcast(held, value.owner, "pp")
     return held
 
 

@@ -43,6 +43,7 @@ from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import (
+    CarriedValues,
     StateDict,
     Value,
     first_few,
@@ -179,6 +180,38 @@ class Trainer:
         others: Sequence[StepGraph] = (),
         shapes: Sequence[StepGraph] = (),
     ) -> None:
+        self._model = None if model is None else as_written(model)
+        self._given = {
+            "optimizer": optimizer,
+            "folder": folder,
+            "threads": threads,
+            "device": device,
+            "independent": independent,
+        }
+        self.steps = 0
+        self.losses: dict[str, float] = {}
+        self.excess: list[str] = []
+        self._half_loaded = ""  # what a load that ended half-way was to say
+        self._saved = ""  # the newest checkpoint
+        self._paused: CarriedValues | None = None
+        self._lock = threading.RLock()
+        self._begin(plan, graph, program=program, others=others, shapes=shapes, **self._given)
+
+    def _begin(  # noqa: PLR0913  those of the public entry
+        self,
+        plan: Plan | Path | str,
+        graph: StepGraph,
+        *,
+        optimizer: ParameterRule | torch.optim.Optimizer | None,
+        folder: str | Path,
+        threads: int | None,
+        device: DeviceDriver | None,
+        independent: bool,
+        others: Sequence[StepGraph],
+        shapes: Sequence[StepGraph],
+        program: Program | None = None,
+    ) -> None:
+        """Take the model's values over and be ready for steps by a plan; the arguments are those of the class."""
         whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
         if whole.ranks == 1 and not independent:
             check_only_rank()
@@ -195,17 +228,15 @@ class Trainer:
         for op in chain.from_iterable(each.graph.ops for each in programs):
             if isinstance(rule_of(op), ParameterRule):
                 check_planned(op, self.optimizer)
-        self.steps = 0
-        self.losses: dict[str, float] = {}
         step_graph = self.program.graph
         self._random = any(op.random for op in step_graph.ops)
         self._values = _values_of_stages(whole, graph, plan.choices.rank) if whole.peers else values_of(step_graph)
+        if self._paused is not None:
+            self._paused.check(self._values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
-        self._half_loaded = ""  # what a load that ended half-way was to say
-        self._saved = ""  # the newest checkpoint
-        self.excess: list[str] = []
         self._closed = False
-        model = None if model is None else self._checked(as_written(model), graph)
+        model = None if self._model is None else self._checked(self._model, graph)
+        self._frozen = [p.names[0] for p in graph.parameters if p.gradient is None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         graphs = [each.graph for each in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs)
@@ -237,7 +268,7 @@ class Trainer:
         for each, of in smaller:
             self._executor.add_shape(each, of)
         self._kind = self._executor.kind
-        self._custody, self._lock = Custody(), threading.RLock()
+        self._custody = Custody()
         self._give_back_at_the_end()
         try:
             self._take_over(model)
@@ -592,11 +623,18 @@ class Trainer:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
 
+        States of parameters that are frozen now are left where they are.
+
         Raises:
             StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
         """
         checkpoint = open_checkpoint(Path(path))
-        saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
+        beside = (_RNG, *(f"{name}." for name in self._frozen))
+        saved = {
+            name: (tensor.dtype, tensor.shape)
+            for name, tensor in checkpoint.tensors.items()
+            if not name.startswith(beside)
+        }
         wanted = {name: (item.dtype, item.shape) for name, item in self._values.items()}
         if differing := _differing(saved, wanted):
             usual = name_of(self.optimizer)
@@ -636,12 +674,55 @@ class Trainer:
         finally:
             self._closed = self._executor.is_closed
             if self._closed:
+                self._paused = None
                 if self._replicas is not None:
                     self._replicas.close()
                 self._finalizer.detach()
                 atexit.unregister(self._finalizer)
             if mixed:
                 warnings.warn(f"written back into the model: {mixed}", stacklevel=2)
+
+    def pause(self) -> None:
+        """Give the model its values back, and keep what else a step needs, until ``resume`` goes on by another plan.
+
+        Meanwhile the model is an ordinary one: freeze or thaw parameters, capture and plan again. Values, and states of
+        the optimizer, lie in ordinary memory then; of states over several ranks each keeps those that it had.
+
+        Raises:
+            ConfigError: a step or load left values of two steps.
+            StorageError: as ``close``; the trainer is as it was.
+        """
+        self._check_whole()
+        with self._lock:
+            self._meet("pause")
+            carried = CarriedValues(self._executor, self._values, self._custody.names, self._replicas)
+            self.close()
+            self._paused = carried
+
+    def resume(
+        self,
+        plan: Plan | Path | str,
+        graph: StepGraph,
+        *,
+        others: Sequence[StepGraph] = (),
+        shapes: Sequence[StepGraph] = (),
+    ) -> None:
+        """Go on after ``pause`` by another plan for the same model and optimizer, of any layout.
+
+        Values and states go to the ranks that hold them now. Of parameters that were frozen states are dropped, those
+        of parameters that were thawed begin at zero.
+
+        Args:
+            plan, graph, others, shapes: As the class takes them.
+
+        Raises:
+            ConfigError: the trainer is not paused, the plan moves parameters by other rules, or as the class; it stays
+                paused.
+            StorageError: as the class.
+        """
+        if self._paused is None:
+            raise ConfigError("resume: expected a trainer that is paused, found one that is not; call pause() first")
+        self._begin(plan, graph, others=others, shapes=shapes, **self._given)
 
     def _value(self, name: str) -> Value:
         name = self._first_name.get(name, name)
@@ -652,6 +733,8 @@ class Trainer:
         return self._values[name]
 
     def _check_whole(self) -> None:
+        if self._paused is not None:
+            raise ConfigError("expected a trainer that is ready, found one that is paused; call resume(plan, graph)")
         if self._half_loaded or not self._executor.is_whole:
             raise ConfigError(f"{self._state()}; load a checkpoint")
 
@@ -734,7 +817,10 @@ class Trainer:
             with_values = {id(tensor) for tensor in filled}
             tensors += [pair for pair in states if id(pair[1]) in with_values]
             fresh = [pair for pair in states if id(pair[1]) not in with_values]
-        freed = FreedBytes([t for _, t in tensors if t.device.type == self._kind], self._executor.now_bytes)
+        carried = self._paused
+        leaving = [t for _, t in tensors if t.device.type == self._kind]
+        leaving += [] if carried is None else carried.tensors.values()
+        freed = FreedBytes(leaving, self._executor.now_bytes)
         for name, tensor in tensors:
             value = tensor.detach()
             self.set_value(name, value if value.dim() else value.expand(self._values[name].shape).clone())
@@ -746,6 +832,12 @@ class Trainer:
                 take()
         for name, tensor in fresh:
             self._custody.take(name, tensor)
+        if carried is not None:
+            self._paused = None
+            for name, tensor in carried.spread(self._replicas):
+                if name in self._values:
+                    self.set_value(name, tensor)
+                freed.drop(tensor, partial(setattr, tensor, "data", tensor.new_empty(0)))
         self._executor.observe_peak()
         trim()
         self._executor.given_back(freed.total())

@@ -139,6 +139,67 @@ def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: in
         begin += part.numel()
 
 
+class CarriedValues:
+    """Values in ordinary memory, on the way from one plan of a step to the next.
+
+    Args:
+        executor: Executor that has them.
+        values: All values of the step.
+        beside: Names of those that others take care of.
+        ranks: Ranks that hold them together, all of which make this at the same time.
+
+    Attributes:
+        tensors: Those that this rank brings along, by name: all where each rank has all, of a pipeline its own.
+    """
+
+    def __init__(
+        self, executor: Executor, values: Mapping[str, Value], beside: Iterable[str], ranks: Reducer | None
+    ) -> None:
+        left_out, rank = {*beside}, 0 if ranks is None else ranks.rank
+        self._values = {name: value for name, value in values.items() if name not in left_out}
+        self.tensors = {
+            name: read_value(executor, dataclasses.replace(value, owner=None), ranks)
+            for name, value in self._values.items()
+            if value.owner in (None, rank)
+        }
+
+    def check(self, values: Iterable[str]) -> None:
+        """Refuse a step that keeps other states of a parameter; it may keep none.
+
+        Args:
+            values: Names of all values of the step.
+
+        Raises:
+            ConfigError: it does; says which.
+        """
+        before, after = _suffixes(self._values), _suffixes(values)
+        for name, states in before.items():
+            if after.get(name, states) != states:
+                raise ConfigError(
+                    f"resume: expected a plan that keeps {', '.join(sorted(states))} of {name}, as before, found one "
+                    f"that keeps {', '.join(sorted(after[name]))}; plan with the same optimizer and master_weights"
+                )
+
+    def spread(self, ranks: Reducer | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give every rank each value in turn, whoever brought it."""
+        for name, value in self._values.items():
+            tensor = self.tensors.pop(name, None)
+            if value.owner is not None and ranks is not None:
+                tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype)) if tensor is None else tensor
+                ranks.broadcast(tensor, value.owner)
+            assert tensor is not None, "a plan for one process is refused where there are several ranks"
+            yield name, tensor
+
+
+def _suffixes(names: Iterable[str]) -> dict[str, set[str]]:
+    """Last parts of dotted names, by what stands before them."""
+    suffixes: dict[str, set[str]] = {}
+    for name in names:
+        before, _, last = name.rpartition(".")
+        suffixes.setdefault(before, set()).add(last)
+    return suffixes
+
+
 class Reader(Protocol):
     """Anything that reads values by name."""
 

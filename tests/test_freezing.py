@@ -1,0 +1,182 @@
+"""Layers freeze and thaw between steps: the trainer goes on by another plan, with the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lading
+from lading.errors import ConfigError
+from lading.ir.action import DEVICE
+from lading.ir.graph import StepGraph
+from lading.trainer import Trainer
+from tests.machines import small_machine
+from tests.test_saved_plan import states_on_disk
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS, WIDTH, MICRO = 4, 16, 2
+ADAMW = lading.AdamW(lr=1e-2)
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    layers[-1].append(nn.Dropout(0.2))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int, number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def freeze(model: nn.Sequential, count: int) -> None:
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number >= count)
+
+
+def planned(model: nn.Module, **asked: Any) -> tuple[lading.Plan, StepGraph]:
+    graph = lading.capture(model, batch(0, 0), loss, accumulation=MICRO)
+    return lading.plan(graph, small_machine(), **{"budget": "100%", "cache": False, **asked}), graph
+
+
+def plain(
+    optimizer: torch.optim.Optimizer, model: nn.Sequential, frozen: Sequence[int], clip_norm: float
+) -> list[float]:
+    """Train in plain PyTorch, with so many leading layers frozen in each step; returns the losses."""
+    torch.manual_seed(1)
+    losses: list[float] = []
+    for step, count in enumerate(frozen):
+        freeze(model, count)
+        optimizer.zero_grad()
+        parts = [loss(model, batch(step, number)) / MICRO for number in range(MICRO)]
+        for part in parts:
+            part.backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        losses.append(sum(part.item() for part in parts))
+    return losses
+
+
+def lines(trainer: Trainer, model: nn.Sequential, frozen: Sequence[int], again: Callable[[], Any]) -> list[float]:
+    """Train by a trainer that freezes nothing yet, with so many leading layers frozen in each step."""
+    torch.manual_seed(1)
+    losses: list[float] = []
+    for step, count in enumerate(frozen):
+        if step and count != frozen[step - 1]:
+            trainer.pause()
+            freeze(model, count)
+            trainer.resume(*again())
+        losses.append(trainer.step([batch(step, number) for number in range(MICRO)]))
+    return losses
+
+
+def test_layers_frozen_midway_train_as_in_plain_pytorch(tmp_path: Path) -> None:
+    frozen = [0, 0, 1, 1, 3, 3]
+    model, reference = build(), build()
+    again = partial(planned, model, clip_norm=0.05, optimizer=ADAMW)
+    with lading.Trainer(*again(), model, optimizer=ADAMW, folder=tmp_path) as trainer:
+        peaks, states = [trainer.plan.peak_bytes[DEVICE]], len(trainer._values)
+        losses = lines(trainer, model, frozen, again)
+        peaks.append(trainer.plan.peak_bytes[DEVICE])
+        assert trainer.steps == len(frozen)
+        assert len(trainer._values) < states
+        with pytest.raises(ConfigError, match=r"0\.0\.weight\.exp_avg"):
+            trainer.value("0.0.weight.exp_avg")
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    assert losses == plain(optimizer, reference, frozen, 0.05)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert peaks[1] < peaks[0]
+
+
+def test_an_optimizer_of_torch_keeps_what_it_has_of_frozen_layers(tmp_path: Path) -> None:
+    frozen = [0, 2, 2, 1, 0]
+    model, reference = build(), build()
+    made = [torch.optim.AdamW([{"params": list(m[:2].parameters()), "lr": 1e-3}, {"params": list(m[2:].parameters())}])
+            for m in (model, reference)]  # fmt: skip
+    again = partial(planned, model, optimizer=made[0])
+    with lading.Trainer(*again(), model, optimizer=made[0], folder=tmp_path) as trainer:
+        losses = lines(trainer, model, frozen, again)
+    assert losses == plain(made[1], reference, frozen, 0.0)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [
+        (torch.bfloat16, {"master_weights": True}),
+        (torch.float32, {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
+        (torch.float32, {"policy": states_on_disk}),
+    ],
+    ids=["masters", "muon", "disk"],
+)
+def test_a_pause_changes_no_bit(dtype: torch.dtype, asked: dict[str, Any], tmp_path: Path) -> None:
+    def train(*, pauses: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = build(dtype)
+        made = planned(model, **asked)
+        with lading.Trainer(*made, model, folder=tmp_path) as trainer:
+            torch.manual_seed(1)
+            losses: list[float] = []
+            for step in range(3):
+                losses.append(trainer.step([batch(step, number) for number in range(MICRO)]))
+                if pauses:
+                    trainer.pause()
+                    assert all(p.isfinite().all() for p in model.parameters())  # they are here
+                    trainer.resume(*made)
+            return losses, {name: trainer.value(name) for name in trainer._values}
+
+    (losses, values), (expected, wanted) = train(pauses=True), train(pauses=False)
+    assert losses == expected
+    assert [name for name in wanted if not torch.equal(values[name], wanted[name])] == []
+
+
+def test_states_of_thawed_layers_begin_at_zero(tmp_path: Path) -> None:
+    model = build()
+    with lading.Trainer(*planned(model), model, folder=tmp_path) as trainer:
+        lines(trainer, model, [0, 1, 0], partial(planned, model))
+        assert trainer.value("0.0.weight.step") == 1
+        assert trainer.value("1.0.weight.step") == 3
+
+
+def test_a_checkpoint_is_read_where_layers_are_frozen(tmp_path: Path) -> None:
+    model, again = build(), build()
+    with lading.Trainer(*planned(model), model, folder=tmp_path) as trainer:
+        lines(trainer, model, [0, 0], list)
+        saved = trainer.save(tmp_path / "saved")
+        moment = trainer.value("3.0.weight.exp_avg")
+    freeze(again, 2)
+    with lading.Trainer(*planned(again), again, folder=tmp_path) as trainer:
+        trainer.load(saved)
+        assert trainer.steps == 2
+        assert torch.equal(trainer.value("3.0.weight.exp_avg"), moment)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_refused(tmp_path: Path) -> None:
+    model = build()
+    made = planned(model)
+    with lading.Trainer(*made, model, folder=tmp_path) as trainer:
+        with pytest.raises(ConfigError, match=r"found one that is not; call pause\(\) first"):
+            trainer.resume(*made)
+        trainer.pause()
+        for call in (partial(trainer.step, batch(0, 0)), trainer.pause, partial(trainer.save, tmp_path)):
+            with pytest.raises(ConfigError, match=r"call resume\(plan, graph\)"):
+                call()
+        other = planned(model, optimizer=lading.optimizer("lion"))
+        with pytest.raises(ConfigError, match="plan with the same optimizer"):
+            trainer.resume(*other)
+        trainer.resume(*made)
+        trainer.step([batch(0, number) for number in range(MICRO)])
+        trainer.pause()
+    assert not any(parameter.isnan().any() for parameter in model.parameters())

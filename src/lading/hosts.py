@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from lading.catalog.load import load_machine, save_machine
+from lading.alone import num_ranks, rank_number, ranks_here
+from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml, save_machine
 from lading.config import RunConfig
 from lading.files import make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
@@ -42,26 +45,56 @@ def probe_to(
 ) -> Machine:
     """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; write the machine file.
 
+    In a job of several ranks the first measures its host, then all of them what joins them, and the first writes.
+
     Args:
         path: Machine file to write.
         threads: Compute threads to measure with; None keeps torch's setting.
         seconds: Time to spend.
-        ranks: Most processes to measure together: what they share, and collectives among them; 1 measures neither.
+        ranks: Most processes to measure together: what they share, and collectives among them; 1 measures neither, but
+            in a job those of its ranks that are on one host.
     """
-    make_folder(folder)
-    make_folder(path.parent)
-    machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
-    if ranks > 1:
-        from lading.runtime.probe_ranks import probe_ranks
-        from lading.runtime.probe_sharing import probe_sharing
+    measured = partial(_probed, folder, threads, seconds, device)
+    if (count := num_ranks()[0]) == 1:
+        machine = measured(ranks)
+    else:
+        from lading.runtime.job import by_first_rank, start_job
+        from lading.runtime.probe_ranks import probe_job
 
-        print(f"collectives among 2 to {ranks} processes, and what they share")
-        how = f"measured {machine.date} over gloo, mean of the faster half"
+        start_job(count)
+        text = by_first_rank("lading probe", lambda: machine_to_toml(measured(max(ranks, ranks_here()))))
+        machine = machine_from_dict(tomllib.loads(text), "the machine of rank 0")
+        curves, busy = probe_job(seconds / 5)
+        shared, how = machine.processes, f"measured {machine.date} over gloo among {count} ranks of a job"
+        if shared is not None:
+            here = {name: processors * ranks_here() / count for name, processors in busy.items()}
+            shared = dataclasses.replace(shared, busy={**shared.busy, **here})
         machine = dataclasses.replace(
             machine,
-            collectives=probe_ranks(ranks, seconds / 5),
-            processes=probe_sharing(ranks, seconds / 4),
-            sources={**machine.sources, "collectives": how, "processes": how},
+            collectives={**machine.collectives, **curves},
+            processes=shared,
+            sources={**machine.sources, "collectives": how},
         )
-    save_machine(machine, path)
+    if rank_number() == 0:
+        make_folder(path.parent)
+        save_machine(machine, path)
     return machine
+
+
+def _probed(folder: Path, threads: int | None, seconds: float, device: str | None, ranks: int) -> Machine:
+    """Measure this host alone, and what up to so many processes of it share."""
+    make_folder(folder)
+    machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
+    if ranks == 1:
+        return machine
+    from lading.runtime.probe_ranks import probe_ranks
+    from lading.runtime.probe_sharing import probe_sharing
+
+    print(f"collectives among 2 to {ranks} processes, and what they share")
+    how = f"measured {machine.date} over gloo, mean of the faster half"
+    return dataclasses.replace(
+        machine,
+        collectives=probe_ranks(ranks, seconds / 5),
+        processes=probe_sharing(ranks, seconds / 4),
+        sources={**machine.sources, "collectives": how, "processes": how},
+    )

@@ -23,14 +23,14 @@ from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
 from lading.cost.matrix_updates import eigen_s, eigen_share
 from lading.cost.product import product_s
-from lading.cost.topology import group_of_ranks
+from lading.cost.topology import Group, group_of_ranks
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
 from lading.ir.reduction import REDUCE_SCATTER, TRANSFERS, replicas_of
-from lading.ir.sharding import GATHERS
+from lading.ir.sharding import GATHER_INTO, UNSHARD
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
 from lading.ir.work import Attention, Kernel, Product, Stage
@@ -138,6 +138,8 @@ def _keeps_last_dim(graph: StepGraph, op: Op) -> bool:
     )
 
 
+#: Collectives of shards as ``lading.runtime.job`` does them, and those of a library that send as many bytes.
+_GATHERS, _SCATTERS = ("gather_shards", "all_gather"), ("sum_shards", "all_to_all", "reduce_scatter")
 #: Least share of a processor's time that computing is taken to have beside a collective of the same processors.
 _LEAST_LEFT = 0.05
 #: What Python takes for a step of a torch optimizer on one parameter, and for each of its operations. Measured: 38 to
@@ -212,7 +214,7 @@ def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> 
         if op.name in TRANSFERS:
             costs[index] = send_s(op.bytes_written, machine)
         elif index in graph.collectives:
-            costs[index] = collective_s(_collective_of(op, machine), op.bytes_written, group, machine)
+            costs[index] = collective_s(_collective_of(op, group, machine), op.bytes_written, group, machine)
         elif shared is not None:
             product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
             costs[index] *= shared.slower("products" if product else "memory-bound", replicas)
@@ -224,22 +226,27 @@ def send_s(size_bytes: int, machine: Machine) -> float:
     return collective_s("send", size_bytes, group_of_ranks(2, machine), machine)
 
 
-def _collective_of(op: Op, machine: Machine) -> str:
-    """Name a collective as its speed is looked up; gloo reduces all of a tensor where a rank keeps a part."""
-    if op.name in GATHERS:
-        return "all_gather"
-    return "reduce_scatter" if op.name == REDUCE_SCATTER and machine.links else "all_reduce"
+def _collective_of(op: Op, group: Group, machine: Machine) -> str:
+    """Name a collective as its speed is looked up: as Lading does it over gloo, or like it where none measured that."""
+    names = {UNSHARD: _GATHERS, GATHER_INTO: _GATHERS, REDUCE_SCATTER: _SCATTERS}.get(op.name, ("all_reduce",))
+    return next((name for name in names if f"{name}.{group.ranks}" in machine.collectives), names[-1])
 
 
-def computing_left(graph: StepGraph, machine: Machine) -> float:
-    """Share of its speed at which a replica computes while its gradients are reduced.
+def slower_beside(graph: StepGraph, machine: Machine) -> dict[int, float]:
+    """Share by which a rank's computing takes longer beside each collective of a step, by operation.
 
     Where replicas are processes of one host, the collective is work of the same processors.
     """
     replicas, shared = replicas_of(graph), machine.processes
     if replicas == 1 or shared is None:
-        return 1.0
-    return max(_LEAST_LEFT, 1.0 - shared.busy.get(f"all_reduce.{replicas}", float(replicas)) / shared.cores)
+        return {}
+    group = group_of_ranks(replicas, machine)
+    slower: dict[int, float] = {}
+    for index in graph.collectives:
+        name = "send" if graph.ops[index].name in TRANSFERS else _collective_of(graph.ops[index], group, machine)
+        busy = shared.busy.get(f"{name}.{replicas}", float(replicas))
+        slower[index] = 1.0 / max(_LEAST_LEFT, 1.0 - busy / shared.cores) - 1.0
+    return slower
 
 
 def placed_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:

@@ -27,6 +27,7 @@ from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
 from lading.runtime.agreement import Meeting
 from lading.runtime.binding import Mailbox
+from lading.runtime.shard_exchange import gather_shards, sum_shards
 
 #: Seconds that a rank waits for the others in a collective.
 TIMEOUT_S = 300.0
@@ -224,31 +225,19 @@ class Replicas:
     def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str) -> None:
         """Fill a shard with this rank's part of the mean of ``values`` over ranks; errors as ``mean_``.
 
-        ``values`` are overwritten: gloo scatters what it reduced of a copy, so this reduces them where they are.
         Shapes: values (ranks * n,) -> shard (n,).
         """
-        self.sum_(values, over)
-        start, count = self.number(over) * len(shard), len(self._groups[over][1])
-        torch.div(values[start : start + len(shard)], count, out=shard)
+        group, ranks = self._groups[over]
+        self._collective(lambda: sum_shards(shard, values, group))
+        shard.div_(len(ranks))
 
     def all_gather(self, values: torch.Tensor, shard: torch.Tensor, over: str) -> None:
         """Fill ``values`` with the shards of ranks, one after another; errors as ``mean_``.
 
-        Each rank broadcasts its own, all at once: gloo's gather takes a copy of all of them, and longer.
         Shapes: shard (n,) -> values (ranks * n,).
         """
-        group, ranks = self._groups[over]
-        parts = values.view(len(ranks), len(shard))
-        parts[self.number(over)].copy_(shard)
-
-        def broadcast() -> None:
-            works = [
-                dist.broadcast(part, rank, group=group, async_op=True) for rank, part in zip(ranks, parts, strict=True)
-            ]
-            for work in works:
-                cast("dist.Work", work).wait()
-
-        self._collective(broadcast)
+        group, _ = self._groups[over]
+        self._collective(lambda: gather_shards(values, shard, group))
 
     def send(self, values: torch.Tensor, peer: int, tag: int, over: str) -> None:
         """Send a tensor to another rank, which receives it by the same tag; errors as ``mean_``."""

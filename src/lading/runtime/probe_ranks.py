@@ -1,7 +1,8 @@
-"""Collectives among processes of this host, measured: seconds of gloo by operation, number of ranks and size."""
+"""Collectives measured over gloo, by operation, number of ranks and size, among processes of this host or of a job."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -12,12 +13,27 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from lading.alone import num_ranks
 from lading.errors import ConfigError
 from lading.ir.machine import Curve
+from lading.runtime.job import start_job
+from lading.runtime.shard_exchange import gather_shards, sum_shards
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+#: Operations of torch's, and those of Lading's own shards (``lading.runtime.job``).
+OPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "gather_shards",
+    "sum_shards",
+)
 #: Bytes, as ``lading.ir.work.Collective.size_bytes`` counts them.
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+#: Bytes of the collectives whose processors are counted.
+_BUSY_BYTES = 8 << 20
 _FASTEST_SHARE = 0.5
 
 
@@ -41,12 +57,34 @@ def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES
     for count in range(2, ranks + 1):
         with tempfile.TemporaryDirectory() as folder:
             start_processes(_run, (count, folder, sizes, seconds / (ranks - 1)), nprocs=count, start_method="spawn")
-            lines = (Path(folder) / "times").read_text().splitlines()
-        for line in lines:
-            op, *times = line.split()
-            rates = tuple(size / float(text) for size, text in zip(sizes, times, strict=True))
-            if op != "send" or count == 2:
-                curves[f"{op}.{count}"] = Curve(size=tuple(map(float, sizes)), rate=rates)
+            times = json.loads((Path(folder) / "times").read_text())
+        curves |= _curves(times, count, sizes)
+    return curves
+
+
+def probe_job(seconds: float = 5.0, sizes: tuple[int, ...] = SIZES) -> tuple[dict[str, Curve], dict[str, float]]:
+    """Measure bytes/s of each operation among the ranks of this job, over the network that joins them.
+
+    Args:
+        seconds, sizes: As ``probe_ranks``.
+
+    Returns:
+        Curves for ``Machine.collectives``, and the processors that all ranks together keep busy for
+        ``Processes.busy``; the same on all ranks.
+    """
+    count = num_ranks()[0]
+    start_job(count)
+    times = _times(dist.get_rank(), count, sizes, seconds)
+    busy = {f"{op}.{count}": busy_processors(op, dist.get_rank(), count) for op in OPS if op != "send" or count == 2}
+    return _curves(times, count, sizes), busy
+
+
+def _curves(times: dict[str, list[float]], count: int, sizes: tuple[int, ...]) -> dict[str, Curve]:
+    """Curves of what so many ranks took, by operation; a send is one between two, however many there are."""
+    curves: dict[str, Curve] = {}
+    for op, each_s in times.items():
+        rates = tuple(size / seconds for size, seconds in zip(sizes, each_s, strict=True))
+        curves[f"{op}.{2 if op == 'send' else count}"] = Curve(size=tuple(map(float, sizes)), rate=rates)
     return curves
 
 
@@ -55,13 +93,17 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
     torch.set_num_threads(max(1, (os.cpu_count() or count) // count))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
-        share = seconds / len(OPS) / len(sizes)
-        times = {op: [_seconds(call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
+        times = _times(rank, count, sizes, seconds)
         if rank == 0:
-            text = "\n".join(" ".join([op, *map(repr, each_s)]) for op, each_s in times.items())
-            (Path(folder) / "times").write_text(text)
+            (Path(folder) / "times").write_text(json.dumps(times))
     finally:
         dist.destroy_process_group()
+
+
+def _times(rank: int, count: int, sizes: tuple[int, ...], seconds: float) -> dict[str, list[float]]:
+    """Seconds of every operation at every size, the same on all ranks."""
+    share = seconds / len(OPS) / len(sizes)
+    return {op: [_seconds(call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
 
 
 def call_of(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
@@ -78,8 +120,26 @@ def call_of(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "send": lambda: _send(whole, rank),
+        "gather_shards": lambda: gather_shards(whole, part),
+        "sum_shards": lambda: sum_shards(part, whole),
     }
     return calls[op]
+
+
+def busy_processors(op: str, rank: int, count: int, times: int = 12) -> float:
+    """Number of processors that all ranks together keep busy in a collective."""
+    call = call_of(op, _BUSY_BYTES, rank, count)
+    for _ in range(2):
+        call()
+    dist.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    spent = torch.tensor([time.process_time() - used], dtype=torch.float64)
+    elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    dist.all_reduce(spent)
+    return float(spent / elapsed)
 
 
 def _send(tensor: torch.Tensor, rank: int) -> None:

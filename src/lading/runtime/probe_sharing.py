@@ -21,10 +21,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from lading.errors import ConfigError
 from lading.ir.machine import Processes
-from lading.runtime.probe_ranks import OPS, call_of
+from lading.runtime.probe_ranks import OPS, busy_processors
 
-#: Bytes of the collectives whose processors are counted.
-_BUSY_BYTES = 8 << 20
 #: Longer than a scheduler takes to spread three processes over two processors.
 _ROUND_S = 0.1
 #: Rows, columns and depth of the product that stands for all.
@@ -71,7 +69,7 @@ def _run(rank: int, count: int, folder: str, seconds: float) -> None:
     try:
         lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
         if count > 1:
-            busy = {op: _busy(op, rank, count) for op in OPS if op != "send" or count == 2}
+            busy = {op: busy_processors(op, rank, count) for op in OPS if op != "send" or count == 2}
             lines += [f"busy {op} {share!r}" for op, share in busy.items()]
         if count == 1:
             lines.append(f"overhead operation {_operation_s()!r}")
@@ -126,21 +124,6 @@ def _slowest(seconds: float) -> float:
 def _faster(times: list[float]) -> float:
     fastest = sorted(times)[: max(1, int(len(times) * _FASTEST_SHARE))]
     return statistics.fmean(fastest)
-
-
-def _busy(op: str, rank: int, count: int, times: int = 12) -> float:
-    """Number of processors that all processes together keep busy in a collective."""
-    call = call_of(op, _BUSY_BYTES, rank, count)
-    for _ in range(2):
-        call()
-    dist.barrier()
-    start, used = time.perf_counter(), time.process_time()
-    for _ in range(times):
-        call()
-    spent = torch.tensor([time.process_time() - used], dtype=torch.float64)
-    elapsed = _slowest(time.perf_counter() - start)
-    dist.all_reduce(spent)
-    return float(spent) / elapsed
 
 
 def _tiny() -> nn.Sequential:

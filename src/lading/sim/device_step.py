@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from lading.catalog.load import as_machine
-from lading.cost.compute import computing_left, placed_costs
+from lading.cost.compute import placed_costs, slower_beside
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
@@ -193,8 +193,8 @@ class _Costs:
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
-        #: By how much longer computing takes beside a collective of the same processors.
-        self.beside_collective = 1.0 / computing_left(program.graph, machine) - 1.0
+        #: By how much longer computing takes beside each collective of the same processors.
+        self.beside_collective = slower_beside(program.graph, machine)
         self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
             raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
@@ -214,6 +214,10 @@ class _Costs:
             return caller_seconds(self.size_bytes(number), self._machine.device)
         line = self.actions.action(number)
         raise SimulationError(f"action {number} [{line}] has no cost; expected an op, a MOVE or a FREE")
+
+    def slower_beside(self, number: int) -> float:
+        """Share by which computing takes longer beside an action of the network."""
+        return self.beside_collective.get(self.actions.op[number], 0.0)
 
     def on_tier(self, number: int) -> bool:
         """Whether an action is a move between the device and a lower tier."""
@@ -312,13 +316,13 @@ class _TierResources:
         self._moving: dict[int, tuple[str, bool]] = {}  # by stream
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: dict[int, _Work] = {}  # by stream
-        self._reducing = False
+        self._beside = 0.0  # share that computing takes longer beside the collective under way
 
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an operation, or the latency of a move."""
         if self._computing[stream]:
             if stream == NETWORK:
-                self._reducing = True
+                self._beside = self._costs.slower_beside(action)
                 self._retime_work()
             self._work[stream] = work = _Work(self._seconds[action], start_s, self._slowdown(stream))
             self._expect_work(stream, work)
@@ -351,13 +355,13 @@ class _TierResources:
         else:
             del self._work[stream]
             if stream == NETWORK:
-                self._reducing = False
+                self._beside = 0.0
                 self._retime_work()
         return ((stream, time_s),)
 
     def _slowdown(self, stream: int) -> float:
         """Share by which an operation takes longer beside the transfers of this moment."""
-        beside = self._costs.beside_collective if self._reducing and stream == COMPUTE else 0.0
+        beside = self._beside if stream == COMPUTE else 0.0
         if not self._transfers or stream == NETWORK:
             return beside
         running = self._transfers

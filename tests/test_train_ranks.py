@@ -30,8 +30,10 @@ from lading.train import train_run
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.runs import OVERHEAD_BYTES, write_run
-from tests.test_replicas import machine
+from tests.test_pipelines import connected
 
+#: Two stages of a pipeline, which add no numbers that one process adds in another order.
+STAGES = ("optimization={steps=4, accumulation=2}", "model.sizes.num_layers=2", "layout=pp2")
 #: A run without dropout, in which everything stays in memory.
 ASKED = (
     "model.sizes={dim=64, num_layers=1, num_heads=2}",
@@ -52,7 +54,7 @@ def _one_thread() -> Iterator[None]:
 
 def written(root: Path) -> Path:
     path = write_run(root)
-    here = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=machine().collectives)
+    here = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=connected().collectives)
     save_machine(here, root / "machine.toml")
     return path
 
@@ -115,6 +117,9 @@ def _scenes(rank: int, root: str) -> None:
     told["first"] = train("changing", "optimization.steps=2")
     told["unlike"] = train("unlike", f"optimization.optimizer.lr={0.1 * (rank + 1)}")
     told["probe"] = train("probe", "machine=probe")
+    told["stages"] = train("stages", *STAGES)
+    told["too many"] = train("too many", "layout='dp4,zero3'")
+    told["planned"] = _says(lambda: main(["train", "--plan", str(folder / "stages.json")]))
     told["dropout"] = train("dropout", "model.sizes.dropout=0.1", "validation.share=0.2")
 
     batch = TextDataset.batch
@@ -141,6 +146,12 @@ def _scenes(rank: int, root: str) -> None:
 
 def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     path = written(tmp_path)
+    asked = [*ASKED, *STAGES, f"out={tmp_path}/planned"]
+    code, out, _ = _says(
+        lambda: main(["plan", str(path), *asked, "--no-cache", "--out", str(tmp_path / "stages.json")])
+    )
+    assert code == 0
+    assert "torchrun --standalone --nproc-per-node 2 -m lading train --plan" in out.splitlines()[-1]
     run_ranks(_scenes, 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(2))
     assert first["first"][0] == second["first"][0] == 0
@@ -153,6 +164,8 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
         assert 0 not in (first[scene][0], second[scene][0])
         return " ".join(errors[0].partition("error: ")[2].split())
 
+    refused = " ".join(first["too many"][2].split())
+    assert "layout dp4,zero3 is for so many, found one of 2; start it with: torchrun --standalone" in refused
     assert "rank 1 in the run, optimization.optimizer.lr: expected 0.1 as on rank 0, got 0.2" in one_message("unlike")
     assert "make one with: lading probe --ranks 2 --out machine.toml" in first["probe"][2]
     assert "expected a step without random numbers on several ranks" in one_message("dropout")
@@ -170,6 +183,11 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     whole = numbers(alone(path))
     assert numbers(records(tmp_path / "stopped")) == whole[:3]
     assert numbers(alone(path, f"out={tmp_path}/stopped", resume=True)) == whole
+
+    # Stages train on the same batches, whether they were planned here or before.
+    assert first["stages"][0] == first["planned"][0] == 0, first
+    whole_stages = numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
+    assert numbers(records(tmp_path / "stages")) == numbers(records(tmp_path / "planned")) == whole_stages
 
     # And from one process to two ranks.
     alone(path, f"out={tmp_path}/growing", "optimization.steps=2")
@@ -192,7 +210,8 @@ def test_a_plan_for_ranks_says_how_it_is_started(tmp_path: Path, capsys: pytest.
     run_ranks(_plans, 2, str(path))
     assert main(["train", "--plan", f"{tmp_path}/plan.json"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "expected a job of 2 ranks, as the plan is for so many, found one of 1; start it with: torchrun" in said
+    assert "expected a job of 2 ranks, as the layout dp2" in said
+    assert "found one of 1; start it with: torchrun --standalone --nproc-per-node 2 -m lading train --plan" in said
 
 
 def _plans(rank: int, path: str) -> None:

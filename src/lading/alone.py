@@ -83,6 +83,11 @@ def ranks_here() -> int:
     return int(told_by_launcher) if told_by_launcher.isdecimal() else num_ranks()[0]
 
 
+def launcher(ranks: int) -> str:
+    """Start of a command line that starts so many ranks on this host: ``torchrun ... -m ``, or nothing for one."""
+    return f"torchrun --standalone --nproc-per-node {ranks} -m " if ranks > 1 else ""
+
+
 def check_only_rank() -> None:
     """Make sure that no other rank would train beside this one.
 

@@ -368,7 +368,10 @@ class RunConfig:
 
     Attributes:
         machine: "probe" (the cached probe of this host), a name in the catalog, or the path of a machine file.
-        threads: Compute threads; 0 for every processor this process may use.
+        layout: How ranks share a step, as "dp4", "dp4,zero3" or "pp2" (see ``lading.plan``); "" lets the plan choose
+            how those of the job do.
+        threads: Compute threads; 0 for every processor this process may use, or its share of them where ranks share a
+            host.
         seed: Seed of the weights and of the order of the data.
         out: Folder of everything the run writes.
     """
@@ -381,6 +384,7 @@ class RunConfig:
     validation: ValidationConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     machine: str = "probe"
+    layout: str = ""
     threads: int = 0
     seed: int = 0
     out: str = "out/run"

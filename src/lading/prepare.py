@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from lading.alone import num_ranks, ranks_here
+from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
@@ -54,7 +54,7 @@ from lading.planner.api import (
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
-from lading.run import CapturedRun, Prepared, capture_run, has_masters
+from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_processors
 from lading.runtime.cuda import Cuda
 from lading.runtime.host import host_id
 from lading.runtime.kernel_calls import workspace_of
@@ -88,11 +88,13 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     compile: bool = False,
     cache: bool = True,
     layout: str = "",
+    devices: int = 0,
     others: Sequence[StepGraph] = (),
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
 
-    In a job of several ranks (under ``torchrun``) the first plans, and all get its plan.
+    In a job of several ranks (under ``torchrun``) the first plans, and all get its plan. A plan for several that was
+    made and saved outside of one is run in one by ``lading.Trainer`` or ``lading train --plan`` as it is.
 
     Args:
         graph: Graph from ``lading.capture``.
@@ -119,6 +121,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             pipeline, which every rank gives the same batch; "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in
             which order. "" is all ranks of the job: replicas if they keep everything in the budget, else the fastest of
             them and of shards; "dp1" is one rank by itself.
+        devices: Ranks to plan for where no job runs yet; 0 for those of this job, or of the layout.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
             changes between them at no cost. Smaller batches need none (``Trainer(shapes=)``).
@@ -134,7 +137,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
-    spread = _spread(layout)
+    spread = _spread(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
     uncut = _uncut(optimizer, rule, matrices, others)
     if spread.zero and uncut:
@@ -211,13 +214,13 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     return plan_from_dict(json.loads(text), "the plan of rank 0", PlanKind.RUN.advice)
 
 
-def _spread(layout: str) -> Layout:
-    """Layout of a run: the one asked for, or a replica a rank of the job.
+def _spread(layout: str, devices: int) -> Layout:
+    """Layout of a run: the one asked for, or a replica a rank.
 
     Raises:
         ConfigError: it is no layout, or one of more than replicas.
     """
-    asked = parse_layout(layout) if layout else Layout(dp=num_ranks()[0])
+    asked = parse_layout(layout, devices) if layout else Layout(dp=devices or num_ranks()[0])
     pipeline = Layout(pp=asked.pp, vpp=asked.vpp, schedule=asked.schedule)
     if asked != pipeline and asked != Layout(dp=asked.dp, zero=asked.zero, bucket_bytes=asked.bucket_bytes):
         raise ConfigError(
@@ -277,6 +280,7 @@ def plan_run(
     machine: Machine | None = None,
     step: CapturedRun | None = None,
     *,
+    devices: int = 0,
     cache: bool = False,
     progress: PlanProgress = SILENT,
 ) -> Prepared:
@@ -284,16 +288,18 @@ def plan_run(
 
     Args:
         step: Captured step of this run, or of one that differs in memory at most; None captures it now.
+        devices: Ranks of a job to be started later; 0 for those of this one, or of the run's layout.
         cache: Whether to take the plan from the user's cache folder, and to keep it there (``planner.cache``).
         progress: Receives what is being done, for people.
     """
+    ranks = parse_layout(run.layout, devices).devices if num_ranks()[0] == 1 else num_ranks()[0]
+    run = sharing_processors(resolved(run), 0 if num_ranks()[0] > 1 else ranks)
     torch.set_num_threads(run.num_threads)
-    run = resolved(run)
     machine = machine or machine_of(run)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
-    if num_ranks()[0] > 1:
-        return _plan_on_ranks(run, machine, step, cache=cache)
+    if ranks > 1:
+        return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
     memory, others = _memory_by_turns(step.graph, rest, machine, progress)
     planned = cached_plan(
@@ -320,10 +326,11 @@ def plan_run(
     return Prepared(run, step, made, planned.program)
 
 
-def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, *, cache: bool) -> Prepared:
-    """Plan a captured run for all ranks of the job, which share the space of the disks of this host."""
+def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: int, *, cache: bool) -> Prepared:
+    """Plan a captured run for several ranks, which share the space of the disks of this host."""
     chosen = run.optimization
-    sizes = {tier.name: _whole_bytes(tier, run) // ranks_here() for tier in machine.tiers}
+    here = ranks_here() if num_ranks()[0] > 1 else ranks
+    sizes = {tier.name: _whole_bytes(tier, run) // here for tier in machine.tiers}
     made = plan(
         step.captured,
         machine,
@@ -336,9 +343,12 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, *, cache
         matrices=chosen.matrices,
         compile=chosen.compile,
         cache=cache,
+        layout=run.layout,
+        devices=ranks,
         others=step.others,
     ).of_run(run_to_dict(run))
-    return Prepared(run, step, made, programs_of(made, step.captured, step.others)[0])
+    mine = made.of_rank(rank_number())
+    return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
 from lading.config import MODELS, SYNTHETIC, DataConfig, ModelConfig, RunConfig, run_from_dict
@@ -99,14 +100,28 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     step = capture_run(run, machine)
-    alone = plan.replicas == 1
-    program = restore_program(plan, step.graph, machine) if alone else programs_of(plan, step.captured, step.others)[0]
+    if plan.ranks == 1:
+        program = restore_program(plan, step.graph, machine)
+    else:
+        program = programs_of(plan.of_rank(rank_number()), step.captured, step.others)[0]
     if to_run and run.kept_checkpoints and machine.device.kind == "cpu" and not program.save_bytes:
         raise ConfigError(
             "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0, "
             "and checkpoint.at_end and validation.keep_best to false there"
         )
     return Prepared(run, step, plan, program)
+
+
+def sharing_processors(run: RunConfig, ranks: int = 0) -> RunConfig:
+    """Copy of a run whose threads, where it sets none, are a rank's share of the processors.
+
+    Args:
+        ranks: Ranks that will share this host; 0 for those of the job that do.
+    """
+    count = ranks or (ranks_here() if num_ranks()[0] > 1 else 1)
+    if count == 1 or run.threads:
+        return run
+    return dataclasses.replace(run, threads=max(1, run.num_threads // count))
 
 
 def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:

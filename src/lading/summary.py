@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from lading import __version__
+from lading.alone import launcher
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.report.html import write_report
@@ -92,9 +93,9 @@ def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
     return median(seconds[2:] or seconds) if seconds else None
 
 
-def reproduction(out: Path) -> str:
-    """Commands that run the plan in ``out`` once more; checkpoints there are moved aside first."""
-    again = f"lading train --plan {quote(str(out / 'plan.json'))}"
+def reproduction(out: Path, ranks: int = 1) -> str:
+    """Commands that run the plan of so many ranks in ``out`` once more; checkpoints there are moved aside first."""
+    again = f"{launcher(ranks)}lading train --plan {quote(str(out / 'plan.json'))}"
     held = [str(out / name) for name in ("checkpoints", "best") if (out / name).is_dir()]
     return "\n".join([*(f"mv {quote(path)} {quote(f'{path}-before')}" for path in held), again])
 
@@ -128,5 +129,5 @@ def run_summary(
         identical_to_plain=same,
         plain_losses=tuple((r["step"] + 1, r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
-        command=reproduction(Path(run.out)),
+        command=reproduction(Path(run.out), prepared.plan.ranks),
     )

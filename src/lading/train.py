@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from lading import __version__
-from lading.alone import num_ranks, rank_number, ranks_here
+from lading.alone import launcher, num_ranks, rank_number
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -33,6 +33,7 @@ from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
 from lading.files import make_folder, remove_file, rename_file
 from lading.hosts import machine_of
+from lading.ir.layout import parse_layout
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import grouped
@@ -51,6 +52,7 @@ from lading.run import (
     initial_values,
     loss_of,
     prepare_plan,
+    sharing_processors,
 )
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
@@ -131,9 +133,10 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
 
     SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
 
-    In a job of several ranks (under ``torchrun``) all call this, and each trains on micro-batches of its own: those of
-    one process with as many times the accumulation. The first rank plans, prints and writes; an error of any rank ends
-    all, and only the first to fail raises it: the others end by SystemExit.
+    In a job of several ranks (under ``torchrun``) all call this. Each replica trains on micro-batches of its own: those
+    of one process with as many times the accumulation; the stages of a pipeline share theirs. The first rank plans,
+    prints and writes. An error of any rank ends all, and only the first to fail raises it: the others end by
+    SystemExit.
 
     Args:
         resume: Go on from the newest complete checkpoint. How parameters move may have changed since (more steps,
@@ -149,7 +152,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
     ranks = _Ranks.of_job()
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
-            what = ranks.sharing_processors(resolved(what))
+            what = sharing_processors(resolved(what))
             check_logging(what.logging)
         ranks.begin(what, resume=resume)
         if isinstance(what, RunConfig):
@@ -159,6 +162,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         else:
             prepared = prepare_plan(what, to_run=True)
         check_available(prepared.plan.request.machine_table["device"]["kind"])
+        ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas)
         with ExitStack() as stack:
             ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out))) or "")
             return _run(prepared, ranks, resume=resume)
@@ -205,10 +209,17 @@ class _Ranks:
     Attributes:
         count: How many.
         rank: Number of this one.
+        replicas: Groups of ranks that train on batches of their own; the stages of a pipeline are one.
     """
 
     count: int = 1
     rank: int = 0
+    replicas: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this rank belongs to, as of a mesh whose last axis are replicas."""
+        return self.rank % self.replicas
 
     @staticmethod
     def of_job() -> _Ranks:
@@ -221,28 +232,20 @@ class _Ranks:
         """Whether this rank is the one that prints and writes."""
         return self.rank == 0
 
-    def sharing_processors(self, run: RunConfig) -> RunConfig:
-        """Copy of a run whose threads, where it sets none, are this rank's share of the processors."""
-        if self.count == 1 or run.threads:
-            return run
-        return dataclasses.replace(run, threads=max(1, run.num_threads // ranks_here()))
-
     def begin(self, what: RunConfig | Plan, *, resume: bool) -> None:
         """Join the other ranks, if all were given the same.
 
         Raises:
             ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
         """
-        if isinstance(what, Plan) and what.peers:
-            raise ConfigError(
-                "expected a plan of one rank, of replicas or of shards, got one of a pipeline, which lading.Trainer "
-                "runs in a loop of your own; plan again without it"
+        layout = parse_layout(what.layout or "")
+        if (isinstance(what, Plan) or what.layout) and layout.devices != self.count:
+            given, again = (
+                ("RUN.toml", "set layout") if isinstance(what, RunConfig) else ("--plan PLAN.json", "plan again")
             )
-        if isinstance(what, Plan) and what.replicas != self.count:
-            start = f"torchrun --nproc-per-node {what.replicas} -m " if what.replicas > 1 else ""
             raise ConfigError(
-                f"expected a job of {what.replicas} ranks, as the plan is for so many, found one of {self.count}; "
-                f"start it with: {start}lading train --plan PLAN.json, or plan again in a job of {self.count}"
+                f"expected a job of {layout.devices} ranks, as the layout {layout} is for so many, found one of "
+                f"{self.count}; start it with: {launcher(layout.devices)}lading train {given}; or {again}"
             )
         if self.count == 1:
             return
@@ -396,8 +399,7 @@ def _going_on(out: Path) -> str:
     """Say how to go on with a run that was stopped."""
     if (newest := _latest(out)) is None:
         return "nothing is saved"
-    count = num_ranks()[0]
-    start = f"torchrun --standalone --nproc-per-node {count} -m " if count > 1 else ""
+    start = launcher(num_ranks()[0])
     return f"saved in {newest}\ngo on with: {start}lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
@@ -458,7 +460,7 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
         peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in steps)),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=prepared.program.predicted_bytes,
+        predicted_peak_bytes=max(each.peak_bytes["device"] for each in (prepared.plan, *prepared.plan.peers)),
         base_bytes=process_base_bytes(prepared.plan, steps),
         checkpoint=str(latest_checkpoint(out / _NEWEST) or ""),
         validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
@@ -631,14 +633,14 @@ def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: _Ranks) -> dic
     step, chosen = trainer.steps, run.optimization
     lr, matrices = lr_at(chosen, step), chosen.matrices
     matrix_lr = None if matrices is None else lr_at(chosen, step, matrices.lr)
-    first = ranks.rank * chosen.accumulation
+    first = ranks.replica * chosen.accumulation
     batches = [data.batch(step, first + micro) for micro in range(chosen.accumulation)]
     started = time.perf_counter()
     loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
     step_s = time.perf_counter() - started
     record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
     losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
-    rate = run.data.num_tokens * chosen.accumulation * ranks.count / step_s
+    rate = run.data.num_tokens * chosen.accumulation * ranks.replicas / step_s
     memory = {"memory_bytes": trainer.peak_bytes, "base_bytes": trainer.base_bytes}
     return {**record, **losses, "tokens_per_s": rate, **memory}
 
@@ -664,7 +666,7 @@ class _Validation:
             raise ConfigError("expected a run with validation, got one without")
         self._trainer, self._data, self._settings = trainer, data, run.validation
         self._micro, self._total, self._ranks = run.optimization.accumulation, run.optimization.steps, ranks
-        count = self._settings.batches * self._micro * ranks.count
+        count = self._settings.batches * self._micro * ranks.replicas
         measure = {"content": data.fingerprint, "micro_batches": count}
         self._measure = {"share": self._settings.share, **measure}
         self._meta, self._folder = meta, Path(run.out) / _BEST
@@ -692,7 +694,7 @@ class _Validation:
         started = time.perf_counter()
         count, total, terms = self._settings.batches, 0.0, dict[str, float]()
         for number in range(count):
-            first = (number * self._ranks.count + self._ranks.rank) * self._micro
+            first = (number * self._ranks.replicas + self._ranks.replica) * self._micro
             total += self._trainer.evaluate([self._data.batch(0, first + micro) for micro in range(self._micro)])
             for name, value in self._trainer.losses.items():
                 terms[name] = terms.get(name, 0.0) + value / count

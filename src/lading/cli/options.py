@@ -76,7 +76,7 @@ class ModelOptions:
             "of unlike devices (laptop-and-server, ...).",
         ),
     ] = None
-    devices: Annotated[int | None, optional("N", "Number of devices.")] = None
+    devices: Annotated[int | None, optional("N", "Number of devices; with a run file, ranks to plan it for.")] = None
     global_batch: Annotated[int | None, optional("N", "Sequences of one step, on all devices together.")] = None
     seq: SeqLen = None
     stack: Annotated[

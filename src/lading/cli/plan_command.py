@@ -122,27 +122,25 @@ class PlanCommand:
         if self.run_file is None:
             refuse_run_options(self.with_run, self.overrides, "--model")
             return _plan_model(self)
-        refuse_beside(self.run_file, self.with_model, self.search)
+        devices = self.with_model.devices or 0
+        refuse_beside(self.run_file, dataclasses.replace(self.with_model, devices=None), self.search)
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console
 
-        from lading.alone import rank_number
+        from lading.alone import launcher, rank_number
         from lading.prepare import plan_run
         from lading.report.plan_table import print_plan
         from lading.report.progress import planning_progress
 
         with planning_progress() as progress:
-            prepared = plan_run(run, cache=not self.with_run.no_cache, progress=progress)
+            prepared = plan_run(run, devices=devices, cache=not self.with_run.no_cache, progress=progress)
         if rank_number():
             return
         print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
         prepared.plan.save(self.out)
         print(f"wrote {self.out}")
-        if (count := prepared.plan.replicas) > 1:
-            started = (
-                f"torchrun --standalone --nproc-per-node {count} -m lading train --plan {shlex.quote(str(self.out))}"
-            )
-            print(f"train with it by: {started}")
+        if prepared.plan.ranks > 1:
+            print(f"run it here by: {launcher(prepared.plan.ranks)}lading train --plan {shlex.quote(str(self.out))}")
 
 
 def _plan_model(asked: PlanCommand) -> None:

@@ -320,6 +320,7 @@ class _TierResources:
 
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an operation, or the latency of a move."""
+        self._now_s = max(self._now_s, start_s)  # what it waited for may have ended on another device
         if self._computing[stream]:
             if stream == NETWORK:
                 self._beside = self._costs.slower_beside(action)

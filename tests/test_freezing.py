@@ -15,8 +15,11 @@ import lading
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
+from lading.ir.layout import parse_layout
 from lading.trainer import Trainer
 from tests.machines import small_machine
+from tests.ranks import run_ranks
+from tests.test_pipelines import connected
 from tests.test_saved_plan import states_on_disk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,3 +183,49 @@ def test_refused(tmp_path: Path) -> None:
         trainer.step([batch(0, number) for number in range(MICRO)])
         trainer.pause()
     assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+#: Layout of each phase, with the number of leading layers that are frozen then and the steps it takes.
+PHASES = (("pp4", 0, 2), ("dp4", 2, 2), ("dp4,zero1", 3, 1))
+
+
+def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on all micro-batches of each step, through the phases; returns the losses and all values."""
+    model = build(torch.float64)[:-1].append(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+
+    def again(layout: str) -> tuple[lading.Plan, StepGraph]:
+        replicas = parse_layout(layout).dp
+        graph = lading.capture(model, batch(0, 0), loss, accumulation=4 // replicas)
+        asked = {"budget": "100%", "cache": False, "policy": "keep-all", "optimizer": ADAMW}
+        return lading.plan(graph, connected(), layout=layout, **asked), graph
+
+    losses: list[float] = []
+    phases = [(layout if ranks > 1 else "dp1", frozen, steps) for layout, frozen, steps in PHASES]
+    with lading.Trainer(*again(phases[0][0]), model, folder=folder) as trainer:
+        for layout, frozen, steps in phases:
+            if frozen:
+                trainer.pause()
+                freeze(model, frozen)
+                trainer.resume(*again(layout))
+            share = 4 // parse_layout(layout).dp
+            first = share * parse_layout(layout).replica(rank)
+            for _ in range(steps):
+                losses.append(trainer.step([batch(trainer.steps, first + number) for number in range(share)]))
+        return losses, {name: trainer.value(name) for name in sorted(trainer._values)}
+
+
+def _on_four(rank: int, out: str) -> None:
+    folder = Path(out) / str(rank)
+    folder.mkdir()
+    torch.save(_phases(rank, 4, folder), folder / "values")
+
+
+def test_a_pipeline_whose_layers_freeze_goes_on_as_replicas(tmp_path: Path) -> None:
+    run_ranks(_on_four, 4, str(tmp_path))
+    expected, wanted = _phases(0, 1, tmp_path)
+    for rank in range(4):
+        losses, values = torch.load(tmp_path / str(rank) / "values")
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert values.keys() == wanted.keys()
+        for name, value in values.items():  # four ranks add up their gradients in another order
+            torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)

@@ -261,6 +261,19 @@ class Replicas:
         group, ranks = self._groups[over]
         self._collective(lambda: dist.broadcast(values, ranks[source], group=group))
 
+    @property
+    def stage(self) -> int:
+        """Number of this rank along "pp"."""
+        return self._layout.place(self.rank)["pp"]
+
+    def first_of(self, stage: int | None) -> int:
+        """First rank of a stage; of all without one."""
+        return next(rank for rank in range(self.ranks) if self._layout.place(rank)["pp"] == (stage or 0))
+
+    def share(self, values: torch.Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank of the job, on all others; errors as ``mean_``."""
+        self.broadcast(values, source, self._all)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums of numbers over all ranks, the same on each; errors as ``mean_``."""
         total = torch.tensor(values, dtype=torch.float64)

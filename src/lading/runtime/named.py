@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,6 +15,9 @@ from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.sharding import units_of
 from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from lading.runtime.job import Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +156,16 @@ class CarriedValues:
     """
 
     def __init__(
-        self, executor: Executor, values: Mapping[str, Value], beside: Iterable[str], ranks: Reducer | None
+        self, executor: Executor, values: Mapping[str, Value], beside: Iterable[str], ranks: Replicas | None
     ) -> None:
-        left_out, rank = {*beside}, 0 if ranks is None else ranks.rank
+        left_out = {*beside}
         self._values = {name: value for name, value in values.items() if name not in left_out}
+        self._sources = {} if ranks is None else {n: ranks.first_of(v.owner) for n, v in self._values.items()}
+        stage = None if ranks is None else ranks.stage
         self.tensors = {
             name: read_value(executor, dataclasses.replace(value, owner=None), ranks)
             for name, value in self._values.items()
-            if value.owner in (None, rank)
+            if value.owner in (None, stage)
         }
 
     def check(self, values: Iterable[str]) -> None:
@@ -180,13 +185,17 @@ class CarriedValues:
                     f"that keeps {', '.join(sorted(after[name]))}; plan with the same optimizer and master_weights"
                 )
 
-    def spread(self, ranks: Reducer | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give every rank each value in turn, whoever brought it."""
+    def spread(self, ranks: Replicas | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give every rank each value in turn, whoever brought it.
+
+        Args:
+            ranks: Ranks that go on together: those that were before, in any layout.
+        """
         for name, value in self._values.items():
             tensor = self.tensors.pop(name, None)
             if value.owner is not None and ranks is not None:
                 tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype)) if tensor is None else tensor
-                ranks.broadcast(tensor, value.owner)
+                ranks.share(tensor, self._sources[name])
             assert tensor is not None, "a plan for one process is refused where there are several ranks"
             yield name, tensor
 

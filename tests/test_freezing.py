@@ -13,6 +13,7 @@ from torch import nn
 
 import lading
 from lading.errors import ConfigError
+from lading.freezing import by_gradient_norm, by_percentile
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.layout import parse_layout
@@ -189,9 +190,9 @@ def test_refused(tmp_path: Path) -> None:
 PHASES = (("pp4", 0, 2), ("dp4", 2, 2), ("dp4,zero1", 3, 1))
 
 
-def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train on all micro-batches of each step, through the phases; returns the losses and all values."""
-    model = build(torch.float64)[:-1].append(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train on all micro-batches of each step, through the phases; returns the losses, norms, and all values."""
+    model = nn.Sequential(*list(build(torch.float64))[:-1], nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
 
     def again(layout: str) -> tuple[lading.Plan, StepGraph]:
         replicas = parse_layout(layout).dp
@@ -200,6 +201,7 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], dict[str,
         return lading.plan(graph, connected(), layout=layout, **asked), graph
 
     losses: list[float] = []
+    norms: list[float] = []
     phases = [(layout if ranks > 1 else "dp1", frozen, steps) for layout, frozen, steps in PHASES]
     with lading.Trainer(*again(phases[0][0]), model, folder=folder) as trainer:
         for layout, frozen, steps in phases:
@@ -210,8 +212,11 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], dict[str,
             share = 4 // parse_layout(layout).dp
             first = share * parse_layout(layout).replica(rank)
             for _ in range(steps):
-                losses.append(trainer.step([batch(trainer.steps, first + number) for number in range(share)]))
-        return losses, {name: trainer.value(name) for name in sorted(trainer._values)}
+                parts = [batch(trainer.steps, first + number) for number in range(share)]
+                losses.append(trainer.step(parts, norms=True))
+            if frozen < 3:  # shards have no whole gradients
+                norms += trainer.gradient_norms().values()
+        return losses, norms, {name: trainer.value(name) for name in sorted(trainer._values)}
 
 
 def _on_four(rank: int, out: str) -> None:
@@ -222,10 +227,96 @@ def _on_four(rank: int, out: str) -> None:
 
 def test_a_pipeline_whose_layers_freeze_goes_on_as_replicas(tmp_path: Path) -> None:
     run_ranks(_on_four, 4, str(tmp_path))
-    expected, wanted = _phases(0, 1, tmp_path)
+    expected, norms, wanted = _phases(0, 1, tmp_path)
     for rank in range(4):
-        losses, values = torch.load(tmp_path / str(rank) / "values")
+        losses, told, values = torch.load(tmp_path / str(rank) / "values")
         assert losses == pytest.approx(expected, rel=1e-12)
+        assert told == pytest.approx(norms, rel=1e-8)
         assert values.keys() == wanted.keys()
         for name, value in values.items():  # four ranks add up their gradients in another order
             torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
+
+
+def test_the_published_rule_is_its_formula() -> None:
+    # 12 layers, alpha 1/3: 0 + 12/3 = 4 at most, then 4 + 8/3, then 6 + 6/3, as He et al. 2021 write it.
+    assert by_gradient_norm(0, [1.0] * 11 + [0.1], 1 / 3) == 4
+    assert by_gradient_norm(4, [0.0] * 4 + [1.0] * 7 + [0.1], 1 / 3) == 6
+    assert by_gradient_norm(6, [0.0] * 6 + [1.0] * 5 + [0.1], 1 / 3) == 8
+    # The layer with the smallest gradient is the second of those left, so that it and those before it freeze.
+    assert by_gradient_norm(4, [0.0] * 4 + [1.0, 0.5, *[2.0] * 6], 0.5) == 6
+    assert by_gradient_norm(12, [0.0] * 12, 0.5) == 12
+
+
+def test_the_rule_of_the_released_code_is_its_percentile() -> None:
+    before, now = [4.0, 10.0, 8.0, 2.0, 5.0], [3.0, 9.0, 4.0, 1.5, 1.0]
+    # Changes 0.25, 0.1, 0.5, 0.25, 0.8: their median 0.25 is reached at the first layer, the 70th percentile (0.45, 0.8
+    # of the way from 0.25 to 0.5) at the third.
+    assert by_percentile(0, now, before, 50) == 1
+    assert by_percentile(0, now, before, 70) == 3
+    # Of the last two, 0.25 and 0.8, the median 0.525 is reached by the last.
+    assert by_percentile(3, now, before, 50) == 5
+    assert by_percentile(1, [0.0, 0.0, 4.0], [1.0, 2.0, 8.0], 50) == 3  # a layer without a gradient has not changed
+
+
+@pytest.mark.parametrize("asked", [{}, {"clip_norm": 0.01}, {"clip_norm": 0.01, "master_weights": True}], ids=str)
+def test_norms_of_gradients_are_those_of_plain_pytorch(asked: dict[str, Any], tmp_path: Path) -> None:
+    model, reference = (build(torch.bfloat16 if "master_weights" in asked else torch.float32) for _ in range(2))
+    with lading.Trainer(*planned(model, **asked), model, folder=tmp_path) as trainer:
+        torch.manual_seed(1)
+        trainer.step([batch(0, number) for number in range(MICRO)], norms=True)
+        taken = [trainer.gradient_norms(order) for order in (1, 2)]
+        trainer.step([batch(1, number) for number in range(MICRO)])
+        with pytest.raises(ConfigError, match=r"call step\(..., norms=True\)"):
+            trainer.gradient_norms()
+    torch.manual_seed(1)
+    gradients = {name: torch.zeros(p.shape) for name, p in reference.named_parameters()}
+    for number in range(MICRO):
+        reference.zero_grad()
+        (loss(reference, batch(0, number)) / MICRO).backward()
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            gradients[name] += parameter.grad
+    total = torch.linalg.vector_norm(torch.cat([each.flatten() for each in gradients.values()]))
+    scale = min(1.0, asked.get("clip_norm", 1e9) / float(total))
+    for order, norms in enumerate(taken, 1):
+        expected = {name: scale * float(torch.linalg.vector_norm(each, order)) for name, each in gradients.items()}
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
+def test_layers_freeze_by_a_rule_and_by_a_list(tmp_path: Path) -> None:
+    model, other = build(), build()
+    freezing = lading.Freezing(model, list(model)[:-1], alpha=0.5)
+    counts: list[int] = []
+    with lading.Trainer(*planned(model), model, folder=tmp_path) as trainer:
+        for epoch in range(3):
+            if freezing.advance(epoch, trainer):
+                trainer.pause()
+                trainer.resume(*planned(model))
+            counts.append(freezing.frozen)
+            trainer.step([batch(epoch, number) for number in range(MICRO)], norms=freezing.needs_norms)
+            norms = trainer.gradient_norms()
+            assert {name.partition(".")[0] for name in norms} == {str(n) for n in range(freezing.frozen, LAYERS)}
+    assert counts == [0, 1, 2]
+    again = lading.Freezing(other, list(other)[:-1], alpha=0.5)
+    again.load(freezing.state())
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+
+    listed = lading.Freezing(other, [list(other)[:3]], epochs={4: 1})
+    with lading.Trainer(*planned(other), other, folder=tmp_path) as trainer:
+        assert [listed.advance(epoch, trainer) for epoch in range(6)] == [False] * 4 + [True, False]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({}, "expected one of epochs, alpha and percentile, got none"),
+        ({"alpha": 0.5, "percentile": 70}, "got alpha and percentile"),
+        ({"alpha": 1.5}, "alpha: expected a number"),
+        ({"epochs": {1: 2, 2: 1}}, "that grow, up to 4"),
+        ({"epochs": {1: 5}}, "that grow, up to 4"),
+    ],
+)
+def test_a_freezing_that_means_nothing_is_refused(asked: dict[str, Any], why: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError, match=why):
+        lading.Freezing(model, model, **asked)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SimulationError,
         StorageError,
     )
+    from lading.freezing import Freezing
     from lading.grouping import Matrices
     from lading.ir.graph import StepGraph
     from lading.ir.machine import Machine
@@ -51,6 +52,7 @@ __all__ = [
     "BudgetWarning",
     "CaptureError",
     "ConfigError",
+    "Freezing",
     "LadingError",
     "Machine",
     "Matrices",
@@ -82,6 +84,7 @@ _DEFINED_IN = MappingProxyType(
         "BudgetWarning": "lading.errors",
         "CaptureError": "lading.errors",
         "ConfigError": "lading.errors",
+        "Freezing": "lading.freezing",
         "LadingError": "lading.errors",
         "Machine": "lading.ir.machine",
         "Matrices": "lading.grouping",

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -237,6 +237,7 @@ class Trainer:
         self._closed = False
         model = None if self._model is None else self._checked(self._model, graph)
         self._frozen = [p.names[0] for p in graph.parameters if p.gradient is None]
+        self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         graphs = [each.graph for each in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs)
@@ -291,7 +292,13 @@ class Trainer:
         self.close()
 
     def step(
-        self, batches: Any, *, loss: Loss | None = None, lr: float | None = None, matrix_lr: float | None = None
+        self,
+        batches: Any,
+        *,
+        loss: Loss | None = None,
+        lr: float | None = None,
+        matrix_lr: float | None = None,
+        norms: bool = False,
     ) -> float:
         """Run one optimizer step.
 
@@ -301,6 +308,7 @@ class Trainer:
             loss: The function that was captured, where several were with batches alike; None takes the first.
             lr: Learning rate of this step; None is the optimizer's.
             matrix_lr: Learning rate of the rule that moves matrices, if the plan has one; None is its own.
+            norms: Take the norms of this step's gradients, for ``gradient_norms``.
 
         Returns:
             The loss, averaged over micro-batches; where it is several, their sum (see ``losses``).
@@ -321,7 +329,9 @@ class Trainer:
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
             try:
-                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape)
+                losses = self._executor.step(
+                    feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape, norms=norms
+                )
             except BaseException as error:
                 if self._executor.completed == before:
                     self._undo(error, state)
@@ -341,6 +351,38 @@ class Trainer:
             losses = [total / self.plan.replicas for total in totals]
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def gradient_norms(self, order: Literal[1, 2] = 2) -> dict[str, float]:
+        """Norms of the gradients of the last step by parameter, as its update saw them: averaged, and clipped.
+
+        All ranks call this.
+
+        Args:
+            order: 1 for the sum of absolute values, 2 for the root of the sum of squares.
+
+        Raises:
+            ConfigError: the last step was not asked for ``norms``, or ranks have shards of gradients.
+        """
+        self._check_whole()
+        if cut := [name for name in self._trained if self._values[name].start is not None]:
+            raise ConfigError(
+                f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "
+                "without zero in layout="
+            )
+        self._meet("read norms of gradients")
+        norms = self._executor.gradient_norms()
+        stage = None if self._replicas is None else self._replicas.stage
+        mine = [name for name in self._trained if self._values[name].owner in (None, stage)]
+        if missing := [name for name in mine if self._values[name].storages[0] not in norms]:
+            raise ConfigError(
+                f"gradient_norms: expected a step that takes them, found none of {first_few(missing)}; call "
+                "step(..., norms=True)"
+            )
+        told = {name: norms[self._values[name].storages[0]][order - 1] for name in mine}
+        if self._replicas is None or len(mine) == len(self._trained):
+            return told
+        totals = self._replicas.sum([told.get(name, 0.0) for name in self._trained])
+        return {name: total / self.plan.replicas for name, total in zip(self._trained, totals, strict=True)}
 
     def evaluate(self, batches: Any, *, loss: Loss | None = None) -> float:
         """Compute the loss of a batch, or of micro-batches, and change no value; ``losses`` has its terms.

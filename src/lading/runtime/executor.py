@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from math import hypot
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -122,6 +123,7 @@ class Executor:
         self._highest = self._last_peak = 0
         self._device = device or CpuDevice()
         self._rates = Rates()
+        self._norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
@@ -260,6 +262,7 @@ class Executor:
         matrix_lr: float = 0.0,
         rules: Mapping[int, ParameterRule] = MappingProxyType({}),
         shape: int = 0,
+        norms: bool = False,
     ) -> list[float]:
         """Run one training step. Updates that the Program defers wait for the next step, or for ``flush``.
 
@@ -268,6 +271,7 @@ class Executor:
             lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
             rules: Rule of this step by the parameter's storage, its learning rate included; others have ``lr``.
             shape: Number of the Program: 0 for the first, then the others, then those of ``add_shape``.
+            norms: Take norms of the gradients, for ``gradient_norms``.
         Returns:
             The losses of each micro-batch in turn, in the order of ``graph.losses``.
         Raises:
@@ -277,8 +281,20 @@ class Executor:
                 changed no parameter and no state by then, it has not happened: the next one may be run.
         """
         self._prepare(batches, shape)
-        self._rates.now.take(Rate(lr, matrix_lr, rules))
+        self._norms = {} if norms else None
+        self._rates.now.take(Rate(lr, matrix_lr, rules, self._norms))
         return self._run(self._skipped(), self._end_step)
+
+    def gradient_norms(self) -> dict[int, tuple[float, float]]:
+        """Norms (L1, L2) of the gradients that the last step moved parameters by, by the parameter's storage.
+
+        Empty where that step did not take them.
+        """
+        self.flush()
+        return {
+            storage: (sum(float(l1) for l1, _ in parts), hypot(*(float(l2) for _, l2 in parts)))
+            for storage, parts in (self._norms or {}).items()
+        }
 
     def forward(self, batches: Sequence[Mapping[str, torch.Tensor]], *, shape: int = 0) -> list[float]:
         """Run the step's forward and loss alone; arguments, losses and errors are those of ``step``.

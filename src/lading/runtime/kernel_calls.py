@@ -102,14 +102,13 @@ def bind(
     if op.name == OWN_SHARD:
         return BoundKernel(_own_shard(op, view, rank))
     if op.name.startswith(PREFIX):
-        rates = rate or Rate()
+        rates, (args, kwargs) = rate or Rate(), _arguments(op, view)
         if matrix_rule_of(op) is None:
-            args, kwargs = _arguments(op, view)
-            return BoundKernel(
-                *parameter_kernel(op, args, kwargs, kind, optimizer=optimizer, rate=rates, parameter=parameter)
-            )
-        out = view(op.outputs[0]) if op.outputs else None
-        return BoundKernel(*matrix_kernel(op, *_arguments(op, view), out, kind, rates))
+            update = parameter_kernel(op, args, kwargs, kind, optimizer=optimizer, rate=rates, parameter=parameter)
+        else:
+            out = view(op.outputs[0]) if op.outputs else None
+            update = matrix_kernel(op, args, kwargs, out, kind, rates)
+        return BoundKernel(rates.noting(update[0], args[1], kwargs.get("coefficient"), parameter), update[1])
     call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:

@@ -33,15 +33,37 @@ class Rate:
         value: Learning rate of the optimizer.
         matrices: Learning rate of rules for matrices.
         rules: Rule by the parameter's storage, its learning rate included, where parameter groups differ.
+        norms: Norms (L1, L2) of the gradients of a parameter's updates, by its storage, which the step fills; None
+            where nobody asks for them.
     """
 
     value: float = 0.0
     matrices: float = 0.0
     rules: Mapping[int, ParameterRule] = field(default_factory=lambda: {})
+    norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
 
     def take(self, other: Rate) -> None:
         """Take the numbers of another; kernels are bound to this object."""
-        self.value, self.matrices, self.rules = other.value, other.matrices, other.rules
+        self.value, self.matrices, self.rules, self.norms = other.value, other.matrices, other.rules, other.norms
+
+    def noting(
+        self, update: Callable[[], None], gradient: torch.Tensor, clip: torch.Tensor | None, parameter: int
+    ) -> Callable[[], None]:
+        """Make the call of an update that takes the norms of its gradient first, in steps that ask for them.
+
+        Args:
+            clip: Scalar by which the update itself clips; None where the gradient is clipped.
+            parameter: Storage of the parameter.
+        """
+
+        def run() -> None:
+            if self.norms is not None:
+                norms = [torch.linalg.vector_norm(gradient, order) for order in (1, 2)]
+                l1, l2 = norms if clip is None else [norm * clip for norm in norms]
+                self.norms.setdefault(parameter, []).append((l1, l2))
+            update()
+
+        return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind, Phase, StepGraph
 from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Machine
-from lading.ir.reduction import reduce_gradients
+from lading.ir.reduction import reduce_gradients, with_draws
 from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
 from lading.planner.api import best_buckets
+from lading.runtime.draws import Draws
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.test_saved_plan import states_on_disk
@@ -52,9 +53,45 @@ def batch(step: int, number: int) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(0, 64, (2, 17), generator=drawn)}
 
 
-def build(name: str = "llama", dtype: torch.dtype = torch.float32) -> nn.Module:
+class Noisy(nn.Module):
+    """Next-token model whose layers drop out weights of attention and outputs, and whose forward draws noise.
+
+    Args:
+        norm: Whether layers keep running statistics of what they get.
+    """
+
+    def __init__(self, num_layers: int, *, norm: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(NoisyLayer(norm=norm) for _ in range(num_layers))
+        self.out = nn.Linear(32, 64)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        x_BTD = x_BTD + 0.1 * torch.randn_like(x_BTD)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.out(x_BTD)
+
+
+class NoisyLayer(nn.Module):
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32) if norm else nn.Identity()
+        self.heads, self.mixed, self.dropout = nn.Linear(32, 96), nn.Linear(32, 32), nn.Dropout(0.2)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        normed_BTD = self.norm(x_BTD.flatten(0, 1)).view_as(x_BTD)
+        q_B1TD, k_B1TD, v_B1TD = self.heads(normed_BTD).unsqueeze(1).chunk(3, dim=-1)
+        y_B1TD = nn.functional.scaled_dot_product_attention(q_B1TD, k_B1TD, v_B1TD, is_causal=True, dropout_p=0.1)
+        return x_BTD + self.dropout(self.mixed(y_B1TD.squeeze(1)))
+
+
+def build(name: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return build_model(name, **SIZES).to(dtype)
+    if name in ("noisy", "normed"):
+        return Noisy(layers, norm=name == "normed").to(dtype)
+    return build_model(name, **{**SIZES, "num_layers": layers}).to(dtype)
 
 
 @cache
@@ -90,6 +127,7 @@ CASES = {
     "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
     "muon": Case(plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
     "disk": Case(plan=lambda: {"policy": states_on_disk, "clip_norm": 0.1}),
+    "dropout": Case("noisy"),
 }
 
 
@@ -243,19 +281,52 @@ def test_buckets_are_as_large_as_the_network_asks() -> None:
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), "expected a step without random numbers on several ranks"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "changes '1.num_batches_tracked', of which each rank"),
-    ],
-)
-def test_what_ranks_would_do_each_in_its_way_is_refused(model: nn.Module, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_what_ranks_would_do_each_in_its_way_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match=r"changes '1\.num_batches_tracked', of which each rank"):
         reduce_gradients(
             step(model, {"input": torch.ones(3, 4)}, lambda m, b: m(b["input"]).square().mean()),
             Layout(dp=2, bucket_bytes=BUCKET),
         )
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Draw random numbers in the ways of which it is known how many words of the generator they take."""
+    x = nn.functional.dropout(x, 0.3) + torch.rand_like(x) + torch.randn_like(x) + torch.bernoulli(x.sigmoid())
+    x = x + torch.randn(17) + torch.empty_like(x).exponential_() + torch.empty_like(x).uniform_(-1, 1)
+    return x + torch.randint(0, 5, x.shape) + torch.randperm(17) + torch.normal(x, 0.1)
+
+
+def test_what_ranks_skip_is_what_one_process_draws() -> None:
+    given = torch.ones(3, 17, dtype=torch.float64)
+    captured = lading.capture(nn.Linear(17, 17).double(), given, lambda m, x: noise(m(x)).mean())
+    torch.manual_seed(5)
+    draws = Draws(captured, first=0, micro_batches=3)
+    drawn = [op.draw for op in with_draws(captured, "cpu").ops if op.draw is not None]
+    assert drawn == [(number, 0) for number in range(len(drawn))]
+    draws.begin()
+    draws.end()  # none of them was this rank's
+    skipped = torch.get_rng_state()
+    torch.manual_seed(5)
+    for _ in range(3):
+        noise(given)
+    assert torch.equal(torch.get_rng_state(), skipped)
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (lambda: torch.randn(3), "aten.randn.default in the loss, which keeps some for later"),
+        (
+            lambda: torch.multinomial(torch.ones(3), 1),
+            "aten.multinomial.default, which draws as many as its values ask",
+        ),
+    ],
+)
+def test_random_numbers_of_which_nobody_knows_how_many_are_refused(draw: Callable[[], torch.Tensor], why: str) -> None:
+    captured = lading.capture(nn.Linear(3, 3), torch.ones(2, 3), lambda m, x: (m(x) * draw()).sum())
+    with pytest.raises(ConfigError, match=why):
+        Draws(with_draws(captured, "cpu"), first=0, micro_batches=2)
 
 
 def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:

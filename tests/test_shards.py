@@ -37,6 +37,7 @@ CASES = {
     "lion": Case(plan=lambda: {"optimizer": rule("lion")}),
     "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
     "disk": Case(plan=lambda: {"policy": states_on_disk}),
+    "dropout": Case("noisy"),
 }
 
 

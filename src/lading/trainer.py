@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import DeviceDriver
+from lading.runtime.draws import Draws
 from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
@@ -229,7 +231,8 @@ class Trainer:
             if isinstance(rule_of(op), ParameterRule):
                 check_planned(op, self.optimizer)
         step_graph = self.program.graph
-        self._random = any(op.random for op in step_graph.ops)
+        captures = (graph, *others, *shapes)
+        self._random = any(op.random for each in captures for op in each.ops)
         self._values = _values_of_stages(whole, graph, plan.choices.rank) if whole.peers else values_of(step_graph)
         if self._paused is not None:
             self._paused.check(self._values)
@@ -253,9 +256,10 @@ class Trainer:
                 f"shapes: expected a plan without compiled regions and without stages, got {found}; plan again without"
             )
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
-        runs = zip((*programs, *(each for each, _ in smaller)), (graph, *others, *shapes), strict=True)
+        runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
         self._steps = [_Captured(number, each, captured.frozen, model) for number, (each, captured) in enumerate(runs)]
         _ = self._steps[0].watch
+        draws = [self._draws(each) for each in captures]
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
@@ -265,9 +269,10 @@ class Trainer:
             fuse=plan.compiled,
             replicas=self._replicas,
             others=programs[1:],
+            draws=draws[: len(programs)],
         )
-        for each, of in smaller:
-            self._executor.add_shape(each, of)
+        for (each, of), drawn in zip(smaller, draws[len(programs) :], strict=True):
+            self._executor.add_shape(each, of, drawn)
         self._kind = self._executor.kind
         self._custody = Custody()
         self._give_back_at_the_end()
@@ -324,7 +329,7 @@ class Trainer:
             rules = {} if self._groups is None else self._groups.rules()
             self._meet(
                 f"run step {self.steps + 1}", lr=rates[0], matrix_lr=rates[1], shape=shape,
-                **{"numbers of the optimizer's groups": _digest(rules)},
+                **{"numbers of the optimizer's groups": _digest(rules)}, **self._seeded(),
             )  # fmt: skip
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
@@ -342,6 +347,20 @@ class Trainer:
         if self._groups is not None:
             self._groups.stepped()
         return self._told(losses, shape)
+
+    def _draws(self, captured: StepGraph) -> Draws | None:
+        """Random numbers of a captured step that are this rank's; None where it draws none, or one process does."""
+        if self._replicas is None or not any(op.random for op in captured.ops):
+            return None
+        layout, count = self.plan.parsed_layout, captured.accumulation
+        return Draws(captured, layout.replica(self._replicas.rank) * count, layout.dp * count)
+
+    def _seeded(self) -> dict[str, float]:
+        """Numbers that ranks compare before a step that draws random numbers: all go on from one state."""
+        if self._replicas is None or not self._random:
+            return {}
+        advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
+        return {f"random state ({advice})": zlib.crc32(generator_state(self._kind).numpy().tobytes())}
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
         graph = self._steps[shape].program.graph
@@ -408,7 +427,7 @@ class Trainer:
                 "others=[lading.capture(model, batch, loss, evaluation=True)]"
             )
         with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"evaluate after step {self.steps}", shape=shape)
+            self._meet(f"evaluate after step {self.steps}", shape=shape, **self._seeded())
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
 

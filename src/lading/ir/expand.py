@@ -167,15 +167,17 @@ class _StepBuilder:
             self.losses.extend(names[micro][t] for t in self.graph.losses)
             if not order:
                 self.starts.append(len(self.ops))
-                self._add_run(every, names[micro])
+                self._add_run(every, names[micro], micro)
                 self._add_up(micro, names[micro], self.starts[-1])
         for run, micro in order:
-            self._add_run(run, names[micro])
+            self._add_run(run, names[micro], micro)
         for micro in range(self.graph.accumulation) if order else ():
             self._add_up(micro, names[micro], 0)
 
-    def _add_run(self, run: Sequence[int], names: dict[int, int]) -> None:
-        self.ops.extend(rename_op(self.graph.ops[index], names) for index in run)
+    def _add_run(self, run: Sequence[int], names: dict[int, int], micro: int) -> None:
+        for index in run:
+            op = rename_op(self.graph.ops[index], names)
+            self.ops.append(dataclasses.replace(op, draw=(op.draw[0], micro)) if op.draw is not None else op)
 
     def _add_up(self, micro: int, names: Mapping[int, int], start: int) -> None:
         """Insert the sum of each gradient over micro-batches behind its last write, which is from ``start`` on."""

@@ -163,6 +163,8 @@ class Op:
     ``settings`` say how dims go from inputs to outputs (see ``lading.ir.table``); () in a step.
     ``on_host`` says whether the host's processors run it: a plan chooses it (``lading.ir.host_ops``), and it is
     false in every step as captured.
+    ``draw`` says of one that draws random numbers, in a step of several ranks, its number among those of a micro-batch,
+    and the micro-batch: which numbers of one process are its own (``lading.runtime.draws``).
     """
 
     name: str
@@ -181,6 +183,7 @@ class Op:
     random: bool = False
     settings: tuple[tuple[str, object], ...] = field(default=(), repr=False)
     on_host: bool = field(default=False, repr=False)
+    draw: tuple[int, int] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

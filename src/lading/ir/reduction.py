@@ -35,6 +35,7 @@ from lading.ir.graph import (
     row_major,
 )
 from lading.ir.layout import Layout
+from lading.ir.opkinds import base_name
 
 #: Sums a tensor in place over the ranks along the axes that an operation's ``over`` names, and divides it by their
 #: number.
@@ -46,6 +47,11 @@ SEND, RECEIVE = "c10d.send.default", "c10d.recv_.default"
 TRANSFERS = frozenset((SEND, RECEIVE))
 #: Sums a tensor over such ranks, divides it by their number, and keeps this rank's part; the rest is lost.
 REDUCE_SCATTER = "c10d.reduce_scatter.mean"
+#: Operations that draw as many random numbers whatever the values of their operands.
+_COUNTED = frozenset({
+    "native_dropout", "dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like",
+    "randperm", "normal", "normal_functional", "uniform", "exponential", "random", "geometric", "log_normal", "cauchy",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def reduce_gradients(step: StepGraph, layout: Layout) -> StepGraph:
     """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes.
 
     Raises:
-        ConfigError: the step draws random numbers, or changes a buffer, which each replica would do in its own way.
+        ConfigError: the step changes a buffer, which each replica would do in its own way.
     """
     check_alike(step)
     return _Reducer(step, layout).reduced()
@@ -108,25 +114,41 @@ def reduction(
     )  # fmt: skip
 
 
+def with_draws(captured: StepGraph, kind: str) -> StepGraph:
+    """Number the operations of a captured micro-batch that draw random numbers, so that each rank draws its own part.
+
+    Args:
+        kind: Kind of the device.
+
+    Raises:
+        ConfigError: how many numbers one draws depends on values, or is not known of such a device.
+    """
+    ops = list(captured.ops)
+    for number, index in enumerate(i for i, op in enumerate(ops) if op.random):
+        op = ops[index]
+        if kind != "cpu" or base_name(op.name) not in _COUNTED:
+            why = f"a {kind} device" if kind != "cpu" else f"{op.name}, which draws as many as its values ask for,"
+            raise ConfigError(
+                f"layout: expected random numbers on several ranks of which it is known how many each operation draws "
+                f"on a CPU, found {why} in {op.module or 'the loss'}; draw without it, or train on one rank"
+            )
+        ops[index] = dataclasses.replace(op, draw=(number, 0))
+    return dataclasses.replace(captured, ops=tuple(ops))
+
+
 def check_alike(step: StepGraph) -> None:
     """Refuse what each rank would do in a way of its own.
 
     Raises:
-        ConfigError: an operation draws random numbers, or changes a buffer.
+        ConfigError: an operation changes a buffer.
     """
     buffers = {step.storage_of(tensor): name for name, tensor in step.buffers}
     for op in step.ops:
-        where = op.module or "the loss"
-        if op.random:
-            raise ConfigError(
-                f"layout: expected a step without random numbers on several ranks, found {op.name} in {where}, whose "
-                "ranks would draw the same; set dropout to 0, or train on one rank"
-            )
         if changed := [buffers[s] for t in op.mutates if (s := step.storage_of(t)) in buffers]:
             raise ConfigError(
                 f"layout: expected buffers that training leaves as they are on several ranks, found that {op.name} in "
-                f"{where} changes {changed[0]!r}, of which each rank would have its own; use a norm without running "
-                "statistics, or train on one rank"
+                f"{op.module or 'the loss'} changes {changed[0]!r}, of which each rank would have its own; use a norm "
+                "without running statistics, or train on one rank"
             )
 
 

@@ -190,7 +190,7 @@ def rank_steps(
         stages: Stage of each operation, from ``stage_of_ops``.
         rank_of: Rank of a stage.
     Raises:
-        ConfigError: training changes a buffer, or two ranks write one storage.
+        ConfigError: two ranks write one storage, or one changes a buffer that another reads.
     """
     cutter = _StageCutter(graph, stages, ranks, rank_of)
     return tuple(cutter.rank(rank) for rank in range(ranks))
@@ -237,21 +237,20 @@ class _StageCutter:
             for storage in graph.op_reads[index] if rank >= 0 else ():
                 if self.maker.get(storage, rank) != rank and rank not in self.readers.setdefault(storage, []):
                     self.readers[storage].append(rank)
+        for name, tensor in graph.buffers:
+            if others := self.readers.get(graph.storage_of(tensor)):
+                raise ConfigError(
+                    f"layout: expected the stage that changes the buffer {name!r} to be the only one that reads it, "
+                    f"found that rank {others[0]} does, too; use fewer stages, or train without pp"
+                )
         self.travelling = {storage: number for number, storage in enumerate(sorted(self.readers))}
         self.rows = self._rows()
         self.owner = self._owners()
 
     def _makers(self) -> dict[int, int]:
         graph, maker = self.graph, dict[int, int]()
-        buffers = {graph.storage_of(tensor): name for name, tensor in graph.buffers}
         for index, rank in enumerate(self.rank_of_op):
             for storage in graph.op_writes[index] if rank >= 0 else ():
-                if storage in buffers:
-                    raise ConfigError(
-                        f"layout: expected buffers that training leaves as they are in a pipeline, found that "
-                        f"{graph.ops[index].name} in {graph.ops[index].module or 'the loss'} changes "
-                        f"{buffers[storage]!r}; use a norm without running statistics, or train without pp"
-                    )
                 if maker.setdefault(storage, rank) != rank:
                     raise ConfigError(
                         f"layout: expected each value to be written by one stage, found {graph.storages[storage].name} "

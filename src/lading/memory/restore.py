@@ -21,7 +21,7 @@ from lading.ir.layout import ALONE, Layout
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
-from lading.ir.reduction import check_alike, reduce_gradients
+from lading.ir.reduction import reduce_gradients, with_draws
 from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import shard_parameters, unshard_parameters
@@ -62,11 +62,12 @@ def step_of(  # noqa: PLR0913  what a step depends on
         ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
             cannot be run by several ranks.
     """
+    if layout.devices > 1:
+        captured = with_draws(captured, machine.device.kind)
     sharded, units = shard_parameters(captured, layout) if layout.zero else (captured, ())
     part, order = None, ()
     if layout.pp > 1:
         assert choices is not None, "a pipeline is cut somewhere"
-        check_alike(captured)
         plan = pipeline_of(layout, captured.accumulation)
         part = rank_steps(captured, stage_of_ops(captured, choices.cuts), plan.ranks, plan.rank_of)[choices.rank]
         sharded, order = part.graph, part.order(plan, choices.rank)

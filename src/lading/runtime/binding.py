@@ -20,6 +20,7 @@ from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
+from lading.runtime.draws import Draws
 from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import BoundKernel, bind
@@ -112,13 +113,18 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Surroundings of a Program: the device, its memory, the lower tiers by name, the caller's side, other replicas."""
+    """Surroundings of a Program: the device, its memory, the lower tiers by name, the caller's side, other replicas.
+
+    Attributes:
+        draws: Random numbers that are this rank's, where a step of several draws some.
+    """
 
     device: DeviceDriver
     arena: Memory
     tiers: Mapping[str, TierBytes]
     caller: CallerData
     replicas: Reducer | None = None
+    draws: Draws | None = None
 
 
 @dataclass
@@ -184,7 +190,7 @@ class Binder:
         self.program, self.graph = program, program.graph
         self.make_room = make_room
         self.device, self.arena = place.device, place.arena
-        self.tiers, self.caller, self.replicas = place.tiers, place.caller, place.replicas
+        self.tiers, self.caller, self.replicas, self.draws = place.tiers, place.caller, place.replicas, place.draws
         self.optimizer, self.rates = optimizer, rates
         self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
@@ -275,9 +281,10 @@ class Binder:
                 return bound(self.host_view, kind="cpu").run
             kernel = bound(self.view, kind=self.device.kind)
             self.scratch[action.id] = kernel.scratch_bytes
+            run = kernel.run if op.draw is None or self.draws is None else self.draws.bound(op.draw, kernel.run)
             if self.make_room is None or not self._is_large(action.op, kernel):
-                return kernel.run
-            return _after(partial(self.make_room, self._room_bytes(action.op, kernel)), kernel.run)
+                return run
+            return _after(partial(self.make_room, self._room_bytes(action.op, kernel)), run)
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
             raise ProgramError(
                 f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"

@@ -30,6 +30,7 @@ from lading.memory.staircase import memory_samples
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, Reducer, checked_batches
 from lading.runtime.device import Call, CpuDevice, DeviceDriver, Meter
+from lading.runtime.draws import Draws
 from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
@@ -63,6 +64,7 @@ class _Ready:
         plan: Number of the Program of whose actions and addresses it is; 0 is the executor's first.
         caller: Its batches and losses.
         constants: Pairs (offset in the arena, bytes) of its own constants, which no other step leaves there.
+        draws: Its random numbers, where it is of several ranks and draws some.
     """
 
     program: Program
@@ -71,6 +73,7 @@ class _Ready:
     plan: int
     caller: CallerData
     constants: tuple[tuple[int, bytes], ...] = ()
+    draws: Draws | None = None
 
 
 class Executor:
@@ -92,6 +95,7 @@ class Executor:
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
         replicas: Other ranks, where the Program reduces gradients over them.
         others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
+        draws: For each Program its random numbers, where it is of several ranks and draws some.
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -114,6 +118,7 @@ class Executor:
         fuse: bool = False,
         replicas: Reducer | None = None,
         others: Sequence[Program] = (),
+        draws: Sequence[Draws | None] = (),
     ) -> None:
         self.program = program
         self._programs = (program, *others)
@@ -147,8 +152,8 @@ class Executor:
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
                 make_room=self._ceiling and self._ceiling.make_room,
             )  # fmt: skip
-            pairs = enumerate(zip(self._programs, fused, strict=True))
-            self._shapes = [self._ready(each, number, regions) for number, (each, regions) in pairs]
+            rows = enumerate(zip(self._programs, fused, draws or [None] * len(fused), strict=True))
+            self._shapes = [self._ready(each, number, drawn, regions) for number, (each, regions, drawn) in rows]
             self._take_up(self._shapes[0])
             count = max(len(each.actions) for each in self._programs)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
@@ -194,11 +199,12 @@ class Executor:
                     entry.run()
         self._device.end()  # before values come to lie where it wrote
 
-    def _ready(self, program: Program, plan: int, fused: Sequence[Fused] = ()) -> _Ready:
+    def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> _Ready:
         """Bind a Program to the memory that all share."""
         caller = CallerData(losses=self._places_of_losses(program.graph))
-        bound = self._binder(program, dataclasses.replace(self._place, caller=caller), fused=fused).bind()
-        return _Ready(program, bound, Gate(len(bound.streams)), plan, caller, self._constants(program) if plan else ())
+        bound = self._binder(program, dataclasses.replace(self._place, caller=caller, draws=draws), fused=fused).bind()
+        constants = self._constants(program) if plan else ()
+        return _Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
 
     def _places_of_losses(self, graph: StepGraph) -> list[torch.Tensor]:
         """Places in host memory of the losses of a step, which the device fills without the host waiting."""
@@ -244,14 +250,15 @@ class Executor:
         self._running = self._bound
         self._cleanup.close()
 
-    def add_shape(self, program: Program, of: int = 0) -> int:
+    def add_shape(self, program: Program, of: int = 0, draws: Draws | None = None) -> int:
         """Bind the Program of another shape of a step to the same memory; returns its number, for ``step``.
 
         Args:
             program: From ``lading.memory.restore.program_of_shape``, so of the same actions and addresses.
             of: Number of the Program that has these; 0 for the first, 1 for the first of the others.
+            draws: Its random numbers, as those of the others.
         """
-        self._shapes.append(self._ready(program, of))
+        self._shapes.append(self._ready(program, of, draws))
         return len(self._shapes) - 1
 
     def step(
@@ -325,7 +332,11 @@ class Executor:
             give_back()  # what setting the values has freed
         self._leave_to_caller()
         self._meter.reset()
+        if self._now.draws is not None:
+            self._now.draws.begin()
         self._run_streams(skipped, end)
+        if self._now.draws is not None:
+            self._now.draws.end()
         self._last_peak = self.observe_peak()
         self._left_bytes = self._meter.now_bytes()
         self._has_run = self._times.enabled

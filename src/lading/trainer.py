@@ -259,7 +259,6 @@ class Trainer:
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
         self._steps = [_Captured(number, each, captured.frozen, model) for number, (each, captured) in enumerate(runs)]
         _ = self._steps[0].watch
-        draws = [self._draws(each) for each in captures]
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
@@ -269,10 +268,10 @@ class Trainer:
             fuse=plan.compiled,
             replicas=self._replicas,
             others=programs[1:],
-            draws=draws[: len(programs)],
+            draws=[self._draws(each) for each in (graph, *others)],
         )
-        for (each, of), drawn in zip(smaller, draws[len(programs) :], strict=True):
-            self._executor.add_shape(each, of, drawn)
+        for (each, of), captured in zip(smaller, shapes, strict=True):
+            self._executor.add_shape(each, of, self._draws(captured))
         self._kind = self._executor.kind
         self._custody = Custody()
         self._give_back_at_the_end()

@@ -1,4 +1,6 @@
-"""Reference interpreter: runs a Program in one interleaving, byte by byte, on symbolic values, and looks for faults.
+"""Reference interpreter: runs a Program in one interleaving, cell by cell, on symbolic values, and looks for faults.
+
+A cell is the bytes between two neighbouring ends of the ranges that the program names in a memory.
 
 Every action has a start and an end with others between. A value is the tag (storage, writes so far); a write leaves
 garbage at its start and the tag at its end; a read must find its tag at the start and the same cells untouched at the
@@ -7,7 +9,8 @@ end; a FREE poisons. Nothing here is shared with the verifier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from random import Random
 
 from lading.ir.action import CALLER, Action, ActionKind
@@ -45,6 +48,12 @@ class Execution:
                 count[storage] += 1
             self.write_tags.append({s: (s, count[s]) for s in self.graph.writes(op)})
         self.final: dict[int, object] = {s: (s, n) for s, n in enumerate(count)}
+        placed = [*program.resident, *(place for action in program.actions for place in action.places)]
+        self.lines = _ends((offset // LINE, self._line_after(storage, offset)) for storage, offset in placed)
+        self.pages = {
+            tier: _ends((offset // PAGE, self._page_after(storage, offset)) for storage, offset in slots)
+            for tier, slots in program.slots.items()
+        }
 
     def run(self) -> None:
         resident = dict(self.program.resident)
@@ -103,9 +112,17 @@ class Execution:
                 self._end(action)
 
     def _slot(self, tier: str, storage: int) -> list[object]:
-        """Pages of a lower tier; slots may overlap."""
-        first = dict(self.program.slots.get(tier, ()))[storage] // PAGE
-        return [(tier, first + i) for i in range(-(-self.graph.storages[storage].size_bytes // PAGE))]
+        """Cells of a lower tier; slots may overlap."""
+        offset = dict(self.program.slots.get(tier, ()))[storage]
+        pages = self.pages[tier]
+        cells = range(bisect_left(pages, offset // PAGE), bisect_left(pages, self._page_after(storage, offset)))
+        return [(tier, cell) for cell in cells]
+
+    def _line_after(self, storage: int, offset: int) -> int:
+        return (offset + slot_bytes(self.graph.storages[storage].size_bytes)) // LINE
+
+    def _page_after(self, storage: int, offset: int) -> int:
+        return offset // PAGE + -(-self.graph.storages[storage].size_bytes // PAGE)
 
     def _lines(self, storage: int) -> list[object]:
         if storage not in self.table:
@@ -116,7 +133,7 @@ class Execution:
         end = offset + slot_bytes(self.graph.storages[storage].size_bytes)
         if offset < 0 or end > self.program.arena_bytes or offset % LINE:
             raise Fault(f"{storage} at {offset} is outside the arena or not aligned")
-        return list(range(offset // LINE, end // LINE))
+        return list(range(bisect_left(self.lines, offset // LINE), bisect_left(self.lines, end // LINE)))
 
     def _set(self, cell: object, value: object) -> None:
         self.clock += 1
@@ -234,6 +251,11 @@ class Execution:
             if self.cells[cell] != seen:
                 raise Fault(f"action {action.id}: {cell} changed under a write")
             self._set(cell, tag)
+
+
+def _ends(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Sort the first and last ends of ranges, each once."""
+    return sorted({end for both in ranges for end in both})
 
 
 def run_random(program: Program, rng: Random) -> None:

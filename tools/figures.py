@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "lading"
@@ -45,6 +46,12 @@ class Module:
     text: str
     tree: ast.Module
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Nodes of the tree that a figure counts."""
+        kinds = (ast.Module, ast.Import, ast.ImportFrom, ast.Constant, *_DEFINITIONS)
+        return [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+
     @property
     def num_lines(self) -> int:
         return self.text.count("\n")
@@ -74,7 +81,7 @@ def read_package(folder: Path) -> dict[str, Module]:
 def imports_of(module: Module, modules: dict[str, Module]) -> set[str]:
     """Modules that ``module`` imports; ``from a.b import c`` counts as ``a.b.c`` where that is a module."""
     targets: set[str] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -113,12 +120,12 @@ def public_names(module: Module) -> list[str]:
 
 def classes_of(module: Module) -> list[str]:
     """Names of all classes of a file, nested ones too."""
-    return [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in module.nodes if isinstance(node, ast.ClassDef)]
 
 
 def docstrings(module: Module) -> Iterator[tuple[str, str]]:
     """Name and docstring of the file and of each class and function in it that has one."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (ast.Module, *_DEFINITIONS)) and (text := ast.get_docstring(node)):
             yield module.name if isinstance(node, ast.Module) else f"{module.name}.{node.name}", text
 

@@ -46,7 +46,7 @@ def by_percentile(frozen: int, norms: Sequence[float], before: Sequence[float], 
     Args:
         frozen: Number of layers that are frozen now.
         norms: L1 norm of each layer's gradient now.
-        before: The same when this was asked last.
+        before: Their norms when this was asked last.
         percentile: In [0, 100], interpolated linearly between layers.
     """
     if frozen >= len(norms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from lading.errors import ConfigError
 from lading.ir.action import ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.layout import parse_layout
+from lading.ir.machine import Curve
 from lading.ir.plan import Option
+from lading.ir.program import Program
 from lading.ir.sharding import units_of
 from lading.memory.lifetime import Gap, Lifetimes, gaps
 from lading.memory.restore import program_of, step_of
@@ -242,11 +245,46 @@ def test_an_unsharded_parameter_is_a_storage_that_is_dropped_and_unsharded_again
         )
         for policy in ("keep-all", dropped)
     }
-    counts = [Counter(a.kind for a in program.actions if a.stream == "network") for program in programs.values()]
+    counts = [
+        Counter(a.kind for a in program.actions if a.stream == "network" and a.kind is not ActionKind.FREE)
+        for program in programs.values()
+    ]
     units = len(units_of(programs["keep-all"].graph))
     assert counts[0] == {ActionKind.UNSHARD: units, ActionKind.REDUCE_GRAD: units}
     assert counts[1] == {**counts[0], ActionKind.RECOMPUTE: units - 1}  # no gradient is worked out from the table
     assert programs[dropped].arena_bytes < programs["keep-all"].arena_bytes
+
+
+def leads(program: Program) -> list[int]:
+    """Number of computations between each unsharding and the first that reads what it makes, in order."""
+    graph, actions = program.graph, program.actions
+    found: list[int] = []
+    for number, action in enumerate(actions):
+        if action.kind not in (ActionKind.UNSHARD, ActionKind.RECOMPUTE) or action.stream != "network":
+            continue
+        whole = action.places[0][0]
+        runs = [a.op for a in actions[number + 1 :] if a.op is not None and a.stream == "compute"]
+        found.append(next(n for n, op in enumerate(runs) if whole in graph.op_reads[op]))
+    return found
+
+
+def test_whole_parameters_are_unsharded_as_early_as_memory_allows() -> None:
+    graph, slow = lading.capture(build(), batch(0, 0), next_byte_loss), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
+    network = dataclasses.replace(machine(), collectives=dict.fromkeys(machine().collectives, slow))
+
+    def planned(budget: str | int) -> Program:
+        policy = "reshard-every-unit"
+        plan = lading.plan(graph, network, budget=budget, cache=False, layout="dp2,zero3", policy=policy)
+        return program_of(plan, graph)
+
+    wide = planned(100 << 20)
+    tight = planned(wide.predicted_bytes - 60_000)
+    first, *ahead = leads(wide)[:4]  # of forward, which begins with all of them: a block has 34 computations
+    assert (first, *ahead) == (0, 6, 40, 74)
+    assert sum(leads(tight)) < sum(leads(wide)) - 34
+    frees = [a for a in wide.actions if a.kind is ActionKind.FREE]
+    reduced = {s for a in wide.actions if a.kind is ActionKind.REDUCE_GRAD for s in wide.graph.op_reads[a.op or 0]}
+    assert {a.stream for a in frees if a.storage in reduced} == {"network"}  # computing does not wait for them
 
 
 @pytest.mark.parametrize(

@@ -28,30 +28,48 @@ from tools.batches import random_batch
 from torch.distributed.fsdp import fully_shard
 
 import lading
+from lading.ir.machine import Machine
 from lading.models.reference import build_model, model_class
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.units import MiB
 
 _LLAMA = {"num_layers": 6, "dim": 384, "num_heads": 6, "num_kv_heads": 6, "hidden_dim": 1024, "vocab_size": 4096}
+_MOE = {**_LLAMA, "num_experts": 4, "hidden_dim": 512}
 _GPT = {"num_layers": 6, "dim": 384, "num_heads": 6, "vocab_size": 4096}
 #: Name, sizes, sequences and tokens of a rank's batch.
-MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"llama": (_LLAMA, 4, 64), "gpt": (_GPT, 4, 64)}
+MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "llama": (_LLAMA, 4, 64),
+    "gpt": (_GPT, 4, 64),
+    "moe": (_MOE, 4, 64),
+}
 #: Layouts, and shares of the memory that keeping everything needs in them.
 PLANS = (("zero2", "100%"), ("zero3", "100%"), ("zero3", "80%"), ("zero3", "60%"))
+#: Settings of FSDP2: the share of blocks that stay whole, and those gathered ahead.
+FSDP = {"FSDP2": (0.0, 0), "FSDP2 never": (1.0, 0), "FSDP2 half": (0.5, 2), "FSDP2 ahead": (0.0, 2)}
 _WARM_UP = 3
 
 
-def _most(value: float) -> float:
+def most(value: float) -> float:
+    """Find the largest value of all ranks."""
     highest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     return float(highest)
 
 
-def _fsdp(name: str, model: torch.nn.Module, reshard: bool) -> Callable[[Any], float]:
-    """Cut a model over the ranks as anyone would, and return what makes a step."""
-    for block in model.get_submodule("layers").children():
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+def fsdp(name: str, model: torch.nn.Module, kept: float = 0.0, ahead: int = 0) -> Callable[[Any], float]:
+    """Cut a model over the ranks as anyone would, and return what makes a step.
+
+    Args:
+        kept: Share of the blocks, the last ones, that are not resharded after forward; 1.0 for never.
+        ahead: Blocks that are gathered before the one at work, forward and back; 0 leaves that to FSDP2.
+    """
+    blocks = list(model.get_submodule("layers").children())
+    for number, block in enumerate(blocks, 1):
+        fully_shard(block, reshard_after_forward=number <= len(blocks) * (1 - kept))
+    fully_shard(model, reshard_after_forward=kept < 1)
+    for order, prefetch in ((blocks, "forward"), (blocks[::-1], "backward")) if ahead else ():
+        for number, block in enumerate(order):
+            getattr(block, f"set_modules_to_{prefetch}_prefetch")(order[number + 1 : number + 1 + ahead])
     optimizer, loss_fn = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), model_class(name).loss
 
     def step(given: Any) -> float:
@@ -64,10 +82,10 @@ def _fsdp(name: str, model: torch.nn.Module, reshard: bool) -> Callable[[Any], f
     return step
 
 
-class _Model:
+class Model:
     """A model of ``MODELS``, its batches, and its plans by the name of the way."""
 
-    def __init__(self, name: str, machine: str) -> None:
+    def __init__(self, name: str, machine: str | Machine) -> None:
         self.name, self.machine = name, machine
         self.sizes, self.rows, self.tokens = MODELS[name]
         self.graph = lading.capture(self.made(), self.batch(0), model_class(name).loss)
@@ -82,10 +100,10 @@ class _Model:
         sizes = {**self.sizes, "max_seq_len": self.tokens}
         return random_batch(self.name, sizes, rows=self.rows, tokens=self.tokens, seed=1000 * step + dist.get_rank())
 
-    def plan(self, layout: str, share: str) -> lading.Plan:
-        """Plan it in a layout for a share of what keeping everything needs there."""
+    def plan(self, layout: str, budget: str | int, **others: Any) -> lading.Plan:
+        """Plan it in a layout for bytes, or a share of what keeping everything needs there."""
         spread = f"dp{dist.get_world_size()},{layout}"
-        return lading.plan(self.graph, self.machine, budget=share, cache=False, layout=spread)
+        return lading.plan(self.graph, self.machine, budget=budget, cache=False, layout=spread, **others)
 
     def trainer(self, plan: lading.Plan, folder: str) -> lading.Trainer:
         """Make the Trainer of a plan."""
@@ -93,51 +111,56 @@ class _Model:
         return lading.Trainer(plan, self.graph, self.made(), folder=folder, threads=1, optimizer=rule)
 
 
-def peak(model: _Model, way: str) -> str:
-    """Train one way for a few steps; returns its memory in words."""
+def peak(model: Model, way: str | lading.Plan) -> str:
+    """Train one setting of FSDP2, or a plan, for a few steps; returns its memory in words."""
     batches = [model.batch(step) for step in range(_WARM_UP)]
-    plan = None if way.startswith("FSDP2") else model.plan(*way.split())
     gc.collect()
     trim()
-    if plan is None:
+    if isinstance(way, str):
         meter, before = PeakMeter(), resident_bytes()
-        step = _fsdp(model.name, model.made(), way == "FSDP2")
+        step = fsdp(model.name, model.made(), *FSDP[way])
         gc.collect()
         trim()
         meter.reset()
         for given in batches:
             step(given)
-        return f"peak {_most(meter.peak_bytes() - before) / MiB:.1f} MiB"
-    with tempfile.TemporaryDirectory() as folder, model.trainer(plan, folder) as trainer:
+        return f"peak {most(meter.peak_bytes() - before) / MiB:.1f} MiB"
+    with tempfile.TemporaryDirectory() as folder, model.trainer(way, folder) as trainer:
         for given in batches:
             trainer.step(given)
-        measured = _most(trainer.peak_bytes)
-    predicted, budget = plan.peak_bytes["device"], plan.budgets["device"]
-    again = sum("RECOMPUTE network" in line for line in plan.program)
+        measured = most(trainer.peak_bytes)
+    predicted, budget = way.peak_bytes["device"], way.budgets["device"]
+    again = sum("RECOMPUTE network" in line for line in way.program)
     return (
         f"peak {measured / MiB:.1f} MiB, predicted {predicted / MiB:.1f} ({predicted / measured - 1:+.1%}) of "
         f"{budget / MiB:.1f}, {again} unsharded again"
     )
 
 
-def seconds(model: _Model, steps: int) -> dict[str, str]:
+def in_turns(model: Model, ways: dict[str, Callable[[Any], Any]], steps: int, first: int = 2) -> dict[str, list[float]]:
+    """Train all ways in turns of one step; returns the seconds of each step of each way, without the first steps."""
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(steps):
+        given = model.batch(number)
+        for way, step in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step(given)
+            spent[way].append(time.perf_counter() - started)
+    return {way: times[first:] for way, times in spent.items()}
+
+
+def seconds(model: Model, steps: int) -> dict[str, str]:
     """Train all ways in turns of one step; returns the median of each in words."""
     with ExitStack() as stack:
-        ways = {way: _fsdp(model.name, model.made(), way == "FSDP2") for way in ("FSDP2", "FSDP2 never")}
+        ways = {way: fsdp(model.name, model.made(), *FSDP[way]) for way in ("FSDP2", "FSDP2 never")}
         predicted: dict[str, float] = {}
         for layout, share in PLANS:
             plan, room = model.plan(layout, share), stack.enter_context(tempfile.TemporaryDirectory())
             way = f"{layout} {share}"
             ways[way], predicted[way] = stack.enter_context(model.trainer(plan, room)).step, plan.step_s
-        spent: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(steps):
-            given = model.batch(number)
-            for way, step in ways.items():
-                dist.barrier()
-                started = time.perf_counter()
-                step(given)
-                spent[way].append(time.perf_counter() - started)
-    medians = {way: statistics.median(times[2:]) for way, times in spent.items()}
+        spent = in_turns(model, ways, steps)
+    medians = {way: statistics.median(times) for way, times in spent.items()}
     return {
         way: f"{median * 1e3:.0f} ms" + (f", predicted {predicted[way] * 1e3:.0f}" if way in predicted else "")
         for way, median in medians.items()
@@ -155,12 +178,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     if args.peak:
         name, _, way = args.peak.partition(" ")
-        rows = {args.peak: peak(_Model(name, args.machine), way)}
+        model = Model(name, args.machine)
+        rows = {args.peak: peak(model, way if way in FSDP else model.plan(*way.split()))}
     else:
         rows = {
             f"{name} {way}": said
             for name in MODELS
-            for way, said in seconds(_Model(name, args.machine), args.steps).items()
+            for way, said in seconds(Model(name, args.machine), args.steps).items()
         }
     for name, said in rows.items() if dist.get_rank() == 0 else ():
         print(f"{name:22} {said}", flush=True)

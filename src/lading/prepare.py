@@ -105,7 +105,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         disk_budget: Bytes allowed in the swap file, the machine's nearest tier of kind "file" ("20GB"); 0 for none;
             None allows what the machine has.
         budgets: Bytes allowed in any tiers of the machine, by name.
-        policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
+        policy: "keep-all", "checkpoint-every-block" or "residency"; of shards also "reshard-every-unit", as FSDP2, and
+            "reshard-and-checkpoint"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
         optimizer: Rule that moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``), or an

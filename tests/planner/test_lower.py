@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from tests.interpreter import run_random
@@ -186,10 +187,10 @@ def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.
     stretch, pack = lower.stretch, lower.pack
 
     def stretched(
-        graph: StepGraph, machine: Machine, emission: Emission, seconds: list[float], soft: int, *, repeats: bool
+        graph: StepGraph, machine: Machine, emission: Emission, seconds: list[float], soft: int, **others: Any
     ) -> Stretched:
         given.append(soft)
-        return stretch(graph, machine, emission, seconds, soft, repeats=repeats)
+        return stretch(graph, machine, emission, seconds, soft, **others)
 
     def packed(items: Sequence[Buffer], limit_bytes: int, fixed: Mapping[int, int]) -> Packing:
         made = pack(items, limit_bytes, fixed)

@@ -85,7 +85,7 @@ def test_the_budget_is_kept(name: str, budget: str) -> None:
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_no_plain_policy_that_fits_is_faster_and_the_bound_is_below_all(name: str, budget: str) -> None:
     plan = planned(name, budget).plan
-    assert [row.policy for row in plan.policies] == list(POLICIES)
+    assert [row.policy for row in plan.policies] == [name for name in POLICIES if "reshard" not in name]
     assert plan.policies[-1].step_s == plan.step_s
     for row in plan.policies:
         assert row.fits == (row.step_s is not None)

@@ -34,13 +34,20 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
 from lading.ir.reduction import RECEIVE, replicas_of
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
+from lading.ir.sharding import units_of
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
 from lading.planner.lower import StepCosts
 from lading.planner.orders import Ordered, best_order, ordered_with_host, smallest_order_bytes
-from lading.planner.policies import Policy, checkpoint_every_block, keep_all
+from lading.planner.policies import (
+    Policy,
+    checkpoint_every_block,
+    keep_all,
+    reshard_and_checkpoint,
+    reshard_every_unit,
+)
 from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.device_step import simulate_ranks, stall_s
@@ -49,7 +56,11 @@ from lading.units import format_bytes, format_seconds, parse_bytes, share_of, sh
 _POLICIES: dict[str, Policy] = {
     "keep-all": keep_all,
     "checkpoint-every-block": checkpoint_every_block,
+    "reshard-every-unit": reshard_every_unit,
+    "reshard-and-checkpoint": reshard_and_checkpoint,
 }
+#: Policies for shards: other steps have nothing that they would drop.
+_OF_SHARDS = frozenset(("reshard-every-unit", "reshard-and-checkpoint"))
 POLICIES = (*_POLICIES, "residency")
 #: Setting of a plan: what saving takes of the device beside arena and overhead.
 SAVE_BYTES = "save_bytes"
@@ -130,7 +141,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
         PlanInfeasible: no plan of this policy fits.
         ConfigError: unknown policy, tier, budget or dtype.
     """
-    policy, policies = _named(policy)
+    policy, policies = _named(policy, graph)
     lives = lifetimes(graph, homes)
     settings = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, settings)
@@ -379,16 +390,18 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
         )
 
 
-def _named(policy: str | Policy) -> tuple[str, dict[str, Policy]]:
-    """Name a policy, and list every plain policy to compare by name."""
+def _named(policy: str | Policy, graph: StepGraph) -> tuple[str, dict[str, Policy]]:
+    """Name a policy, and list every plain policy to compare for a step by name."""
+    plain = {name: each for name, each in _POLICIES.items() if name not in _OF_SHARDS or units_of(graph)}
     if not isinstance(policy, str):
         name = str(getattr(policy, "__name__", type(policy).__name__))
         if name in POLICIES:
             raise ConfigError(f"expected a policy of another name than Lading's own, got {name!r}")
-        return name, {**_POLICIES, name: policy}
-    if policy not in POLICIES:
-        raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
-    return policy, _POLICIES
+        return name, {**plain, name: policy}
+    if policy not in plain and policy != POLICIES[-1]:
+        names = ", ".join((*plain, POLICIES[-1]))
+        raise ConfigError(f"expected a policy among {names}, got {policy!r}")
+    return policy, plain
 
 
 def _plain_policies(

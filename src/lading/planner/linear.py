@@ -6,7 +6,7 @@ On a large step a lower bound on all plans comes from weak duality instead of th
 tier's capacity bound the relaxation of ``planner.relaxation`` from below: with them each gap takes its cheapest option
 by itself,
 
-    bound = p_compute sum c - sum_t p_t room_t - sum_tier p_tier capacity + sum_g min_o price(g, o),
+    bound = p_compute sum c + p_network sum n - sum_t p_t room_t - sum_tier p_tier capacity + sum_g min_o price(g, o),
 
 where the price of a write, and of a place in a tier, is split over the gaps it serves (``_split``; any split will do).
 Good prices are the dual values of the folded program. A folded memory row stands for the layers around it, so its price
@@ -79,6 +79,7 @@ class Relaxation:
         self.positions: list[int] = []  # of the memory rows
         self.covered: list[float] = []  # bytes at each if every gap is kept
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
+        self.network_row = -1  # first of the network's time rows; -1 without any
         self.capacity_rows: dict[Option, int] = {}
         self._add_gaps()
         self._add_writes()
@@ -116,7 +117,7 @@ class Relaxation:
         terms: list[_Terms] = []
         for option, has in table.has.items():
             of_class = np.bincount(table.class_of, weights=has, minlength=table.num_classes) > 0
-            work = table.again_s if option == Option.RECOMPUTE else table.size / rates[option]
+            work = table.again_s + table.network_s if option == Option.RECOMPUTE else table.size / rates[option]
             price = np.zeros(table.num_classes) if self.bound else _TIE * table.summed(work * has)
             numbers = np.full(table.num_classes, -1)
             numbers[of_class] = self._add_columns(price[of_class])
@@ -184,6 +185,12 @@ class Relaxation:
         self.time_rows.append((None, (0.0, 0.0, 0.0, 0.0), self.model.getNumRow()))
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         self._add_rows(compute, np.full(self.windows, self.inf), (windows_s, *again))
+        if self.problem.network_seconds.any():
+            again = self._in_window(Option.RECOMPUTE, -table.network_s) if Option.RECOMPUTE in table.has else ()
+            self.network_row = self.model.getNumRow()
+            self.time_rows.append((None, (0.0, 0.0, 0.0, 0.0), self.network_row))
+            network = np.bincount(self.window, weights=self.problem.network_seconds, minlength=self.windows)
+            self._add_rows(network, np.full(self.windows, self.inf), (windows_s, *again))
         for tier in self._offered():
             self._add_tier(tier)
         for tiers in wires(self._offered()):
@@ -402,6 +409,7 @@ class CandidateArrays:
         storage, start, end: Storage, and the operations at which the gap starts and ends.
         size: Bytes of the storage.
         again_s: Seconds of recomputing it.
+        network_s: Seconds of the network for unsharding it again.
         version: Number of the value that crosses the gap; -1 where a lower tier always has it.
         has: Which candidates offer an option, keep left out.
         held: (candidate, first, last position) of each range at which an option takes the storage's bytes.
@@ -414,6 +422,7 @@ class CandidateArrays:
     start: np.ndarray
     end: np.ndarray
     again_s: np.ndarray
+    network_s: np.ndarray
     version: np.ndarray
     has: dict[Option, np.ndarray]
     held: dict[Option, _Terms]
@@ -438,6 +447,7 @@ class CandidateArrays:
             start=_ints(c.gap.start for c in rows),
             end=_ints(c.gap.end for c in rows),
             again_s=np.array([c.own_recompute_s if bound else c.recompute_s for c in rows]),
+            network_s=np.array([c.network_s for c in rows]),
             version=_ints(-1 if c.version is None else versions[c.version] for c in rows),
             has=has,
             held=ranges,
@@ -551,11 +561,12 @@ def _value(
     who, first, last = table.held[Option.KEEP]
     paid = (until[last + 1] - until[first]) * table.size[who] / 1e6
     least = np.bincount(who, weights=paid, minlength=len(table.size))
-    compute = sum(price * scale for row, price in prices.items() if row == folded.time_rows[0][2])
+    compute, network = (scale * prices.get(row, 0.0) for row in (folded.time_rows[0][2], folded.network_row))
     if Option.RECOMPUTE in table.has:
-        again = np.where(table.has[Option.RECOMPUTE], compute * table.again_s, np.inf)
+        again_s = compute * table.again_s + network * table.network_s
+        again = np.where(table.has[Option.RECOMPUTE], again_s, np.inf)
         least = np.minimum(least, again)
-    total = compute * problem.op_seconds.sum() - memory @ room
+    total = compute * problem.op_seconds.sum() + network * problem.network_seconds.sum() - memory @ room
     best = least
     for option in table.has.keys() - {Option.RECOMPUTE}:
         limits = [(limit, prices[row] * scale) for tier, limit, row in folded.time_rows if tier == option]

@@ -19,6 +19,7 @@ from lading.ir.plan import Option
 from lading.ir.program import (
     COMPUTE_STREAM,
     HOST_STREAM,
+    NETWORK_STREAM,
     PAGE_BYTES,
     ActionList,
     Homes,
@@ -110,10 +111,11 @@ class _ActionWriter:
         self.arrivals: list[list[int]] = [[] for _ in range(count)]
         self.makes: list[list[int]] = [[] for _ in range(count)]
         self.leaves: list[list[int]] = [[] for _ in range(count)]
+        self.unsharded: set[int] = set()  # items that have run early
         for index, stay in enumerate(emission.residencies):
-            if stay.tier:
+            if stay.tier or (not stay.initial and stretched.first[index] < stay.first):
                 insort(self.arrivals[stretched.first[index]], index, key=lambda i: (emission.residencies[i].first, i))
-            elif not stay.initial:
+            if not stay.tier and not stay.initial:
                 self.makes[stay.first].append(index)
             if not stay.final:
                 self.leaves[stay.last].append(index)
@@ -121,8 +123,14 @@ class _ActionWriter:
     def write(self) -> None:
         for index, item in enumerate(self.emission.items):
             for stay in self.arrivals[index]:
-                self._fetch(stay)
-            self._run(index, item)
+                if self.emission.residencies[stay].tier:
+                    self._fetch(stay)
+                else:
+                    early = self.emission.residencies[stay].first
+                    self._run(early, self.emission.items[early])
+                    self.unsharded.add(early)
+            if index not in self.unsharded:
+                self._run(index, item)
             for stay in self.leaves[index]:
                 self._leave(stay)
 
@@ -246,7 +254,9 @@ class _ActionWriter:
 
     def _leave(self, index: int) -> None:
         stay = self.emission.residencies[index]
-        stream = COMPUTE_STREAM
+        stream, op = COMPUTE_STREAM, self.emission.items[stay.last].op
+        if op in self.graph.collectives:  # computing goes on beside it
+            stream = stream_of(self.graph, op)
         if stay.to_tier:
             stream = write_stream(stay.to_tier)
             waits = [self.touched[stay.storage]] if stay.storage in self.touched else []
@@ -387,14 +397,18 @@ def lower(
     Args:
         choices: Option of each gap, by (storage, position of the use that opens it); gaps left out are kept.
         budgets: Bytes by tier.
-        item_seconds: Seconds that each item is expected to take, waiting for the next one to start included; None takes
-            what it computes.
+        item_seconds: Seconds that each item of the compute stream is expected to take, waiting for the next one
+            included; None takes what it computes.
         sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
             that end where nothing else begins leave holes. It takes several packings where nothing fits.
     """
     homes = lives.homes
     emission = emit(graph, lives, _one_tier(_at_home(lives, choices), machine), machine.host_tier)
-    seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
+    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
+    if item_seconds:
+        timed = iter(item_seconds)
+        seconds = [0.0 if item.op in graph.beside else next(timed) for item in emission.items]
+    network = _network_seconds(graph, costs, emission)
     arena = budgets[DEVICE] - fixed_bytes(machine, costs)
     base = base_profile(graph, emission)
     peak = int(base.max())
@@ -403,7 +417,7 @@ def lower(
         return Lowered(None, emission, peak - arena, peak_item, peak)
 
     def placed(soft_bytes: int) -> _Placed:
-        room = stretch(graph, machine, emission, seconds, soft_bytes, repeats=homes is None)
+        room = stretch(graph, machine, emission, seconds, soft_bytes, repeats=homes is None, network_seconds=network)
         cut, stretched = wrapped(emission, room)
         return _Placed(cut, stretched, _pack(graph, cut, stretched, arena, homes))
 
@@ -440,7 +454,8 @@ class _Placed:
 def unlimited_bytes(graph: StepGraph, machine: Machine, costs: StepCosts, emission: Emission) -> int:
     """Bytes of the arena if every transfer gets all the time it takes."""
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, _NO_LIMIT))
+    network = _network_seconds(graph, costs, emission)
+    cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, _NO_LIMIT, network_seconds=network))
     return _pack(graph, cut, stretched, _NO_LIMIT)[0].size_bytes
 
 
@@ -465,6 +480,15 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: It
         return 0.0 if item.op in graph.beside else costs.op_seconds[item.op]
     assert item.storage is not None
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
+
+
+def _network_seconds(graph: StepGraph, costs: StepCosts, emission: Emission) -> dict[int, float]:
+    """Seconds of what the network carries, by item."""
+    return {
+        index: costs.op_seconds[item.op]
+        for index, item in enumerate(emission.items)
+        if item.op is not None and stream_of(graph, item.op) == NETWORK_STREAM
+    }
 
 
 def _at_home(lives: Lifetimes, choices: Choices) -> Choices:

@@ -110,7 +110,8 @@ class _GreedyRun:
     def __init__(self, step: StepProblem, away: Choices, room_bytes: int, below_s: float) -> None:
         self.graph, self.lives, self.seconds = step.graph, step.lives, step.costs.op_seconds
         self.away, self.room, self.result = away, room_bytes, Greedy()
-        self.whole_s = sum(self.seconds)
+        self.computing_s = [0.0 if op in self.graph.beside else took for op, took in enumerate(self.seconds)]
+        self.whole_s = sum(self.computing_s)
         self.spare_s = below_s - self.whole_s  # what may be made again in all
         self.again_s = 0.0
         self.sizes = [s.size_bytes for s in self.graph.storages]
@@ -148,7 +149,7 @@ class _GreedyRun:
             self._ensure(storage, locked)
         for storage in writes:
             self._allocate(storage, locked)
-        self.clock += self.seconds[position]
+        self.clock += self.computing_s[position]
         for storage in locked:
             self.touched[storage] = self.clock
             uses = self.lives.uses[storage]
@@ -178,8 +179,8 @@ class _GreedyRun:
                 continue
             for made in self.graph.op_writes[producer]:
                 self._allocate(made, locked)
-            self.clock += self.seconds[producer]
-            self.again_s += self.seconds[producer]
+            self.clock += self.computing_s[producer]
+            self.again_s += self.computing_s[producer]
             if self.again_s >= self.spare_s:
                 raise _GivenUp
             for touched in (*sources, *self.graph.op_writes[producer]):

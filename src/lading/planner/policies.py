@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lading.ir.fold import block_items
 from lading.ir.graph import PERSISTENT, Phase, Role, StepGraph
 from lading.ir.plan import Option
+from lading.ir.sharding import units_of
 from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps
 
 #: Chooses for gaps by (storage, position of the use that opens the gap); what is left out is kept.
@@ -33,6 +34,24 @@ def checkpoint_every_block(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int
         if inside and _stays_inside(graph, lives, items, gap.storage, gap.end):
             choices[gap.storage, gap.start] = Option.RECOMPUTE
     return choices
+
+
+def reshard_every_unit(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Drop whole parameters after each forward and each backward, as FSDP2 reshards, and unshard them again."""
+    wholes = {unit.whole for unit in units_of(graph).values() if not unit.lasts}
+    return {
+        (gap.storage, gap.start): Option.RECOMPUTE
+        for gap in gaps(graph, lives)
+        if gap.storage in wholes
+        and graph.ops[gap.start].phase is not graph.ops[gap.end].phase
+        and can_recompute(graph, lives, gap)
+    }
+
+
+def reshard_and_checkpoint(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Drop whole parameters as ``reshard_every_unit``, and recompute blocks as ``checkpoint_every_block``."""
+    resharded = reshard_every_unit(graph, lives)
+    return {**resharded, **checkpoint_every_block(graph, lives)} if resharded else {}
 
 
 def _inside(lives: Lifetimes, blocks: list[tuple[int, int]], gap: Gap) -> bool:

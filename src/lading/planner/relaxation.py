@@ -11,6 +11,7 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
     bytes in a tier         sum_i s_i max_g x[g, tier] <= its budget                                 _add_capacity
     one write per version   w[i, v] >= x[g, tier]   for every gap g in version v                     _add_writes
     compute in window k     T_k >= sum_ops c + sum_g r_g x[g, recompute]                             _add_time
+    network in window k     T_k >= sum_collectives n + sum_g n_g x[g, recompute]                     _add_time
     tiers in window k       T_k >= time its reads and writes take, alone and side by side            _add_tier
     wires in window k       T_k >= time all reads over a shared wire take, one after another; writes  _add_wire
 
@@ -43,7 +44,8 @@ from lading.ir.fold import block_items
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
-from lading.ir.program import slot_bytes
+from lading.ir.program import NETWORK_STREAM, slot_bytes, stream_of
+from lading.ir.sharding import UNSHARD
 from lading.memory.lifetime import Gap, Lifetimes, beside_host, can_recompute, gaps, is_movable
 from lading.planner.emission import UNUSED
 from lading.planner.lower import StepCosts
@@ -53,7 +55,8 @@ from lading.planner.lower import StepCosts
 class Candidate:
     """Gap with a choice. ``recompute_s`` is 0 where recomputing is impossible (see ``options``).
 
-    ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the bytes.
+    ``network_s`` are the seconds of the network where recomputing unshards again. ``held`` are the positions inside the
+    gap, as inclusive ranges, at which an option other than keep takes the bytes.
     """
 
     gap: Gap
@@ -63,6 +66,7 @@ class Candidate:
     recompute_s: float
     held: dict[Option, tuple[tuple[int, int], ...]]
     version: tuple[int, int] | None
+    network_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class ResidencyProblem:
     Attributes:
         base: [position]: bytes that no choice can change.
         op_seconds: [position]: seconds of each operation on the device; 0 on the host.
+        network_seconds: [position]: seconds of each operation on the network.
         capacity_bytes: Bytes that storages may take in each tier.
         folding: Which candidates are decided alike ([Note: folding]); None if each is on its own.
     """
@@ -95,6 +100,7 @@ class ResidencyProblem:
     candidates: tuple[Candidate, ...]
     base: np.ndarray
     op_seconds: np.ndarray
+    network_seconds: np.ndarray
     tiers: tuple[Tier, ...]
     capacity_bytes: dict[str, int] = field(default_factory=lambda: {})
     folding: Folding | None = None
@@ -134,6 +140,9 @@ def build(
     enters = _block_entries(graph, items)
     chosen: set[tuple[int, int]] = set()  # and what is never on the device
     left: set[tuple[int, int] | None] = {(storage, 0) for storage in graph.persistent}  # versions that left before
+    beside = np.isin(np.arange(len(graph.ops)), list(graph.beside))
+    on_network = np.array([stream_of(graph, op) == NETWORK_STREAM for op in range(len(graph.ops))], dtype=bool)
+    network = np.where(on_network, costs.op_seconds, 0.0)
     clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
@@ -150,22 +159,23 @@ def build(
         options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *(tier_options if movable else ()))
         if len(options) == 1:
             continue
-        again_s = [costs.op_seconds[op] for op in again]
+        again_s = [0.0 if op in graph.beside else costs.op_seconds[op] for op in again]
         own_s = again_s[0] if again_s else 0.0
+        network_s = sum(float(network[op]) for op in again)
         taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
         version = _version(graph, lives, gap)
         if moving and movable:
             written = version is not None and (gap.wraps or version not in left)
             taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
         left.add(version)
-        candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version))
+        candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s))
         chosen.add((gap.storage, gap.start))
-    seconds = np.asarray([0.0 if op in graph.beside else took for op, took in enumerate(costs.op_seconds)])
+    seconds = np.where(beside, 0.0, costs.op_seconds)
     if every:
         seconds += _with_caller(graph, lives, machine)
     away = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
     base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in away})
-    return ResidencyProblem(len(graph.ops), tuple(candidates), base, seconds, machine.tiers)
+    return ResidencyProblem(len(graph.ops), tuple(candidates), base, seconds, network, machine.tiers)
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
@@ -276,7 +286,7 @@ def _recomputed(
         return ()
     producer = lives.producer[gap.storage]
     assert producer is not None
-    if every:
+    if every or graph.ops[producer].name == UNSHARD:  # the shard is always there
         return (producer,)
     if not across and not _stays_inside(graph, lives, items, gap.storage):
         return ()

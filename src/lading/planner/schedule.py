@@ -1,7 +1,13 @@
-"""Schedule: how early each storage is fetched and how late each written one may leave.
+"""Schedule: how early each storage is fetched or unsharded, and how late each one may leave that is written or reduced.
 
 A fetch should end just before its use and a write-back may take its time, as long as memory allows: both are
 stretched into bytes that nothing else needs, never beyond ``soft_bytes`` at any item.
+
+[Note: the network]
+A whole parameter is unsharded as a tier's copy is fetched: so early that it has come when it is first read, behind what
+the network carries before, as far as there is room for it. What is fetched from a tier to be unsharded comes that much
+earlier. What a collective reads, a bucket of gradients say, stays until the network should be done with it, so that
+computing does not wait for its place.
 
 [Note: over the boundary] The step repeats, so time is a circle: what is needed first may be fetched while the step
 before ends, and what is written last may leave while the next step begins. Such a storage is on the device when a step
@@ -13,8 +19,9 @@ before it reads it again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -23,7 +30,8 @@ from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.program import COMPUTE_STREAM, Program, operation_streams, slot_sizes
+from lading.ir.program import COMPUTE_STREAM, Program, slot_sizes
+from lading.ir.sharding import UNSHARD
 from lading.planner.emission import Emission, Residency
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
@@ -61,13 +69,17 @@ def stretch(
     soft_bytes: int,
     *,
     repeats: bool = True,
+    network_seconds: Mapping[int, float] = MappingProxyType({}),
 ) -> Stretched:
     """Give every transfer as much of its time as ``soft_bytes`` of the arena leave room for.
 
     Args:
+        network_seconds: Seconds of what the network carries, by item.
         repeats: Whether the next step is this one again, so that transfers may cross the boundary.
     """
     worker = _Stretcher(graph, machine, emission, item_seconds, soft_bytes, repeats)
+    if network_seconds:
+        worker.network(network_seconds)
     worker.write_backs()
     worker.fetches()
     return Stretched(tuple(worker.first), tuple(worker.last))
@@ -95,19 +107,13 @@ def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretch
 
 
 def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -> list[float]:
-    """Seconds from the start of each item to that of the next; items are what the compute stream does but FREE.
+    """Seconds from the start of each action of the compute stream but FREE to that of the next one.
 
     Args:
         duration_s: Seconds of the step.
         starts: When each action starts, in seconds.
     """
-    streams = operation_streams(program.graph)
-    items = [a for a in program.actions if a.stream in streams and a.kind is not ActionKind.FREE]
-    begin, following = [0.0] * len(items), duration_s
-    for index in range(len(items) - 1, -1, -1):  # what runs beside computing takes no time of the others
-        if items[index].stream == COMPUTE_STREAM:
-            following = starts[items[index].id]
-        begin[index] = following
+    begin = [starts[a.id] for a in program.actions if a.stream == COMPUTE_STREAM and a.kind is not ActionKind.FREE]
     return [after - start for start, after in zip(begin, [*begin[1:], duration_s], strict=True)]
 
 
@@ -121,7 +127,7 @@ class _Stretcher:
         soft_bytes: int,
         repeats: bool,
     ) -> None:
-        self.graph, self.stays, self.repeats = graph, emission.residencies, repeats
+        self.graph, self.items, self.stays, self.repeats = graph, emission.items, emission.residencies, repeats
         self.tiers = {tier.name: tier for tier in machine.tiers}
         sizes = slot_sizes(graph)
         self.sizes = [sizes[stay.storage] for stay in self.stays]
@@ -134,6 +140,84 @@ class _Stretcher:
         self.of_storage: dict[int, list[int]] = {}
         for index, stay in enumerate(self.stays):
             self.of_storage.setdefault(stay.storage, []).append(index)
+
+    def network(self, seconds: Mapping[int, float]) -> None:
+        """Unshard early, and keep what collectives read until they are over ([Note: the network])."""
+        made, read = self._network_stays(seconds)
+        free_s = 0.0
+        for item in sorted(seconds):
+            free_s = max(free_s, float(self.start[item + 1])) + MARGIN * seconds[item]
+            wanted = int(np.searchsorted(self.start, free_s, side="left")) - 1
+            for index in read.get(item, ()):
+                self.last[index] = self._extend(index, item + 1, min(wanted, self._next_begins(index) - 1))
+        taken_s = np.inf
+        for item in sorted(seconds, reverse=True):
+            if item not in made:
+                taken_s = min(taken_s - MARGIN * seconds[item], float(self.start[item]))
+                continue
+            taken_s = min(taken_s, self._first_read_s(made[item])) - MARGIN * seconds[item]
+            wanted = int(np.searchsorted(self.start, max(taken_s, 0.0), side="right")) - 1
+            self._begin_early(item, made[item], wanted)
+
+    def _network_stays(self, seconds: Mapping[int, float]) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Find the stay that each unsharding makes, and those that only end with a collective, by item."""
+        made: dict[int, int] = {}
+        read: dict[int, list[int]] = {}
+        for index, stay in enumerate(self.stays):
+            if stay.last in seconds and not stay.final and not stay.to_tier:
+                read.setdefault(stay.last, []).append(index)
+            op = self.items[stay.first].op if stay.first in seconds and not stay.initial and not stay.tier else None
+            if op is not None and self.graph.ops[op].name == UNSHARD:
+                made[stay.first] = index
+        return made, read
+
+    def _next_begins(self, index: int) -> int:
+        """Item with which the next stay of a stay's storage begins, or behind the last item."""
+        indices = self.of_storage[self.stays[index].storage]
+        after = indices.index(index) + 1
+        return self.stays[indices[after]].first if after < len(indices) else self.count
+
+    def _first_read_s(self, index: int) -> float:
+        """Seconds at which what an unsharding makes is first read."""
+        stay = self.stays[index]
+        for item in range(stay.first + 1, stay.last + 1):
+            op = self.items[item].op
+            if op is not None and stay.storage in self.graph.op_reads[op]:
+                return float(self.start[item])
+        return float(self.start[stay.last])
+
+    def _begin_early(self, item: int, index: int, wanted: int) -> None:
+        """Begin an unsharding up to so many items early, and what is fetched for it alone too, as far as both fit."""
+        op = self.items[item].op
+        assert op is not None, "an unsharding is an operation"
+        together, low = [index], max(wanted, self._over_before(index))
+        for storage in self.graph.op_reads[op]:
+            for i in self.of_storage[storage]:
+                stay = self.stays[i]
+                if stay.tier and stay.first == item:
+                    together.append(i)
+                    low = max(low, self._over_before(i), stay.since)
+                elif stay.first <= item <= stay.last and not stay.initial:
+                    low = max(low, stay.first + 1)
+        shard = frozenset(self.graph.op_reads[op])
+        for earlier in range(item - 1, low - 1, -1):  # not before the shard has its value
+            other = self.items[earlier].op
+            if other is not None and not shard.isdisjoint(self.graph.op_writes[other]):
+                low = earlier + 1
+        if low >= item:
+            return
+        size = sum(self.sizes[i] for i in together)
+        full = (self.profile[low:item] > self.soft - size).nonzero()[0]
+        low += int(full[-1]) + 1 if len(full) else 0
+        self.profile[low:item] += size
+        for i in together:
+            self.first[i] = low
+
+    def _over_before(self, index: int) -> int:
+        """First item at which the stay of the same storage before this one is over."""
+        indices = self.of_storage[self.stays[index].storage]
+        at = indices.index(index)
+        return self.last[indices[at - 1]] + 1 if at else 0
 
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
         return MARGIN * move_seconds(self.sizes[index], self.tiers[tier], direction)
@@ -188,24 +272,25 @@ class _Stretcher:
 
     def fetches(self) -> None:
         """Begin each fetch early enough to end before its use, the last one first."""
-        coming = sorted((i for i, s in enumerate(self.stays) if s.tier), key=lambda i: (-self.stays[i].first, i))
+        coming = sorted((i for i, s in enumerate(self.stays) if s.tier), key=lambda i: (-self.first[i], i))
         latest: dict[str, float] = {}
         for index in coming:
             self._fetch(index, latest)
         latest = {wire: self.end + min(0.0, begin) for wire, begin in latest.items()}
         left = self._left_at()
         for index in coming:
-            stay, begin = self.stays[index], self._fetch(index, latest)
+            begin = self._fetch(index, latest)
             wanted = max(int(np.searchsorted(self.start, max(begin, 0.0), side="right")) - 1, 0)
             if begin < 0.0 and self._comes_early(index):
                 wanted = int(np.searchsorted(self.start, begin + self.end, side="right")) - 1 - self.count
-            self.first[index] = self._extend_back(index, min(max(wanted, left[index]), stay.first), stay.first - 1)
+            first = self.first[index]
+            self.first[index] = self._extend_back(index, min(max(wanted, left[index]), first), first - 1)
 
     def _fetch(self, index: int, latest: dict[str, float]) -> float:
         """Seconds at which a residency's fetch should begin; moves the time from which its tier is taken."""
         stay = self.stays[index]
         wire = self._wire(stay.tier)
-        finish = min(float(self.start[stay.first]), latest.get(wire, np.inf))
+        finish = min(float(self.start[self.first[index]]), latest.get(wire, np.inf))
         begin = finish - self._duration(index, stay.tier, "read")
         latest[wire] = begin if begin >= 0.0 or self._comes_early(index) else 0.0
         return begin

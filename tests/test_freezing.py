@@ -187,7 +187,7 @@ def test_refused(tmp_path: Path) -> None:
 
 
 #: Layout of each phase, with the number of leading layers that are frozen then and the steps it takes.
-PHASES = (("pp4", 0, 2), ("dp4", 2, 2), ("dp4,zero1", 3, 1))
+PHASES = (("pp4", 0, 2), ("pp4", 1, 1), ("dp4", 2, 2), ("dp4,zero1", 3, 1))
 
 
 def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -171,10 +171,10 @@ def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
         lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
 
 
-def test_a_rank_with_nothing_to_train_is_refused() -> None:
+def test_clipping_is_refused_where_a_rank_has_nothing_to_train() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     for layer in list(model)[:3]:
         layer.requires_grad_(False)
     graph = lading.capture(model, torch.ones(2, 8), lambda m, inputs: m(inputs).square().mean(), accumulation=2)
     with pytest.raises(ConfigError, match="rank 0 of 2 has none; use fewer ranks"):
-        lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2")
+        lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2", clip_norm=1.0)

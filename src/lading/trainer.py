@@ -76,9 +76,14 @@ Loss = Callable[[torch.nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class _Captured:
-    """Step of a trainer, with the number that its Program has in the executor."""
+    """Step of a trainer, with the number that its Program has in the executor.
+
+    Attributes:
+        trains: Whether it is a training step, of which a rank of a pipeline may have the forward alone.
+    """
 
     number: int
+    trains: bool
     program: Program
     frozen: Frozen | None
     model: torch.nn.Module | None
@@ -93,11 +98,6 @@ class _Captured:
         """Watch over what was captured, from the first step on: until then the model may be set up for another."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
             return Watch(self.frozen, self.model)
-
-    @cached_property
-    def trains(self) -> bool:
-        """Whether it is a training step."""
-        return self.program.graph.trains
 
     @cached_property
     def _leaves(self) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
@@ -257,7 +257,10 @@ class Trainer:
             )
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
-        self._steps = [_Captured(number, each, captured.frozen, model) for number, (each, captured) in enumerate(runs)]
+        self._steps = [
+            _Captured(number, captured.trains, each, captured.frozen, model)
+            for number, (each, captured) in enumerate(runs)
+        ]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,

@@ -71,10 +71,10 @@ def step_of(  # noqa: PLR0913  what a step depends on
         plan = pipeline_of(layout, captured.accumulation)
         part = rank_steps(captured, stage_of_ops(captured, choices.cuts), plan.ranks, plan.rank_of)[choices.rank]
         sharded, order = part.graph, part.order(plan, choices.rank)
-        if captured.trains and all(p.gradient is None for p in sharded.parameters):
+        if clip_norm and all(p.gradient is None for p in sharded.parameters):
             raise ConfigError(
-                f"layout: expected parameters to train on every rank of a pipeline, rank {choices.rank} of {layout.pp} "
-                "has none; use fewer ranks, or train more of the model"
+                f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {choices.rank} "
+                f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
             )
         matrices = matrices and _named(matrices, captured, sharded)
     step = expand(

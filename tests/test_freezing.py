@@ -192,7 +192,7 @@ PHASES = (("pp4", 0, 2), ("pp4", 1, 1), ("dp4", 2, 2), ("dp4,zero1", 3, 1))
 
 def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train on all micro-batches of each step, through the phases; returns the losses, norms, and all values."""
-    model = nn.Sequential(*list(build(torch.float64))[:-1], nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+    model = build(torch.float64)
 
     def again(layout: str) -> tuple[lading.Plan, StepGraph]:
         replicas = parse_layout(layout).dp

@@ -111,7 +111,7 @@ def expand(  # noqa: PLR0913  what a step depends on
             f"({count:,} operations); make micro-batches larger"
         )
     trained = [p for p in graph.parameters if p.gradient is not None]
-    if not trained and graph.trains:
+    if not trained and graph.trains and not order:  # a stage of a pipeline may have nothing to train
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
     builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen)
     builder.add_micro_batches(order)

@@ -86,13 +86,13 @@ def _started(log: Path, function: Callable[..., None], argument: object) -> Base
 
 
 def _command(log: Path, argv: tuple[str, ...]) -> None:
-    _begin(log)
+    set_up(log)
     shorten_search(setattr)
     sys.exit(main(argv))
 
 
 def _script(log: Path, path: Path) -> None:
-    _begin(log)
+    set_up(log)
     os.chdir(log.parent)
     sys.path.insert(0, str(path.parent))  # as `python PATH` has it
     runpy.run_path(str(path), run_name="__main__")
@@ -104,7 +104,7 @@ def shorten_search(patch: Callable[[object, str, object], None]) -> None:
     patch(residency, "GOOD_ENOUGH", 1.0)
 
 
-def _begin(log: Path) -> None:
+def set_up(log: Path) -> None:
     """Set a process up as tests/conftest.py does theirs, and write its output to ``log``."""
     gc.freeze()
     residency._WORK = 0

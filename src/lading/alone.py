@@ -83,6 +83,12 @@ def ranks_here() -> int:
     return int(told_by_launcher) if told_by_launcher.isdecimal() else num_ranks()[0]
 
 
+def restarts() -> int:
+    """Number of times that the launcher has started this job again after a rank had failed (``--max-restarts``)."""
+    told_by_launcher = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(told_by_launcher) if told_by_launcher.isdecimal() else 0
+
+
 def launcher(ranks: int) -> str:
     """Start of a command line that starts so many ranks on this host: ``torchrun ... -m ``, or nothing for one."""
     return f"torchrun --standalone --nproc-per-node {ranks} -m " if ranks > 1 else ""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from lading import __version__
-from lading.alone import launcher, num_ranks, rank_number
+from lading.alone import launcher, num_ranks, rank_number, restarts
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -139,8 +139,9 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
     SystemExit.
 
     Args:
-        resume: Go on from the newest complete checkpoint. How parameters move may have changed since (more steps,
-            another learning rate), and the number of ranks, which is said; a model, its data or an optimizer may not.
+        resume: Go on from the newest complete checkpoint; a job that torchrun has started again always does. How
+            parameters move may have changed since (more steps, another learning rate), and the number of ranks, which
+            is said; a model, its data or an optimizer may not.
         cache: Whether the plan may come from the user's cache folder, and is kept there (``planner.cache``).
 
     Raises:
@@ -149,7 +150,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
-    ranks = _Ranks.of_job()
+    ranks, resume = _Ranks.of_job(), resume or restarts() > 0
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
             what = sharing_processors(resolved(what))
@@ -325,9 +326,10 @@ class _Ranks:
         except Exception as error:
             if self.count == 1:
                 raise
-            from lading.runtime.job import is_first_to_fail
+            from lading.runtime.job import is_first_to_fail, tell_launcher
 
             if is_first_to_fail():
+                tell_launcher(error)
                 raise
             raise SystemExit(1) from error
 

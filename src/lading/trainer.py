@@ -635,14 +635,22 @@ class Trainer:
         """
         if self._replicas is None:
             return self._save(Path(folder), meta or {}, keep)
-        from lading.runtime.job import by_first_rank
+        from lading.runtime.job import FIRST_RANK_S, by_first_rank
+
+        replicas = self._replicas
+
+        def write() -> str:
+            try:
+                return str(self._save(Path(folder), meta or {}, keep))
+            finally:
+                replicas.announce()
+
+        def meanwhile() -> None:
+            self._give_shards(self._sharded())
+            replicas.hear(0, FIRST_RANK_S)  # which ends with the first rank, as its store may not
 
         self._meet("save a checkpoint")
-        self._saved = by_first_rank(
-            "Trainer.save",
-            lambda: str(self._save(Path(folder), meta or {}, keep)),
-            meanwhile=lambda: self._give_shards(self._sharded()),
-        )
+        self._saved = by_first_rank("Trainer.save", write, meanwhile=meanwhile)
         return Path(self._saved)
 
     def _sharded(self) -> list[str]:

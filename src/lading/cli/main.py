@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import platform
 import signal
 import sys
 import threading
@@ -188,7 +189,9 @@ def _help() -> str:
 
 
 def _say_error(error: Exception | str) -> None:
-    for text in (f"error: {error}", *getattr(error, "__notes__", ())):
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    where = f"on rank {os.environ.get('RANK', '?')} of {ranks} ({platform.node()}): " if ranks != "1" else ""
+    for text in (f"error: {where}{error}", *getattr(error, "__notes__", ())):
         print(fitted(text), file=sys.stderr)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -113,3 +114,16 @@ class StopRequest:
         """Let the signal that was noted in the block do what it would have done."""
         if self.number:
             signal.raise_signal(self.number)
+
+
+@contextmanager
+def ending_at_once() -> Generator[None, None, None]:
+    """Let SIGTERM end the process while the block waits outside of Python, where no handler would run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -11,15 +11,19 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from lading.errors import ConfigError, StorageError
 from lading.ir.layout import AXES, Layout
@@ -27,6 +31,7 @@ from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
 from lading.runtime.agreement import Meeting
 from lading.runtime.binding import Mailbox
+from lading.runtime.interrupts import ending_at_once
 from lading.runtime.shard_exchange import gather_shards, sum_shards
 
 #: Seconds that a rank waits for the others in a collective.
@@ -35,11 +40,17 @@ TIMEOUT_S = 300.0
 FIRST_RANK_S = 3600.0
 #: Seconds that a rank that has ended waits for the others.
 _CLOSING_S = 10.0
+#: Seconds in which ranks that have lost another say so: who does not is the one.
+_ROLL_CALL_S = 2.0
+#: Seconds between two looks at the store while ranks meet.
+_PAUSE_S = 0.01
 #: Elements of a first reduction. It, and first collectives of other kinds, bring in code and buffers that later ones
 #: keep, which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
 #: Numbers that ranks compare before they do something, at most.
 _MOST_FACTS = 8
+#: Tag of announcements, beside those of what a step sends.
+_ANNOUNCED = 1 << 20
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -57,7 +68,7 @@ def start_job(ranks: int) -> int:
                 f"expected a job of {ranks} ranks, as the plan is for so many, found one process (no {missing[0]} in "
                 f"the environment); start it with: torchrun --nproc-per-node {ranks} SCRIPT"
             )
-        dist.init_process_group("gloo")
+        _connect()
         atexit.register(_end_job)
     if (count := dist.get_world_size()) != ranks:
         raise ConfigError(
@@ -65,6 +76,53 @@ def start_job(ranks: int) -> int:
             f'plan with layout="dp{count}"'
         )
     return dist.get_rank()
+
+
+def _connect() -> None:
+    """Make the process group of the ranks that a launcher has started; raises as ``start_job``."""
+    count, limit = os.environ["WORLD_SIZE"], timedelta(seconds=TIMEOUT_S)
+    try:
+        with ending_at_once():
+            store, rank, ranks = next(rendezvous("env://", timeout=limit))
+            started = distributed_c10d.PrefixStore(_start_of(store, rank, ranks), store)
+            dist.init_process_group("gloo", store=started, rank=rank, world_size=ranks, timeout=limit)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"expected {count} ranks to meet within {TIMEOUT_S:g} s at {os.environ['MASTER_ADDR']}, port "
+            f"{os.environ['MASTER_PORT']}: {_first_line(error)}; look at the output of the others"
+        ) from error
+
+
+def _start_of(store: distributed_c10d.Store, rank: int, ranks: int) -> str:
+    """Agree on a name of this start of a job, for its keys in a store that may have those of earlier ones.
+
+    torchrun's store outlives the ranks that it starts again, and each of several nodes counts starts by itself. So the
+    first rank makes up the name and answers whoever says hello now; nobody answers who has gone.
+
+    Raises:
+        ConfigError: a rank has not come.
+    """
+
+    def told(key: str) -> str:
+        return bytes(store.get(f"lading/{key}")).decode() if store.check([f"lading/{key}"]) else ""
+
+    mine, deadline, late = uuid4().hex, time.monotonic() + TIMEOUT_S, [*range(1, ranks)] if rank == 0 else [0]
+    store.set(f"lading/hello {rank}", mine)
+    while late and time.monotonic() < deadline:
+        if rank == 0:
+            late = [peer for peer in late if told(f"joined {peer}") != mine]
+            for peer in late:
+                store.set(f"lading/answer {peer}", f"{told(f'hello {peer}')} {mine}")
+        elif told(f"answer {rank}").startswith(mine):
+            store.set(f"lading/joined {rank}", told(f"answer {rank}").split()[1])
+            return told(f"joined {rank}")
+        time.sleep(_PAUSE_S)
+    if late:
+        raise ConfigError(
+            f"expected {ranks} ranks to come within {TIMEOUT_S:g} s, {', '.join(map(str, late))} did not; see whether "
+            "their processes live"
+        )
+    return mine
 
 
 def _end_job() -> None:
@@ -130,6 +188,11 @@ def is_first_to_fail() -> bool:
     return bytes(first).decode() == str(rank)
 
 
+def tell_launcher(error: Exception) -> None:
+    """Let torchrun, if it started this rank, say that this error ended the job: else it names the first rank to end."""
+    get_error_handler().record_exception(error)
+
+
 def _run_number(more: int) -> int:
     """Number of runs that this rank has begun, with some more."""
     return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
@@ -169,7 +232,11 @@ class Replicas:
     def __init__(self, layout: Layout, collectives: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> None:
         ranks = layout.devices
         self.ranks, self.rank, self._timeout_s = ranks, start_job(ranks), timeout_s
-        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        try:
+            with ending_at_once():
+                made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise StorageError(f"lost the other ranks while they connected: {_first_line(error)}") from error
         self._group = cast("dist.ProcessGroup | None", made)
         self._layout, self._all = layout, cast("str", dict(layout.across(*AXES))["over"])
         self._groups: dict[str, tuple[dist.ProcessGroup, tuple[int, ...]]] = {}
@@ -311,6 +378,18 @@ class Replicas:
                 each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))
                 raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
 
+    def announce(self) -> None:
+        """Tell all other ranks that what they wait for has ended; those that are gone do not matter."""
+        for peer in range(self.ranks):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    dist.send(torch.zeros(1), peer, group=self._group, tag=_ANNOUNCED)
+
+    def hear(self, peer: int, timeout_s: float) -> None:
+        """Wait until another rank announces; errors as ``mean_``, at once where that rank is gone."""
+        work = dist.irecv(torch.zeros(1), peer, group=self._group, tag=_ANNOUNCED)
+        self._collective(lambda: cast("dist.Work", work).wait(timedelta(seconds=timeout_s)))
+
     def barrier(self) -> None:
         """Wait until all ranks have come here; raises as ``mean_`` does."""
         self._collective(lambda: dist.barrier(group=self._group))
@@ -347,19 +426,22 @@ class Replicas:
 
     def _lost(self, error: Exception) -> str:
         """Say which ranks did not come to a collective, as far as they can still be asked."""
-        first = _first_line(error)
+        first, deadline, silent = _first_line(error), time.monotonic() + _ROLL_CALL_S, [*range(self.ranks)]
         try:
-            told = {r: self._told(r) for r in range(self.ranks) if r != self.rank}
+            self._store.set(f"lost in {self._doing} {self.rank}", "")
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not self._store.check([f"lost in {self._doing} {rank}"])]
+                time.sleep(_PAUSE_S)
+            each = [f"rank {rank} ({self._told(rank) or 'had not come'})" for rank in silent]
         except RuntimeError as lost:
             return (
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
                 f"has ended ({_first_line(lost)}; {first}); look at its output, and start the job again"
             )
-        late = [f"rank {rank} ({doing or 'had not come'})" for rank, doing in told.items() if doing != self._doing]
-        who = ", ".join(late[:8]) if late else "a rank that had come, and then failed or hung"
         return (
-            f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: {who} "
-            f"({first}); look at its output, and start the job again from the last checkpoint"
+            f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: "
+            f"{', '.join(each[:8]) or 'none, but a connection broke'} ({first}); look at its output, and start the job "
+            "again from the last checkpoint"
         )
 
     def _told(self, rank: int) -> str:

@@ -140,7 +140,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = _spread(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    uncut = _uncut(optimizer, rule, matrices, others)
+    uncut = _uncut(rule, matrices, others)
+    is_torch = isinstance(optimizer, torch.optim.Optimizer)
+    groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     if spread.zero and uncut:
         raise ConfigError(
             "layout: expected one step, and one rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
@@ -169,11 +171,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
 
             def step_in(tried: Layout) -> StepGraph:
                 if alone is None:
-                    return step_of(graph, machine, **moved, layout=tried)
+                    return step_of(graph, machine, **moved, layout=tried, choices=Choices(groups=groups))
                 return reduce_gradients(alone, tried)
 
             layout = best_buckets(step_in, machine, spread)
-        return made(layout, budget, Choices()).plan
+        return made(layout, budget, Choices(groups=groups if spread.zero else ())).plan
 
     def made(layout: Layout, budget: str | float, part: Choices) -> Planned:
         steps = [step_of(each, machine, **moved, layout=layout, choices=part) for each in (graph, *others)]
@@ -198,7 +200,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
                 workspace_bytes=memory.scratch_bytes,
             )
         plan = _told(planned.plan, memory, graph, rule, matrices, layout)
-        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank)
+        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
         return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
 
     def make() -> Plan:
@@ -233,15 +235,33 @@ def _spread(layout: str, devices: int) -> Layout:
     return dataclasses.replace(asked, zero=0) if asked.dp == 1 else asked
 
 
-def _uncut(optimizer: object, rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> str:
+def _uncut(rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
         return "further steps (others=), which use parameters in an order of their own"
     if matrices is not None:
         return f"{matrices.rule}, which moves whole matrices"
-    if isinstance(optimizer, torch.optim.Optimizer) and len(optimizer.param_groups) > 1:
-        return f"{len(optimizer.param_groups)} parameter groups, whose parameters share units"
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
+
+
+def _other_groups(optimizer: torch.optim.Optimizer, captured: StepGraph) -> tuple[tuple[str, ...], ...]:
+    """Names of the captured parameters in each group of an optimizer but the first.
+
+    Raises:
+        ConfigError: it has several, and the model that was captured is gone.
+    """
+    if len(optimizer.param_groups) == 1:
+        return ()
+    model = None if captured.frozen is None or captured.frozen.model is None else captured.frozen.model()
+    if model is None:
+        raise ConfigError(
+            f"optimizer: expected the model that was captured, whose parameters are in {len(optimizer.param_groups)} "
+            "groups, found that it is gone; plan while it exists, or capture again"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first = {alias: p.names[0] for p in captured.parameters for alias in p.names}
+    rest = ([names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups[1:])
+    return tuple(tuple(first[name] for name in group if name in first) for group in rest)
 
 
 def _fastest(

@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 7
+PLAN_FORMAT = 8
 
 
 class PlanKind(StrEnum):
@@ -197,6 +197,7 @@ class Choices:
         in_flight: Micro-batches that a device may have under way, by its name.
         cuts: Operations of a captured forward at which the stages of a pipeline but the first begin.
         rank: Rank of the pipeline that this is the plan of.
+        groups: Names of the parameters in each group of the optimizer but the first, where no shard is of several.
     """
 
     gaps: tuple[Choice, ...] = ()
@@ -211,6 +212,7 @@ class Choices:
     in_flight: dict[str, int] = field(default_factory=lambda: {})
     cuts: tuple[int, ...] = ()
     rank: int = 0
+    groups: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if unknown := sorted({device for _, device in self.placement} - self.in_flight.keys()):

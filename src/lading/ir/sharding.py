@@ -83,16 +83,21 @@ class GatheredUnit:
         return f"{self.name}.shard"
 
 
-def shard_parameters(captured: StepGraph, layout: Layout) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
+def shard_parameters(
+    captured: StepGraph, layout: Layout, groups: Sequence[Sequence[str]] = ()
+) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
     """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
 
     ``parameters`` of the graph are then the shards, each with the unit's gradients side by side, not reduced yet.
+
+    Args:
+        groups: Names of parameters that share a unit with none outside their group; the others are another group.
 
     Raises:
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
     check_alike(captured)
-    return _Sharder(captured, layout).sharded()
+    return _Sharder(captured, layout, groups).sharded()
 
 
 def unshard_parameters(
@@ -139,8 +144,9 @@ class _Sharder:
         after: Copies of gradients that come behind an operation, by its number.
     """
 
-    def __init__(self, captured: StepGraph, layout: Layout) -> None:
+    def __init__(self, captured: StepGraph, layout: Layout, groups: Sequence[Sequence[str]]) -> None:
         self.graph, self.ranks, self.layout = captured, layout.axes["shard"], layout
+        self.group = {name: number for number, names in enumerate(groups, 1) for name in names}
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
         self.after: dict[int, list[Op]] = {}
@@ -200,26 +206,32 @@ class _Sharder:
             for n, p in enumerate(graph.parameters)
             if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.zero == 3)
         ]
-        kinds: dict[tuple[str, bool], list[int]] = {}
+        kinds: dict[tuple[str, bool, int], list[int]] = {}
         for _, number in sorted(used):
             parameter = graph.parameters[number]
-            kind = graph.tensors[parameter.tensor].dtype, parameter.gradient is not None
-            kinds.setdefault(kind, []).append(number)
-        for numbers in kinds.values():
-            yield from self._by_block(numbers) if self.layout.zero == 3 else self._by_bytes(numbers)
+            trained, group = parameter.gradient is not None, self.group.get(parameter.names[0], 0)
+            kinds.setdefault((graph.tensors[parameter.tensor].dtype, trained, group), []).append(number)
+        if self.layout.zero == 3:
+            runs = [self._blocks(numbers) for numbers in kinds.values()]
+            largest = max((self._size_bytes(run) for each in runs for run in each), default=0)
+            for each in runs:
+                yield from self._joined(each, largest)
+        else:
+            for numbers in kinds.values():
+                yield from self._by_bytes(numbers)
 
     def _by_bytes(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Cut a run of parameters into units of at least ``bucket_bytes``."""
         unit: list[int] = []
         for number in numbers:
             unit.append(number)
-            if sum(map(self._size_bytes, unit)) >= self.layout.bucket_bytes:
+            if self._size_bytes(unit) >= self.layout.bucket_bytes:
                 yield unit
                 unit = []
         if unit:
             yield unit
 
-    def _by_block(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+    def _blocks(self, numbers: Sequence[int]) -> list[list[int]]:
         """Cut a run of parameters where one block of the model ends and the next begins."""
         runs: list[list[int]] = []
         last: str | None = None
@@ -230,17 +242,20 @@ class _Sharder:
                 runs.append([])
             runs[-1].append(number)
             last = block
-        sizes = [sum(map(self._size_bytes, run)) for run in runs]
-        units: list[list[int]] = []
-        for run, size in zip(runs, sizes, strict=True):
-            if units and size * _SMALL < max(sizes):
-                units[-1].extend(run)
-            else:
-                units.append(run)
-        yield from units
+        return runs
 
-    def _size_bytes(self, number: int) -> int:
-        return self.graph.tensors[self.graph.parameters[number].tensor].size_bytes
+    def _joined(self, runs: Sequence[Sequence[int]], largest_bytes: int) -> Iterator[list[int]]:
+        """Yield runs of parameters, small ones with the run before."""
+        unit: list[int] = []
+        for run in runs:
+            if unit and self._size_bytes(run) * _SMALL >= largest_bytes:
+                yield unit
+                unit = []
+            unit = [*unit, *run]
+        yield unit
+
+    def _size_bytes(self, numbers: Sequence[int]) -> int:
+        return sum(self.graph.tensors[self.graph.parameters[number].tensor].size_bytes for number in numbers)
 
     def _aligned(self, numbers: Sequence[int]) -> _Members:
         """Lay parameters side by side. See [Note: equal programs]."""

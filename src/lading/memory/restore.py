@@ -55,7 +55,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
     Args:
         layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``; with
             ``zero``, each rank keeps a shard of the optimizer's states, and of parameters with ZeRO 3.
-        choices: Where a pipeline is cut, and the rank whose step it is.
+        choices: Where a pipeline is cut, and the rank whose step it is; parameters that share no unit of shards.
         widen: Take gradients to float32 as for several ranks (``lading.ir.expand.expand``).
 
     Raises:
@@ -64,7 +64,8 @@ def step_of(  # noqa: PLR0913  what a step depends on
     """
     if layout.devices > 1:
         captured = with_draws(captured, machine.device.kind)
-    sharded, units = shard_parameters(captured, layout) if layout.zero else (captured, ())
+    groups = choices.groups if choices is not None else ()
+    sharded, units = shard_parameters(captured, layout, groups) if layout.zero else (captured, ())
     part, order = None, ()
     if layout.pp > 1:
         assert choices is not None, "a pipeline is cut somewhere"

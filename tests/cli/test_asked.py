@@ -56,7 +56,6 @@ def test_sequences_of_a_step_are_said_in_either_way(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("plan run.toml --devices 8", "--devices belongs to --model, got it next to run.toml; leave it out, or give"),
         ("plan run.toml --top 3", "--top belongs to --model, got it next to run.toml; leave it out, or give --model"),
         ("simulate plan.json --jitter 0.1", "--jitter belongs to --model, got it next to plan.json; leave it out"),
         ("simulate run.toml --stack default", "--stack belongs to --model, got it next to run.toml; leave it out"),

@@ -403,7 +403,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2
     assert "expected --devices and --global-batch next to --model" in capsys.readouterr().err
     for wrong, message in (
-        (["run.toml", "--devices", "8"], "--devices belongs to --model"),
         (["run.toml", "--tree"], "--tree belongs to --model"),
         (["run.toml", "--pin", "tp=2"], "--pin belongs to --model"),
         (["--model", "gpt2", "--machine", "h100", *options, "--top", "0"], "expected at least 1 layout to show, got 0"),

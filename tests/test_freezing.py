@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -202,10 +203,10 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[floa
 
     losses: list[float] = []
     norms: list[float] = []
-    phases = [(layout if ranks > 1 else "dp1", frozen, steps) for layout, frozen, steps in PHASES]
-    with lading.Trainer(*again(phases[0][0]), model, folder=folder) as trainer:
-        for layout, frozen, steps in phases:
-            if frozen:
+    layouts = [layout if ranks > 1 else "dp1" for layout, _, _ in PHASES]
+    with lading.Trainer(*again(layouts[0]), model, folder=folder) as trainer:
+        for layout, (_, frozen, steps) in zip(layouts, PHASES, strict=True):
+            if trainer.steps:
                 trainer.pause()
                 freeze(model, frozen)
                 trainer.resume(*again(layout))
@@ -214,7 +215,7 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[floa
             for _ in range(steps):
                 parts = [batch(trainer.steps, first + number) for number in range(share)]
                 losses.append(trainer.step(parts, norms=True))
-            if frozen < 3:  # shards have no whole gradients
+            if trainer.steps != 6:  # shards have no whole gradients
                 norms += trainer.gradient_norms().values()
         return losses, norms, {name: trainer.value(name) for name in sorted(trainer._values)}
 
@@ -320,3 +321,81 @@ def test_a_freezing_that_means_nothing_is_refused(asked: dict[str, Any], why: st
     model = build()
     with pytest.raises(ConfigError, match=why):
         lading.Freezing(model, model, **asked)
+
+
+def rest(model: nn.Sequential, hidden: torch.Tensor) -> torch.Tensor:
+    return model[2:](hidden).square().mean()
+
+
+def cached(model: nn.Sequential, folder: Path, *, slow_read: bool = False, **room: Any) -> lading.PrefixCache:
+    fast = small_machine()
+    device = dataclasses.replace(fast.device, memory_bandwidth_bytes_per_s=1e15, op_overhead_s=0.0)
+    tier = dataclasses.replace(fast.tiers[0], read_bytes_per_s=1.0 if slow_read else 1e15, latency_s=0.0)
+    machine = dataclasses.replace(fast, device=device, tiers=(tier,))
+    return lading.PrefixCache(nn.Sequential(*list(model)[:2]), machine, folder=folder, **room)
+
+
+def test_a_cached_prefix_is_skipped_with_the_same_bits(tmp_path: Path) -> None:
+    samples, row = torch.stack([batch(9, number) for number in range(6)]), 8 * WIDTH * 4
+    model, other = build(), build()
+    for each in (model, other):
+        freeze(each, 2)
+    cache = cached(model, tmp_path, memory=2 * row, disk=20 * row)
+
+    def train(net: nn.Sequential, captured: Any, batches: Callable[[int], torch.Tensor]) -> list[float]:
+        graph = lading.capture(net, batches(0), captured)
+        plan = lading.plan(graph, small_machine(), budget="100%", cache=False)
+        with lading.Trainer(plan, graph, net, folder=tmp_path) as trainer:
+            torch.manual_seed(1)
+            return [trainer.step(batches(number % 3)) for number in range(12)]
+
+    def hidden(number: int) -> torch.Tensor:
+        return cache([2 * number, 2 * number + 1], samples[2 * number : 2 * number + 2])
+
+    losses = train(model, rest, hidden)
+    assert losses == train(other, lambda net, x: net(x).square().mean(), lambda n: samples[2 * n : 2 * n + 2])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert cache.verdict.startswith("kept: a sample of 512 B is computed in")
+    assert (cache.hits, cache.misses) == (20, 6)
+
+
+def test_a_cache_that_would_not_pay_is_not_kept(tmp_path: Path) -> None:
+    model, inputs = build().eval(), torch.randn(3, WIDTH)
+    freeze(model, 2)
+    slow = cached(model, tmp_path, slow_read=True, memory=0, disk=1 << 20)
+    for number in range(4):
+        assert slow(range(3 * number, 3 * number + 3), inputs + number).shape == (3, WIDTH)
+    assert slow.verdict.startswith("not kept, as reading would not pay: a sample of 64 B is computed in")
+    assert "read from disk in 64" in slow.verdict
+
+    class Mixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0)
+
+    mixed = lading.PrefixCache(Mixed(), small_machine(), memory=1 << 20)
+    mixed([0, 1, 2], inputs)
+    mixed([3, 4, 5], inputs + torch.arange(3).unsqueeze(1))
+    assert torch.equal(
+        mixed([0, 4, 2], inputs + torch.tensor([[0.0], [1.0], [0.0]])),
+        Mixed()(inputs + torch.tensor([[0.0], [1.0], [0.0]])),
+    )
+    assert mixed.verdict == "not kept: the outputs of a sample depend on the samples that are in its batch"
+
+
+def test_a_prefix_whose_outputs_differ_is_refused(tmp_path: Path) -> None:
+    model, inputs = build(), torch.randn(2, WIDTH)
+    with pytest.raises(ConfigError, match=r"found that 0\.0\.weight is trained"):
+        cached(model, tmp_path, memory=1 << 20)
+    freeze(model, LAYERS)
+    with pytest.raises(ConfigError, match="that draws random numbers"):
+        lading.PrefixCache(model, small_machine(), memory=1 << 20)([0, 1], inputs)
+    with pytest.raises(ConfigError, match="that changes its buffers"):
+        lading.PrefixCache(nn.BatchNorm1d(WIDTH, affine=False), small_machine(), memory=1 << 20)([0, 1], inputs)
+    cache = cached(model, tmp_path, memory=1 << 20)
+    cache([0, 1], inputs)
+    with pytest.raises(ConfigError, match="inputs of sample 1 as they were before"):
+        cache([2, 1], inputs + 1)
+    with pytest.raises(ConfigError, match="a number for each of 2 samples, got 1"):
+        cache([2], inputs)
+    with pytest.raises(ConfigError, match="expected a machine with a tier of kind 'file'"):
+        lading.PrefixCache(nn.Identity(), small_machine(disk=False), memory=0, disk="1MB")

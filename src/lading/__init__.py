@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         SimulationError,
         StorageError,
     )
-    from lading.freezing import Freezing
+    from lading.freezing import Freezing, PrefixCache
     from lading.grouping import Matrices
     from lading.ir.graph import StepGraph
     from lading.ir.machine import Machine
@@ -58,6 +58,7 @@ __all__ = [
     "Matrices",
     "Plan",
     "PlanInfeasible",
+    "PrefixCache",
     "Program",
     "ProgramError",
     "SimulationError",
@@ -90,6 +91,7 @@ _DEFINED_IN = MappingProxyType(
         "Matrices": "lading.grouping",
         "Plan": "lading.ir.plan",
         "PlanInfeasible": "lading.errors",
+        "PrefixCache": "lading.freezing",
         "Program": "lading.ir.program",
         "ProgramError": "lading.errors",
         "SimulationError": "lading.errors",

@@ -1,4 +1,4 @@
-"""Freezing: which leading layers of a model are trained no more, from epoch to epoch.
+"""Freezing: which leading layers of a model are trained no more, and a cache of what they compute.
 
 The rules are functions of numbers. ``by_gradient_norm`` is the published one (PipeTransformer, He et al. 2021,
 https://arxiv.org/abs/2102.03161, section 3.1), ``by_percentile`` that of the code released with it
@@ -7,17 +7,31 @@ https://arxiv.org/abs/2102.03161, section 3.1), ``by_percentile`` that of the co
 
 from __future__ import annotations
 
+import copy
+import os
+import tempfile
+import time
+import weakref
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from math import hypot
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from lading.catalog.load import as_machine
 from lading.errors import ConfigError, check_number
+from lading.files import cannot_read, cannot_write
+from lading.ir.machine import Machine
+from lading.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from lading.trainer import Trainer
+
+#: Batches whose forward is timed before it is decided whether reading pays; the first warms up.
+_TIMED = 3
 
 
 def by_gradient_norm(frozen: int, norms: Sequence[float], alpha: float) -> int:
@@ -149,3 +163,178 @@ class Freezing:
         """Go on from a state: its layers are frozen now; capture and plan after this."""
         self.frozen, self._before = state["frozen"], [*state["norms"]]
         self._freeze()
+
+
+class PrefixCache:
+    """Outputs of a frozen prefix by sample, in memory and then on disk, so that later epochs skip its forward.
+
+    A batch is read where all of its samples are there, and computed where one is not. Reading is predicted from the
+    machine's rates and compared with the forward as it is measured; what would not pay is not kept, and ``verdict``
+    says why. The first batch that is read is computed, too: where a bit differs, nothing is kept.
+
+    Args:
+        prefix: Frozen module, from a batch of inputs to a batch of outputs (samples, ...); a copy of it is made now, so
+            pause the trainer first. It runs in plain PyTorch, with the bits of the step that it is taken out of.
+        machine: Machine as ``lading.plan`` takes it, for the rates of memory and of the disk.
+        memory: Bytes of outputs that may lie in memory ("500MB").
+        disk: Bytes that may lie in a file, where the machine has a tier of kind "file".
+        folder: Folder of that file, which goes with the process.
+
+    Attributes:
+        verdict: What was decided, and why, in words.
+        hits, misses: Samples that were read, and that were computed.
+
+    Raises:
+        ConfigError: the prefix is trained, or the machine has no such tier.
+    """
+
+    def __init__(
+        self,
+        prefix: torch.nn.Module,
+        machine: Machine | str | Path,
+        *,
+        memory: str | float,
+        disk: str | float = 0,
+        folder: str | Path = ".",
+    ) -> None:
+        if trained := [name for name, parameter in prefix.named_parameters() if parameter.requires_grad]:
+            raise ConfigError(f"PrefixCache: expected a frozen prefix, found that {trained[0]} is trained; freeze it")
+        machine = as_machine(machine)
+        tier = next((tier for tier in machine.tiers if tier.name == machine.swap_tier), None)
+        self._room = {"memory": parse_bytes(memory, "memory"), "disk": parse_bytes(disk, "disk")}
+        if self._room["disk"] and tier is None:
+            raise ConfigError(f"disk: expected a machine with a tier of kind 'file', got {machine!r}; leave it out")
+        self._prefix, self._folder = copy.deepcopy(prefix), Path(folder)
+        self._bandwidth = {"memory": machine.device.memory_bandwidth_bytes_per_s / 2}  # read here, written there
+        self._latency_s = {"memory": machine.device.op_overhead_s}
+        if tier is not None:
+            self._bandwidth["disk"], self._latency_s["disk"] = tier.read_bytes_per_s, tier.latency_s
+        self._inputs: dict[int, int] = {}  # checksum of each sample's inputs
+        self._rows: dict[int, torch.Tensor | int] = {}  # of each sample, the output or its place in the file
+        self._file: Any = None
+        self._forwards_s, self._like = list[float](), torch.empty(0)
+        self._is_checked, self._keeps = False, True
+        self.hits, self.misses = 0, 0
+        self.verdict = "not decided yet"
+
+    def __call__(self, ids: Sequence[int] | torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Outputs of the prefix for a batch.
+
+        Args:
+            ids: Number of each sample, the same in every epoch, as an indexed data set has them.
+            inputs: Inputs of the samples, (samples, ...), on the CPU.
+
+        Raises:
+            ConfigError: outputs would differ from epoch to epoch: the prefix draws random numbers or changes its
+                buffers, or a sample has other inputs than before.
+            StorageError: the file cannot be written or read.
+        """
+        keys = [int(number) for number in ids]
+        if len(keys) != len(inputs):
+            raise ConfigError(f"ids: expected a number for each of {len(inputs)} samples, got {len(keys)}")
+        if not self._keeps:
+            return self._computed(inputs)
+        self._check_inputs(keys, inputs)
+        if not all(key in self._rows for key in keys):
+            outputs = self._computed(inputs)
+            self.misses += len(keys)
+            self._keep(keys, outputs)
+            return outputs
+        outputs = self._read(keys)
+        if not self._is_checked:
+            self._is_checked, computed = True, self._computed(inputs)
+            if not torch.equal(computed, outputs):
+                self._drop("not kept: the outputs of a sample depend on the samples that are in its batch")
+                return computed
+        self.hits += len(keys)
+        return outputs
+
+    def _computed(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the prefix, which has to give the same again."""
+        random = torch.get_rng_state()
+        versions = [buffer._version for buffer in self._prefix.buffers()]
+        started = time.perf_counter()
+        with torch.no_grad():
+            outputs = self._prefix(inputs)
+        self._forwards_s.append((time.perf_counter() - started) / max(1, len(inputs)))
+        changed = "changes its buffers" if versions != [b._version for b in self._prefix.buffers()] else ""
+        drawn = "" if torch.equal(random, torch.get_rng_state()) else "draws random numbers"
+        if drawn or changed:
+            raise ConfigError(
+                f"PrefixCache: expected a prefix whose outputs stay the same, found one that {drawn or changed}, as "
+                "dropout and running statistics do in training; put it into eval() mode before it is captured, or go "
+                "without a cache"
+            )
+        if not isinstance(outputs, torch.Tensor) or len(outputs) != len(inputs) or outputs.device.type != "cpu":
+            raise ConfigError(f"PrefixCache: expected outputs on the CPU, one a sample, got {type(outputs).__name__}")
+        return outputs
+
+    def _check_inputs(self, keys: Sequence[int], inputs: torch.Tensor) -> None:
+        for key, row in zip(keys, inputs.contiguous(), strict=True):
+            checksum = zlib.crc32(_bytes_of(row))
+            if self._inputs.setdefault(key, checksum) != checksum:
+                raise ConfigError(
+                    f"PrefixCache: expected the inputs of sample {key} as they were before, found others: data is "
+                    "augmented, or ids are not those of samples; go without a cache"
+                )
+
+    def _keep(self, keys: Sequence[int], outputs: torch.Tensor) -> None:
+        """Put outputs where there is room, unless reading them would take longer than computing them."""
+        self._like = outputs[0]
+        if self.verdict == "not decided yet" and len(self._forwards_s) >= _TIMED:
+            self._decide(min(self._forwards_s[1:]))
+        for key, row in zip(keys, outputs, strict=True):
+            place = next((place for place, room in self._room.items() if room >= row.nbytes), None)
+            if place is None or key in self._rows or not self._keeps:
+                continue
+            self._room[place] -= row.nbytes
+            self._rows[key] = row.clone() if place == "memory" else self._written(row)
+
+    def _decide(self, forward_s: float) -> None:
+        size = self._like.nbytes
+        reads = {place: self._latency_s[place] + size / rate for place, rate in self._bandwidth.items()}
+        told = f"a sample of {format_bytes(size)} is computed in {format_seconds(forward_s)}"
+        told += "".join(f", read from {place} in {format_seconds(reads[place])}" for place in reads)
+        slow = [place for place in reads if self._room[place] and reads[place] >= forward_s]
+        self._room |= dict.fromkeys(slow, 0)
+        if "memory" in slow or (slow and not any(isinstance(row, torch.Tensor) for row in self._rows.values())):
+            self._drop(f"not kept, as reading would not pay: {told}")
+            return
+        self.verdict = f"kept{' in memory alone' if slow else ''}: {told}"
+        self._rows = {key: row for key, row in self._rows.items() if not slow or isinstance(row, torch.Tensor)}
+
+    def _drop(self, why: str) -> None:
+        self._keeps, self.verdict = False, why
+        self._rows.clear()
+        self._inputs.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _written(self, row: torch.Tensor) -> int:
+        """Write a row at the end of the file; returns where."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  as long as this
+                weakref.finalize(self, self._file.close)
+            at = self._file.seek(0, os.SEEK_END)
+            self._file.write(_bytes_of(row.contiguous()))
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+        return at
+
+    def _read(self, keys: Sequence[int]) -> torch.Tensor:
+        outputs = self._like.new_empty((len(keys), *self._like.shape))
+        for key, target in zip(keys, outputs, strict=True):
+            place = self._rows[key]
+            if isinstance(place, torch.Tensor):
+                target.copy_(place)
+                continue
+            try:
+                os.preadv(self._file.fileno(), [_bytes_of(target)], place)
+            except OSError as error:
+                raise cannot_read(self._folder, error) from error
+        return outputs
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -69,6 +69,8 @@ _SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
 
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
+#: Settings of a layout that a run may have.
+_SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule")
 #: Size of which the speed of sends is taken to choose stages by.
 _SENT_BYTES = 1 << 20
 
@@ -152,30 +154,33 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         raise ConfigError(
             "layout: expected one step, and an optimizer of Lading's (lading.AdamW), in a pipeline, whose ranks have "
             f"parameters of their own, got {'further steps (others=)' if others else name_of(rule)}; train replicas "
-            f'(layout="dp{spread.pp}"), or leave that out'
+            f'(layout="dp{spread.devices}"), or leave that out'
         )
     limits = _limits(machine, disk_budget, budgets)
 
     moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
 
     def plan_in(spread: Layout, budget: str | float) -> Plan:
+        parts = [Choices(groups=groups if spread.zero else ())]
         if spread.pp > 1:
             work = op_costs(graph, machine.device)
             sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
             cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
             parts = [Choices(cuts=cuts, rank=rank) for rank in range(spread.pp)]
-            return joined([made(spread, budget, part) for part in parts], machine)
         layout = spread
-        if spread.dp > 1 and not spread.bucket_bytes and spread.zero < 3:
-            alone = None if spread.zero else step_of(graph, machine, **moved, layout=ALONE, widen=True)
+        if spread.dp > 1 and not spread.bucket_bytes and not spread.cuts_parameters:
+            alone = None
+            if not spread.zero and spread.pp == 1:
+                alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
 
             def step_in(tried: Layout) -> StepGraph:
-                if alone is None:
-                    return step_of(graph, machine, **moved, layout=tried, choices=Choices(groups=groups))
+                if alone is None:  # of a pipeline the first stage's, whose backward ends last
+                    return step_of(graph, machine, **moved, layout=tried, choices=parts[0])
                 return reduce_gradients(alone, tried)
 
             layout = best_buckets(step_in, machine, spread)
-        return made(layout, budget, Choices(groups=groups if spread.zero else ())).plan
+        each = [made(layout, budget, part) for part in parts]
+        return joined(each, machine) if spread.pp > 1 else each[0].plan
 
     def made(layout: Layout, budget: str | float, part: Choices) -> Planned:
         steps = [step_of(each, machine, **moved, layout=layout, choices=part) for each in (graph, *others)]
@@ -221,18 +226,20 @@ def _spread(layout: str, devices: int) -> Layout:
     """Layout of a run: the one asked for, or a replica a rank.
 
     Raises:
-        ConfigError: it is no layout, or one of more than replicas.
+        ConfigError: it is no layout, or one that runs are not spread in yet.
     """
     asked = parse_layout(layout, devices) if layout else Layout(dp=devices or num_ranks()[0])
-    pipeline = Layout(pp=asked.pp, vpp=asked.vpp, schedule=asked.schedule)
-    if asked != pipeline and asked != Layout(dp=asked.dp, zero=asked.zero, bucket_bytes=asked.bucket_bytes):
+    if asked != Layout(**{key: getattr(asked, key) for key in _SPREAD}):
         raise ConfigError(
-            f'layout: expected replicas, as "dp4", shards, as "dp4,zero3", or a pipeline, as "pp4" or '
-            f'"pp2,vpp2,interleaved", got {layout!r}; a run is spread in no other way yet'
+            f'layout: expected replicas, as "dp4", shards, as "dp4,zero3" or "dp4,zero3,shard2", a pipeline, as "pp4" '
+            f'or "pp2,vpp2,interleaved", or these together, as "dp2,pp2,zero1", got {layout!r}; a run is spread in no '
+            "other way yet"
         )
-    if asked.pp == 1 and asked.vpp > 1:
-        raise ConfigError(f"layout: expected chunks of a rank (vpp) in a pipeline only, got {layout!r}; add pp2")
-    return dataclasses.replace(asked, zero=0) if asked.dp == 1 else asked
+    if asked.pp == 1 and (asked.vpp > 1 or asked.schedule != ALONE.schedule):
+        raise ConfigError(
+            f"layout: expected a schedule and chunks of a rank (vpp) in a pipeline only, got {layout!r}; add pp2"
+        )
+    return dataclasses.replace(asked, zero=0, shard=0) if asked.axes["shard"] == 1 else asked
 
 
 def _uncut(rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> str:

@@ -15,6 +15,7 @@ import lading
 from lading.errors import ConfigError
 from lading.ir.expand import expand
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
+from lading.ir.layout import Layout
 from lading.ir.reduction import RECEIVE, SEND
 from lading.ir.schedules import Schedule, schedule
 from lading.ir.stage_cuts import narrow_cuts, rank_steps, stage_of_ops
@@ -70,8 +71,8 @@ def captured(name: str) -> tuple[nn.Module, StepGraph]:
 def steps_of(graph: StepGraph, plan: Schedule) -> list[StepGraph]:
     """Whole steps of all ranks, with updates."""
     cuts = narrow_cuts(graph, plan.stages, [float(op.flops + 1) for op in graph.ops], 1.0)
-    each = rank_steps(graph, stage_of_ops(graph, cuts), plan.ranks, plan.rank_of)
-    return [expand(step.graph, order=step.order(plan, rank)) for rank, step in enumerate(each)]
+    each = rank_steps(graph, stage_of_ops(graph, cuts), Layout(pp=plan.ranks), plan.rank_of)
+    return [expand(step.graph, order=step.order(plan)) for step in each]
 
 
 def begun(model: nn.Module, step: StepGraph) -> Interpreter:
@@ -170,7 +171,7 @@ def test_refused() -> None:
     taken = lading.capture(Counting(), torch.zeros(8, 4), lambda model, inputs: model(inputs).square().mean())
     cuts = narrow_cuts(taken, 2, [1.0] * len(taken.ops), 0.0)
     with pytest.raises(ConfigError, match="stage that changes the buffer 'seen' to be the only one that reads it"):
-        rank_steps(taken, stage_of_ops(taken, cuts), 2, lambda stage: stage)
+        rank_steps(taken, stage_of_ops(taken, cuts), Layout(pp=2), lambda stage: stage)
 
 
 class Counting(nn.Module):

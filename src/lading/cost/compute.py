@@ -23,13 +23,13 @@ from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
 from lading.cost.matrix_updates import eigen_s, eigen_share
 from lading.cost.product import product_s
-from lading.cost.topology import Group, group_of_ranks
+from lading.cost.topology import group_of_ranks
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
-from lading.ir.reduction import REDUCE_SCATTER, TRANSFERS, replicas_of
+from lading.ir.reduction import REDUCE_SCATTER, TRANSFERS, joined_ranks, ranks_of
 from lading.ir.sharding import GATHER_INTO, UNSHARD
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
@@ -193,31 +193,30 @@ def fused_costs(graph: StepGraph, device: Device) -> list[float]:
 
 
 def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:
-    """Seconds of each operation on the machine's device, and of each collective between replicas of the step.
+    """Seconds of each operation on the machine's device, and of each collective between ranks of the step.
 
-    Replicas that are processes of one host take its processors in turns (``Machine.processes``).
+    Ranks that are processes of one host take its processors in turns (``Machine.processes``).
 
     Raises:
         ConfigError: as ``op_costs``, or nothing is known of collectives among so many ranks.
     """
     costs = (fused_costs if fused else op_costs)(graph, machine.device)
-    replicas = replicas_of(graph)
-    if replicas == 1:
+    ranks = ranks_of(graph)
+    if ranks == 1:
         return costs
-    if not machine.links and f"all_reduce.{replicas}" not in machine.collectives:
-        raise ConfigError(
-            f"{machine.name}: expected the speed of collectives among {replicas} ranks, the machine says nothing of "
-            f"it; measure it with: lading probe --ranks {replicas}"
-        )
-    shared, group = machine.processes, group_of_ranks(replicas, machine)
+    shared = machine.processes
     for index, op in enumerate(graph.ops):
-        if op.name in TRANSFERS:
-            costs[index] = send_s(op.bytes_written, machine)
-        elif index in graph.collectives:
-            costs[index] = collective_s(_collective_of(op, group, machine), op.bytes_written, group, machine)
+        if index in graph.collectives:
+            name, count = _collective_of(op, machine)
+            if not machine.links and f"{name}.{count}" not in machine.collectives:
+                raise ConfigError(
+                    f"{machine.name}: expected the speed of collectives among {count} ranks, the machine says nothing "
+                    f"of it ({name}); measure it with: lading probe --ranks {ranks}"
+                )
+            costs[index] = collective_s(name, op.bytes_written, group_of_ranks(count, machine), machine)
         elif shared is not None:
             product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
-            costs[index] *= shared.slower("products" if product else "memory-bound", replicas)
+            costs[index] *= shared.slower("products" if product else "memory-bound", ranks)
     return costs
 
 
@@ -226,25 +225,29 @@ def send_s(size_bytes: int, machine: Machine) -> float:
     return collective_s("send", size_bytes, group_of_ranks(2, machine), machine)
 
 
-def _collective_of(op: Op, group: Group, machine: Machine) -> str:
-    """Name a collective as its speed is looked up: as Lading does it over gloo, or like it where none measured that."""
+def _collective_of(op: Op, machine: Machine) -> tuple[str, int]:
+    """Name a collective as its speed is looked up, and its ranks.
+
+    As Lading does it over gloo, or like it where none measured that.
+    """
+    if op.name in TRANSFERS:
+        return "send", 2
+    count = joined_ranks(op)
     names = {UNSHARD: _GATHERS, GATHER_INTO: _GATHERS, REDUCE_SCATTER: _SCATTERS}.get(op.name, ("all_reduce",))
-    return next((name for name in names if f"{name}.{group.ranks}" in machine.collectives), names[-1])
+    return next((name for name in names if f"{name}.{count}" in machine.collectives), names[-1]), count
 
 
 def slower_beside(graph: StepGraph, machine: Machine) -> dict[int, float]:
     """Share by which a rank's computing takes longer beside each collective of a step, by operation.
 
-    Where replicas are processes of one host, the collective is work of the same processors.
+    Where ranks are processes of one host, the collectives of all groups are work of the same processors.
     """
-    replicas, shared = replicas_of(graph), machine.processes
-    if replicas == 1 or shared is None:
-        return {}
-    group = group_of_ranks(replicas, machine)
-    slower: dict[int, float] = {}
+    shared, slower = machine.processes, dict[int, float]()
+    if shared is None:
+        return slower
     for index in graph.collectives:
-        name = "send" if graph.ops[index].name in TRANSFERS else _collective_of(graph.ops[index], group, machine)
-        busy = shared.busy.get(f"{name}.{replicas}", float(replicas))
+        name, count = _collective_of(graph.ops[index], machine)
+        busy = shared.busy.get(f"{name}.{count}", float(count)) * ranks_of(graph) / count
         slower[index] = 1.0 / max(_LEAST_LEFT, 1.0 - busy / shared.cores) - 1.0
     return slower
 

@@ -44,7 +44,7 @@ from lading.ir.graph import (
     row_major,
 )
 from lading.ir.layout import ALONE, Layout
-from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER, reduction
+from lading.ir.reduction import ALL_REDUCE, ALL_REDUCE_SUM, REDUCE_SCATTER, reduction
 from lading.ir.update_ops import (
     PREFIX,
     MatrixStack,
@@ -93,8 +93,8 @@ def expand(  # noqa: PLR0913  what a step depends on
         widen: Take the gradient of a parameter with a master to float32 of a single micro-batch too, as other ranks
             add theirs.
         layout: Where it cuts states, parameters are shards (``lading.ir.sharding``): gradients are reduced and cut once
-            they are summed, with ZeRO 2 and 3 in each micro-batch. Where ranks have parameters of their own, all ranks'
-            norms are clipped by.
+            they are summed, with ZeRO 2 and 3 in each micro-batch; over replicas of shards once a step. Where ranks
+            have parameters of their own, all ranks' norms are clipped by.
         order: Runs of operations of ``graph``, each with its micro-batch, in the order in which a rank of a pipeline
             does them; () does one micro-batch after the other. Backward of each operation goes through the
             micro-batches in order.
@@ -118,6 +118,8 @@ def expand(  # noqa: PLR0913  what a step depends on
     if trained:
         if layout.zero == 1:
             builder.add_reductions(trained)
+        if layout.zero and layout.axes["replicate"] > 1:
+            builder.add_means_of_shards(trained)
         coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
         total = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
         builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
@@ -218,6 +220,17 @@ class _StepBuilder:
         for parameter in trained:
             last = final[self.tensors[self.gradients[parameter.tensor]].storage]
             after.setdefault(last, []).append(self._scatter(parameter, 0))
+        self._insert(after)
+
+    def add_means_of_shards(self, trained: Sequence[Parameter]) -> None:
+        """Reduce each shard of gradients over the replicas that have the same shard."""
+        final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
+        across, after = self.layout.across("replicate"), dict[int, list[Op]]()
+        for parameter in trained:
+            shard = self.gradients[parameter.tensor]
+            size, module = self.tensors[shard].size_bytes, parameter.names[0]
+            mean = reduction(ALL_REDUCE, across, (shard, size), phase=Phase.BACKWARD, module=module)
+            after.setdefault(final[self.tensors[shard].storage], []).append(mean)
         self._insert(after)
 
     def _scatter(self, parameter: Parameter, micro: int) -> Op:

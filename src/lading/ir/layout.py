@@ -187,9 +187,10 @@ class Layout:
         )
 
     def across(self, *axes: str) -> tuple[tuple[str, int | str], ...]:
-        """Say over which ranks a collective of a step goes: its axes of several ranks, and how many ranks that is."""
+        """Say over which ranks a collective of a step goes: its axes of several ranks, and how many ranks of all."""
         several = [axis for axis in AXES if axis in axes and self.axes[axis] > 1]
-        return ("over", "/".join(several)), ("ranks", prod(self.axes[axis] for axis in several))
+        ranks = prod(self.axes[axis] for axis in several)
+        return ("over", "/".join(several)), ("ranks", ranks), ("of", self.devices)
 
     def __str__(self) -> str:
         texts = [

@@ -196,7 +196,7 @@ class Choices:
         placement: Each part of the model, in order, and the name of the device that runs it.
         in_flight: Micro-batches that a device may have under way, by its name.
         cuts: Operations of a captured forward at which the stages of a pipeline but the first begin.
-        rank: Rank of the pipeline that this is the plan of.
+        rank: Number along the pipeline of the rank that this is the plan of.
         groups: Names of the parameters in each group of the optimizer but the first, where no shard is of several.
     """
 
@@ -258,7 +258,8 @@ class Plan:
         assumptions: Assumptions, a sentence each.
         others: Plans of further steps over the same values, such as an evaluation, which find them where this plan
             leaves them; each is of a captured graph, in the order in which these were given.
-        peers: Plans of the other ranks of a pipeline, in order; this is the first one's.
+        peers: Plans of the other ranks along a pipeline, in order; this is the first one's. Replicas of a rank have
+            the same.
     """
 
     version: str
@@ -308,9 +309,13 @@ class Plan:
         """Number of ranks that run a run's plan together."""
         return self.parsed_layout.devices if self.kind is PlanKind.RUN else 1
 
+    def replica(self, rank: int) -> int:
+        """Number of the replica, of ``replicas``, that a rank is of: all ranks of one are given the same batches."""
+        return self.parsed_layout.replica(rank)
+
     def of_rank(self, rank: int) -> Plan:
-        """Plan of one rank; of a pipeline each has its own."""
-        return (self, *self.peers)[rank] if self.peers else self
+        """Plan of one rank; each along a pipeline has its own, as have the replicas of each."""
+        return (self, *self.peers)[self.parsed_layout.place(rank)["pp"]] if self.peers else self
 
     @property
     def parsed_layout(self) -> Layout:

@@ -83,10 +83,15 @@ def reduce_gradients(step: StepGraph, layout: Layout) -> StepGraph:
     return _Reducer(step, layout).reduced()
 
 
-def replicas_of(graph: StepGraph) -> int:
-    """Number of replicas whose gradients a step reduces; 1 where it reduces none."""
+def ranks_of(graph: StepGraph) -> int:
+    """Number of ranks of the job whose step this is; 1 where it has no collective."""
     first = min(graph.collectives, default=-1)
-    return 1 if first < 0 else cast("int", dict(graph.ops[first].kwargs)["ranks"])
+    return 1 if first < 0 else cast("int", dict(graph.ops[first].kwargs)["of"])
+
+
+def joined_ranks(op: Op) -> int:
+    """Number of ranks that a collective joins."""
+    return cast("int", dict(op.kwargs)["ranks"])
 
 
 def reduction(
@@ -181,7 +186,7 @@ class _Reducer:
             self.step,
             storages=tuple(self.storages),
             tensors=tuple(self.tensors),
-            ops=tuple(op for op, _ in in_step_with_network(rows, self.tensors)),
+            ops=tuple(op for op, _ in in_step_with_network(rows, self.tensors, ALL_REDUCE)),
             parameters=parameters,
         )
         graph.validate()
@@ -310,15 +315,16 @@ class _Reducer:
 
 
 def in_step_with_network(
-    rows: Sequence[tuple[Op, int | None]], tensors: Sequence[Tensor]
+    rows: Sequence[tuple[Op, int | None]], tensors: Sequence[Tensor], name: str
 ) -> list[tuple[Op, int | None]]:
     """Put what uses reduced gradients behind the next reduction, so that computing goes on while they are reduced.
 
     Args:
         rows: Operations in order, each with a number of the caller's.
+        name: Operation that reduces them.
     """
     ordered: list[tuple[Op, int | None]] = []
-    reductions = [op for op, _ in rows if _reduces(op)]
+    reductions = [op for op, _ in rows if op.name == name]
     reduction_of = {tensors[t].storage: n for n, op in enumerate(reductions) for t in (*op.outputs, *op.mutates)}
     waiting, issued = _Waiting(tensors), -1
 
@@ -329,7 +335,7 @@ def in_step_with_network(
         return newest >= 0 and (newest == issued or (newest > issued and op.phase is Phase.OPTIMIZER))
 
     for op, number in rows:
-        if _reduces(op):
+        if op.name == name:
             ordered.append((op, number))
             issued += 1
             still = _Waiting(tensors)
@@ -344,10 +350,6 @@ def in_step_with_network(
         else:
             ordered.append((op, number))
     return [*ordered, *waiting.rows]
-
-
-def _reduces(op: Op) -> bool:
-    return op.kind is OpKind.COLLECTIVE and op.phase is Phase.BACKWARD
 
 
 class _Waiting:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import cast
 
 from lading.errors import ConfigError
@@ -43,7 +44,7 @@ from lading.ir.graph import (
     row_major,
 )
 from lading.ir.layout import Layout
-from lading.ir.reduction import check_alike, in_step_with_network
+from lading.ir.reduction import ALL_REDUCE, REDUCE_SCATTER, check_alike, in_step_with_network
 
 #: Gathers the shards of all ranks into a whole that it makes, or that it writes again.
 UNSHARD, GATHER_INTO = "c10d.allgather.default", "c10d.allgather_.default"
@@ -83,21 +84,28 @@ class GatheredUnit:
         return f"{self.name}.shard"
 
 
+#: Operations of a captured micro-batch behind which one of its sharded form stands: itself, or what a copy copies.
+Origins = tuple[tuple[int, ...], ...]
+
+
 def shard_parameters(
-    captured: StepGraph, layout: Layout, groups: Sequence[Sequence[str]] = ()
-) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
+    captured: StepGraph, layout: Layout, apart: Mapping[str, object] = MappingProxyType({})
+) -> tuple[StepGraph, tuple[GatheredUnit, ...], Origins]:
     """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
 
     ``parameters`` of the graph are then the shards, each with the unit's gradients side by side, not reduced yet.
 
     Args:
-        groups: Names of parameters that share a unit with none outside their group; the others are another group.
+        apart: Parameters in which this differs, by first name, are in units of their own.
+
+    Returns:
+        The graph, its units, and for each of its operations the captured ones behind which it stands.
 
     Raises:
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
     check_alike(captured)
-    return _Sharder(captured, layout, groups).sharded()
+    return _Sharder(captured, layout, apart).sharded()
 
 
 def unshard_parameters(
@@ -141,21 +149,21 @@ class _Sharder:
 
     Attributes:
         place: Whole, and the element of it where a parameter begins, by the parameter's own storage.
-        after: Copies of gradients that come behind an operation, by its number.
+        after: Copies of gradients that come behind an operation, by its number, each with all that it comes behind.
     """
 
-    def __init__(self, captured: StepGraph, layout: Layout, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, captured: StepGraph, layout: Layout, apart: Mapping[str, object]) -> None:
+        self.apart = apart
         self.graph, self.ranks, self.layout = captured, layout.axes["shard"], layout
-        self.group = {name: number for number, names in enumerate(groups, 1) for name in names}
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
-        self.after: dict[int, list[Op]] = {}
+        self.after: dict[int, list[tuple[Op, tuple[int, ...]]]] = {}
         self.zeros: dict[str, int] = {}
         self.final = {
             captured.storage_of(t): index for index, op in enumerate(captured.ops) for t in (*op.outputs, *op.mutates)
         }
 
-    def sharded(self) -> tuple[StepGraph, tuple[GatheredUnit, ...]]:
+    def sharded(self) -> tuple[StepGraph, tuple[GatheredUnit, ...], Origins]:
         self._check()
         units: list[GatheredUnit] = []
         parameters: list[Parameter] = []
@@ -163,7 +171,8 @@ class _Sharder:
             unit = self._unit(f"unit {len(units)}", members)
             units.append(unit)
             parameters.append(Parameter((unit.parameter,), unit.shard, self._gradients(unit, members)))
-        ops = [new for index, op in enumerate(self.graph.ops) for new in (op, *self.after.get(index, ()))]
+        captured = enumerate(self.graph.ops)
+        rows = [row for index, op in captured for row in ((op, (index,)), *self.after.get(index, ()))]
         cut = {n for n, p in enumerate(self.graph.parameters) if self.graph.storage_of(p.tensor) in self.place}
         others = [p for n, p in enumerate(self.graph.parameters) if n not in cut]
         for index, tensor in enumerate(self.tensors):
@@ -176,10 +185,10 @@ class _Sharder:
             self.graph,
             storages=tuple(self.storages),
             tensors=tuple(self.tensors),
-            ops=tuple(ops),
+            ops=tuple(op for op, _ in rows),
             parameters=(*parameters, *others),
         )
-        return graph, tuple(units)
+        return graph, tuple(units), tuple(behind for _, behind in rows)
 
     def _check(self) -> None:
         """Refuse parameters that cannot be laid side by side."""
@@ -204,14 +213,14 @@ class _Sharder:
         used = [
             (first[graph.storage_of(p.tensor)], n)
             for n, p in enumerate(graph.parameters)
-            if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.zero == 3)
+            if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.cuts_parameters)
         ]
-        kinds: dict[tuple[str, bool, int], list[int]] = {}
+        kinds: dict[tuple[object, ...], list[int]] = {}
         for _, number in sorted(used):
             parameter = graph.parameters[number]
-            trained, group = parameter.gradient is not None, self.group.get(parameter.names[0], 0)
-            kinds.setdefault((graph.tensors[parameter.tensor].dtype, trained, group), []).append(number)
-        if self.layout.zero == 3:
+            dtype, trained = graph.tensors[parameter.tensor].dtype, parameter.gradient is not None
+            kinds.setdefault((dtype, trained, self.apart.get(parameter.names[0])), []).append(number)
+        if self.layout.cuts_parameters:
             runs = [self._blocks(numbers) for numbers in kinds.values()]
             largest = max((self._size_bytes(run) for each in runs for run in each), default=0)
             for each in runs:
@@ -275,7 +284,7 @@ class _Sharder:
         for number, start in zip(members.numbers, members.starts, strict=True):
             self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
         over = cast("str", dict(self.layout.across("shard"))["over"])
-        return GatheredUnit(name, whole, shard, self.ranks, over, self.layout.zero < 3)
+        return GatheredUnit(name, whole, shard, self.ranks, over, not self.layout.cuts_parameters)
 
     def _gradients(self, unit: GatheredUnit, members: _Members) -> int | None:
         """Copy the gradients of a unit side by side behind the last one's last write; None without gradients."""
@@ -283,7 +292,7 @@ class _Sharder:
         gradients = [p.gradient for p in parameters if p.gradient is not None]
         if not gradients:
             return None
-        ops = self.after.setdefault(max(self.final[self.graph.storage_of(g)] for g in gradients), [])
+        ops = list[Op]()
         dtype, count = self.graph.tensors[gradients[0]].dtype, members.shard_elements * self.ranks
         pieces: list[int] = []
         ends = (*members.starts[1:], count)
@@ -294,11 +303,13 @@ class _Sharder:
                 width = min(padding, _ALIGNED)
                 pieces.append(self._tensor(Tensor(self._zeros(dtype), dtype, (width,), (1,))))
                 elements += width
-        if len(pieces) == 1:
-            return pieces[0]
-        size = count * DTYPE_BYTES[dtype]
-        flat = self._flat(self._storage(f"{unit.name} gradients", size, Role.GRADIENT), dtype, count)
-        ops.append(_copy("aten.cat.default", (tuple(map(Ref, pieces)),), (), tuple(pieces), flat, unit.name, size))
+        flat = pieces[0]
+        if len(pieces) > 1:
+            size = count * DTYPE_BYTES[dtype]
+            flat = self._flat(self._storage(f"{unit.name} gradients", size, Role.GRADIENT), dtype, count)
+            ops.append(_copy("aten.cat.default", (tuple(map(Ref, pieces)),), (), tuple(pieces), flat, unit.name, size))
+        behind = tuple(sorted({self.final[self.graph.storage_of(gradient)] for gradient in gradients}))
+        self.after.setdefault(behind[-1], []).extend((op, behind) for op in ops)
         return flat
 
     def _row_by_row(self, gradient: int, module: str, ops: list[Op]) -> int:
@@ -348,7 +359,7 @@ class _Unsharder:
         temporary = [step.storage_of(u.shard) if u.lasts else u.whole for u in self.units]
         for storage in temporary:
             storages[storage] = dataclasses.replace(storages[storage], role=Role.WORKSPACE)
-        if self.layout.zero == 3:
+        if self.layout.cuts_parameters:
             self._unshard_ahead()
         else:
             for unit in self.units:
@@ -358,7 +369,8 @@ class _Unsharder:
             rows += [(new, None) for new in self.before.get(index, ())]
             rows.append((op, index))
             rows += [(new, None) for new in self.after.get(index, ())]
-        rows = in_step_with_network(rows, self.tensors)
+        for name in (REDUCE_SCATTER, ALL_REDUCE):
+            rows = in_step_with_network(rows, self.tensors, name)
         place = {old: new for new, (_, old) in enumerate(rows) if old is not None}
         graph = dataclasses.replace(
             step,

@@ -18,6 +18,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,10 @@ import numpy.typing as npt
 from lading.errors import ConfigError
 from lading.ir.action import Work
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, Ref, Role, StepGraph, Tensor, rename_op
+from lading.ir.layout import Layout
 from lading.ir.reduction import RECEIVE, SEND
 from lading.ir.schedules import Schedule
+from lading.ir.sharding import units_of
 
 #: Roles of storages that every rank has of itself.
 _EVERYWHERE = frozenset({Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.CONSTANT})
@@ -50,26 +53,48 @@ class RankStep:
 
     Attributes:
         rows: Pass of each operation.
-        ranks: Ranks of the pipeline.
+        rank: Number of the rank along the pipeline.
+        across: Ranks of the pipeline, from ``Layout.across``.
         sent, received: What travels behind the updates: first name of a parameter, the other rank, and a number of its
             own. Who updates a parameter sends it to those that read it too.
     """
 
     graph: StepGraph
     rows: tuple[Row, ...]
-    ranks: int
+    rank: int
+    across: tuple[tuple[str, int | str], ...]
     sent: tuple[tuple[str, int, int], ...] = ()
     received: tuple[tuple[str, int, int], ...] = ()
 
-    def order(self, schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], int]]:
-        """Runs of operations of each action of a rank's schedule, with its micro-batch."""
+    def apart(self) -> dict[str, tuple[int, str]]:
+        """Say by a parameter's first name what parameters that are gathered together have in common.
+
+        They are trained by one stage, as another's are ready at another time; and those that travel go alone, so that
+        the ranks between which they do have the same shards of them.
+        """
+        graph, alone = self.graph, {name for name, _, _ in (*self.sent, *self.received)}
+        reads, writes = ([*zip(self.rows, each, strict=True)] for each in (graph.op_reads, graph.op_writes))
+        stages = {storage: row.stage for row, touched in (*reads[::-1], *writes) for storage in touched}
+        apart: dict[str, tuple[int, str]] = {}
+        for parameter in graph.parameters:
+            name, ready = parameter.names[0], parameter.tensor if parameter.gradient is None else parameter.gradient
+            apart[name] = stages.get(graph.storage_of(ready), -1), name if name in alone else ""
+        return apart
+
+    def with_shards(self, graph: StepGraph, origins: Sequence[Sequence[int]]) -> RankStep:
+        """Make the step of sharded parameters; each operation stands behind those of this one that ``origins`` says."""
+        rows = tuple(max((self.rows[index] for index in behind), key=_sooner) for behind in origins)
+        return dataclasses.replace(self, graph=graph, rows=rows)
+
+    def order(self, schedule: Schedule) -> list[tuple[tuple[int, ...], int]]:
+        """Runs of operations of each action of the rank's schedule, with its micro-batch."""
         runs: dict[Row, list[int]] = {}
         for index, row in enumerate(self.rows):
             runs.setdefault(row, []).append(index)
         order: list[tuple[tuple[int, ...], int]] = []
-        for work, chunk, micro, _ in schedule.orders[rank].tolist():
+        for work, chunk, micro, _ in schedule.orders[self.rank].tolist():
             halves = (Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT) if work == Work.BACKWARD else (Work(work),)
-            stage = schedule.stage(rank, chunk)
+            stage = schedule.stage(self.rank, chunk)
             order.append((tuple(sorted(i for half in halves for i in runs.get(Row(stage, half), ()))), micro))
         return order
 
@@ -182,18 +207,18 @@ def stage_of_ops(graph: StepGraph, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def rank_steps(
-    graph: StepGraph, stages: Sequence[int], ranks: int, rank_of: Callable[[int], int]
+    graph: StepGraph, stages: Sequence[int], layout: Layout, rank_of: Callable[[int], int]
 ) -> tuple[RankStep, ...]:
-    """Cut a captured micro-batch into the steps of all ranks ([Note: what travels]).
+    """Cut a captured micro-batch into the steps of all ranks of a pipeline ([Note: what travels]).
 
     Args:
         stages: Stage of each operation, from ``stage_of_ops``.
-        rank_of: Rank of a stage.
+        rank_of: Rank along the pipeline of a stage.
     Raises:
         ConfigError: two ranks write one storage, or one changes a buffer that another reads.
     """
-    cutter = _StageCutter(graph, stages, ranks, rank_of)
-    return tuple(cutter.rank(rank) for rank in range(ranks))
+    cutter = _StageCutter(graph, stages, layout.across("pp"), rank_of)
+    return tuple(cutter.rank(rank) for rank in range(layout.pp))
 
 
 def with_copies(step: StepGraph, part: RankStep) -> StepGraph:
@@ -204,12 +229,17 @@ def with_copies(step: StepGraph, part: RankStep) -> StepGraph:
         part: What it was made of.
     """
     tensors, ops = list(step.tensors), list(step.ops)
-    places = {p.names[0]: p.tensor for p in step.parameters}
+    places, units = {p.names[0]: p.tensor for p in step.parameters}, units_of(step)
     for name, peer, tag in (*part.sent, *part.received):
-        storage = step.storage_of(places[name])
-        tensors.append(_flat_tensor(step, storage, {storage: storage}))
-        flat, size = len(tensors) - 1, step.storages[storage].size_bytes
-        facts = (("peer", peer), ("tag", tag), ("over", "pp"), ("ranks", part.ranks))
+        tensor = step.tensors[places[name]]
+        unit = units.get(tensor.storage)
+        if unit is not None and not unit.lasts:
+            flat = unit.shard  # of which the other rank has the same one
+        else:
+            whole = dataclasses.replace(tensor, shape=(prod(tensor.shape),), stride=(1,))
+            tensors.append(whole if unit else _flat_tensor(step, tensor.storage, {tensor.storage: tensor.storage}))
+            flat = len(tensors) - 1
+        size, facts = tensors[flat].size_bytes, (("peer", peer), ("tag", tag), *part.across)
         beside = dataclasses.replace(step.ops[0], phase=Phase.OPTIMIZER, module=name.rpartition(".")[0])
         op = _transfer(SEND if (name, peer, tag) in part.sent else RECEIVE, facts, size, beside)
         written = () if op.name == SEND else (flat,)
@@ -228,8 +258,14 @@ class _StageCutter:
         travelling: Number of each storage that travels.
     """
 
-    def __init__(self, graph: StepGraph, stages: Sequence[int], ranks: int, rank_of: Callable[[int], int]) -> None:
-        self.graph, self.stages, self.ranks = graph, stages, ranks
+    def __init__(
+        self,
+        graph: StepGraph,
+        stages: Sequence[int],
+        across: tuple[tuple[str, int | str], ...],
+        rank_of: Callable[[int], int],
+    ) -> None:
+        self.graph, self.stages, self.across = graph, stages, across
         self.rank_of_op = [-1 if stage < 0 else rank_of(stage) for stage in stages]
         self.maker = self._makers()
         self.readers: dict[int, list[int]] = {}
@@ -299,7 +335,8 @@ class _StageCutter:
         return RankStep(
             _pruned(graph, [op for _, _, op in entries], rank, self),
             tuple(row for _, row, _ in entries),
-            self.ranks,
+            rank,
+            self.across,
             sent=tuple((name, to, tag) for name, owner, to, tag in self._copies() if owner == rank),
             received=tuple((name, owner, tag) for name, owner, to, tag in self._copies() if to == rank),
         )
@@ -354,7 +391,7 @@ class _StageCutter:
         return (last, 2), self.rows[last], dataclasses.replace(made, args=(Ref(flat),), inputs=(flat,), results=(None,))
 
     def _transfer(self, name: str, storage: int, peer: int, beside: Op) -> Op:
-        facts = (("peer", peer), ("tag", self.travelling[storage]), ("over", "pp"), ("ranks", self.ranks))
+        facts = (("peer", peer), ("tag", self.travelling[storage]), *self.across)
         return _transfer(name, facts, self.graph.storages[storage].size_bytes, beside)
 
     def _flat(self, storage: int) -> int:

@@ -25,7 +25,7 @@ from lading.ir.reduction import reduce_gradients, with_draws
 from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import shard_parameters, unshard_parameters
-from lading.ir.stage_cuts import rank_steps, stage_of_ops, with_copies
+from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
 from lading.ir.update_ops import grouped
@@ -64,20 +64,19 @@ def step_of(  # noqa: PLR0913  what a step depends on
     """
     if layout.devices > 1:
         captured = with_draws(captured, machine.device.kind)
-    groups = choices.groups if choices is not None else ()
-    sharded, units = shard_parameters(captured, layout, groups) if layout.zero else (captured, ())
-    part, order = None, ()
-    if layout.pp > 1:
-        assert choices is not None, "a pipeline is cut somewhere"
-        plan = pipeline_of(layout, captured.accumulation)
-        part = rank_steps(captured, stage_of_ops(captured, choices.cuts), plan.ranks, plan.rank_of)[choices.rank]
-        sharded, order = part.graph, part.order(plan, choices.rank)
-        if clip_norm and all(p.gradient is None for p in sharded.parameters):
+    part = None if layout.pp == 1 else _part(captured, layout, choices)
+    micro = captured if part is None else part.graph
+    sharded, units = micro, ()
+    if layout.zero:
+        sharded, units, origins = shard_parameters(micro, layout, _apart(part, choices))
+        part = part and part.with_shards(sharded, origins)
+    if part is not None:
+        if clip_norm and all(p.gradient is None for p in micro.parameters):
             raise ConfigError(
-                f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {choices.rank} "
+                f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {part.rank} "
                 f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
             )
-        matrices = matrices and _named(matrices, captured, sharded)
+        matrices = matrices and _named(matrices, captured, micro)
     step = expand(
         sharded,
         clip_norm=clip_norm,
@@ -86,14 +85,28 @@ def step_of(  # noqa: PLR0913  what a step depends on
         matrices=matrices,
         widen=widen or layout.dp > 1,
         layout=layout,
-        order=order,
+        order=() if part is None else part.order(pipeline_of(layout, captured.accumulation)),
     )
+    if units:
+        step = unshard_parameters(step, micro, units, layout)
     if part is not None:
         step = with_copies(step, part)
-    if units:
-        step = unshard_parameters(step, captured, units, layout)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
     return reduce_gradients(step, layout) if layout.dp > 1 and not layout.zero else step
+
+
+def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankStep:
+    """Cut a captured micro-batch for one rank along a pipeline."""
+    assert choices is not None, "a pipeline is cut somewhere"
+    rank_of = pipeline_of(layout, captured.accumulation).rank_of
+    return rank_steps(captured, stage_of_ops(captured, choices.cuts), layout, rank_of)[choices.rank]
+
+
+def _apart(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
+    """Say by a parameter's first name what parameters in one unit of shards have in common."""
+    apart: dict[str, object] = {} if part is None else {**part.apart()}
+    groups = enumerate(choices.groups, 1) if choices is not None else ()
+    return apart | {name: (number, apart.get(name)) for number, names in groups for name in names}
 
 
 def _named(matrices: Matrices, captured: StepGraph, part: StepGraph) -> Matrices | None:

@@ -31,7 +31,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
-from lading.ir.reduction import RECEIVE, replicas_of
+from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
 from lading.ir.sharding import units_of
@@ -342,10 +342,10 @@ def joined(each: Sequence[Planned], machine: Machine) -> Plan:
 
 def _reducing_bytes(graph: StepGraph) -> int:
     """Bytes of the host's memory that what ranks exchange in a step takes besides: a place for all that is received."""
-    if received := sum(op.bytes_written for op in graph.ops if op.name == RECEIVE):
-        return received
-    largest = max((graph.ops[index].bytes_read for index in graph.collectives), default=0)
-    return min(_RECEIVED_BYTES, _RECEIVED * largest // replicas_of(graph))
+    received = sum(op.bytes_written for op in graph.ops if op.name == RECEIVE)
+    reductions = (graph.ops[index] for index in graph.collectives if graph.ops[index].name not in TRANSFERS)
+    largest = max((op.bytes_read // joined_ranks(op) for op in reductions), default=0)
+    return received + min(_RECEIVED_BYTES, _RECEIVED * largest)
 
 
 def _check_choices(choices: Sequence[Choice], step: StepProblem, whose: str) -> None:

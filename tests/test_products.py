@@ -1,0 +1,159 @@
+"""Replicas and shards of the stages of a pipeline, and replicas of shards: all have the numbers of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lading
+from lading.ir.graph import StepGraph
+from lading.ir.layout import parse_layout
+from lading.ir.plan import Option
+from lading.models.loss import next_byte_loss
+from lading.models.reference import build_model
+from tests.ranks import run_ranks
+from tests.test_pipelines import SIZES, connected
+from tests.test_replicas import BUCKET, batch
+from tests.test_saved_plan import states_on_disk
+
+#: Bytes by which a small budget is below what keeping everything takes.
+TIGHT = 30_000
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(name: str, layers: int, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, **SIZES, num_layers=layers).to(dtype)
+
+
+@cache
+def captured(name: str, layers: int, dtype: torch.dtype, accumulation: int) -> StepGraph:
+    return lading.capture(build(name, layers, dtype), batch(0, 0), next_byte_loss, accumulation=accumulation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to train on four ranks: how the step is spread, what is captured, and how it is planned."""
+
+    layout: str
+    model: str = "llama"
+    layers: int = 2
+    dtype: torch.dtype = torch.float32
+    micro: int = 1
+    steps: int = 3
+    plan: Callable[[], dict[str, Any]] = dict
+    tight: bool = False
+
+    def planned(self, graph: StepGraph, layout: str) -> lading.Plan:
+        """Plan; where it is tight, for less memory than keeping everything takes of the fullest rank."""
+        asked = {"budget": "100%", "cache": False, "policy": "keep-all", "disk_budget": 0, **self.plan()}
+        roomy = lading.plan(graph, connected(), layout=layout, **asked)
+        if not self.tight:
+            return roomy
+        budget = max(each.predictions.keep_all_bytes for each in (roomy, *roomy.peers)) - TIGHT
+        asked |= {"policy": "residency", "budget": budget}
+        return lading.plan(graph, connected(), layout=layout, **asked)
+
+    def train(self, folder: Path, rank: int | None = None) -> tuple[dict[str, torch.Tensor], list[float]]:
+        """Train as a rank, or alone on the batches of all; returns the values and the losses."""
+        layout = parse_layout("dp1" if rank is None else self.layout)
+        count = self.micro * parse_layout(self.layout).dp // layout.dp
+        first = 0 if rank is None else layout.replica(rank) * count
+        model, graph = build(*self.of), captured(*self.of, count)
+        with lading.Trainer(self.planned(graph, str(layout)), graph, model, folder=folder) as trainer:
+            losses = [
+                trainer.step([batch(step, first + number) for number in range(count)]) for step in range(self.steps)
+            ]
+            values = {name: trainer.value(name) for name in sorted(trainer._values)}
+        for name, value in model.state_dict().items():
+            assert name not in values or torch.equal(value, values[name])
+        return values, losses
+
+    @property
+    def of(self) -> tuple[str, int, torch.dtype]:
+        """What is captured."""
+        return self.model, self.layers, self.dtype
+
+
+#: Two replicas with a micro-batch each add up as one process does.
+EXACT = {
+    "replicas": Case(f"dp2,pp2,bucket_bytes={BUCKET}"),
+    "tied replicas": Case("dp2,pp2", "gpt"),
+    "tied zero1": Case("dp2,pp2,zero1", "gpt"),
+    "tied zero3": Case("dp2,pp2,zero3", "gpt"),
+    "masters": Case("dp2,pp2,zero3", dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
+    "recomputed": Case("dp2,pp2,zero3", plan=lambda: {"policy": "checkpoint-every-block"}),
+    "tight": Case("dp2,pp2,zero3", tight=True),
+    "disk": Case("dp2,pp2,zero1", plan=lambda: {"policy": states_on_disk, "disk_budget": None}),
+    "muon": Case("dp2,pp2", plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
+}
+_CLIPPED = Case("", layers=4, dtype=torch.float64, micro=2, steps=20, plan=lambda: {"clip_norm": 0.1})
+CLIPPED = {
+    layout: dataclasses.replace(_CLIPPED, layout=layout)
+    for layout in (
+        "dp2,pp2",
+        "dp2,pp2,zero1",
+        "dp2,pp2,zero3",
+        "dp2,pp2,zero3,zero-bubble",
+        "dp2,pp2,vpp2,zbv,zero1",
+        "dp2,pp2,vpp2,interleaved,zero3",
+        "dp4,zero1,shard2",
+        "dp4,zero2,shard2",
+        "dp4,zero3,shard2",
+    )
+}
+
+
+def _four(rank: int, out: str) -> None:
+    for name, case in {**EXACT, **CLIPPED}.items():
+        folder = Path(out) / f"{name} {rank}"
+        folder.mkdir()
+        torch.save(case.train(folder, rank), folder / "values")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what four ranks wrote; they are launched once."""
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(_four, 4, str(folder))
+    return folder
+
+
+def test_two_replicas_of_two_stages_train_as_one_process_to_the_bit(four_ranks: Path, tmp_path: Path) -> None:
+    for name, case in EXACT.items():
+        alone, losses = case.train(tmp_path)
+        for rank in range(4):
+            values, told = torch.load(four_ranks / f"{name} {rank}" / "values")
+            assert told == losses, name
+            assert values.keys() == alone.keys(), name
+            assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], name
+
+
+def test_products_that_add_up_in_another_order(four_ranks: Path, tmp_path: Path) -> None:
+    for name, case in CLIPPED.items():
+        alone, losses = case.train(tmp_path)
+        first = torch.load(four_ranks / f"{name} 0" / "values")[0]
+        for rank in range(4):
+            values, told = torch.load(four_ranks / f"{name} {rank}" / "values")
+            assert told == pytest.approx(losses, rel=1e-12), name
+            assert values.keys() == alone.keys(), name
+            for key, value in values.items():
+                assert torch.equal(value, first[key]), (name, key)
+                # AdamW divides by the root of a square: where a gradient is near zero its error counts for more.
+                torch.testing.assert_close(value, alone[key], rtol=1e-8, atol=1e-10)
+
+
+def test_a_small_budget_drops_what_a_stage_unsharded_or_computed() -> None:
+    case = EXACT["tight"]
+    plan = case.planned(captured(*case.of, 1), case.layout)
+    gaps = [choice.option for each in (plan, *plan.peers) for choice in each.choices.gaps]
+    assert gaps
+    assert {*gaps} == {Option.RECOMPUTE}

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 import lading
+from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.layout import parse_layout
 from lading.ir.plan import Option
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from lading.runtime.job import Replicas
 from tests.ranks import run_ranks
 from tests.test_pipelines import SIZES, connected
 from tests.test_replicas import BUCKET, batch
@@ -29,14 +31,20 @@ TIGHT = 30_000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def build(name: str, layers: int, dtype: torch.dtype) -> nn.Module:
+def build(name: str, layers: int, dtype: torch.dtype, frozen: str) -> nn.Module:
     torch.manual_seed(0)
-    return build_model(name, **SIZES, num_layers=layers).to(dtype)
+    model = build_model("gpt" if name == "dropout" else name, **SIZES, num_layers=layers).to(dtype)
+    if name == "dropout":
+        for layer in model.layers:
+            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.2))
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path != frozen)
+    return model
 
 
 @cache
-def captured(name: str, layers: int, dtype: torch.dtype, accumulation: int) -> StepGraph:
-    return lading.capture(build(name, layers, dtype), batch(0, 0), next_byte_loss, accumulation=accumulation)
+def captured(name: str, layers: int, dtype: torch.dtype, frozen: str, accumulation: int) -> StepGraph:
+    return lading.capture(build(name, layers, dtype, frozen), batch(0, 0), next_byte_loss, accumulation=accumulation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Case:
     model: str = "llama"
     layers: int = 2
     dtype: torch.dtype = torch.float32
+    frozen: str = ""
     micro: int = 1
     steps: int = 3
     plan: Callable[[], dict[str, Any]] = dict
@@ -78,9 +87,9 @@ class Case:
         return values, losses
 
     @property
-    def of(self) -> tuple[str, int, torch.dtype]:
+    def of(self) -> tuple[str, int, torch.dtype, str]:
         """What is captured."""
-        return self.model, self.layers, self.dtype
+        return self.model, self.layers, self.dtype, self.frozen
 
 
 #: Two replicas with a micro-batch each add up as one process does.
@@ -89,6 +98,8 @@ EXACT = {
     "tied replicas": Case("dp2,pp2", "gpt"),
     "tied zero1": Case("dp2,pp2,zero1", "gpt"),
     "tied zero3": Case("dp2,pp2,zero3", "gpt"),
+    "frozen": Case("dp2,pp2,zero3", "gpt", frozen="tokens.weight"),
+    "dropout": Case("dp2,pp2,zero3", "dropout"),
     "masters": Case("dp2,pp2,zero3", dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
     "recomputed": Case("dp2,pp2,zero3", plan=lambda: {"policy": "checkpoint-every-block"}),
     "tight": Case("dp2,pp2,zero3", tight=True),
@@ -112,43 +123,110 @@ CLIPPED = {
 }
 
 
-def _four(rank: int, out: str) -> None:
-    for name, case in {**EXACT, **CLIPPED}.items():
+SAVED = Case("", "gpt", dtype=torch.float64)
+CASES = {**EXACT, **CLIPPED}
+#: Cases of the one start of four ranks that is quick enough for every day.
+QUICK = {"tied zero3", "masters", "dp2,pp2,vpp2,interleaved,zero3", "dp4,zero3,shard2"}
+
+
+def _four(rank: int, out: str, names: list[str]) -> None:
+    for name in names:
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
-        torch.save(case.train(folder, rank), folder / "values")
+        torch.save(CASES[name].train(folder, rank), folder / "values")
+    if names[0] in QUICK:
+        _goes_on(rank, Path(out))
+        torch.save(_unlike(rank, Path(out)), Path(out) / f"told {rank}")
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with what four ranks wrote; they are launched once."""
+def _goes_on(rank: int, out: Path) -> None:
+    """Save with one product, and go on from there with another."""
+    for layout, step in (("dp2,pp2,zero3", 0), ("dp4,zero1,shard2", 1), ("dp2,pp2", 2)):
+        case = dataclasses.replace(SAVED, layout=layout)
+        micro = SAVED.micro * 4 // parse_layout(layout).dp
+        graph, first = captured(*SAVED.of, micro), parse_layout(layout).replica(rank) * micro
+        with lading.Trainer(
+            case.planned(graph, layout), graph, build(*SAVED.of), folder=out / f"masters {rank}"
+        ) as run:
+            if step:
+                run.load(out / "saved" / f"step-{step:08d}")
+            run.step([batch(step, first + number) for number in range(micro)])
+            run.save(out / "saved", keep=3)
+
+
+def _unlike(rank: int, out: Path) -> dict[str, str]:
+    """What is said where ranks are given other batches, or have other collectives, than those that they join."""
+    told: dict[str, str] = {}
+    case = CASES["masters"]
+    graph, model = captured(*case.of, 1), build(*case.of)
+    with lading.Trainer(case.planned(graph, "dp2,pp2"), graph, model, folder=out / f"masters {rank}") as trainer:
+        with pytest.raises(ConfigError) as refused:
+            trainer.step(batch(0, rank))
+        told["batches"] = str(refused.value)
+        trainer.step(batch(0, rank % 2))
+    with pytest.raises(ConfigError) as refused:
+        Replicas(parse_layout("dp2,pp2"), {"replicate": "other" if rank == 3 else "one", "pp": "one"})
+    told["collectives"] = str(refused.value)
+    return told
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("rest", marks=pytest.mark.slow)])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Folder with what four ranks wrote, and the names of their cases; they are launched once."""
     folder = tmp_path_factory.mktemp("four")
-    run_ranks(_four, 4, str(folder))
-    return folder
+    names = [name for name in CASES if (name in QUICK) == (request.param == "quick")]
+    run_ranks(_four, 4, str(folder), names)
+    return folder, names
 
 
-def test_two_replicas_of_two_stages_train_as_one_process_to_the_bit(four_ranks: Path, tmp_path: Path) -> None:
-    for name, case in EXACT.items():
-        alone, losses = case.train(tmp_path)
+def test_two_replicas_of_two_stages_train_as_one_process_to_the_bit(ran: tuple[Path, list[str]]) -> None:
+    for name in filter(EXACT.__contains__, ran[1]):
+        alone, losses = CASES[name].train(ran[0])
         for rank in range(4):
-            values, told = torch.load(four_ranks / f"{name} {rank}" / "values")
+            values, told = torch.load(ran[0] / f"{name} {rank}" / "values")
             assert told == losses, name
             assert values.keys() == alone.keys(), name
             assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], name
 
 
-def test_products_that_add_up_in_another_order(four_ranks: Path, tmp_path: Path) -> None:
-    for name, case in CLIPPED.items():
-        alone, losses = case.train(tmp_path)
-        first = torch.load(four_ranks / f"{name} 0" / "values")[0]
+def test_products_that_add_up_in_another_order_stay_within_rounding(ran: tuple[Path, list[str]]) -> None:
+    for name in filter(CLIPPED.__contains__, ran[1]):
+        alone, losses = CASES[name].train(ran[0])
+        first = torch.load(ran[0] / f"{name} 0" / "values")[0]
         for rank in range(4):
-            values, told = torch.load(four_ranks / f"{name} {rank}" / "values")
+            values, told = torch.load(ran[0] / f"{name} {rank}" / "values")
             assert told == pytest.approx(losses, rel=1e-12), name
             assert values.keys() == alone.keys(), name
             for key, value in values.items():
                 assert torch.equal(value, first[key]), (name, key)
                 # AdamW divides by the root of a square: where a gradient is near zero its error counts for more.
                 torch.testing.assert_close(value, alone[key], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("ran", ["quick"], indirect=True)
+def test_a_checkpoint_goes_from_product_to_product_and_to_one_process(
+    ran: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    graph = captured(*SAVED.of, 4)
+    with lading.Trainer(SAVED.planned(graph, "dp1"), graph, build(*SAVED.of), folder=tmp_path) as alone:
+        for step in range(3):
+            alone.step([batch(step, number) for number in range(4)])
+        values = {name: alone.value(name) for name in alone._values}
+    with lading.Trainer(SAVED.planned(graph, "dp1"), graph, build(*SAVED.of), folder=tmp_path) as trainer:
+        trainer.load(ran[0] / "saved" / "step-00000003")
+        for name, value in values.items():
+            torch.testing.assert_close(trainer.value(name), value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("ran", ["quick"], indirect=True)
+def test_ranks_that_do_unlike_things_are_told(ran: tuple[Path, list[str]]) -> None:
+    told = torch.load(ran[0] / "told 0")
+    assert all(torch.load(ran[0] / f"told {rank}") == told for rank in range(4))
+    assert (
+        "expected the same batches on ranks 0, 2, which compute on them together, got others on rank 2"
+        in told["batches"]
+    )
+    assert "the same collectives over replicate on ranks 2, 3, rank 3 has others than rank 2" in told["collectives"]
 
 
 def test_a_small_budget_drops_what_a_stage_unsharded_or_computed() -> None:

@@ -330,7 +330,7 @@ class Trainer:
         with self._lock, HeldInterrupts(self._executor.stop):
             rules = {} if self._groups is None else self._groups.rules()
             self._meet(
-                f"run step {self.steps + 1}", lr=rates[0], matrix_lr=rates[1], shape=shape,
+                f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1], shape=shape,
                 **{"numbers of the optimizer's groups": _digest(rules)}, **self._seeded(),
             )  # fmt: skip
             before = self._executor.completed
@@ -429,7 +429,7 @@ class Trainer:
                 "others=[lading.capture(model, batch, loss, evaluation=True)]"
             )
         with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"evaluate after step {self.steps}", shape=shape, **self._seeded())
+            self._meet(f"evaluate after step {self.steps}", feeds, shape=shape, **self._seeded())
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
 
@@ -443,10 +443,18 @@ class Trainer:
         """
         return list(values) if self._replicas is None else self._replicas.largest(values)
 
-    def _meet(self, doing: str, **facts: float) -> None:
-        """Wait until all ranks come to do the same with the same numbers; alone, do nothing."""
-        if self._replicas is not None:
-            self._replicas.meet(doing, {**facts, "number of steps done": self.steps})
+    def _meet(self, doing: str, feeds: Sequence[Mapping[str, torch.Tensor]] | None = None, **facts: float) -> None:
+        """Wait until all ranks come to do the same with the same numbers; alone, do nothing.
+
+        Args:
+            feeds: Micro-batches, which are to be the same on all ranks of a replica.
+        """
+        if self._replicas is None:
+            return
+        of_replica: dict[str, float] = {}
+        if feeds is not None and self.plan.ranks > self.plan.replicas:
+            of_replica["batches"] = _digest_of(feeds)
+        self._replicas.meet(doing, {**facts, "number of steps done": self.steps}, of_replica)
 
     def _fed(
         self, batches: Any, numbers: Sequence[int], loss: Loss | None
@@ -1008,6 +1016,14 @@ def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
 
 def _dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """Hash of micro-batches, exact as a float."""
+    digest = 0
+    for tensor in chain.from_iterable(feed.values() for feed in feeds):
+        digest = zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest)
+    return float(digest)
 
 
 def _digest(rules: Mapping[int, ParameterRule]) -> float:

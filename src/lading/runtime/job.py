@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -353,20 +354,23 @@ class Replicas:
         self._collective(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group))
         return most.tolist()
 
-    def meet(self, doing: str, facts: dict[str, float]) -> None:
+    def meet(
+        self, doing: str, facts: Mapping[str, float], of_replica: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         """Wait until all ranks come to do the same.
 
         Args:
             doing: What this rank is about to do ("step 8"), for messages.
             facts: Numbers that are to be equal on all ranks, by name.
+            of_replica: Numbers that are to be equal on all ranks of a replica.
         Raises:
             ConfigError: they are not; says which, and on which ranks.
             StorageError: a rank is gone or late; says which.
         """
         self._doing = doing
         self._store.set(f"doing {self.rank}", doing)
-        values = [float(zlib.crc32(doing.encode())), *facts.values()]
-        mine = torch.tensor(values + [0.0] * (_MOST_FACTS - len(facts)), dtype=torch.float64)
+        values = [float(zlib.crc32(doing.encode())), *facts.values(), *of_replica.values()]
+        mine = torch.tensor(values + [0.0] * (_MOST_FACTS + 1 - len(values)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._collective(lambda: dist.all_gather(every, mine, group=self._group))
         if other := [rank for rank, row in enumerate(every) if row[0] != mine[0]]:
@@ -377,6 +381,15 @@ class Replicas:
             if len(set(told)) > 1:
                 each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))
                 raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
+        for column, name in enumerate(of_replica, 1 + len(facts)):
+            for replica in range(self._layout.dp):
+                ranks = [rank for rank in range(self.ranks) if self._layout.replica(rank) == replica]
+                if other := [rank for rank in ranks if every[rank][column] != every[ranks[0]][column]]:
+                    raise ConfigError(
+                        f"{doing}: expected the same {name} on ranks {', '.join(map(str, ranks))}, which compute on "
+                        f"them together, got others on rank {other[0]} than on rank {ranks[0]}; give rank r those of "
+                        "replica plan.replica(r); nothing has run"
+                    )
 
     def announce(self) -> None:
         """Tell all other ranks that what they wait for has ended; those that are gone do not matter."""

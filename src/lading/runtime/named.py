@@ -123,8 +123,10 @@ def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
     for name in dict.fromkeys(name for held in each for name in held):
         having = [number for number, held in enumerate(each) if name in held]
         owner = next((number for number in having if name in trained[number]), having[0])
-        storages = each[rank][name].storages if rank in having else ()
-        values[name] = dataclasses.replace(each[owner][name], storages=storages, owner=owner)
+        if rank in having:
+            values[name] = dataclasses.replace(each[rank][name], owner=owner)
+        else:
+            values[name] = dataclasses.replace(each[owner][name], storages=(), owner=owner)
     return values
 
 

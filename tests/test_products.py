@@ -33,10 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def build(name: str, layers: int, dtype: torch.dtype, frozen: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build_model("gpt" if name == "dropout" else name, **SIZES, num_layers=layers).to(dtype)
+    model = build_model("gpt" if name == "dropout" else name, **{**SIZES, "num_layers": layers}).to(dtype)
     if name == "dropout":
         for layer in model.layers:
-            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.2))
+            layer.mlp_out = nn.Sequential(layer.mlp_out, nn.Dropout(0.2))
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(path != frozen)
     return model

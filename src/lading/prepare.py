@@ -142,12 +142,12 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = _spread(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    uncut = _uncut(rule, matrices, others)
+    uncut = _uncut(rule, others)
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     if spread.zero and uncut:
         raise ConfigError(
-            "layout: expected one step, and one rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
+            "layout: expected one step, and a rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
             f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.dp}"), or leave that out'
         )
     if spread.pp > 1 and (others or isinstance(rule, TorchUpdate)):
@@ -242,12 +242,10 @@ def _spread(layout: str, devices: int) -> Layout:
     return dataclasses.replace(asked, zero=0, shard=0) if asked.axes["shard"] == 1 else asked
 
 
-def _uncut(rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> str:
+def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
         return "further steps (others=), which use parameters in an order of their own"
-    if matrices is not None:
-        return f"{matrices.rule}, which moves whole matrices"
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
 
 

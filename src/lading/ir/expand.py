@@ -238,9 +238,10 @@ class _StepBuilder:
         whole, across, name = self.gradients[parameter.tensor], self.layout.across("shard"), parameter.names[0]
         flat, ranks = self.tensors[whole], self.layout.axes["shard"]
         shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
-        kept = self.gradients[parameter.tensor] = self._fresh(
-            shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT
-        )
+        kept = self._fresh(shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT)
+        shape = self.tensors[parameter.tensor].shape
+        view = dataclasses.replace(self.tensors[kept], shape=shape, stride=row_major(shape))
+        self.gradients[parameter.tensor] = kept if len(shape) == 1 else self._tensor(view)
         return reduction(REDUCE_SCATTER, across, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:

@@ -14,6 +14,9 @@ forward and backward is a gap like others: kept, or dropped (resharded) and made
 
 [Note: equal programs] Every shard is as long on every rank, so that ranks have one Program. What no parameter fills is
 zeros. Parameters begin at whole cache lines, as they do alone, so that kernels give the same bits.
+
+[Note: owners] What a rule for matrices moves is in units of matrices of one shape, of which each rank has as many whole
+ones: its shard is a stack of them, which that rule moves as any stack. Matrices that are missing in the last are zeros.
 """
 
 from __future__ import annotations
@@ -89,7 +92,10 @@ Origins = tuple[tuple[int, ...], ...]
 
 
 def shard_parameters(
-    captured: StepGraph, layout: Layout, apart: Mapping[str, object] = MappingProxyType({})
+    captured: StepGraph,
+    layout: Layout,
+    apart: Mapping[str, object] = MappingProxyType({}),
+    matrices: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[StepGraph, tuple[GatheredUnit, ...], Origins]:
     """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
 
@@ -97,6 +103,7 @@ def shard_parameters(
 
     Args:
         apart: Parameters in which this differs, by first name, are in units of their own.
+        matrices: Rows of the parts of each parameter that is moved as a whole, by its tensor. See [Note: owners].
 
     Returns:
         The graph, its units, and for each of its operations the captured ones behind which it stands.
@@ -105,7 +112,7 @@ def shard_parameters(
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
     check_alike(captured)
-    return _Sharder(captured, layout, apart).sharded()
+    return _Sharder(captured, layout, apart, matrices).sharded()
 
 
 def unshard_parameters(
@@ -137,11 +144,16 @@ def units_of(graph: StepGraph) -> dict[int, GatheredUnit]:
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """Parameters of a unit by number, and the element of the whole where each begins."""
+    """Parameters of a unit by number, the element of the whole where each begins, and the shape of a shard."""
 
     numbers: tuple[int, ...]
     starts: tuple[int, ...]
-    shard_elements: int
+    shape: tuple[int, ...]
+
+    @property
+    def shard_elements(self) -> int:
+        """Number of elements of a shard."""
+        return prod(self.shape)
 
 
 class _Sharder:
@@ -152,8 +164,14 @@ class _Sharder:
         after: Copies of gradients that come behind an operation, by its number, each with all that it comes behind.
     """
 
-    def __init__(self, captured: StepGraph, layout: Layout, apart: Mapping[str, object]) -> None:
-        self.apart = apart
+    def __init__(
+        self,
+        captured: StepGraph,
+        layout: Layout,
+        apart: Mapping[str, object],
+        matrices: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        self.apart, self.matrices = apart, matrices
         self.graph, self.ranks, self.layout = captured, layout.axes["shard"], layout
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
@@ -167,10 +185,13 @@ class _Sharder:
         self._check()
         units: list[GatheredUnit] = []
         parameters: list[Parameter] = []
-        for members in map(self._aligned, self._runs()):
+        runs = [*map(self._aligned, self._runs()), *map(self._stacked, self._runs_of_matrices())]
+        for members in runs:
             unit = self._unit(f"unit {len(units)}", members)
             units.append(unit)
-            parameters.append(Parameter((unit.parameter,), unit.shard, self._gradients(unit, members)))
+            flat = self.tensors[unit.shard]
+            shard = self._tensor(dataclasses.replace(flat, shape=members.shape, stride=row_major(members.shape)))
+            parameters.append(Parameter((unit.parameter,), shard, self._gradients(unit, members)))
         captured = enumerate(self.graph.ops)
         rows = [row for index, op in captured for row in ((op, (index,)), *self.after.get(index, ()))]
         cut = {n for n, p in enumerate(self.graph.parameters) if self.graph.storage_of(p.tensor) in self.place}
@@ -203,8 +224,8 @@ class _Sharder:
                     f'with {where}; make it contiguous, or train replicas (layout="dp{self.layout.dp}")'
                 )
 
-    def _runs(self) -> Iterator[list[int]]:
-        """Yield the parameters of each unit, by number, in the order in which forward first uses them."""
+    def _used(self) -> list[int]:
+        """List the parameters that are cut, by number, in the order in which forward first uses them."""
         graph = self.graph
         first: dict[int, int] = {}
         for index, op in enumerate(graph.ops):
@@ -215,9 +236,38 @@ class _Sharder:
             for n, p in enumerate(graph.parameters)
             if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.cuts_parameters)
         ]
+        return [number for _, number in sorted(used)]
+
+    def _runs_of_matrices(self) -> Iterator[list[int]]:
+        """Yield the matrices of each unit, by number. See [Note: owners]."""
         kinds: dict[tuple[object, ...], list[int]] = {}
-        for _, number in sorted(used):
+        for number in self._used():
+            parameter = self.graph.parameters[number]
+            if parameter.tensor in self.matrices:
+                view, apart = self.graph.tensors[parameter.tensor], self.apart.get(parameter.names[0])
+                kind = view.dtype, view.shape, self.matrices[parameter.tensor], apart
+                kinds.setdefault(kind, []).append(number)
+        for numbers in kinds.values():
+            round_bytes = self.ranks * self._size_bytes(numbers[:1])
+            rounds = 1 if self.layout.cuts_parameters else max(1, -(-self.layout.bucket_bytes // round_bytes))
+            for start in range(0, len(numbers), rounds * self.ranks):
+                yield numbers[start : start + rounds * self.ranks]
+
+    def _stacked(self, numbers: Sequence[int]) -> _Members:
+        """Lay matrices of one shape side by side, as many whole ones on each rank."""
+        shape = self.graph.tensors[self.graph.parameters[numbers[0]].tensor].shape
+        each = -(-len(numbers) // self.ranks)
+        stack = shape if each == 1 else (each * prod(shape[:-2]), *shape[-2:])
+        return _Members(tuple(numbers), tuple(prod(shape) * place for place in range(len(numbers))), stack)
+
+    def _runs(self) -> Iterator[list[int]]:
+        """Yield the parameters of each unit of elements, by number, in the order in which forward first uses them."""
+        graph = self.graph
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for number in self._used():
             parameter = graph.parameters[number]
+            if parameter.tensor in self.matrices:
+                continue
             dtype, trained = graph.tensors[parameter.tensor].dtype, parameter.gradient is not None
             kinds.setdefault((dtype, trained, self.apart.get(parameter.names[0])), []).append(number)
         if self.layout.cuts_parameters:
@@ -273,7 +323,7 @@ class _Sharder:
         for number in numbers:
             starts.append(end)
             end += _up(prod(self.graph.tensors[self.graph.parameters[number].tensor].shape))
-        return _Members(tuple(numbers), tuple(starts), _up(-(-end // self.ranks)))
+        return _Members(tuple(numbers), tuple(starts), (_up(-(-end // self.ranks)),))
 
     def _unit(self, name: str, members: _Members) -> GatheredUnit:
         """Make the storages of a unit, both lasting as yet; its parameters move into the whole."""
@@ -299,10 +349,8 @@ class _Sharder:
         for gradient, start, end in zip(gradients, members.starts, ends, strict=True):
             elements = prod(self.graph.tensors[gradient].shape)
             pieces.append(self._row_by_row(gradient, unit.name, ops))
-            while padding := end - start - elements:
-                width = min(padding, _ALIGNED)
-                pieces.append(self._tensor(Tensor(self._zeros(dtype), dtype, (width,), (1,))))
-                elements += width
+            if padding := end - start - elements:
+                pieces.append(self._tensor(Tensor(self._zeros(dtype), dtype, (padding,), (0,))))
         flat = pieces[0]
         if len(pieces) > 1:
             size = count * DTYPE_BYTES[dtype]
@@ -326,10 +374,10 @@ class _Sharder:
         return self._flat(storage, tensor.dtype, count)
 
     def _zeros(self, dtype: str) -> int:
-        """Storage of a cache line of zeros."""
+        """Storage of a zero, which fills what no parameter does."""
         if dtype not in self.zeros:
-            size = _ALIGNED * DTYPE_BYTES[dtype]
-            self.storages.append(Storage("zeros", size, Role.CONSTANT, bytes(size)))
+            size = DTYPE_BYTES[dtype]
+            self.storages.append(Storage("zero", size, Role.CONSTANT, bytes(size)))
             self.zeros[dtype] = len(self.storages) - 1
         return self.zeros[dtype]
 

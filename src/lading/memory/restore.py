@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lading.catalog.load import machine_from_dict
 from lading.errors import ConfigError, ProgramError
@@ -66,17 +66,21 @@ def step_of(  # noqa: PLR0913  what a step depends on
         captured = with_draws(captured, machine.device.kind)
     part = None if layout.pp == 1 else _part(captured, layout, choices)
     micro = captured if part is None else part.graph
-    sharded, units = micro, ()
-    if layout.zero:
-        sharded, units, origins = shard_parameters(micro, layout, _apart(part, choices))
-        part = part and part.with_shards(sharded, origins)
     if part is not None:
+        matrices = matrices and _named(matrices, _rows(captured, matrices), micro)
         if clip_norm and all(p.gradient is None for p in micro.parameters):
             raise ConfigError(
                 f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {part.rank} "
                 f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
             )
-        matrices = matrices and _named(matrices, captured, micro)
+    sharded, units = micro, ()
+    if layout.zero:
+        moved = {} if matrices is None else grouped(micro, matrices)[0]
+        sharded, units, origins = shard_parameters(micro, layout, _apart(part, choices), moved)
+        part = part and part.with_shards(sharded, origins)
+        stacks = {sharded.storage_of(tensor): parts for tensor, parts in moved.items()}
+        owned = {unit.parameter: stacks[unit.whole] for unit in units if unit.whole in stacks}
+        matrices = matrices and _named(matrices, owned, sharded)
     step = expand(
         sharded,
         clip_norm=clip_norm,
@@ -109,10 +113,20 @@ def _apart(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
     return apart | {name: (number, apart.get(name)) for number, names in groups for name in names}
 
 
-def _named(matrices: Matrices, captured: StepGraph, part: StepGraph) -> Matrices | None:
-    """Say for each parameter of a part of the model what the whole model makes of it; None without a matrix."""
+def _rows(captured: StepGraph, matrices: Matrices) -> dict[str, tuple[int, ...]]:
+    """Rows of the parts of each matrix of the whole model, by its first name."""
     moved = grouped(captured, matrices)[0]
-    rows = {p.names[0]: moved[p.tensor] for p in captured.parameters if p.tensor in moved}
+    return {p.names[0]: moved[p.tensor] for p in captured.parameters if p.tensor in moved}
+
+
+def _named(matrices: Matrices, rows: Mapping[str, tuple[int, ...]], part: StepGraph) -> Matrices | None:
+    """Say for each parameter of a part of the model, or of its shards, what the rule makes of it.
+
+    Args:
+        rows: Rows of the parts of each matrix, by its first name.
+    Returns:
+        None without a matrix.
+    """
     trained = [p.names[0] for p in part.parameters if p.gradient is not None]
     told = {name: (" ".join(map(str, rows[name])) or MATRIX) if name in rows else REST for name in trained}
     return dataclasses.replace(matrices, parameters=told) if rows.keys() & told.keys() else None

@@ -13,6 +13,7 @@ import torch
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.sharding import units_of
+from lading.ir.update_ops import matrix_rule_of
 from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
 
@@ -65,18 +66,26 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         members.setdefault(unit.parameter, []).append(name)
         storage, ranks = (unit.whole, 1) if unit.lasts else (graph.storage_of(unit.shard), unit.ranks)
         values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks, unit.over)
+    by_name = {unit.parameter: unit for unit in units.values()}
     starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
-    ranks, over = next(((unit.ranks, unit.over) for unit in units.values()), (1, ""))
+    stacks = {graph.storage_of(op.inputs[0]) for op in graph.ops if matrix_rule_of(op) is not None}
     for state in graph.states:
         storages = tuple(map(graph.storage_of, state.parts))
-        whole, _, suffix = state.name.rpartition(".")
-        if whole not in members:
+        unit = by_name.get(".".join(state.name.split(".")[:2]))
+        if unit is None:
             values[state.name] = Value(state.dtype, state.shape, storages)
-        for name in members.get(whole, ()):
-            value = Value(state.dtype, state.shape, storages)
-            if state.shape:
-                value = Value(state.dtype, values[name].shape, storages, starts[name], ranks, over)
-            values[f"{name}.{suffix}"] = value
+            continue
+        suffix = state.name.removeprefix(f"{unit.parameter}.")
+        for name in members[unit.parameter]:
+            shape, start = values[name].shape, starts[name]
+            if not state.shape:
+                values[f"{name}.{suffix}"] = Value(state.dtype, (), storages)
+                continue
+            if graph.storage_of(unit.shard) in stacks and suffix != "master":
+                count = graph.tensors[unit.shard].shape[0] // prod(shape[-2:])
+                each = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
+                shape, start = each, start // prod(shape) * prod(each)
+            values[f"{name}.{suffix}"] = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
     return values
 
 

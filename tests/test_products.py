@@ -140,18 +140,28 @@ def _four(rank: int, out: str, names: list[str]) -> None:
 
 
 def _goes_on(rank: int, out: Path) -> None:
-    """Save with one product, and go on from there with another."""
-    for layout, step in (("dp2,pp2,zero3", 0), ("dp4,zero1,shard2", 1), ("dp2,pp2", 2)):
-        case = dataclasses.replace(SAVED, layout=layout)
-        micro = SAVED.micro * 4 // parse_layout(layout).dp
-        graph, first = captured(*SAVED.of, micro), parse_layout(layout).replica(rank) * micro
-        with lading.Trainer(
-            case.planned(graph, layout), graph, build(*SAVED.of), folder=out / f"masters {rank}"
-        ) as run:
-            if step:
-                run.load(out / "saved" / f"step-{step:08d}")
-            run.step([batch(step, first + number) for number in range(micro)])
-            run.save(out / "saved", keep=3)
+    """Save with one product, go on from there with another, and with a third without a checkpoint."""
+    folder = out / f"masters {rank}"
+
+    def planned(layout: str) -> tuple[lading.Plan, StepGraph]:
+        graph = captured(*SAVED.of, 4 // parse_layout(layout).dp)
+        return SAVED.planned(graph, layout), graph
+
+    def run(trainer: lading.Trainer, step: int) -> None:
+        micro = 4 // trainer.plan.replicas
+        first = trainer.plan.replica(rank) * micro
+        trainer.step([batch(step, first + number) for number in range(micro)])
+
+    with lading.Trainer(*planned("dp2,pp2,zero3"), build(*SAVED.of), folder=folder) as trainer:
+        run(trainer, 0)
+        path = trainer.save(out / "saved")
+    with lading.Trainer(*planned("dp4,zero1,shard2"), build(*SAVED.of), folder=folder) as trainer:
+        trainer.load(path)
+        run(trainer, 1)
+        trainer.pause()
+        trainer.resume(*planned("dp2,pp2"))
+        run(trainer, 2)
+        trainer.save(out / "saved")
 
 
 def _unlike(rank: int, out: Path) -> dict[str, str]:

@@ -120,10 +120,11 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         layout: How the step is spread: "dp4" for four replicas, ranks that each train on a batch of their own and take
             the mean of their gradients, in buckets that the plan chooses or of "dp4,bucket_bytes=1000000" and more.
             "dp4,zero1" cuts the optimizer's states into shards, one a rank; "dp4,zero2" also the gradients that are
-            summed over micro-batches; "dp4,zero3" also the parameters. "pp4" cuts the model into the stages of a
-            pipeline, which every rank gives the same batch; "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in
-            which order. "" is all ranks of the job: replicas if they keep everything in the budget, else the fastest of
-            them and of shards; "dp1" is one rank by itself.
+            summed over micro-batches; "dp4,zero3" also the parameters; "dp4,zero3,shard2" among two, whose pairs are
+            replicas. "pp4" cuts the model into the stages of a pipeline, which are all given the same batch;
+            "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in which order. "dp2,pp2,zero1" and the like are of
+            both; a rank gives the batch of its replica (``Plan.replica``). "" is all ranks of the job: replicas if they
+            keep everything in the budget, else the fastest of them and of shards; "dp1" is one rank by itself.
         devices: Ranks to plan for where no job runs yet; 0 for those of this job, or of the layout.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer

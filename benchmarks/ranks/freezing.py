@@ -5,9 +5,9 @@
 
 A Llama is trained by two Trainers in turns of one step, so that both meet the same moments of the host. In both, the
 leading layers freeze in the same steps. One goes on in the layout of the next phase, in the last with a cache of what
-the frozen layers compute; the other keeps its stages, which are cut again where the work is, so that it does better than a
-pipeline left alone. A step's seconds are those of the fastest, as a shared host only adds to them; an epoch is so many
-of them. A transition is what is paid between two phases: pause, capture and plan, resume.
+the frozen layers compute; the other keeps its stages, which are cut again where the work is, so that it does better
+than a pipeline left alone. A step's seconds are those of the fastest, as a shared host only adds to them; an epoch is
+so many of them. A transition is what is paid between two phases: pause, capture and plan, resume.
 """
 
 from __future__ import annotations

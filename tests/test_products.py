@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,8 @@ from tests.ranks import run_ranks
 from tests.test_pipelines import SIZES, connected
 from tests.test_replicas import BUCKET, batch
 from tests.test_saved_plan import states_on_disk
+from tests.test_train_ranks import ASKED, numbers, records, written
+from tests.test_train_ranks import alone as run_alone
 
 #: Bytes by which a small budget is below what keeping everything takes.
 TIGHT = 30_000
@@ -105,6 +109,7 @@ EXACT = {
     "tight": Case("dp2,pp2,zero3", tight=True),
     "disk": Case("dp2,pp2,zero1", plan=lambda: {"policy": states_on_disk, "disk_budget": None}),
     "muon": Case("dp2,pp2", plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
+    "muon shards": Case("dp2,pp2,zero3", plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02)}),
 }
 _CLIPPED = Case("", layers=4, dtype=torch.float64, micro=2, steps=20, plan=lambda: {"clip_norm": 0.1})
 CLIPPED = {
@@ -245,3 +250,14 @@ def test_a_small_budget_drops_what_a_stage_unsharded_or_computed() -> None:
     gaps = [choice.option for each in (plan, *plan.peers) for choice in each.choices.gaps]
     assert gaps
     assert {*gaps} == {Option.RECOMPUTE}
+
+
+@pytest.mark.slow
+def test_a_run_of_a_file_trains_on_a_product_as_in_one_process(tmp_path: Path) -> None:
+    path, out = written(tmp_path), tmp_path / "ranks"
+    asked = ("model.sizes={dim=64, num_layers=2, num_heads=2, dropout=0.0}", "optimization={steps=4, warmup_steps=1}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "lading"]
+    command += ["train", str(path), "--no-cache", *ASKED, *asked, "layout='dp2,pp2,zero1'", f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert numbers(records(out)) == numbers(run_alone(path, *asked, "optimization.accumulation=2"))

@@ -109,7 +109,7 @@ class Run:
     def _planned(self) -> tuple[lading.Plan, lading.StepGraph]:
         loss = model_class("llama").loss if self.cache is None else partial(rest_loss, count=self._frozen)
         share = _MICRO // self._layout.dp
-        graph = lading.capture(self._model, self._given(0, 0), loss, accumulation=share)
+        graph = lading.capture(self._model, self._micro_batch(0, 0), loss, accumulation=share)
         asked: dict[str, Any] = {"budget": "100%", "policy": "keep-all", "cache": False}
         return lading.plan(graph, self._machine, layout=str(self._layout), **asked), graph
 
@@ -129,7 +129,7 @@ class Run:
         pause, plan, resume = (after - before for before, after in pairwise(marks))
         return pause, plan, resume
 
-    def _given(self, step: int, number: int) -> dict[str, torch.Tensor]:
+    def _micro_batch(self, step: int, number: int) -> dict[str, torch.Tensor]:
         """Micro-batch of a step, with what the frozen layers make of it where that is cached."""
         step %= _DISTINCT
         drawn = random_batch("llama", _SIZES, rows=_ROWS, tokens=_TOKENS, seed=1000 * step + number)
@@ -144,8 +144,8 @@ class Run:
         first = share * self._layout.replica(dist.get_rank())
         dist.barrier()
         started = time.perf_counter()
-        given = [self._given(self.trainer.steps, first + number) for number in range(share)]
-        self.losses.append(self.trainer.step(given))
+        batches = [self._micro_batch(self.trainer.steps, first + number) for number in range(share)]
+        self.losses.append(self.trainer.step(batches))
         return time.perf_counter() - started
 
 

@@ -100,9 +100,9 @@ class Freezing:
         percentile: float | None = None,
     ) -> None:
         rules = {"epochs": epochs, "alpha": alpha, "percentile": percentile}
-        if len(given := [name for name, rule in rules.items() if rule is not None]) != 1:
+        if len(chosen := [name for name, rule in rules.items() if rule is not None]) != 1:
             raise ConfigError(
-                f"Freezing: expected one of epochs, alpha and percentile, got {' and '.join(given) or 'none'}"
+                f"Freezing: expected one of epochs, alpha and percentile, got {' and '.join(chosen) or 'none'}"
             )
         self._layers = [[layer] if isinstance(layer, torch.nn.Module) else [*layer] for layer in layers]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}

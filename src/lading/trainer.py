@@ -183,7 +183,7 @@ class Trainer:
         shapes: Sequence[StepGraph] = (),
     ) -> None:
         self._model = None if model is None else as_written(model)
-        self._given = {
+        self._settings = {
             "optimizer": optimizer,
             "folder": folder,
             "threads": threads,
@@ -197,7 +197,7 @@ class Trainer:
         self._saved = ""  # the newest checkpoint
         self._paused: CarriedValues | None = None
         self._lock = threading.RLock()
-        self._begin(plan, graph, program=program, others=others, shapes=shapes, **self._given)
+        self._begin(plan, graph, program=program, others=others, shapes=shapes, **self._settings)
 
     def _begin(  # noqa: PLR0913  those of the public entry
         self,
@@ -801,7 +801,7 @@ class Trainer:
         """
         if self._paused is None:
             raise ConfigError("resume: expected a trainer that is paused, found one that is not; call pause() first")
-        self._begin(plan, graph, others=others, shapes=shapes, **self._given)
+        self._begin(plan, graph, others=others, shapes=shapes, **self._settings)
 
     def _value(self, name: str) -> Value:
         name = self._first_name.get(name, name)

@@ -24,6 +24,7 @@ from lading.memory.lifetime import Gap, Lifetimes, gaps
 from lading.memory.restore import program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.optim.registry import optimizer as rule
+from lading.planner.policies import reshard_every_unit
 from tests.ranks import run_ranks
 from tests.test_replicas import BUCKET, Case, batch, build, machine
 from tests.test_saved_plan import states_on_disk
@@ -35,13 +36,24 @@ LAYOUTS = ("zero1", "zero2", "zero3")
 UNLIKE = ("zero2", "zero3")
 #: Matrices that are several to the rule that moves them.
 IN_PARTS: dict[str, int | str] = {"layers.*.gate.weight": 3, "layers.*.wo.weight": "8 24"}
+
+
+def all_on_disk(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Keep states and shards on disk, read shards to be unsharded, and unshard again in backward."""
+    units = units_of(graph).values()
+    shards = {graph.storage_of(unit.shard) for unit in units if not unit.lasts}
+    away = [g for g in gaps(graph, lives) if g.storage in shards and graph.storages[g.storage].size_bytes >= 4096]
+    from_disk = {(g.storage, g.start): Option("disk") for g in away}
+    return {**states_on_disk(graph, lives), **from_disk, **reshard_every_unit(graph, lives)}
+
+
 CASES = {
     "clipped": Case(plan=lambda: {"clip_norm": 0.1}),
     "tied": Case("gpt"),
     "masters": Case(dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
     "lion": Case(plan=lambda: {"optimizer": rule("lion")}),
     "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
-    "disk": Case(plan=lambda: {"policy": states_on_disk}),
+    "disk": Case(plan=lambda: {"policy": all_on_disk}),
     "dropout": Case("noisy"),
     "muon": Case(plan=lambda: {"matrices": lading.Matrices(rule="muon", lr=0.02, parameters=IN_PARTS)}),
     "soap": Case(

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,7 +89,11 @@ class Model:
     def __init__(self, name: str, machine: str | Machine) -> None:
         self.name, self.machine = name, machine
         self.sizes, self.rows, self.tokens = MODELS[name]
-        self.graph = lading.capture(self.made(), self.batch(0), model_class(name).loss)
+
+    @cached_property
+    def graph(self) -> lading.StepGraph:
+        """Capture the model."""
+        return lading.capture(self.made(), self.batch(0), model_class(self.name).loss)
 
     def made(self) -> torch.nn.Module:
         """Build the model, with the same values each time."""

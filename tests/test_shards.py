@@ -307,6 +307,17 @@ def leads(program: Program) -> list[int]:
     return found
 
 
+def test_a_budget_of_less_room_is_searched_though_all_may_stay() -> None:
+    graph, slow = lading.capture(build(), batch(0, 0), next_byte_loss), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
+    network = dataclasses.replace(machine(), collectives=dict.fromkeys(machine().collectives, slow))
+    asked: dict[str, Any] = {"cache": False, "layout": "dp2,zero3"}
+    whole = lading.plan(graph, network, budget="100%", **asked)
+    plan = lading.plan(graph, network, budget=whole.budgets["device"] - 20_000, **asked)
+    rows = {row.policy: row for row in plan.policies}
+    assert {"reshard-every-unit", "reshard-and-checkpoint"} < rows.keys()
+    assert plan.lower_bound_s < plan.step_s <= min(row.step_s for row in rows.values() if row.step_s is not None)
+
+
 def test_whole_parameters_are_unsharded_as_early_as_memory_allows() -> None:
     graph, slow = lading.capture(build(), batch(0, 0), next_byte_loss), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
     network = dataclasses.replace(machine(), collectives=dict.fromkeys(machine().collectives, slow))

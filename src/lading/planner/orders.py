@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.action import DEVICE
 from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase, Role
 from lading.ir.plan import Option
@@ -323,7 +324,8 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
     """
     others = tuple(others)
     for plan in others:
-        if not plan.choices:  # each operation once and nothing moved: no plan in any order takes less
+        roomy = not step.graph.collectives or step.needs({}) <= step.budgets[DEVICE]
+        if not plan.choices and roomy:  # each operation once, none waits for room: no plan takes less
             return Ordered(0, step, plan, plan.step_s)
     bound_s = float("inf")
     searches: list[tuple[int, ResidencySearch]] = []

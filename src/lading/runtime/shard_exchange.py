@@ -37,11 +37,11 @@ def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGro
     ranks, here, length = dist.get_world_size(group), dist.get_rank(group), len(shard)
     parts, others = values.view(ranks, length), _others(here, ranks)
     width = min(length, max(1, _RECEIVED_BYTES // (2 * max(1, ranks - 1) * shard.element_size())))
-    rooms = shard.new_empty(2, ranks, width)
+    rooms = shard.new_empty(2, len(others), width)
 
     def begin(start: int) -> _Exchange:
         turn, piece = start // width % 2, slice(start, min(start + width, length))
-        into = {peer: rooms[turn, peer, : piece.stop - start] for peer in others}
+        into = {peer: rooms[turn, number, : piece.stop - start] for number, peer in enumerate(others)}
         return _Exchange(into, {peer: parts[peer, piece] for peer in others}, group, turn)
 
     following = begin(0)

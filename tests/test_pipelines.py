@@ -172,6 +172,18 @@ def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
         lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
 
 
+def test_an_output_of_an_early_stage_is_refused() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+    def loss(model: Any, x: torch.Tensor) -> Any:
+        early = model[0](x)
+        return model[1:](early).square().mean(), {"early": early}
+
+    graph = lading.capture(model, torch.ones(64, 64), loss, accumulation=MICRO)
+    with pytest.raises(ConfigError, match="found some of loss, early on an earlier one; return what the last layers"):
+        lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2")
+
+
 def test_clipping_is_refused_where_a_rank_has_nothing_to_train() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     for layer in list(model)[:3]:

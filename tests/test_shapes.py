@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import lading
 from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
@@ -192,6 +194,80 @@ def test_metrics_are_reported_and_not_trained() -> None:
                 assert run(micro) == pytest.approx(sum(float(out["loss"]) for out in plain) / accumulation)
                 assert trainer.losses == {"accuracy": wanted[0], "right": wanted[1]}
             assert trainer.step(micro) < float(plain[0]["loss"])
+
+
+class Scaled(torch.nn.Module):
+    """A model whose activation is changed in place after it is made, and a scale that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 64), torch.nn.Linear(64, 4)
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x)
+        return self.last(torch.relu_(hidden)) * self.scale[0], hidden
+
+
+def seen(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss, and what a user wants to see: activations, views of them, numbers, a parameter and an input."""
+    logits, hidden = model(x)
+    right = (logits > 0).float().mean()
+    beside = {"logits": logits, "hidden": hidden, "class": logits.argmax(-1), "first": hidden[:, 0]}
+    return logits.square().mean(), {**beside, "right": right, "scale": model.scale, "x": x}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_outputs_and_the_norm_come_out_of_a_step(accumulation: int) -> None:
+    """With the bits of eager, to keep over steps; of each micro-batch, of a short batch, and of an evaluation."""
+    torch.manual_seed(0)
+    model = Scaled()
+    eager = copy.deepcopy(model)
+    usual = torch.optim.AdamW(eager.parameters(), lr=1e-3, fused=True)
+    batches = [torch.randn(6, 8) for _ in range(2 * accumulation)]
+    graph = capture(model, batches[0], seen, accumulation=accumulation)
+    evaluation = capture(model, batches[0], seen, accumulation=accumulation, evaluation=True)
+    made = plan(graph, MACHINE, budget="100%", others=[evaluation], clip_norm=0.1, optimizer=lading.AdamW(lr=1e-3))
+    short = capture(model, batches[0][:1], seen, accumulation=accumulation)
+    kept: list[tuple[Any, torch.Tensor]] = []
+
+    def compare(trainer: Trainer, micro: list[torch.Tensor]) -> None:
+        for number, x in enumerate(micro):
+            loss, beside = seen(eager, x)
+            (loss / accumulation).backward()
+            right = beside.pop("right")
+            assert trainer.outputs.keys() == beside.keys()
+            outputs = {name: o[number] if accumulation > 1 else o for name, o in trainer.outputs.items()}
+            assert [name for name in beside if not torch.equal(outputs[name], beside[name])] == []
+            kept.append((outputs["scale"], beside["scale"].detach().clone()))
+            if accumulation == 1:
+                assert trainer.losses == {"right": float(right)}
+
+    with Trainer(made, graph, model, optimizer=lading.AdamW(lr=1e-3), others=[evaluation], shapes=[short]) as trainer:
+        for micro in (batches[:accumulation], batches[accumulation:], [x[:1] for x in batches[:accumulation]]):
+            if len(micro[0]) > 1:
+                trainer.evaluate(micro)
+                compare(trainer, micro)
+                assert trainer.gradient_norm is None
+                usual.zero_grad()
+            trainer.step(micro)
+            compare(trainer, micro)
+            assert trainer.gradient_norm == float(torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1))
+            usual.step()
+            usual.zero_grad()
+    assert all(torch.equal(output, then) for output, then in kept)
+    assert [name for name, value in eager.named_parameters() if not torch.equal(value, model.get_parameter(name))] == []
+
+
+def test_outputs_count_in_the_memory_of_a_plan() -> None:
+    def wide(model: torch.nn.Module, x: torch.Tensor) -> Any:
+        logits = model(x)
+        return logits.square().mean(), {"logits": logits, "hot": logits > 0}
+
+    model, x = torch.nn.Linear(8, 512), torch.ones(64, 8)
+    graphs = [capture(model, x, loss) for loss in (wide, lambda model, x: wide(model, x)[0])]
+    peaks = [program_of(plan(graph, MACHINE, budget="100%"), graph).overhead_bytes for graph in graphs]
+    assert 64 * 512 * 5 <= peaks[0] - peaks[1] < 64 * 512 * 5.5  # float32 and bool; each operation has a little, too
 
 
 def test_a_scaled_loss_is_refused() -> None:

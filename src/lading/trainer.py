@@ -80,10 +80,12 @@ class _Captured:
 
     Attributes:
         trains: Whether it is a training step, of which a rank of a pipeline may have the forward alone.
+        outputs: Names of its outputs, which a rank of a pipeline may not have.
     """
 
     number: int
     trains: bool
+    outputs: tuple[str, ...]
     program: Program
     frozen: Frozen | None
     model: torch.nn.Module | None
@@ -159,6 +161,10 @@ class Trainer:
     Attributes:
         losses: Terms of the last step's loss, where it is several, and its metrics: the value of each by name,
             averaged over micro-batches.
+        outputs: Tensors with dims that the last step's loss function returned beside the loss, by name, of this rank's
+            batch; of several micro-batches a list of each. They are yours to keep or change.
+        gradient_norm: Norm of all gradients of the last step together, before they were clipped, as
+            ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``clip_norm``, and after an evaluation.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
@@ -192,6 +198,8 @@ class Trainer:
         }
         self.steps = 0
         self.losses: dict[str, float] = {}
+        self.outputs: dict[str, Any] = {}
+        self.gradient_norm: float | None = None
         self.excess: list[str] = []
         self._half_loaded = ""  # what a load that ended half-way was to say
         self._saved = ""  # the newest checkpoint
@@ -258,7 +266,7 @@ class Trainer:
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
         self._steps = [
-            _Captured(number, captured.trains, each, captured.frozen, model)
+            _Captured(number, captured.trains, captured.output_names, each, captured.frozen, model)
             for number, (each, captured) in enumerate(runs)
         ]
         _ = self._steps[0].watch
@@ -318,7 +326,8 @@ class Trainer:
             norms: Take the norms of this step's gradients, for ``gradient_norms``.
 
         Returns:
-            The loss, averaged over micro-batches; where it is several, their sum (see ``losses``).
+            The loss, averaged over micro-batches; where it is several, their sum. See ``losses``, ``outputs`` and
+            ``gradient_norm`` for what else comes out.
 
         Raises:
             ConfigError: not the batch that was captured, or one of two rates, and nothing has run; or an earlier step
@@ -348,6 +357,7 @@ class Trainer:
         self._tell_excess()
         if self._groups is not None:
             self._groups.stepped()
+        self.gradient_norm = self._executor.gradient_norm
         return self._told(losses, shape)
 
     def _draws(self, captured: StepGraph) -> Draws | None:
@@ -365,8 +375,11 @@ class Trainer:
         return {f"random state ({advice})": zlib.crc32(generator_state(self._kind).numpy().tobytes())}
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
-        graph = self._steps[shape].program.graph
-        names, count = graph.loss_names, len(graph.inputs)
+        step = self._steps[shape]
+        graph, given = step.program.graph, self._executor.take_outputs()
+        each = {name: given[index :: len(step.outputs)] for index, name in enumerate(step.outputs) if given}
+        self.outputs = {name: row if len(row) > 1 else row[0] for name, row in each.items()}
+        names, count = [name for name in graph.loss_names if name not in step.outputs], len(graph.inputs)
         if self._replicas is not None:  # of a pipeline, the last stage has them
             totals = self._replicas.sum(losses or [0.0] * count * len(names))
             losses = [total / self.plan.replicas for total in totals]
@@ -459,7 +472,7 @@ class Trainer:
     def _fed(
         self, batches: Any, numbers: Sequence[int], loss: Loss | None
     ) -> tuple[list[dict[str, torch.Tensor]], int]:
-        """Tensors of each micro-batch by name, and the number of the capture that takes them.
+        """Tensors of each micro-batch by name, and the number of the capture that takes them; ends the last results.
 
         Args:
             numbers: Captures to choose from.
@@ -474,6 +487,7 @@ class Trainer:
                 "capture it, and give lading.plan and the Trainer the capture in others="
             )
         self._check_whole()
+        self.outputs, self.gradient_norm = {}, None
         step = next((each for each in steps if each.takes(batches)), None)
         step = step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
         micro, feeds = step.fed(batches)

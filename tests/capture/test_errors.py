@@ -165,3 +165,35 @@ def test_no_hook_is_left_after_a_refusal() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     model.inner.told = lambda _, x: x
     assert capture(model, {"x": torch.ones(3, 4)}, squares).ops
+
+
+def _of_grad(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    torch.autograd.grad(loss, list(model.parameters()))
+    return loss
+
+
+def _of_backward(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def _of_optimizer(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (_of_grad, r"expected create_graph=True or retain_graph=True with torch\.autograd\.grad"),
+        (_of_backward, r"expected no backward\(\) inside, found one; return the loss, and let Trainer\.step"),
+        (_of_optimizer, r"expected no optimizer inside, found SGD\.step\(\); return the loss"),
+    ],
+)
+def test_a_loss_that_does_what_a_step_does_is_refused(loss: Any, why: str) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.raises(CaptureError, match=why):
+        capture(model, x, loss)
+    _of_backward(model, x)  # which runs again in eager

@@ -152,6 +152,7 @@ class _StepBuilder:
         self.starts: list[int] = []
         self.inputs: list[tuple[tuple[str, int], ...]] = []
         self.losses: list[int] = []
+        self.gradient_norm: int | None = None
         self.states: list[State] = []
         self.gradients = {p.tensor: p.gradient for p in graph.parameters if p.gradient is not None}
 
@@ -337,6 +338,8 @@ class _StepBuilder:
             ("aten.clamp.default", (None, 1.0)),
         )
         for name, rest in chain:
+            if name == "aten.add.Tensor":
+                self.gradient_norm = last
             if name == ALL_REDUCE_SUM:
                 self.ops.append(reduction(name, across, (last, size), phase=Phase.OPTIMIZER, module="clip"))
                 continue
@@ -594,6 +597,7 @@ class _StepBuilder:
             parameters=parameters,
             inputs=tuple(self.inputs),
             losses=tuple(self.losses),
+            gradient_norm=self.gradient_norm,
             blocks=blocks,
             states=tuple(self.states),
         )

@@ -86,6 +86,6 @@ def last_reads(graph: StepGraph) -> list[int]:
         for tensor in op.inputs:
             storage = graph.storage_of(tensor)
             last[storage] = max(last[storage], index)
-    for tensor in graph.losses:
+    for tensor in graph.results:
         last[graph.storage_of(tensor)] = len(graph.ops)
     return last

@@ -219,12 +219,13 @@ class RepeatedBlock:
 class StepGraph:
     """Forward, loss and backward (and, once expanded, the optimizer) of one step, in program order.
 
-    ``losses`` holds the scalars of each micro-batch, one after another: for each of ``loss_names`` one, of which the
-    first is what is trained. ``inputs`` holds the batch leaves by path, one tuple per micro-batch. ``accumulation`` is
-    the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is what the step was
-    captured with, for whoever runs it. What a plan chooses is no field of it: the passes that apply a choice give the
-    operations another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the properties below
-    read off.
+    ``losses`` holds what each micro-batch gives the caller, one micro-batch after another: for each of ``loss_names`` a
+    tensor, of which the first is what is trained, and those with dims are outputs. ``gradient_norm`` is the norm of all
+    gradients, where they are clipped by it. ``inputs`` holds the batch leaves by path, one tuple per micro-batch.
+    ``accumulation`` is the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is
+    what the step was captured with, for whoever runs it. What a plan chooses is no field of it: the passes that apply a
+    choice give the operations another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the
+    properties below read off.
     """
 
     storages: tuple[Storage, ...]
@@ -238,6 +239,7 @@ class StepGraph:
     blocks: tuple[RepeatedBlock, ...] = ()
     states: tuple[State, ...] = ()
     accumulation: int = 1
+    gradient_norm: int | None = None
     frozen: Frozen | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -271,6 +273,28 @@ class StepGraph:
     def storage_of(self, tensor: int) -> int:
         """Index of the storage a tensor views."""
         return self.tensors[tensor].storage
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Tensors that the step gives the caller: ``losses``, then ``gradient_norm``."""
+        return self.losses if self.gradient_norm is None else (*self.losses, self.gradient_norm)
+
+    @cached_property
+    def result_writes(self) -> dict[int, int]:
+        """Last operation that writes each storage of ``results``, after which it goes to the caller."""
+        wanted = {self.storage_of(tensor) for tensor in self.results}
+        return {s: index for index, writes in enumerate(self.op_writes) for s in writes if s in wanted}
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs: of ``losses`` those with dims."""
+        return tuple(name for name, t in zip(self.loss_names, self.losses, strict=False) if self.tensors[t].shape)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs of one step, of all micro-batches."""
+        outputs = (self.tensors[tensor] for tensor in self.losses)
+        return sum(prod(t.shape) * DTYPE_BYTES[t.dtype] for t in outputs if t.shape)
 
     @cached_property
     def persistent(self) -> frozenset[int]:

@@ -102,5 +102,6 @@ def numbered_as(first: StepGraph, step: StepGraph) -> StepGraph:
         buffers=first.buffers,
         inputs=tuple(tuple((name, names[t]) for name, t in inputs) for inputs in step.inputs),
         losses=tuple(names[t] for t in step.losses),
+        gradient_norm=None if step.gradient_norm is None else names[step.gradient_norm],
         states=first.states,
     )

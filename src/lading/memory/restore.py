@@ -67,6 +67,12 @@ def step_of(  # noqa: PLR0913  what a step depends on
     part = None if layout.pp == 1 else _part(captured, layout, choices)
     micro = captured if part is None else part.graph
     if part is not None:
+        if len(micro.losses) not in (0, len(captured.losses)):
+            raise ConfigError(
+                "layout: expected a loss and what is returned beside it to be of the pipeline's last stage, found some "
+                f"of {', '.join(captured.loss_names)} on an earlier one; return what the last layers make, or train "
+                "without pp"
+            )
         matrices = matrices and _named(matrices, _rows(captured, matrices), micro)
         if clip_norm and all(p.gradient is None for p in micro.parameters):
             raise ConfigError(

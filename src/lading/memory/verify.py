@@ -217,8 +217,8 @@ class _Verifier:
         self.reads, self.writes, self.final = _versions(self.graph)
         self.version = [0] * len(self.graph.storages)
         self.done: dict[int, int] = {}
-        self.losses_due = {self.graph.storage_of(t) for t in self.graph.losses}
-        self.all_losses = frozenset(self.losses_due)
+        self.results_due = {self.graph.storage_of(t) for t in self.graph.results}
+        self.all_results = frozenset(self.results_due)
 
     def run(self) -> None:
         for storage, offset in self.program.resident:
@@ -510,12 +510,12 @@ class _Verifier:
         self._place(action, storage, action.places[0][1], version=0)
 
     def _move_out(self, action: Action, storage: int) -> None:
-        if storage not in self.all_losses:
+        if storage not in self.all_results:
             _fail(
                 action, f"expected a loss to go to the caller, got {self._name(storage)}; nothing else leaves the step"
             )
         self._read(action, storage, self.final[storage])
-        self.losses_due.discard(storage)
+        self.results_due.discard(storage)
 
     def _load(self, action: Action, storage: int) -> None:
         copy = self._copy(action, action.source, storage)
@@ -554,8 +554,8 @@ class _Verifier:
         missing = [i for i in range(len(self.graph.ops)) if i not in self.done]
         if missing:
             raise ProgramError(f"expected every op to run once, ops {missing[:10]} never do; add their COMPUTE or STEP")
-        if self.losses_due:
-            names = ", ".join(map(self._name, sorted(self.losses_due)))
+        if self.results_due:
+            names = ", ".join(map(self._name, sorted(self.results_due)))
             raise ProgramError(f"expected every loss to go to the caller, {names} does not; add a MOVE to={CALLER}")
         for storage, offset in self.program.resident:
             self._check_resident(storage, offset)

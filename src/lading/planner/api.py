@@ -282,6 +282,7 @@ def step_costs(
         spare_bytes=max(0, int(settings.get(SPARE_BYTES, 0.0))),
         reducing_bytes=_reducing_bytes(graph),
         other_ops=int(settings.get(OTHER_OPS, 0.0)),
+        output_bytes=graph.output_bytes,
     )
 
 

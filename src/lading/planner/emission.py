@@ -141,7 +141,6 @@ class _Walker:
         self.late: dict[int, int] = {}
         self.sent: dict[int, int] = {}  # storage -> the item after which it went to the host, or that made it there
         self.made: dict[int, int] = {}  # storage -> the first item after the host wrote it
-        self.losses = {graph.storage_of(t) for t in graph.losses}
         self.rank = _inverse(order)
         self.places = _places(lives, order, self.rank)
 
@@ -271,7 +270,7 @@ class _Walker:
         writes = self.graph.op_writes[op_index]
         touched = dict.fromkeys((*self.graph.op_reads[op_index], *writes))
         for storage in writes:
-            if storage in self.losses:
+            if self.graph.result_writes.get(storage) == op_index:
                 self._item(Item(ActionKind.MOVE, storage=storage, source=DEVICE, target=CALLER))
         for storage in touched:
             self._leave(storage, op_index)

@@ -290,6 +290,7 @@ class StepCosts:
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
         reducing_bytes: Bytes that a collective takes while it runs, beside whatever computes.
         other_ops: Operations of other steps that the process is ready to run too.
+        output_bytes: Bytes of the outputs that a step gives the caller beside its scalars.
     """
 
     op_seconds: tuple[float, ...]
@@ -302,6 +303,7 @@ class StepCosts:
     spare_bytes: int = 0
     reducing_bytes: int = 0
     other_ops: int = 0
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -354,14 +356,14 @@ def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
         return device.overhead_bytes
     if costs.kept_bytes is not None:
         calls = _BYTES_PER_OP_MOVED * (len(costs.op_seconds) + costs.other_ops)
-        return costs.kept_bytes + costs.reducing_bytes + calls
+        return costs.kept_bytes + costs.reducing_bytes + costs.output_bytes + calls
     calls = _BYTES_PER_OP * (len(costs.op_seconds) + costs.other_ops)
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
     allocator = min(_KEPT_BYTES, sum(size for size in others if size < _LARGEST_KEPT_BYTES))
     compiled = device.kernel_bytes * (costs.compiled + _LIBRARY_KERNELS) if costs.compiled else 0
     lapack = _LAPACK_BYTES + device.packing_bytes if costs.decomposes else 0
-    causes = device.overhead_bytes + packing + compiled + lapack + calls + allocator
+    causes = device.overhead_bytes + packing + compiled + lapack + calls + allocator + costs.output_bytes
     return causes + int(_VARIES * device.overhead_bytes)
 
 

@@ -179,15 +179,13 @@ def build(
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
-    """Seconds of taking batches and handing losses over, which every plan spends once; an array of [position]."""
+    """Seconds of taking batches and handing results over, which every plan spends once; an array of [position]."""
     seconds = np.zeros(len(graph.ops))
-    losses = {graph.storage_of(loss) for loss in graph.losses}
     for storage, uses in enumerate(lives.uses):
         if uses and graph.storages[storage].role is Role.INPUT:
             seconds[uses[0]] += caller_seconds(graph.storages[storage].size_bytes, machine.device)
-        for use in uses if storage in losses else ():
-            if storage in graph.op_writes[use]:
-                seconds[use] += caller_seconds(graph.storages[storage].size_bytes, machine.device)
+    for storage, use in graph.result_writes.items():
+        seconds[use] += caller_seconds(graph.storages[storage].size_bytes, machine.device)
     return seconds
 
 

@@ -47,13 +47,13 @@ class Rates:
 
 @dataclass
 class CallerData:
-    """Batches that the caller hands in for the current step and losses that it gets back, by micro-batch.
+    """Batches that the caller hands in for the current step, by micro-batch, and results that it gets back.
 
-    Losses are scalars in host memory, filled by the end of the step.
+    ``results`` are in the order of ``StepGraph.results``, in host memory, filled by the end of the step.
     """
 
     batches: Sequence[Mapping[str, torch.Tensor]] = ()
-    losses: list[torch.Tensor] = field(default_factory=lambda: [])
+    results: list[torch.Tensor] = field(default_factory=lambda: [])
 
 
 class Mailbox(Protocol):
@@ -375,19 +375,19 @@ class Binder:
         return run
 
     def _report(self, storage: int) -> Call:
-        """Make the call that hands the losses that lie on a storage to the caller."""
-        places = self.caller.losses
-        losses = [
-            (places[index], view)
-            for index, tensor in enumerate(self.graph.losses)
+        """Make the call that hands the results that lie on a storage to the caller."""
+        views = [
+            (index, view)
+            for index, tensor in enumerate(self.graph.results)
             if self.graph.storage_of(tensor) == storage and (view := self.view(tensor)) is not None
         ]
-        if not losses:
+        if not views:
             raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no loss of the step")
+        places = self.caller.results
 
         def run() -> None:
-            for place, view in losses:
-                place.copy_(view, non_blocking=True)
+            for index, view in views:
+                places[index].copy_(view, non_blocking=True)
 
         return run
 

@@ -175,8 +175,8 @@ class Executor:
         self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned) if is_predicted else None
         self._arena = self._device.arena(arena_bytes)
         stack.callback(self._arena.close)
-        self._losses = self._device.host(LINE_BYTES * max(len(each.graph.losses) for each in self._programs))
-        stack.callback(self._losses.close)
+        self._scalars = self._device.host(LINE_BYTES * max(len(each.graph.results) for each in self._programs))
+        stack.callback(self._scalars.close)
         self.tiers: dict[str, TierBytes] = {}
         for tier in self.program.tiers:
             if size := max(each.tier_bytes(tier.name) for each in self._programs):
@@ -201,19 +201,29 @@ class Executor:
 
     def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> _Ready:
         """Bind a Program to the memory that all share."""
-        caller = CallerData(losses=self._places_of_losses(program.graph))
+        caller = CallerData(results=self._places_of_results(program.graph))
         bound = self._binder(program, dataclasses.replace(self._place, caller=caller, draws=draws), fused=fused).bind()
         constants = self._constants(program) if plan else ()
         return _Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
 
-    def _places_of_losses(self, graph: StepGraph) -> list[torch.Tensor]:
-        """Places in host memory of the losses of a step, which the device fills without the host waiting."""
+    def _places_of_results(self, graph: StepGraph) -> list[torch.Tensor]:
+        """Places in host memory of a step's results: scalars, which the device fills without the host waiting.
+
+        Those of outputs are empty until a step runs (``_make_room_for_outputs``).
+        """
         places: list[torch.Tensor] = []
-        for index, tensor in enumerate(graph.losses):
-            dtype = graph.tensors[tensor].dtype
-            place = self._losses.bytes_at(LINE_BYTES * index, DTYPE_BYTES[dtype])
-            places.append(place.view(getattr(torch, dtype)).view(graph.tensors[tensor].shape))
+        for index, tensor in enumerate(graph.results):
+            shape, dtype = graph.tensors[tensor].shape, graph.tensors[tensor].dtype
+            place = self._scalars.bytes_at(LINE_BYTES * index, 0 if shape else DTYPE_BYTES[dtype])
+            places.append(place.view(getattr(torch, dtype)).view(() if not shape else (0,)))
         return places
+
+    def _make_room_for_outputs(self) -> None:
+        """Make a tensor for each output of the step that runs next, which the caller may keep."""
+        graph, places = self.program.graph, self._caller.results
+        for index, tensor in enumerate(graph.losses):
+            if shape := graph.tensors[tensor].shape:
+                places[index] = torch.empty(shape, dtype=places[index].dtype)
 
     def _constants(self, program: Program) -> tuple[tuple[int, bytes], ...]:
         """Constants that a Program has beside those of the first."""
@@ -280,7 +290,7 @@ class Executor:
             shape: Number of the Program: 0 for the first, then the others, then those of ``add_shape``.
             norms: Take norms of the gradients, for ``gradient_norms``.
         Returns:
-            The losses of each micro-batch in turn, in the order of ``graph.losses``.
+            The scalars of each micro-batch in turn, in the order of ``graph.losses``; see ``take_outputs``, too.
         Raises:
             ConfigError: a batch is not what the step was captured for, or an earlier step left no values to go on from;
                 nothing has run.
@@ -324,13 +334,14 @@ class Executor:
         self._caller.batches = batches
 
     def _run(self, skipped: frozenset[int], end: Callable[[], None]) -> list[float]:
-        """Run the streams but for some actions; returns the losses."""
+        """Run the streams but for some actions; returns the scalars of ``graph.losses``."""
         self._times.samples.clear()
         self._timeline, self._moments, self._has_run = None, None, False
         self._values.discard()
         if not self.completed:
             give_back()  # what setting the values has freed
         self._leave_to_caller()
+        self._make_room_for_outputs()
         self._meter.reset()
         if self._now.draws is not None:
             self._now.draws.begin()
@@ -340,7 +351,23 @@ class Executor:
         self._last_peak = self.observe_peak()
         self._left_bytes = self._meter.now_bytes()
         self._has_run = self._times.enabled
-        return [float(loss) for loss in self._caller.losses]
+        return [float(given) for given in self._caller.results[: len(self.program.graph.losses)] if not given.dim()]
+
+    def take_outputs(self) -> list[torch.Tensor]:
+        """Outputs of each micro-batch of the last step in turn, which are the caller's from now on."""
+        places, outputs = self._caller.results, list[torch.Tensor]()
+        for index, place in enumerate(places):
+            if place.dim():
+                outputs.append(place)
+                places[index] = place.new_empty(0)
+        if self._left_bytes is not None and self._device.kind == "cpu":
+            self._left_bytes -= sum(output.nbytes for output in outputs)  # what of them stays is the caller's
+        return outputs
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Norm of all gradients of the last step together, before they were clipped; None where they are not."""
+        return None if self.program.graph.gradient_norm is None else float(self._caller.results[-1])
 
     def _leave_to_caller(self) -> None:
         """Move the zero of the memory count by what the caller took, or freed again, since the last step ended.

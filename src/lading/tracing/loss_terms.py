@@ -1,6 +1,7 @@
 """Terms of a loss: ``loss(model, batch)`` may return a scalar, or several by name or in order, whose sum is trained.
 
-Beside them a dict may have an entry "metrics", a dict of scalars that are reported and not trained.
+Beside them it may return tensors that are not trained: scalars to report, and outputs of any shape. They are a dict,
+the second of a pair ``(loss, {...})``, or the entry "metrics" of a dict.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lading.errors import CaptureError
 
 #: Name of what is trained.
 TOTAL = "loss"
-#: Entry of what a loss returns that has scalars to report.
+#: Entry of what a loss returns that has what is not trained.
 _METRICS = "metrics"
 
 
@@ -27,6 +28,7 @@ def named_losses(value: Any, *, trained: bool = True) -> dict[str, torch.Tensor]
     Raises:
         CaptureError: none, or one is no scalar tensor or depends on no trainable parameter.
     """
+    value = _beside(value)[0]
     if isinstance(value, Mapping):
         terms = {str(name): term for name, term in value.items() if not _has_metrics(value, name)}
     elif type(value) in (list, tuple):
@@ -37,36 +39,46 @@ def named_losses(value: Any, *, trained: bool = True) -> dict[str, torch.Tensor]
         if not isinstance(term, torch.Tensor) or term.numel() != 1:
             got = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
             raise CaptureError(
-                f"expected loss(model, batch) to return a scalar tensor or several, got {got}; reduce it: .mean()"
+                f"expected loss(model, batch) to return a scalar tensor or several, got {got}; reduce it: .mean(), and "
+                'return outputs beside the loss, by name: return loss, {"logits": logits}'
             )
         if trained and not term.requires_grad:
             what = "the loss does" if len(terms) == 1 else f"the loss {name!r} does"
             raise CaptureError(
                 f"{what} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return what "
-                'is not to be trained in an entry "metrics", a dict of its own'
+                'is not to be trained beside the loss, by name: return loss, {"accuracy": accuracy}'
             )
     if not terms:
         raise CaptureError("expected loss(model, batch) to return a scalar tensor or several, got none")
-    return terms
+    return {name: term.reshape(()) if term.dim() else term for name, term in terms.items()}
 
 
-def named_metrics(value: Any) -> dict[str, torch.Tensor]:
-    """Scalars beside a loss that are reported and not trained, by name.
+def named_outputs(value: Any) -> dict[str, torch.Tensor]:
+    """Tensors of any shape beside a loss that are not trained, by name.
 
     Raises:
-        CaptureError: one is no scalar tensor, or has the name of a term of the loss.
+        CaptureError: one is no tensor, or has the name of a term of the loss.
     """
-    metrics: dict[str, torch.Tensor] = {}
-    if isinstance(value, Mapping) and _has_metrics(value, _METRICS):
-        metrics = {str(name): metric for name, metric in value[_METRICS].items()}
-    for name, metric in metrics.items():
-        if not isinstance(metric, torch.Tensor) or metric.numel() != 1:
+    value, beside = _beside(value)
+    outputs = {str(name): output for name, output in beside.items()}
+    for name, output in outputs.items():
+        if not isinstance(output, torch.Tensor):
             raise CaptureError(
-                f"expected the metric {name!r} as a scalar tensor, got {type(metric).__name__}; reduce it"
+                f"expected {name!r}, which loss(model, batch) returns beside the loss, as a tensor, got "
+                f"{type(output).__name__}; return each tensor of it by a name of its own"
             )
-        if name in value or name == TOTAL:
-            raise CaptureError(f"expected another name for the metric {name!r}, which a term of the loss has")
-    return metrics
+        if name == TOTAL or (isinstance(value, Mapping) and name in value):
+            raise CaptureError(f"expected another name for the output {name!r}, which a term of the loss has")
+    return outputs
+
+
+def _beside(value: Any) -> tuple[Any, Mapping[Any, Any]]:
+    """Part what a loss returns in what is trained and what is not."""
+    if type(value) in (list, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return value
+    if isinstance(value, Mapping) and _has_metrics(value, _METRICS):
+        return value, value[_METRICS]
+    return value, {}
 
 
 def _has_metrics(value: Mapping[Any, Any], name: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from lading.errors import CaptureError
@@ -180,6 +181,36 @@ def refusing_scalers() -> Iterator[None]:
         yield
     finally:
         kind.scale = before
+
+
+@contextmanager
+def refusing_steps() -> Iterator[None]:
+    """Refuse a loss that does what a Trainer's step does after it: backward, or the step of an optimizer.
+
+    Raises:
+        CaptureError: inside, where either is called.
+    """
+    advice = (
+        "return the loss, and let Trainer.step run backward and the optimizer, which lading.plan and lading.Trainer "
+        "take as optimizer="
+    )
+
+    def backward(*_: Any, **__: Any) -> None:
+        raise CaptureError(f"loss(model, batch): expected no backward() inside, found one; {advice}")
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        raise CaptureError(
+            f"loss(model, batch): expected no optimizer inside, found {type(optimizer).__name__}.step(); {advice}"
+        )
+
+    engine: Any = torch.autograd
+    before, hook = engine.backward, register_optimizer_step_pre_hook(step)
+    engine.backward = backward
+    try:
+        yield
+    finally:
+        engine.backward = before
+        hook.remove()
 
 
 def _unconverted(

@@ -22,13 +22,14 @@ from lading.ir.graph import Phase, StepGraph
 from lading.tracing.attributes import Left, check_steady
 from lading.tracing.batches import input_leaves, map_batch
 from lading.tracing.frozen_values import freeze, hooks_label, without
-from lading.tracing.loss_terms import TOTAL, named_losses, named_metrics, total_of
+from lading.tracing.loss_terms import TOTAL, named_losses, named_outputs, total_of
 from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
 from lading.tracing.side_effects import (
     as_written,
     branches_of_eager,
     left_as_it_was,
     refusing_scalers,
+    refusing_steps,
     stepwise_lstm,
     uncompiled,
     without_cached_fakes,
@@ -53,8 +54,9 @@ def capture(
         batch: Dicts, lists, tuples and dataclasses whose tensors give shapes and dtypes. Values are read only where the
             model itself asks for a number (``if mask.any()``); the graph then checks that later batches give the same.
         loss: ``loss(model, batch)`` runs the forward and returns a scalar, or a dict, list or tuple of scalars, whose
-            sum is trained; each is reported by its name or number. A dict may have an entry "metrics" besides, a dict
-            of scalars that are reported and not trained.
+            sum is trained; each is reported by its name or number. Or it returns a pair ``(loss, {...})`` of that and
+            of tensors that are not trained, by name: scalars are reported beside the loss, others are the Trainer's
+            ``outputs``. An entry "metrics" of a dict is such a dict, too.
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
         evaluation: Record forward and loss alone, with every module in ``eval()`` mode meanwhile: without dropout, on
             running statistics, and without gradients. For ``Trainer.evaluate``.
@@ -150,9 +152,14 @@ def forward_backward(
     Backward is inside too, as a model with its own checkpointing runs its modules again there.
     """
     try:
-        returned = loss(model, batch)
-        terms, metrics = named_losses(returned, trained=not evaluation), named_metrics(returned)
+        with refusing_steps():
+            returned = loss(model, batch)
+        terms, outputs = named_losses(returned, trained=not evaluation), named_outputs(returned)
         value = total_of(terms)
+        if len(terms) == 1:
+            terms = {}  # it is the total
+        with torch.no_grad():  # a value that lives on, such as a parameter, changes before the step ends
+            beside = {name: t.clone() if tracer.lives_on(t) else t for name, t in (terms | outputs).items()}
         if accumulation > 1:
             value = value / accumulation
         if not evaluation:
@@ -161,16 +168,18 @@ def forward_backward(
     except LadingError:
         raise
     except Exception as error:
+        if tracer.phase is Phase.BACKWARD and "graph a second time" in str(error):
+            raise CaptureError(
+                "loss(model, batch): expected create_graph=True or retain_graph=True with torch.autograd.grad, as "
+                "backward goes through the same operations after it, found neither; pass create_graph=True where the "
+                "loss depends on these gradients, else retain_graph=True"
+            ) from error
         raise CaptureError(
             f"{tracer.failed_in or tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
             "check that loss(model, batch) runs in eager PyTorch, with the model first, and that it asks for no values"
         ) from error
     _keep_assigned_buffers(model, fakes)
-    if len(terms) == 1:
-        terms = {}  # it is the total
-    with torch.no_grad():  # a term that lives on, such as a parameter, changes before the step ends
-        losses = {name: t.clone() if tracer.lives_on(t) else t for name, t in (terms | metrics).items()}
-    return {TOTAL: value, **losses}
+    return {TOTAL: value, **beside}
 
 
 def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:

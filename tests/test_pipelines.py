@@ -15,8 +15,10 @@ from lading.errors import ConfigError
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Curve, Machine
+from lading.memory.restore import programs_of
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from lading.sim.device_step import straggler_step_s
 from tests.ranks import run_ranks
 from tests.test_replicas import SIZES, batch, build, machine
 from tests.test_saved_plan import states_on_disk
@@ -146,13 +148,16 @@ def test_a_checkpoint_of_a_pipeline_goes_on_in_one_process(tmp_path: Path) -> No
 
 
 def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
-    _, _, plan = _tied("pp2")
+    _, graph, plan = _tied("pp2")
     _, _, alone = _tied("dp1")
     peaks = [plan.of_rank(rank).peak_bytes[DEVICE] for rank in range(2)]
     assert max(peaks) < 0.9 * alone.peak_bytes[DEVICE]
     assert 0.5 * alone.step_s < plan.step_s < 1.2 * alone.step_s  # sends are slow on this machine
     for rank in range(2):  # nothing ends before it begins, as where a rank's clock stood while it waited for another
         assert [line for line in plan.of_rank(rank).predictions.actions if "-" in line] == []
+    programs = [programs_of(plan.of_rank(rank), graph, ())[0] for rank in range(2)]
+    assert straggler_step_s(programs, connected(), 1.0) == pytest.approx([plan.step_s] * 2)
+    assert plan.step_s < max(straggler_step_s(programs, connected(), 2.0)) < 2 * plan.step_s
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from lading.train import train_run
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.runs import OVERHEAD_BYTES, write_run
+from tests.runs import failing as failing_after
 from tests.test_pipelines import connected
 
 #: Two stages of a pipeline, which add no numbers that one process adds in another order.
@@ -136,6 +138,22 @@ def _scenes(rank: int, root: str) -> None:
             raise StorageError("the disk of rank 1 is full")
         return batch(self, step, micro)
 
+    def starving(self: TextDataset, step: int, micro: int) -> Any:
+        if rank == 1 and step == 1:
+            torch.empty(1 << 60, dtype=torch.uint8)  # as where a limit is met
+        return batch(self, step, micro)
+
+    TextDataset.batch = starving
+    told["starved"] = train("starved")
+    TextDataset.batch = batch
+    if rank == 1:
+        (folder / "blocked").mkdir()
+        (folder / "blocked" / "rank-1").write_text("no folder can be here")
+    told["blocked"] = train("blocked")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("lading.checkpoint.state.os.fsync", failing_after(os.fsync, 9, errno.ENOSPC))
+        told["full"] = train("full", "validation.every_steps=4")
     TextDataset.batch = failing
     started = time.monotonic()
     told["failed"] = train("failed")
@@ -151,6 +169,9 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     )
     assert code == 0
     assert "torchrun --standalone --nproc-per-node 2 -m lading train --plan" in out.splitlines()[-1]
+    code, out, _ = _says(lambda: main(["simulate", str(tmp_path / "stages.json"), "--straggler", "1.5"]))
+    assert code == 0
+    assert "computing 1.5 times as long: step" in out
     run_ranks(_scenes, 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(2))
     assert first["first"][0] == second["first"][0] == 0
@@ -163,10 +184,16 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
         assert 0 not in (first[scene][0], second[scene][0])
         return " ".join(errors[0].partition("error: ")[2].split())
 
-    refused = " ".join(first["too many"][2].split())
+    refused = one_message("too many")
     assert "layout dp4,zero3 is for so many, found one of 2; start it with: torchrun --standalone" in refused
     assert "rank 1 in the run, optimization.optimizer.lr: expected 0.1 as on rank 0, got 0.2" in one_message("unlike")
-    assert "make one with: lading probe --ranks 2 --out machine.toml" in first["probe"][2]
+    assert "make one with: lading probe --ranks 2 --out machine.toml" in one_message("probe")
+    for scene, said in (
+        ("starved", "the process was refused memory: "),
+        ("blocked", "rank-1"),
+        ("full", "the disk is full"),
+    ):
+        assert said in one_message(scene), scene
     assert one_message("failed").startswith("the disk of rank 1 is full")
     assert first["seconds"] < 30
     assert second["failed"][2].count("error: ") == 1  # it is the rank that failed that says so

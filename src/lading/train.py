@@ -163,7 +163,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         else:
             prepared = prepare_plan(what, to_run=True)
         check_available(prepared.plan.request.machine_table["device"]["kind"])
-        ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas)
+        replica = prepared.plan.parsed_layout.replica(ranks.rank)
+        ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
             ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out))) or "")
             return _run(prepared, ranks, resume=resume)
@@ -211,16 +212,13 @@ class _Ranks:
         count: How many.
         rank: Number of this one.
         replicas: Groups of ranks that train on batches of their own; the stages of a pipeline are one.
+        replica: Number of the one that this rank belongs to.
     """
 
     count: int = 1
     rank: int = 0
     replicas: int = 1
-
-    @property
-    def replica(self) -> int:
-        """Number of the replica that this rank belongs to, as of a mesh whose last axis are replicas."""
-        return self.rank % self.replicas
+    replica: int = 0
 
     @staticmethod
     def of_job() -> _Ranks:

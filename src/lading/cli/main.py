@@ -44,6 +44,8 @@ from lading.report.lines import fitted
 
 #: What a disk or a device says that takes no more.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+#: What torch says where the system refuses memory, in a RuntimeError.
+_NO_MEMORY = "can't allocate memory"
 _HEAD = """usage: lading COMMAND [arguments]
 
 Plan, simulate and run training steps inside a memory budget.
@@ -98,6 +100,12 @@ def _main(argv: Sequence[str] | None) -> int:
         return exit_code(error)
     except BrokenPipeError:
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
+            raise
+        said = str(error).strip().partition("\n")[0] or "an allocation failed"
+        _say_error(f"the process was refused memory: {said}; raise its limit (ulimit -v, or the container's)")
+        return 2
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:  # not about a file that the user could mend
             raise

@@ -34,6 +34,7 @@ from lading.units import format_bytes, format_capacity, format_seconds, parse_by
 
 if TYPE_CHECKING:
     from lading.report.cluster_page import ClusterPage
+    from lading.run import Prepared
     from lading.sim.simulate import Simulated
 
 _RESTART_S = 600.0
@@ -61,7 +62,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
-    """With --model, what many unequal ranks and a long run cost:"""
+    """With --model, what many unequal ranks and a long run cost (--straggler with a plan of several ranks, too):"""
 
     jitter: Annotated[
         float | None, optional("SHARE", "By how much equal work varies, such as 0.02. Every rank is then simulated.")
@@ -114,7 +115,7 @@ class SimulateCommand:
             refuse_run_options(self.with_run, self.overrides, "--model")
             _simulate_model(self)
         else:
-            refuse_beside(self.source, self.with_model, self.spread, self.scale)
+            refuse_beside(self.source, self.with_model, self.spread, dataclasses.replace(self.scale, straggler=None))
             _simulate_run(self, self.source)
 
 
@@ -135,6 +136,8 @@ def _simulate_run(asked: SimulateCommand, source: Path) -> None:
             prepared = plan_run(run, cache=not asked.with_run.no_cache, progress=progress)
     timeline = prepared.predicted
     print(fitted(timeline_text(timeline)))
+    if asked.scale.straggler is not None:
+        print(fitted(_straggler_text(prepared, asked.scale.straggler)))
     if asked.trace is not None:
         from lading.report.perfetto import write_trace
 
@@ -145,6 +148,33 @@ def _simulate_run(asked: SimulateCommand, source: Path) -> None:
 
         write_snapshot(asked.snapshot, prepared.program, timeline)
         print(f"wrote {asked.snapshot}")
+
+
+def _straggler_text(prepared: Prepared, factor: float) -> str:
+    """Say how long a step of a planned run takes if one of its ranks computes so many times as long.
+
+    Raises:
+        ConfigError: nobody waits for it, or it would compute in no time.
+    """
+    from lading.catalog.load import machine_from_dict
+    from lading.memory.restore import programs_of
+    from lading.sim.device_step import straggler_step_s
+
+    plan, step = prepared.plan, prepared.step
+    if plan.ranks == 1 or factor <= 0:
+        raise ConfigError(
+            f"--straggler: expected a factor above 0 on one of several ranks (layout=dp2, --devices 2 of lading plan), "
+            f"got {factor:g} on a plan of {plan.ranks}"
+        )
+    each = [plan.of_rank(rank) for rank in range(plan.ranks if plan.peers else 1)]
+    programs = [programs_of(one, step.captured, step.others)[0] for one in each]
+    seconds = straggler_step_s(programs, machine_from_dict(plan.request.machine_table, "the plan's machine"), factor)
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    which = f"rank {slowest}" if plan.peers else "any rank"
+    return (
+        f"{which} computing {factor:g} times as long: step {format_seconds(seconds[slowest])}, "
+        f"{seconds[slowest] / plan.step_s - 1:.1%} longer than of equal ranks"
+    )
 
 
 def timeline_text(timeline: Timeline) -> str:

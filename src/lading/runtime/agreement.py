@@ -71,6 +71,17 @@ def agree_on(
     return Meeting.of(call, ranks, timeout_s).agree(prepare)
 
 
+def run_number(more: int) -> int:
+    """Number of runs of the job that this rank has begun, with some more; 0 where a loop of the user's is trained."""
+    return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
+
+
+def _has_failed() -> bool:
+    """Whether another rank has failed in the run of this one, and comes no more."""
+    number = run_number(0)
+    return number > 0 and distributed_c10d._get_default_store().check([f"lading/failed in {number}"])
+
+
 def structure(model: nn.Module) -> dict[str, str]:
     """Facts of a model's structure: its modules with their settings, and its tensors, without values and devices."""
     modules = {
@@ -201,7 +212,7 @@ class Meeting:
         """Make the next meeting of these ranks, in the store of the job's process group."""
         rank, everyone = dist.get_rank(), tuple(sorted(ranks))
         named = hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]
-        store = distributed_c10d.PrefixStore(f"lading/{named}", distributed_c10d._get_default_store())
+        store = distributed_c10d.PrefixStore(f"lading/{run_number(0)} {named}", distributed_c10d._get_default_store())
         number = store.add(f"meetings of {rank}", 1)
         return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s)
 
@@ -254,10 +265,10 @@ class Meeting:
         return self.conclude(self._absent())
 
     def wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Wait until all keys are there, or a verdict, or the time is over; returns whether the keys are."""
+        """Wait for keys, until there is a verdict, a rank has failed or the time is over; returns whether all are."""
         deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
         while not self.store.check(keys):
-            if time.monotonic() > deadline or self.store.check(["verdict"]):
+            if time.monotonic() > deadline or self.store.check(["verdict"]) or _has_failed():
                 return self.store.check(keys)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)

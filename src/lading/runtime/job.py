@@ -30,7 +30,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.layout import AXES, Layout
 from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
-from lading.runtime.agreement import Meeting
+from lading.runtime.agreement import Meeting, run_number
 from lading.runtime.binding import Mailbox
 from lading.runtime.interrupts import ending_at_once
 from lading.runtime.shard_exchange import gather_shards, sum_shards
@@ -174,7 +174,7 @@ def by_first_rank(
 
 def start_run() -> None:
     """Begin another run of the job, of which nothing has failed yet; all ranks call this."""
-    _run_number(1)
+    run_number(1)
 
 
 def is_first_to_fail() -> bool:
@@ -183,7 +183,7 @@ def is_first_to_fail() -> bool:
         return True
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     try:
-        first = store.compare_set(f"lading/failed in {_run_number(0)}", "", str(rank))
+        first = store.compare_set(f"lading/failed in {run_number(0)}", "", str(rank))
     except RuntimeError:  # the process that keeps the store is gone
         return True
     return bytes(first).decode() == str(rank)
@@ -192,11 +192,6 @@ def is_first_to_fail() -> bool:
 def tell_launcher(error: Exception) -> None:
     """Let torchrun, if it started this rank, say that this error ended the job: else it names the first rank to end."""
     get_error_handler().record_exception(error)
-
-
-def _run_number(more: int) -> int:
-    """Number of runs that this rank has begun, with some more."""
-    return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
 
 
 def sequences(programs: Sequence[Program]) -> dict[str, str]:
@@ -241,7 +236,7 @@ class Replicas:
         self._group = cast("dist.ProcessGroup | None", made)
         self._layout, self._all = layout, cast("str", dict(layout.across(*AXES))["over"])
         self._groups: dict[str, tuple[dist.ProcessGroup, tuple[int, ...]]] = {}
-        store = distributed_c10d.PrefixStore("lading/steps", distributed_c10d._get_default_store())
+        store = distributed_c10d.PrefixStore(f"lading/steps of {run_number(0)}", distributed_c10d._get_default_store())
         self._store = distributed_c10d.PrefixStore(str(store.add(f"jobs of {self.rank}", 1)), store)
         self._doing, self._failed = "begin", False
         self.meet("begin", {"number of ranks": ranks})

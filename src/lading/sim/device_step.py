@@ -97,17 +97,39 @@ def _run_tiers(program: Program, costs: _Costs) -> StreamRun:
     return run
 
 
-def simulate_ranks(programs: Sequence[Program], machine: Machine) -> list[Timeline]:
+def straggler_step_s(programs: Sequence[Program], machine: Machine, factor: float) -> list[float]:
+    """Predict the seconds of a step of ranks of which one computes ``factor`` times as long, for each that it may be.
+
+    Args:
+        programs: Program of each rank that has one of its own; the only one where all ranks run the same, which wait
+            for the slow one in every collective.
+    """
+    plain = [placed_costs(program.graph, machine) for program in programs]
+    slow = [
+        [seconds if op in program.graph.collectives else seconds * factor for op, seconds in enumerate(each)]
+        for program, each in zip(programs, plain, strict=True)
+    ]
+    if len(programs) == 1:
+        return [simulate(programs[0], machine, op_seconds=slow[0]).duration_s]
+    steps = [[*plain[:rank], slow[rank], *plain[rank + 1 :]] for rank in range(len(programs))]
+    return [max(timeline.duration_s for timeline in simulate_ranks(programs, machine, each)) for each in steps]
+
+
+def simulate_ranks(
+    programs: Sequence[Program], machine: Machine, op_seconds: Sequence[Sequence[float]] = ()
+) -> list[Timeline]:
     """Predict one step of ranks that send to each other, each on a device of its own.
 
     Args:
         programs: Program of each rank, at the grain of kernels.
+        op_seconds: Seconds of the operations of each; by default what ``placed_costs`` says of the machine.
     Returns:
         Timeline of each, as ``simulate``; the last end is that of the step.
     Raises:
         SimulationError: as ``simulate``; or a rank receives what no other sends.
     """
-    costs = [_Costs(program, machine, None) for program in programs]
+    each_s = op_seconds or [None] * len(programs)
+    costs = [_Costs(program, machine, seconds) for program, seconds in zip(programs, each_s, strict=True)]
     bases = [0, *accumulate(len(cost.actions) for cost in costs)]
     queues: list[list[int]] = []
     firsts: list[int] = []

@@ -70,7 +70,7 @@ _SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
 #: Settings of a layout that a run may have.
-_SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule")
+_SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule", "tp", "sp")
 #: Size of which the speed of sends is taken to choose stages by.
 _SENT_BYTES = 1 << 20
 
@@ -123,8 +123,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             summed over micro-batches; "dp4,zero3" also the parameters; "dp4,zero3,shard2" among two, whose pairs are
             replicas. "pp4" cuts the model into the stages of a pipeline, which are all given the same batch;
             "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in which order. "dp2,pp2,zero1" and the like are of
-            both; a rank gives the batch of its replica (``Plan.replica``). "" is all ranks of the job: replicas if they
-            keep everything in the budget, else the fastest of them and of shards; "dp1" is one rank by itself.
+            both; a rank gives the batch of its replica (``Plan.replica``). "tp2" cuts the model's matrices, of which
+            each rank computes its share of every product, on the same batch; "tp2,sp" also what lies between them,
+            along the tokens. "" is all ranks of the job: replicas if they keep everything in the budget, else the
+            fastest of them and of shards; "dp1" is one rank by itself.
         devices: Ranks to plan for where no job runs yet; 0 for those of this job, or of the layout.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
@@ -146,17 +148,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     uncut = _uncut(rule, others)
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
-    if spread.zero and uncut:
-        raise ConfigError(
-            "layout: expected one step, and a rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
-            f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.dp}"), or leave that out'
-        )
-    if spread.pp > 1 and (others or isinstance(rule, TorchUpdate)):
-        raise ConfigError(
-            "layout: expected one step, and an optimizer of Lading's (lading.AdamW), in a pipeline, whose ranks have "
-            f"parameters of their own, got {'further steps (others=)' if others else name_of(rule)}; train replicas "
-            f'(layout="dp{spread.devices}"), or leave that out'
-        )
+    _check_spread(spread, rule, matrices, others)
     limits = _limits(machine, disk_budget, budgets)
 
     moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
@@ -171,7 +163,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         layout = spread
         if spread.dp > 1 and not spread.bucket_bytes and not spread.cuts_parameters:
             alone = None
-            if not spread.zero and spread.pp == 1:
+            if not spread.zero and spread.pp == spread.tp == 1:
                 alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
 
             def step_in(tried: Layout) -> StepGraph:
@@ -233,14 +225,43 @@ def _spread(layout: str, devices: int) -> Layout:
     if asked != Layout(**{key: getattr(asked, key) for key in _SPREAD}):
         raise ConfigError(
             f'layout: expected replicas, as "dp4", shards, as "dp4,zero3" or "dp4,zero3,shard2", a pipeline, as "pp4" '
-            f'or "pp2,vpp2,interleaved", or these together, as "dp2,pp2,zero1", got {layout!r}; a run is spread in no '
-            "other way yet"
+            f'or "pp2,vpp2,interleaved", or these together, as "dp2,pp2,zero1", or tensor parallel, as "tp2" or '
+            f'"tp2,sp", with replicas or without, as "dp2,tp2", got {layout!r}; a run is spread in no other way yet'
         )
     if asked.pp == 1 and (asked.vpp > 1 or asked.schedule != ALONE.schedule):
         raise ConfigError(
             f"layout: expected a schedule and chunks of a rank (vpp) in a pipeline only, got {layout!r}; add pp2"
         )
+    if asked.tp > 1 and (asked.pp > 1 or asked.axes["shard"] > 1):
+        raise ConfigError(
+            f"layout: expected tensor parallel with replicas or by itself, got {layout!r}; leave "
+            f"{'the pipeline' if asked.pp > 1 else 'zero'} out, or tp"
+        )
+    if asked.sp and asked.tp == 1:
+        raise ConfigError(f"layout: expected sequence parallel (sp) over ranks along tp, got {layout!r}; add tp2")
     return dataclasses.replace(asked, zero=0, shard=0) if asked.axes["shard"] == 1 else asked
+
+
+def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> None:
+    """Refuse a layout that this step cannot be spread in.
+
+    Raises:
+        ConfigError: says what is in the way.
+    """
+    uncut = _uncut(rule, others)
+    if spread.tp > 1 and matrices is not None:
+        uncut = uncut or f"{matrices.rule}, which moves whole matrices"
+    if (spread.zero or spread.tp > 1) and uncut:
+        raise ConfigError(
+            "layout: expected one step, and a rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
+            f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.devices}"), or leave that out'
+        )
+    if spread.pp > 1 and (others or isinstance(rule, TorchUpdate)):
+        raise ConfigError(
+            "layout: expected one step, and an optimizer of Lading's (lading.AdamW), in a pipeline, whose ranks have "
+            f"parameters of their own, got {'further steps (others=)' if others else name_of(rule)}; train replicas "
+            f'(layout="dp{spread.devices}"), or leave that out'
+        )
 
 
 def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:

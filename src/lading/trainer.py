@@ -49,6 +49,8 @@ from lading.runtime.named import (
     StateDict,
     Value,
     first_few,
+    local_value,
+    own_runs,
     read_value,
     state_keys,
     tensors_of,
@@ -382,7 +384,8 @@ class Trainer:
         names, count = [name for name in graph.loss_names if name not in step.outputs], len(graph.inputs)
         if self._replicas is not None:  # of a pipeline, the last stage has them
             totals = self._replicas.sum(losses or [0.0] * count * len(names))
-            losses = [total / self.plan.replicas for total in totals]
+            layout = self.plan.parsed_layout  # ranks along "tp" have the same
+            losses = [total / (layout.dp * layout.tp) for total in totals]
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
 
@@ -398,7 +401,8 @@ class Trainer:
             ConfigError: the last step was not asked for ``norms``, or ranks have shards of gradients.
         """
         self._check_whole()
-        if cut := [name for name in self._trained if self._values[name].start is not None]:
+        values = {name: self._values[name] for name in self._trained}
+        if cut := [name for name, value in values.items() if value.start is not None or value.placement is not None]:
             raise ConfigError(
                 f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "
                 "without zero in layout="
@@ -590,19 +594,26 @@ class Trainer:
         target = self._value(name)
         if not target.storages:  # another rank of the pipeline has it
             self._check_like(name, target, value)
+        elif target.placement is not None:
+            self._check_like(name, target, value)
+            assert self._replicas is not None, "a plan for one process has no shards"
+            runs = own_runs(value, target.placement, self._replicas.number(target.placement.over))
+            self._write(name, local_value(target), runs)
         elif target.start is not None:
             self._check_like(name, target, value)
             number = 0 if self._replicas is None or target.ranks == 1 else self._replicas.number(target.over)
             write_value(self._executor, target, value, number)
-        elif len(target.storages) == 1:
-            self._executor.write_storage(target.storages[0], value)
         else:
-            self._write_parts(name, target, value)
+            self._write(name, target, value)
         master = f"{self._first_name.get(name, name)}.master"
         if name in self._first_name and master in self._values:
             self.set_value(master, value.float())
 
-    def _write_parts(self, name: str, target: Value, value: torch.Tensor) -> None:
+    def _write(self, name: str, target: Value, value: torch.Tensor) -> None:
+        """Set a value that fills its storages."""
+        if len(target.storages) == 1:
+            self._executor.write_storage(target.storages[0], value)
+            return
         self._check_like(name, target, value)
         flat = value.detach().reshape(-1)
         counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in target.storages]
@@ -740,7 +751,12 @@ class Trainer:
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name, value in self._values.items():  # masters come after their parameters
-            if value.start is None and value.storages and all(map(self._executor.takes_chunks, value.storages)):
+            if (
+                value.start is None
+                and value.placement is None
+                and value.storages
+                and all(map(self._executor.takes_chunks, value.storages))
+            ):
                 self._executor.write_chunks(value.storages, checkpoint.chunks(name))
             else:
                 self.set_value(name, checkpoint.read(name))

@@ -323,6 +323,11 @@ class _StepBuilder:
             ops.append(self._making("aten.linalg_vector_norm.default", args, parameter, (gradient,), norms[-1]))
         self._insert(after)
         clip = Parameter(("clip.grad_norm",), -1, None)
+        placed = [p.placement is not None for p in trained]
+        if any(placed):  # of what each rank has in whole, each would count all
+            shards = [norm for norm, is_shard in zip(norms, placed, strict=True) if is_shard]
+            norms = [norm for norm, is_shard in zip(norms, placed, strict=True) if not is_shard]
+            norms.append(self._norm_over(shards, self.layout.across("tp"), dtype, clip))
         stacked = self._storage("clip.norms", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
@@ -347,6 +352,23 @@ class _StepBuilder:
             self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
             last = out
         return last
+
+    def _norm_over(
+        self, norms: Sequence[int], across: tuple[tuple[str, int | str], ...], dtype: str, clip: Parameter
+    ) -> int:
+        """Norm of what the ranks of a tensor-parallel group have shards of."""
+        stacked = self._storage("clip.norms of shards", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
+        last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
+        self.ops.append(self._making("aten.stack.default", (tuple(map(Ref, norms)),), clip, tuple(norms), last))
+        for name, rest in (("aten.linalg_vector_norm.default", (2.0,)), ("aten.square.default", ())):
+            out = self._scalar(f"clip.{name.split('.')[1]} of shards", Role.WORKSPACE, dtype)
+            self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
+            last = out
+        size = DTYPE_BYTES[dtype]
+        self.ops.append(reduction(ALL_REDUCE_SUM, across, (last, size), phase=Phase.OPTIMIZER, module="clip"))
+        out = self._scalar("clip.norm of shards", Role.WORKSPACE, dtype)
+        self.ops.append(self._making("aten.sqrt.default", (Ref(last),), clip, (last,), out))
+        return out
 
     def _widens_inside(self, parameter: Parameter) -> bool:
         """Whether the update itself takes a gradient of less than 32 bits to its master."""

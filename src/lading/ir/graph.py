@@ -187,12 +187,35 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Shards of a tensor over ranks, each of which has equal runs of one dim.
+
+    Attributes:
+        shape: Lengths of the whole tensor.
+        dim: The dim that is cut.
+        lengths: Elements of that dim, part after part; of each part every rank has a run.
+        over: Axes of the layout along which the ranks lie, as ``Layout.across`` joins them.
+        ranks: Number of them.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    lengths: tuple[int, ...]
+    over: str
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter under all its names (tied weights have several); ``gradient`` is None if it gets none."""
+    """A parameter under all its names (tied weights have several); ``gradient`` is None if it gets none.
+
+    ``placement`` is None where each rank along "tp" has all of it.
+    """
 
     names: tuple[str, ...]
     tensor: int
     gradient: int | None
+    placement: Placement | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

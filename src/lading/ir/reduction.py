@@ -47,6 +47,13 @@ SEND, RECEIVE = "c10d.send.default", "c10d.recv_.default"
 TRANSFERS = frozenset((SEND, RECEIVE))
 #: Sums a tensor over such ranks, divides it by their number, and keeps this rank's part; the rest is lost.
 REDUCE_SCATTER = "c10d.reduce_scatter.mean"
+#: Sums a tensor over such ranks, gathers what they have one after another, and sums a tensor of which each keeps its
+#: part: each makes a tensor, so that it can be dropped and made again.
+SUM, ALL_GATHER, SCATTER_SUM = "c10d.allreduce.sum", "c10d.allgather.runs", "c10d.reduce_scatter.sum"
+#: Copies a rank's own runs of columns out of (rows, columns), whose parts are an argument.
+OWN_RUNS = "c10d.own_runs.default"
+#: Finds the rows of a rank's own words, of so many, and which words are its own.
+OWN_WORDS = "c10d.own_words.default"
 #: Operations that draw as many random numbers whatever the values of their operands.
 _COUNTED = frozenset({
     "native_dropout", "dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like",

@@ -26,6 +26,7 @@ from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import shard_parameters, unshard_parameters
 from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
+from lading.ir.tensor_shards import shard_tensors
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
 from lading.ir.update_ops import grouped
@@ -54,7 +55,8 @@ def step_of(  # noqa: PLR0913  what a step depends on
 
     Args:
         layout: How the step is spread: gradients are reduced over ``dp`` ranks, in buckets of ``bucket_bytes``; with
-            ``zero``, each rank keeps a shard of the optimizer's states, and of parameters with ZeRO 3.
+            ``zero``, each rank keeps a shard of the optimizer's states, and of parameters with ZeRO 3; with ``tp``, of
+            matrices and of what products with them make.
         choices: Where a pipeline is cut, and the rank whose step it is; parameters that share no unit of shards.
         widen: Take gradients to float32 as for several ranks (``lading.ir.expand.expand``).
 
@@ -64,6 +66,8 @@ def step_of(  # noqa: PLR0913  what a step depends on
     """
     if layout.devices > 1:
         captured = with_draws(captured, machine.device.kind)
+    if layout.tp > 1:
+        captured = shard_tensors(captured, layout)
     part = None if layout.pp == 1 else _part(captured, layout, choices)
     micro = captured if part is None else part.graph
     if part is not None:

@@ -15,7 +15,7 @@ from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind
 from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
-from lading.ir.reduction import ALL_REDUCE_SUM, REDUCE_SCATTER, SEND, TRANSFERS
+from lading.ir.reduction import ALL_GATHER, ALL_REDUCE_SUM, REDUCE_SCATTER, SCATTER_SUM, SEND, SUM, TRANSFERS
 from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
@@ -87,8 +87,8 @@ class Reducer(Protocol):
         """Replace a tensor by its sum over ranks."""
         ...
 
-    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str) -> None:
-        """Fill a shard with this rank's part of the mean of ``values`` over ranks; overwrites ``values``.
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str, *, mean: bool = True) -> None:
+        """Fill a shard with this rank's part of the mean, or the sum, of ``values`` over ranks; overwrites ``values``.
 
         Both have one dim.
         """
@@ -305,8 +305,12 @@ class Binder:
         over = cast("str", dict(op.kwargs)["over"])
         if self.replicas is None or source is None or target is None:
             raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
-        if op.name in GATHERS:
+        if op.name in GATHERS or op.name == ALL_GATHER:
             return partial(self.replicas.all_gather, target, source, over)
+        if op.name == SUM:
+            return _after(partial(target.copy_, source), partial(self.replicas.sum_, target, over))
+        if op.name == SCATTER_SUM:
+            return partial(self.replicas.reduce_scatter, target, source, over, mean=False)
         if op.name == REDUCE_SCATTER:
             return partial(self.replicas.reduce_scatter, target, source, over)
         return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source, over)

@@ -285,14 +285,15 @@ class Replicas:
         group, _ = self._groups[over]
         self._collective(lambda: dist.all_reduce(values, group=group))
 
-    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str) -> None:
-        """Fill a shard with this rank's part of the mean of ``values`` over ranks; errors as ``mean_``.
+    def reduce_scatter(self, shard: torch.Tensor, values: torch.Tensor, over: str, *, mean: bool = True) -> None:
+        """Fill a shard with this rank's part of the mean of ``values`` over ranks, or the sum; errors as ``mean_``.
 
         Shapes: values (ranks * n,) -> shard (n,).
         """
         group, ranks = self._groups[over]
         self._collective(lambda: sum_shards(shard, values, group))
-        shard.div_(len(ranks))
+        if mean:
+            shard.div_(len(ranks))
 
     def all_gather(self, values: torch.Tensor, shard: torch.Tensor, over: str) -> None:
         """Fill ``values`` with the shards of ranks, one after another; errors as ``mean_``.

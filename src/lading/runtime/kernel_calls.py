@@ -19,6 +19,7 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, StepGraph
+from lading.ir.reduction import OWN_RUNS, OWN_WORDS
 from lading.ir.sharding import OWN_SHARD
 from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
@@ -99,8 +100,8 @@ def bind(
     """
     if op.kind is OpKind.COLLECTIVE:  # run by who knows the other ranks; alone it takes nothing
         return BoundKernel(lambda: None)
-    if op.name == OWN_SHARD:
-        return BoundKernel(_own_shard(op, view, rank))
+    if op.name in _OF_RANK:
+        return BoundKernel(_OF_RANK[op.name](op, view, rank))
     if op.name.startswith(PREFIX):
         rates, (args, kwargs) = rate or Rate(), _arguments(op, view)
         if matrix_rule_of(op) is None:
@@ -137,6 +138,42 @@ def _own_shard(op: Op, view: View, rank: int) -> Call:
     assert shard is not None, "its update reads it"
     count = shard.numel()
     return partial(shard.copy_, whole[rank * count : (rank + 1) * count])
+
+
+def _own_runs(op: Op, view: View, rank: int) -> Call:
+    """Make the call that copies this rank's run of each part of columns out of a whole."""
+    whole, runs = view(op.inputs[0]), view(op.outputs[0])
+    assert whole is not None, "its operation is about to run"
+    assert runs is not None, "it is made for what uses it"
+    parts = cast("tuple[int, ...]", op.args[1])
+    ranks = cast("int", dict(op.kwargs)["ranks"])
+    own = [part.chunk(ranks, 1)[rank] for part in whole.split(parts, 1)]
+    places = runs.split([part // ranks for part in parts], 1)
+
+    def copy() -> None:
+        for place, run in zip(places, own, strict=True):
+            place.copy_(run)
+
+    return copy
+
+
+def _own_words(op: Op, view: View, rank: int) -> Call:
+    """Make the call that finds the rows of this rank's words; other words get the first row, and zero in ``here``."""
+    words, rows, here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
+    assert words is not None, "its operation is about to run"
+    assert rows is not None, "an embedding uses it"
+    assert here is not None, "what comes of the embedding uses it"
+    count = cast("int", op.args[1])
+
+    def find() -> None:
+        torch.sub(words, rank * count, out=rows)
+        here.copy_(((rows >= 0) & (rows < count)).unsqueeze(-1))
+        rows.clamp_(0, count - 1)
+
+    return find
+
+
+_OF_RANK = {OWN_SHARD: _own_shard, OWN_RUNS: _own_runs, OWN_WORDS: _own_words}
 
 
 def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lading.errors import ConfigError
-from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.graph import DTYPE_BYTES, Placement, StepGraph
 from lading.ir.sharding import units_of
 from lading.ir.update_ops import matrix_rule_of
 from lading.runtime.binding import Reducer
@@ -31,6 +31,7 @@ class Value:
         ranks: Number of ranks whose storages, one rank after another, hold it; 1 where a rank has all of it.
         over: Axes of the layout along which these ranks lie.
         owner: Rank along "pp" that updates it, whose storages hold it; None where no rank but this is asked.
+        placement: Dim of which ranks along "tp" have runs; None where a rank has all elements.
     """
 
     dtype: str
@@ -40,11 +41,12 @@ class Value:
     ranks: int = 1
     over: str = ""
     owner: int | None = None
+    placement: Placement | None = None
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks take part in reading it."""
-        return self.ranks > 1 or self.owner is not None
+        return self.ranks > 1 or self.owner is not None or self.placement is not None
 
     @property
     def size_bytes(self) -> int:
@@ -57,6 +59,9 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
+    placed = {p.names[0]: (p.placement, graph.tensors[p.tensor].shape) for p in graph.parameters if p.placement}
+    for name, (placement, _) in placed.items():
+        values[name] = dataclasses.replace(values[name], shape=placement.shape, placement=placement)
     units = units_of(graph)
     members: dict[str, list[str]] = {}
     for parameter in graph.parameters:
@@ -73,7 +78,11 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         storages = tuple(map(graph.storage_of, state.parts))
         unit = by_name.get(".".join(state.name.split(".")[:2]))
         if unit is None:
-            values[state.name] = Value(state.dtype, state.shape, storages)
+            placement, shape = placed.get(state.name.rpartition(".")[0], (None, ()))
+            value = Value(state.dtype, state.shape, storages)
+            if placement is not None and state.shape == shape:
+                value = dataclasses.replace(value, shape=placement.shape, placement=placement)
+            values[state.name] = value
             continue
         suffix = state.name.removeprefix(f"{unit.parameter}.")
         for name in members[unit.parameter]:
@@ -97,6 +106,8 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
     """
     if value.owner is not None:
         return _from_owner(executor, value, ranks)
+    if value.placement is not None:
+        return _from_runs(executor, value, value.placement, ranks)
     parts = [executor.read_storage(storage) for storage in value.storages]
     if value.start is None:
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
@@ -106,6 +117,36 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
         shard, flat = flat, flat.new_empty(flat.numel() * value.ranks)
         ranks.all_gather(flat, shard, value.over)
     return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
+
+
+def _from_runs(executor: Executor, value: Value, placement: Placement, ranks: Reducer | None) -> torch.Tensor:
+    """Gather the runs of all ranks, and lay them in order."""
+    assert ranks is not None
+    own = local_value(value)
+    mine = read_value(executor, own, ranks).contiguous()
+    flat = mine.new_empty(mine.numel() * placement.ranks)
+    ranks.all_gather(flat, mine.flatten(), placement.over)
+    shards = flat.view(placement.ranks, *own.shape).unbind()
+    each = [shard.split([part // placement.ranks for part in placement.lengths], placement.dim) for shard in shards]
+    return torch.cat([run for part in zip(*each, strict=True) for run in part], placement.dim)
+
+
+def local_value(value: Value) -> Value:
+    """What this rank has of a value of which ranks have runs, as a value by itself."""
+    assert value.placement is not None
+    shape = list(value.shape)
+    shape[value.placement.dim] //= value.placement.ranks
+    return dataclasses.replace(value, shape=tuple(shape), placement=None)
+
+
+def own_runs(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    """Copy the runs of a rank out of a whole tensor.
+
+    Args:
+        rank: Number of the rank among those along ``placement.over``.
+    """
+    parts = tensor.detach().split(placement.lengths, placement.dim)
+    return torch.cat([part.chunk(placement.ranks, placement.dim)[rank] for part in parts], placement.dim)
 
 
 def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torch.Tensor:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.cli.main import main
 from lading.config import STDLIB, DataConfig, RunConfig, ValidationConfig, load_run, run_from_dict, run_to_dict
 from lading.errors import ConfigError
 from lading.report.metrics import read_metrics
@@ -165,6 +167,11 @@ def test_a_run_that_goes_on_knows_what_was_best(
     assert result.best_checkpoint == f"{tmp_path}/stopped/best/step-00000002"
     assert [p.name for p in sorted((tmp_path / "stopped/checkpoints").iterdir())] == ["step-00000003", "step-00000004"]
     assert "validation after step 3: loss 4.0000; the lowest is 1.0000, after step 2" in capsys.readouterr().err
+    assert main(["export", f"{tmp_path}/stopped", "--to", f"{tmp_path}/exported", "--best"]) == 0
+    exported = load_file(tmp_path / "exported/model.safetensors")["transformer.ln_f.weight"]
+    for checkpoint in (Path(result.best_checkpoint), tmp_path / "stopped/checkpoints/step-00000004"):
+        is_best = torch.equal(exported, open_checkpoint(checkpoint).read("norm.weight"))
+        assert is_best == (checkpoint.parent.name == "best")
     # Another measure is another loss: what was best by the old one no longer counts.
     given = iter([2.0, 2.0])
     monkeypatch.setattr(Trainer, "evaluate", lambda *_: next(given))

@@ -49,12 +49,13 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) -> Path:
-    """Write the model of a run's newest checkpoint into ``target``, which appears when it is whole.
+def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000, best: bool = False) -> Path:
+    """Write the model of a checkpoint of a run into ``target``, which appears when it is whole.
 
     Args:
         folder: The run's out folder.
         shard_bytes: Largest file, but for a tensor that is larger.
+        best: Take the checkpoint of the lowest validation loss, not the newest.
 
     Raises:
         ConfigError: no run there, none of its checkpoints is whole, or ``target`` exists.
@@ -64,7 +65,7 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) 
         raise ConfigError(
             f"--to: expected a folder that does not exist, got {str(target)!r}; remove it or name another"
         )
-    run, checkpoint = _run_and_checkpoint(folder)
+    run, checkpoint = _run_and_checkpoint(folder, best=best)
     module = defer(lambda: build(run.model, run.optimization.precision)).model
     twin = None if run.model.is_hugging_face else twin_of(module)
     sources = list(_sources(module, checkpoint, twin))
@@ -83,17 +84,17 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) 
     return target
 
 
-def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
+def _run_and_checkpoint(folder: Path, *, best: bool) -> tuple[RunConfig, Checkpoint]:
     if not (folder / "plan.json").is_file():
         raise ConfigError(f"expected the out folder of a run, found no plan.json in {str(folder)!r}")
     plan = Plan.load(folder / "plan.json")
     if plan.request.run is None:
         raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
-    path = latest_checkpoint(folder / "checkpoints")
+    where = folder / ("best" if best else "checkpoints")
+    path = latest_checkpoint(where)
     if path is None:
-        raise ConfigError(
-            f"expected a checkpoint in {folder / 'checkpoints'}, found none; train with checkpoint.at_end true"
-        )
+        advice = "validation data (a table [validation] in the run's file)" if best else "checkpoint.at_end true"
+        raise ConfigError(f"expected a checkpoint in {where}, found none; train with {advice}")
     return run_from_dict(plan.request.run, "the plan's run"), open_checkpoint(path)
 
 

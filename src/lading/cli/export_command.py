@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from lading.cli.options import flag
 from lading.report.lines import fitted
 from lading.units import parse_bytes
 
@@ -19,13 +20,14 @@ class ExportCommand:
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder, such as out/llama.")]
     to: Annotated[Path, arg(metavar="FOLDER", help="Folder to make.")]
     shard: Annotated[str, arg(metavar="SIZE", help="Largest size of one file.")] = "5GB"
+    best: Annotated[FlagCreatePairsOff[bool], flag("Take the checkpoint of the lowest validation loss.")] = False
 
     def run(self) -> None:
-        """Export the newest checkpoint."""
+        """Export the newest checkpoint, or the best."""
         shard_bytes = parse_bytes(self.shard, "--shard")
         from lading.export import OWN_CONFIG, export_run
 
-        folder = export_run(self.folder, self.to, shard_bytes=shard_bytes)
+        folder = export_run(self.folder, self.to, shard_bytes=shard_bytes, best=self.best)
         print(f"wrote {folder}")
         if (folder / OWN_CONFIG).is_file():
             said = f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name"

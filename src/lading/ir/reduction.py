@@ -81,12 +81,7 @@ class _Span:
 
 
 def reduce_gradients(step: StepGraph, layout: Layout) -> StepGraph:
-    """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes.
-
-    Raises:
-        ConfigError: the step changes a buffer, which each replica would do in its own way.
-    """
-    check_alike(step)
+    """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes."""
     return _Reducer(step, layout).reduced()
 
 
@@ -146,22 +141,6 @@ def with_draws(captured: StepGraph, kind: str) -> StepGraph:
             )
         ops[index] = dataclasses.replace(op, draw=(number, 0))
     return dataclasses.replace(captured, ops=tuple(ops))
-
-
-def check_alike(step: StepGraph) -> None:
-    """Refuse what each rank would do in a way of its own.
-
-    Raises:
-        ConfigError: an operation changes a buffer.
-    """
-    buffers = {step.storage_of(tensor): name for name, tensor in step.buffers}
-    for op in step.ops:
-        if changed := [buffers[s] for t in op.mutates if (s := step.storage_of(t)) in buffers]:
-            raise ConfigError(
-                f"layout: expected buffers that training leaves as they are on several ranks, found that {op.name} in "
-                f"{op.module or 'the loss'} changes {changed[0]!r}, of which each rank would have its own; use a norm "
-                "without running statistics, or train on one rank"
-            )
 
 
 class _Reducer:

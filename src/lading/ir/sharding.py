@@ -47,7 +47,7 @@ from lading.ir.graph import (
     row_major,
 )
 from lading.ir.layout import Layout
-from lading.ir.reduction import ALL_REDUCE, REDUCE_SCATTER, check_alike, in_step_with_network
+from lading.ir.reduction import ALL_REDUCE, REDUCE_SCATTER, in_step_with_network
 
 #: Gathers the shards of all ranks into a whole that it makes, or that it writes again.
 UNSHARD, GATHER_INTO = "c10d.allgather.default", "c10d.allgather_.default"
@@ -111,7 +111,6 @@ def shard_parameters(
     Raises:
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
-    check_alike(captured)
     return _Sharder(captured, layout, apart, matrices).sharded()
 
 

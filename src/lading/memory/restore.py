@@ -26,6 +26,7 @@ from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import shard_parameters, unshard_parameters
 from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
+from lading.ir.statistics import share_statistics
 from lading.ir.tensor_shards import shard_tensors
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
@@ -106,7 +107,9 @@ def step_of(  # noqa: PLR0913  what a step depends on
     if part is not None:
         step = with_copies(step, part)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
-    return reduce_gradients(step, layout) if layout.dp > 1 and not layout.zero else step
+    if layout.dp > 1 and not layout.zero:
+        step = reduce_gradients(step, layout)
+    return share_statistics(step, layout) if layout.dp > 1 else step
 
 
 def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankStep:

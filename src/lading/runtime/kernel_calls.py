@@ -21,6 +21,7 @@ from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, StepGraph
 from lading.ir.reduction import OWN_RUNS, OWN_WORDS
 from lading.ir.sharding import OWN_SHARD
+from lading.ir.statistics import DECAY, FIRST_SHARE
 from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
@@ -173,7 +174,20 @@ def _own_words(op: Op, view: View, rank: int) -> Call:
     return find
 
 
-_OF_RANK = {OWN_SHARD: _own_shard, OWN_RUNS: _own_runs, OWN_WORDS: _own_words}
+def _statistics(op: Op, view: View, rank: int) -> Call:
+    """Make the call that begins this rank's part of a buffer, or weighs it before it is summed over ranks."""
+    facts, source, part = dict(op.kwargs), view(op.inputs[0]), view((*op.outputs, *op.mutates)[0])
+    assert source is not None, "a buffer outlives the step"
+    assert part is not None, "the sum reads it"
+    if op.name == FIRST_SHARE:
+        return part.zero_ if rank else partial(part.copy_, source)
+    factor, ranks = cast("float", facts["factor"]), cast("int", facts["ranks"])
+    return partial(part.mul_, factor ** (ranks - 1 - rank))
+
+
+_OF_RANK = {
+    OWN_SHARD: _own_shard, OWN_RUNS: _own_runs, OWN_WORDS: _own_words, FIRST_SHARE: _statistics, DECAY: _statistics,
+}  # fmt: skip
 
 
 def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:

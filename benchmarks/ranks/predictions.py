@@ -1,0 +1,174 @@
+"""Is the peak of every rank predicted, its budget kept, and the step's time predicted? Models over ranks of this host.
+
+    lading probe --ranks 4 --out machine.toml
+    python benchmarks/ranks/predictions.py machine.toml [--only "llama pp2"] [--json FILE]
+
+Ten minutes for all. Each case is a launch of torchrun with a thread a rank: it plans for a share of what keeping
+everything needs on a rank in that layout, and trains. A budget is a rank's, so that of a pipeline's stages is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tools.batches import random_batch
+
+import lading
+from lading.ir.layout import parse_layout
+from lading.models.reference import build_model, model_class
+from lading.units import MiB
+
+_LLAMA = {"num_layers": 6, "dim": 384, "num_heads": 6, "num_kv_heads": 6, "hidden_dim": 1024, "vocab_size": 4096}
+_GPT = {"num_layers": 6, "dim": 384, "num_heads": 6, "vocab_size": 4096}
+_MOE = {
+    "num_layers": 4, "dim": 256, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 512, "num_experts": 8,
+    "num_active": 2, "vocab_size": 2048,
+}  # fmt: skip
+_DIT = {"num_layers": 4, "dim": 256, "num_heads": 4}
+#: Sizes, sequences of a rank's micro-batch, and tokens of a sequence.
+_MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "llama": (_LLAMA, 4, 64), "gpt": (_GPT, 4, 64), "moe": (_MOE, 4, 64), "dit": (_DIT, 4, 64)
+}  # fmt: skip
+#: Model, layout, micro-batches of a replica, share of what keeping everything needs.
+CASES: tuple[tuple[str, str, int, str], ...] = (
+    ("gpt", "dp1", 2, "100%"), ("llama", "dp1", 2, "50%"),
+    ("llama", "dp2", 2, "100%"), ("gpt", "dp2", 1, "60%"), ("moe", "dp2", 2, "100%"), ("dit", "dp2", 1, "60%"),
+    ("llama", "dp2,zero1", 2, "100%"), ("gpt", "dp2,zero2", 1, "100%"), ("moe", "dp2,zero2", 1, "60%"),
+    ("gpt", "dp2,zero3", 1, "100%"), ("llama", "dp2,zero3", 2, "60%"), ("dit", "dp2,zero3", 2, "80%"),
+    ("gpt", "pp2", 4, "100%"), ("llama", "pp2", 4, "60%"), ("dit", "pp2", 4, "100%"),
+    ("llama", "pp2,vpp2,interleaved", 4, "100%"), ("gpt", "pp2,zero-bubble", 4, "100%"),
+    ("llama", "dp4,zero3", 1, "80%"), ("gpt", "pp4", 8, "100%"), ("llama", "dp2,pp2", 4, "100%"),
+)  # fmt: skip
+_STEPS, _WARM_UP = 10, 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one case; bytes by rank, seconds those of the slowest rank."""
+
+    case: str
+    predicted_s: float
+    step_s: float
+    predicted_bytes: list[int]
+    peak_bytes: list[int]
+    budget_bytes: list[int]
+
+    @property
+    def worst(self) -> float:
+        """Error of the predicted peak on the rank where it is largest, as a share of the measured one."""
+        pairs = zip(self.predicted_bytes, self.peak_bytes, strict=True)
+        return max((predicted / peak - 1 for predicted, peak in pairs), key=abs)
+
+    @property
+    def within(self) -> bool:
+        """Whether every rank kept its budget."""
+        return all(peak <= budget for peak, budget in zip(self.peak_bytes, self.budget_bytes, strict=True))
+
+    def __str__(self) -> str:
+        peak, budget = max(zip(self.peak_bytes, self.budget_bytes, strict=True), key=lambda pair: pair[0] / pair[1])
+        return (
+            f"{self.case:34} peak {peak / MiB:6.1f} of {budget / MiB:6.1f} MiB {'kept' if self.within else 'ABOVE':5} "
+            f"predicted {self.worst:+6.1%}   step {self.step_s * 1e3:7.1f} ms, predicted {self.predicted_s * 1e3:7.1f} "
+            f"({self.predicted_s / self.step_s - 1:+.0%})"
+        )
+
+
+def train(name: str, layout: str, micro_batches: int, share: str, machine: str) -> Row:
+    """Plan and train one case; called on all ranks."""
+    sizes, rows, tokens = _MODELS[name]
+    sizes = sizes if name == "dit" else {**sizes, "max_seq_len": tokens}
+    replica = parse_layout(layout).replica(dist.get_rank())
+
+    def batches(step: int) -> list[Any]:
+        seeds = (1000 * step + 10 * replica + number for number in range(micro_batches))
+        return [random_batch(name, sizes, rows=rows, tokens=tokens, seed=seed) for seed in seeds]
+
+    torch.manual_seed(0)
+    model = build_model(name, **sizes)
+    graph = lading.capture(model, batches(0)[0], model_class(name).loss, accumulation=micro_batches)
+    plan = lading.plan(graph, machine, budget=share, cache=False, layout=layout)
+    mine, seconds = plan.of_rank(dist.get_rank()), list[float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lading.Trainer(plan, graph, model, folder=folder, threads=1, optimizer=lading.AdamW(lr=1e-3)) as trainer,
+    ):
+        for step in range(_STEPS):
+            given = batches(step)
+            dist.barrier()
+            started = time.perf_counter()
+            trainer.step(given)
+            seconds.append(time.perf_counter() - started)
+        measured = [mine.peak_bytes["device"], trainer.peak_bytes, mine.budgets["device"]]
+    every = _of_all(measured)
+    step_s = statistics.median(max(ranks) for ranks in zip(*_of_all(seconds[_WARM_UP:]), strict=True))
+    predicted, peaks, budgets = ([int(values[index]) for values in every] for index in range(3))
+    return Row(f"{name} {layout} mb{micro_batches} {share}", plan.step_s, step_s, predicted, peaks, budgets)
+
+
+def _of_all(values: list[Any]) -> list[list[Any]]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, values)
+    return every
+
+
+def launched(case: tuple[str, str, int, str], machine: str, folder: Path) -> Row | None:
+    """Run one case in ranks of its own; None, with what they said on stderr, where they failed."""
+    ranks, out = parse_layout(case[1]).devices, folder / "row.json"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    given = [machine, "--case", json.dumps(case), "--json", str(out)]
+    done = subprocess.run([*command, *given], check=False, capture_output=True, text=True)
+    if done.returncode or not out.exists():
+        print(f"{' '.join(map(str, case))}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return Row(**json.loads(out.read_text()))
+
+
+def main() -> None:
+    """Run the cases and print a table, or one case as a rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machine")
+    parser.add_argument("--only", default="", help="cases whose line contains this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case is not None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        row = train(*args.case, args.machine)
+        if dist.get_rank() == 0:
+            args.json.write_text(json.dumps(asdict(row)))
+        dist.destroy_process_group()
+        return
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            if args.only in " ".join(map(str, case)) and (row := launched(case, args.machine, Path(folder))):
+                rows.append(row)
+                print(row, flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if rows:
+        errors = [abs(row.predicted_s / row.step_s - 1) for row in rows]
+        print(
+            f"{len(rows)} of {len(CASES)} cases: budget kept in {sum(row.within for row in rows)}, peak within 5% in "
+            f"{sum(abs(row.worst) <= 0.05 for row in rows)}, step within 10% in {sum(e <= 0.1 for e in errors)}, "
+            f"median error {statistics.median(errors):.0%}"
+        )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -14,7 +14,7 @@ from tests.fuzz import damaged_document
 from lading.catalog.fleets import FLEETS, load_fleet
 from lading.cli.main import main
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.plan import Plan, PlanKind
+from lading.ir.plan import PLAN_FORMAT, Plan, PlanKind
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_file import read_problem
 from lading.units import format_seconds
@@ -131,7 +131,10 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
             ["--plan", "{plan}", "--trace", "{graph}", "--json", "{graph}"],
             "--trace and --json: expected different files",
         ),
-        (["--plan", "{graph}"], "expected a plan of format 7, found no format; make one with: lading place"),
+        (
+            ["--plan", "{graph}"],
+            f"expected a plan of format {PLAN_FORMAT}, found no format; make one with: lading place",
+        ),
         (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),
     ],
 )

@@ -19,7 +19,7 @@ from lading.catalog.models import named_model
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.placement import Placement, PlacementProblem, split_points
-from lading.ir.plan import PlacedStage, Plan, PlanKind
+from lading.ir.plan import PLAN_FORMAT, PlacedStage, Plan, PlanKind
 from lading.ir.request import Request
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
@@ -138,7 +138,7 @@ def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"placement.json: a placement: expected devices among a, b, got 'c'"):
         Plan.load(path, PlanKind.PLACEMENT)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="format 7, found no format; make one with: lading place"):
+    with pytest.raises(ConfigError, match=f"format {PLAN_FORMAT}, found no format; make one with: lading place"):
         Plan.load(path, PlanKind.PLACEMENT)
 
 

@@ -76,12 +76,6 @@ def run_number(more: int) -> int:
     return distributed_c10d._get_default_store().add(f"lading/runs of {dist.get_rank()}", more)
 
 
-def _has_failed() -> bool:
-    """Whether another rank has failed in the run of this one, and comes no more."""
-    number = run_number(0)
-    return number > 0 and distributed_c10d._get_default_store().check([f"lading/failed in {number}"])
-
-
 def structure(model: nn.Module) -> dict[str, str]:
     """Facts of a model's structure: its modules with their settings, and its tensors, without values and devices."""
     modules = {
@@ -199,6 +193,7 @@ class Meeting:
         rank: Number of this one.
         store: Store of ``torch.distributed``, with keys of this comparison alone.
         timeout_s: Seconds within which all are to come.
+        run: Number of the run that they are in, as ``run_number`` has it; 0 where nobody says that a rank has failed.
     """
 
     call: str
@@ -206,15 +201,17 @@ class Meeting:
     rank: int
     store: Any
     timeout_s: float
+    run: int = 0
 
     @staticmethod
     def of(call: str, ranks: Sequence[int], timeout_s: float) -> Meeting:
         """Make the next meeting of these ranks, in the store of the job's process group."""
         rank, everyone = dist.get_rank(), tuple(sorted(ranks))
         named = hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]
-        store = distributed_c10d.PrefixStore(f"lading/{run_number(0)} {named}", distributed_c10d._get_default_store())
+        run = run_number(0)
+        store = distributed_c10d.PrefixStore(f"lading/{run} {named}", distributed_c10d._get_default_store())
         number = store.add(f"meetings of {rank}", 1)
-        return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s)
+        return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s, run)
 
     def agree(self, prepare: Callable[[], tuple[T, Facts]]) -> T:
         """Go on only if all ranks were given the same, as ``agree_on`` says; returns the result of ``prepare``."""
@@ -268,11 +265,15 @@ class Meeting:
         """Wait for keys, until there is a verdict, a rank has failed or the time is over; returns whether all are."""
         deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
         while not self.store.check(keys):
-            if time.monotonic() > deadline or self.store.check(["verdict"]) or _has_failed():
+            if time.monotonic() > deadline or self.store.check(["verdict"]) or self._has_failed():
                 return self.store.check(keys)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         return True
+
+    def _has_failed(self) -> bool:
+        """Whether another rank has failed in this run, and comes no more."""
+        return self.run > 0 and distributed_c10d._get_default_store().check([f"lading/failed in {self.run}"])
 
     def _missing(self) -> list[int]:
         return [rank for rank in self.ranks if not self.store.check([f"digest {rank}"])]

@@ -19,6 +19,7 @@ from lading.ir.layout import Layout
 from lading.ir.reduction import RECEIVE, SEND
 from lading.ir.schedules import Schedule, schedule
 from lading.ir.stage_cuts import narrow_cuts, rank_steps, stage_of_ops
+from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps, lifetimes
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.tracing.interpret import Interpreter
@@ -187,3 +188,19 @@ class Counting(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x * self.seen
+
+
+def test_what_a_peer_sends_once_is_not_received_again() -> None:
+    _, graph = captured("llama")
+    received = 0
+    for step in steps_of(graph, schedule("1f1b", 4, 1, MICRO)):
+        lives = lifetimes(step)
+        of_peers = [gap for gap in gaps(step, lives) if _producer(step, lives, gap) == RECEIVE]
+        assert not any(can_recompute(step, lives, gap) for gap in of_peers)
+        received += len(of_peers)
+    assert received > MICRO
+
+
+def _producer(step: StepGraph, lives: Lifetimes, gap: Gap) -> str:
+    producer = lives.producer[gap.storage]
+    return "" if producer is None else step.ops[producer].name

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from lading.errors import ConfigError
-from lading.report.metrics import MetricsLog, read_metrics, truncate_after
+from lading.report.metrics import MetricsLog, read_metrics, read_steps, truncate_after
 
 
 def write(path: Path, steps: int) -> list[dict[str, float]]:
@@ -55,6 +56,15 @@ def test_a_bad_last_line_with_its_newline_is_not_a_kill(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\n{"st\n')
     with pytest.raises(ConfigError, match="line 2"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize("wrong", [{"base_bytes": None}, {"base_bytes": -1}, {"excess": "above"}, {"excess": [1]}])
+def test_what_a_step_may_say_is_of_its_kind(tmp_path: Path, wrong: dict[str, object]) -> None:
+    path = tmp_path / "m.jsonl"
+    step = {"step": 1, "loss": 0.5, "step_s": 0.1, "memory_bytes": 10, "base_bytes": 5, "excess": ["above"]}
+    path.write_text(f"{json.dumps(step)}\n{json.dumps(step | wrong)}\n")
+    with pytest.raises(ConfigError, match=f"line 2: expected a .* as '{next(iter(wrong))}'"):
+        read_steps(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from lading.ir.graph import PERSISTENT, Op, OpKind, Phase, Role, StepGraph
 from lading.ir.program import Homes
+from lading.ir.reduction import TRANSFERS
 
 #: ``available_until`` of what can be had at any position.
 FOREVER = 1 << 60
@@ -69,8 +70,11 @@ def is_update(op: Op) -> bool:
 
 
 def is_pure(op: Op) -> bool:
-    """Whether running the operation again on the same inputs gives the same outputs and changes nothing else."""
-    return not op.random and not op.mutates
+    """Whether running the operation again on the same inputs gives the same outputs and changes nothing else.
+
+    What a peer sends comes once: to receive again would take what it sends next.
+    """
+    return not op.random and not op.mutates and op.name not in TRANSFERS
 
 
 def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: Sequence[bool]) -> list[int]:

@@ -35,6 +35,7 @@ from lading.ir.program import (
     stream_of,
     write_stream,
 )
+from lading.memory.lifetime import is_pure
 from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
 from lading.memory.verify_ranks import verify_ranks
 
@@ -459,8 +460,8 @@ class _Verifier:
         index, op = self._op(action)
         if index in self.graph.on_host:
             _fail(action, f"op {index} ({op.name}) runs on the host, which gives other bits; keep its output")
-        if op.mutates or op.random:
-            why = "random" if op.random else "writes in place"
+        if not is_pure(op):
+            why = "is random" if op.random else "writes in place" if op.mutates else "takes what a peer sends once"
             _fail(
                 action, f"expected an op that gives the same again, but op {index} ({op.name}) {why}; keep its output"
             )

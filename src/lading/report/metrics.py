@@ -19,7 +19,7 @@ from lading.files import cannot_read, cannot_write, write_text
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
 #: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
-_LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
+_LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "base_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
 
 
 class MetricsLog:
@@ -105,13 +105,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """Read the records of a run's steps: each has its step, loss, step_s and memory_bytes.
 
+    A record may have ``base_bytes``, what the process had before training, and ``excess``, sentences on its budget.
+
     Raises:
-        ConfigError: as for ``read_metrics``, or one of them is missing or no number; names the line.
+        ConfigError: as for ``read_metrics``, or one of these is missing or of another kind; names the line.
     """
     records = read_metrics(path)
     for number, record in enumerate(records, 1):
+        where = f"{path}, line {number}"
         for key, kind in {"step": int, "loss": float, "step_s": float, "memory_bytes": int}.items():
-            _check(record, key, kind, f"{path}, line {number}")
+            _check(record, key, kind, where)
+        if "base_bytes" in record:
+            _check(record, "base_bytes", int, where)
+        sentences: object = record.get("excess", [])
+        if not isinstance(sentences, list) or not all(
+            isinstance(each, str) for each in cast("list[object]", sentences)
+        ):
+            raise ConfigError(
+                f"{where}: expected a list of texts as 'excess', got {repr(sentences)[:60]}; mend or remove the line"
+            )
     return records
 
 

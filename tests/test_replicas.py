@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lading
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError, PlanInfeasible, StorageError
 from lading.ir.graph import OpKind, Phase, StepGraph
 from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Machine
@@ -186,6 +186,30 @@ def _refused(call: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
+def _unlike_steps(trainer: lading.Trainer, rank: int, out: Path) -> dict[str, str]:
+    told: dict[str, str] = {}
+    told["rates"] = _refused(lambda: trainer.step(batch(0, rank), lr=0.1 * (rank + 1)))
+    trainer.step(batch(0, rank), lr=0.1)
+    path = trainer.save(out / "saved")
+    before = trainer.value("norm.weight").clone()
+    trainer.step(batch(1, rank), lr=0.1)
+    trainer.load(path)
+    assert torch.equal(trainer.value("norm.weight"), before)
+    told["losses"] = f"{trainer.evaluate(batch(2, rank)):.12f}"
+    if rank:  # who skips a batch that it cannot take keeps nobody waiting for long
+        with pytest.raises(ConfigError, match="pad or cut the batch"):
+            trainer.step({"tokens": batch(1, rank)["tokens"][:1]})
+    trainer.step(batch(1, rank), lr=0.1)
+    if rank:
+        trainer.set_value("norm.weight", before)
+    told["set"] = _refused(lambda: trainer.step(batch(1, rank), lr=0.1))
+    told["doing"] = _refused(
+        (lambda: trainer.evaluate(batch(1, rank))) if rank else (lambda: trainer.step(batch(1, 0)))
+    )
+    trainer.load(path)
+    return told
+
+
 def _unlike(rank: int, out: str) -> None:
     told: dict[str, str] = {}
     model = build()
@@ -198,6 +222,11 @@ def _unlike(rank: int, out: str) -> None:
     with torch.no_grad():
         next(changed.parameters()).view(-1)[0] += rank
     told["model"] = _refused(lambda: lading.Trainer(plan, graph, changed, folder=out))
+    told["settings"] = _refused(lambda: lading.plan(graph, machine(), budget=["100%", "1GB"][rank], cache=False))
+    longer = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=1 + rank)
+    told["captures"] = _refused(lambda: lading.plan(longer, machine(), **asked))
+    with pytest.raises(PlanInfeasible):  # on all ranks, though the first alone planned
+        lading.plan(graph, machine(), budget="1KB", policy="keep-all", cache=False)
     three = lading.plan(graph, machine(), layout="dp3", **asked)
     told["ranks"] = _refused(lambda: lading.Trainer(three, graph, model, folder=out))
     alone = lading.plan(graph, machine(), layout="dp1", **asked)
@@ -205,27 +234,30 @@ def _unlike(rank: int, out: str) -> None:
     folder = Path(out) / str(rank)
     folder.mkdir()
     with lading.Trainer(plan, graph, model, folder=folder) as trainer:
-        told["rates"] = _refused(lambda: trainer.step(batch(0, rank), lr=0.1 * (rank + 1)))
-        trainer.step(batch(0, rank), lr=0.1)
-        path = trainer.save(Path(out) / "saved")
-        before = trainer.value("norm.weight").clone()
-        trainer.step(batch(1, rank), lr=0.1)
-        trainer.load(path)
-        assert torch.equal(trainer.value("norm.weight"), before)
-        told["losses"] = f"{trainer.evaluate(batch(2, rank)):.12f}"
+        told |= _unlike_steps(trainer, rank, Path(out))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     grouped = lading.plan(graph, machine(), optimizer=optimizer, **asked)
     with lading.Trainer(grouped, graph, model, optimizer=optimizer, folder=folder) as trainer:
         trainer.step(batch(0, rank))
         optimizer.param_groups[0]["weight_decay"] += 0.1 * rank
         told["groups"] = _refused(lambda: trainer.step(batch(1, rank)))
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    if rank:
+        optimizer.state[next(model.parameters())]["exp_avg"].add_(1.0)
+    told["states"] = _refused(lambda: lading.Trainer(grouped, graph, model, optimizer=optimizer, folder=folder))
     torch.save(told, folder / "told")
 
 
 def test_ranks_that_were_given_unlike_things_are_told(tmp_path: Path) -> None:
     run_ranks(_unlike, 2, str(tmp_path))
     told, other = (torch.load(tmp_path / str(rank) / "told") for rank in range(2))
+    assert "expected all ranks to do the same, but rank 1 is about to evaluate after step 2" in told.pop("doing")
+    assert "expected all ranks to do the same, but rank 0 is about to run step 3" in other.pop("doing")
     assert told == other
+    assert "rank 1 in the settings, budget: expected 100% as on rank 0, got 1GB" in told["settings"]
+    assert "rank 1 in the captures, first, micro-batches: expected 1 as on rank 0, got 2" in told["captures"]
+    assert "expected the same values set (by load, set_value, initialize) on all ranks, got another" in told["set"]
+    assert "rank 1 in the states of the optimizer, tokens.weight.exp_avg" in told["states"]
     assert "ranks differ: rank 1 in the plan" in told["plan"]
     assert "rank 1 in the values" in told["model"]
     assert "expected a job of 3 ranks, as the plan is for so many, found one of 2" in told["ranks"]

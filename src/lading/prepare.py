@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -208,11 +208,50 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
 
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
-    from lading.runtime.job import by_first_rank, start_job  # importing torch.distributed takes most of a second
+    asked = {
+        "layout": layout,
+        "budget": budget,
+        "policy": getattr(policy, "__name__", policy),
+        "compile": compile,
+        **moved,
+    }
+    return _by_first_rank(make, [graph, *others], asked)
 
-    start_job(spread.devices)
-    text = by_first_rank("lading.plan", lambda: json.dumps(make().to_dict()))
-    return plan_from_dict(json.loads(text), "the plan of rank 0", PlanKind.RUN.advice)
+
+def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], asked: Mapping[str, object]) -> Plan:
+    """Let the first rank plan for all, once they have compared what they captured and ask for.
+
+    Raises:
+        PlanInfeasible: as the first rank.
+        ConfigError: as the first rank, or ranks differ, or one has not come.
+    """
+    from lading.runtime.agreement import agree_on  # importing torch.distributed takes most of a second
+    from lading.runtime.job import by_first_rank, start_job
+
+    def told() -> str:
+        try:
+            return json.dumps({"plan": make().to_dict()})
+        except PlanInfeasible as error:
+            return json.dumps({"message": f"{error}", **vars(error)})
+
+    ranks = num_ranks()[0]
+    start_job(ranks)
+    rows = (("first" if not n else f"others[{n - 1}]", each) for n, each in enumerate(captures))
+    captured = {f"{which}, {name}": fact for which, each in rows for name, fact in _facts_of(each)}
+    agree_on("lading.plan", range(ranks), lambda: (None, {"settings": asked, "captures": captured}))
+    answer = json.loads(by_first_rank("lading.plan", told))
+    if "plan" not in answer:
+        raise PlanInfeasible(answer.pop("message"), **answer)
+    return plan_from_dict(answer["plan"], "the plan of rank 0", PlanKind.RUN.advice)
+
+
+def _facts_of(captured: StepGraph) -> Iterator[tuple[str, object]]:
+    """Yield what is compared of a capture, by name; its fingerprint last, as it says least."""
+    named = [*((p.names[0], p.tensor) for p in captured.parameters), *captured.buffers, *captured.inputs[0]]
+    yield "micro-batches", captured.accumulation
+    yield from ((name, (captured.tensors[tensor].dtype, captured.tensors[tensor].shape)) for name, tensor in named)
+    yield from ((f"gradient of {p.names[0]}", p.gradient is not None) for p in captured.parameters)
+    yield "operations", f"{len(captured.ops)}, hash {captured.fingerprint}"
 
 
 def _spread(layout: str, devices: int) -> Layout:

@@ -37,6 +37,7 @@ from lading.memory.restore import planned_optimizer, planned_step, programs_of, 
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
+from lading.runtime.binding import checked_batches
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import DeviceDriver
@@ -203,6 +204,7 @@ class Trainer:
         self.outputs: dict[str, Any] = {}
         self.gradient_norm: float | None = None
         self.excess: list[str] = []
+        self._given = ""  # hash of the values that were set since the model's, or a checkpoint's, and in which order
         self._half_loaded = ""  # what a load that ended half-way was to say
         self._saved = ""  # the newest checkpoint
         self._paused: CarriedValues | None = None
@@ -305,7 +307,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and self._replicas is not None:
-            self._replicas.abandon()
+            self._replicas.abandon(error)
         self.close()
 
     def step(
@@ -342,7 +344,7 @@ class Trainer:
             rules = {} if self._groups is None else self._groups.rules()
             self._meet(
                 f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1], shape=shape,
-                **{"numbers of the optimizer's groups": _digest(rules)}, **self._seeded(),
+                **{"numbers of the optimizer's groups": repr(sorted(rules.items()))}, **self._seeded(),
             )  # fmt: skip
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
@@ -369,12 +371,12 @@ class Trainer:
         layout, count = self.plan.parsed_layout, captured.accumulation
         return Draws(captured, layout.replica(self._replicas.rank) * count, layout.dp * count)
 
-    def _seeded(self) -> dict[str, float]:
+    def _seeded(self) -> dict[str, str]:
         """Numbers that ranks compare before a step that draws random numbers: all go on from one state."""
         if self._replicas is None or not self._random:
             return {}
         advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
-        return {f"random state ({advice})": zlib.crc32(generator_state(self._kind).numpy().tobytes())}
+        return {f"random state ({advice})": f"{zlib.crc32(generator_state(self._kind).numpy().data)}"}
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
         step = self._steps[shape]
@@ -460,7 +462,9 @@ class Trainer:
         """
         return list(values) if self._replicas is None else self._replicas.largest(values)
 
-    def _meet(self, doing: str, feeds: Sequence[Mapping[str, torch.Tensor]] | None = None, **facts: float) -> None:
+    def _meet(
+        self, doing: str, feeds: Sequence[Mapping[str, torch.Tensor]] | None = None, **facts: float | str
+    ) -> None:
         """Wait until all ranks come to do the same with the same numbers; alone, do nothing.
 
         Args:
@@ -471,7 +475,8 @@ class Trainer:
         of_replica: dict[str, float] = {}
         if feeds is not None and self.plan.ranks > self.plan.replicas:
             of_replica["batches"] = _digest_of(feeds)
-        self._replicas.meet(doing, {**facts, "number of steps done": self.steps}, of_replica)
+        now = {"number of steps done": self.steps, "values set (by load, set_value, initialize)": self._given}
+        self._replicas.meet(doing, {**facts, **now}, of_replica)
 
     def _fed(
         self, batches: Any, numbers: Sequence[int], loss: Loss | None
@@ -496,6 +501,8 @@ class Trainer:
         step = step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
         micro, feeds = step.fed(batches)
         step.watch.check(micro, [name for name, _ in step.program.graph.inputs[0]])
+        if self._replicas is not None:  # before the others come to this step: they wait for the next try
+            checked_batches(step.program, feeds)
         return feeds, step.number
 
     def _tell_excess(self) -> None:
@@ -588,9 +595,22 @@ class Trainer:
     def set_value(self, name: str, value: torch.Tensor) -> None:
         """Set a parameter, buffer or optimizer state; with a parameter its master, which would overwrite it.
 
+        All ranks of a job set the same.
+
         Raises:
             ConfigError: no such name, or another shape or dtype.
         """
+        self._set_value(name, value)
+        if self._replicas is not None:
+            from lading.runtime.agreement import digest
+
+            self._note_given(name, digest(value))
+
+    def _note_given(self, *what: str) -> None:
+        """Note that values were set, for ranks to compare when they meet next."""
+        self._given = hashlib.sha256(" ".join((self._given, *what)).encode()).hexdigest()
+
+    def _set_value(self, name: str, value: torch.Tensor) -> None:
         target = self._value(name)
         if not target.storages:  # another rank of the pipeline has it
             self._check_like(name, target, value)
@@ -607,7 +627,7 @@ class Trainer:
             self._write(name, target, value)
         master = f"{self._first_name.get(name, name)}.master"
         if name in self._first_name and master in self._values:
-            self.set_value(master, value.float())
+            self._set_value(master, value.float())
 
     def _write(self, name: str, target: Value, value: torch.Tensor) -> None:
         """Set a value that fills its storages."""
@@ -759,7 +779,9 @@ class Trainer:
             ):
                 self._executor.write_chunks(value.storages, checkpoint.chunks(name))
             else:
-                self.set_value(name, checkpoint.read(name))
+                self._set_value(name, checkpoint.read(name))
+        self._given = ""
+        self._note_given(*(f"{name} {tensor.sha256}" for name, tensor in sorted(checkpoint.tensors.items())))
         self._half_loaded, self._saved = "", str(path)
         set_generator_state(self._kind, generator)
         self.steps = checkpoint.step
@@ -871,7 +893,7 @@ class Trainer:
         Raises:
             ConfigError: they were not, or have not come; or the job has another number of ranks.
         """
-        from lading.runtime.agreement import agree_on, digests, structure
+        from lading.runtime.agreement import agree_on, digest, digests, structure
         from lading.runtime.job import Replicas, sequences, start_job
 
         start_job(plan.ranks)
@@ -883,6 +905,8 @@ class Trainer:
         }
         if model is not None:
             facts |= {"model": structure(model), **digests(model)}
+        if self._groups is not None:
+            facts["states of the optimizer"] = {name: digest(state) for name, state in self._groups.filled().items()}
         agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
         return Replicas(plan.parsed_layout, sequences(programs))
 
@@ -932,7 +956,7 @@ class Trainer:
         freed = FreedBytes(leaving, self._executor.now_bytes)
         for name, tensor in tensors:
             value = tensor.detach()
-            self.set_value(name, value if value.dim() else value.expand(self._values[name].shape).clone())
+            self._set_value(name, value if value.dim() else value.expand(self._values[name].shape).clone())
             del value
             take = partial(self._custody.take, name, tensor)
             if tensor.device.type == self._kind:
@@ -945,7 +969,7 @@ class Trainer:
             self._paused = None
             for name, tensor in carried.spread(self._replicas):
                 if name in self._values:
-                    self.set_value(name, tensor)
+                    self._set_value(name, tensor)
                 freed.drop(tensor, partial(setattr, tensor, "data", tensor.new_empty(0)))
         self._executor.observe_peak()
         trim()
@@ -1054,11 +1078,6 @@ def _digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
     for tensor in chain.from_iterable(feed.values() for feed in feeds):
         digest = zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest)
     return float(digest)
-
-
-def _digest(rules: Mapping[int, ParameterRule]) -> float:
-    """Hash of the numbers of a step's rules, exact as a float."""
-    return float(int(hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:12], 16))
 
 
 def _differing(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:

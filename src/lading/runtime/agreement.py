@@ -109,17 +109,18 @@ def digests(model: nn.Module) -> dict[str, dict[str, str]]:
         By section, "values" of parameters and "buffers", the hash by name.
     """
     return {
-        "values": {name: _digest(parameter) for name, parameter in model.named_parameters()},
-        "buffers": {name: _digest(buffer) for name, buffer in model.named_buffers()},
+        "values": {name: digest(parameter) for name, parameter in model.named_parameters()},
+        "buffers": {name: digest(buffer) for name, buffer in model.named_buffers()},
     }
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """Hash the values of a tensor as ``digests`` does; says so where it has none."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if local.is_meta or isinstance(local, FakeTensor):
         return "no values"
     if local.layout is not torch.strided:
-        return " ".join(_digest(part) for part in _dense_parts(local))
+        return " ".join(digest(part) for part in _dense_parts(local))
     elements = local.contiguous().resolve_conj().resolve_neg().reshape(-1)
     raw, sampled = elements.view(torch.uint8), elements[:: max(1, len(elements) // _SAMPLED)].contiguous()
     words = len(raw) // 8 * 8
@@ -294,8 +295,8 @@ class Meeting:
             return _AGREED
         most = Counter(digests.values()).most_common(1)[0][0]  # of equally many, the first rank's
         sides: dict[bytes, list[int]] = {}
-        for rank, digest in digests.items():
-            sides.setdefault(digest, []).append(rank)
+        for rank, told in digests.items():
+            sides.setdefault(told, []).append(rank)
         usual = sides.pop(most)
         expected = self._facts(usual[0])
         said = [_difference(expected, usual[0], self._facts(ranks[0]), ranks) for ranks in list(sides.values())[:3]]

@@ -49,7 +49,7 @@ _PAUSE_S = 0.01
 #: keep, which do not count as memory of a step.
 _FIRST_ELEMENTS = 1 << 18
 #: Numbers that ranks compare before they do something, at most.
-_MOST_FACTS = 8
+_MOST_FACTS = 10
 #: Tag of announcements, beside those of what a step sends.
 _ANNOUNCED = 1 << 20
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -351,13 +351,13 @@ class Replicas:
         return most.tolist()
 
     def meet(
-        self, doing: str, facts: Mapping[str, float], of_replica: Mapping[str, float] = MappingProxyType({})
+        self, doing: str, facts: Mapping[str, float | str], of_replica: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """Wait until all ranks come to do the same.
 
         Args:
             doing: What this rank is about to do ("step 8"), for messages.
-            facts: Numbers that are to be equal on all ranks, by name.
+            facts: Numbers that are to be equal on all ranks, by name; of a text its hash is compared.
             of_replica: Numbers that are to be equal on all ranks of a replica.
         Raises:
             ConfigError: they are not; says which, and on which ranks.
@@ -365,17 +365,22 @@ class Replicas:
         """
         self._doing = doing
         self._store.set(f"doing {self.rank}", doing)
-        values = [float(zlib.crc32(doing.encode())), *facts.values(), *of_replica.values()]
+        numbers = (zlib.crc32(fact.encode()) if isinstance(fact, str) else fact for fact in (doing, *facts.values()))
+        values = [*map(float, numbers), *of_replica.values()]
         mine = torch.tensor(values + [0.0] * (_MOST_FACTS + 1 - len(values)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._collective(lambda: dist.all_gather(every, mine, group=self._group))
         if other := [rank for rank, row in enumerate(every) if row[0] != mine[0]]:
             each = ", ".join(f"rank {rank} is about to {self._told(rank)}" for rank in other[:8])
+            self.barrier()  # all have read what the others are about to do
             raise ConfigError(f"{doing}: expected all ranks to do the same, but {each}; nothing has run")
-        for column, name in enumerate(facts, 1):
+        for column, (name, fact) in enumerate(facts.items(), 1):
             told = [float(row[column]) for row in every]
             if len(set(told)) > 1:
                 each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))
+                if isinstance(fact, str):
+                    first = next(rank for rank, value in enumerate(told) if value != told[0])
+                    each = f"another on rank {first} than on rank 0"
                 raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
         for column, name in enumerate(of_replica, 1 + len(facts)):
             for replica in range(self._layout.dp):
@@ -403,9 +408,11 @@ class Replicas:
         """Wait until all ranks have come here; raises as ``mean_`` does."""
         self._collective(lambda: dist.barrier(group=self._group))
 
-    def abandon(self) -> None:
+    def abandon(self, error: Exception) -> None:
         """Let ``close`` wait for nobody, as this rank has failed: the others notice when its connections close."""
         self._failed = True
+        with suppress(RuntimeError):  # the process that keeps the store is gone
+            self._store.set(f"doing {self.rank}", f"failed: {_first_line(error)}")
 
     def close(self) -> None:
         """Give up the process group of these ranks; the job's own stays. May be called twice.
@@ -422,6 +429,7 @@ class Replicas:
         with suppress(RuntimeError):  # the others are gone, so there is nobody to wait for
             self._store.set(f"closed {self.rank}", "")
             if not self._failed:
+                self._store.set(f"doing {self.rank}", f"closed, had come to {self._doing}")
                 self._store.wait([f"closed {rank}" for rank in range(self.ranks)], timedelta(seconds=_CLOSING_S))
         for group in made:
             dist.destroy_process_group(group)

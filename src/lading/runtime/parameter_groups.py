@@ -84,6 +84,12 @@ class ParameterGroups:
         """Tell learning-rate schedulers that the optimizer has made a step."""
         vars(self._optimizer)["_opt_called"] = True  # what torch's own schedulers look at
 
+    def filled(self) -> dict[str, torch.Tensor]:
+        """States that the optimizer has already, by the names of their values."""
+        states = {name: self._optimizer.state.get(place, {}) for name, place in self._named.items()}
+        rows = ((f"{name}.{key}", value) for name, state in states.items() for key, value in state.items())
+        return {name: torch.as_tensor(value) for name, value in rows if value is not None}
+
     def states(self, values: Mapping[str, Value]) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]:
         """List the optimizer's tensors of states by the names of their values.
 

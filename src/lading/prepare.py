@@ -144,6 +144,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = _spread(layout, devices)
+    here = ranks_here() if num_ranks()[0] > 1 else spread.devices
+    machine = machine.shared_by(min(here, spread.devices))
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
     uncut = _uncut(rule, others)
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
@@ -414,7 +416,7 @@ def plan_run(
 
 
 def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: int, *, cache: bool) -> Prepared:
-    """Plan a captured run for several ranks, which share the space of the disks of this host."""
+    """Plan a captured run for several ranks, which share this host."""
     chosen = run.optimization
     here = ranks_here() if num_ranks()[0] > 1 else ranks
     sizes = {tier.name: _whole_bytes(tier, run) // here for tier in machine.tiers}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.machines import machine_with_host, small_machine
 from tests.programs import GraphBuilder
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Literal, Op, OpKind, Phase, Ref, Role, Tensor, map_refs, refs, rename_op
-from lading.ir.machine import Curve
+from lading.ir.machine import Curve, Processes
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
 from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.units import GiB, KiB, MiB, format_bytes, format_flops, format_seconds, parse_bytes
@@ -140,3 +142,29 @@ def test_a_graph_that_reads_what_is_not_there_is_refused() -> None:
     build.op([y], [x])
     with pytest.raises(ConfigError, match=r"op 0 f in layer0 reads \['y'\]"):
         build.graph()
+
+
+def test_ranks_of_a_host_have_a_share_of_it() -> None:
+    alone = dataclasses.replace(
+        machine_with_host(),
+        device=dataclasses.replace(
+            small_machine().device, rates={name: Curve(size=(1.0,), rate=(6e9,)) for name in ("softmax", "bmm")}
+        ),
+        processes=Processes(cores=2, slowdown={"products": (1.0, 1.0, 1.5), "memory-bound": (1.0, 1.25, 2.0)}),
+    )
+    assert alone.shared_by(1) is alone
+    host, disk = (alone.tier(name) for name in ("host", "disk"))
+    assert host is not None
+    assert disk is not None
+    three = alone.shared_by(3)
+    assert three.device.memory_bytes == alone.device.memory_bytes // 3
+    assert three.device.peak_flops_per_s["float32"] == 1e11 / 1.5
+    assert three.device.memory_bandwidth_bytes_per_s == alone.device.memory_bandwidth_bytes_per_s / 2.0
+    assert [three.device.rates[name].at(1.0) for name in ("softmax", "bmm")] == [3e9, 4e9]
+    shares = {tier.name: tier for tier in three.tiers}
+    assert shares["disk"].read_bytes_per_s == disk.read_bytes_per_s / 3
+    assert shares["disk"].capacity_bytes == disk.capacity_bytes // 3
+    assert shares["host"].read_bytes_per_s == host.read_bytes_per_s
+    assert "3 on this host compute and move at once" in three.sources["ranks"]
+    gpu = dataclasses.replace(alone, device=dataclasses.replace(alone.device, kind="cuda"))
+    assert gpu.shared_by(3).device == gpu.device

@@ -58,6 +58,10 @@ class Curve:
         share = log(size / low) / log(high / low)
         return exp(log(self.rate[right - 1]) * (1 - share) + log(self.rate[right]) * share)
 
+    def slower(self, factor: float) -> Curve:
+        """Curve of rates divided by ``factor``."""
+        return Curve(size=self.size, rate=tuple(rate / factor for rate in self.rate))
+
 
 #: Generations of GPUs whose kernels have fitted rates (``lading.catalog.kernel_rates``).
 ARCHITECTURES = ("ampere", "hopper", "blackwell")
@@ -426,8 +430,49 @@ class Machine:
         """Name of the nearest tier that outlives the process, where checkpoints lie too; "" where there is none."""
         return next((tier.name for tier in self.tiers if tier.persistent), "")
 
+    def shared_by(self, ranks: int) -> Machine:
+        """Make the machine that each of several ranks has, all of which compute, read and write at once.
+
+        Its files have a rank's share of their rates and room; a CPU, and the host's memory, a share of their bytes. The
+        kernels of a CPU are slower as measured among so many processes, where that was measured.
+        """
+        if ranks == 1:
+            return self
+        share = f"assumption: {ranks} on this host compute and move at once, each at its share of the rates"
+        tiers = tuple(_share_of_tier(tier, ranks) for tier in self.tiers)
+        device = self.device
+        if device.kind == "cpu":
+            device = dataclasses.replace(device, memory_bytes=device.memory_bytes // ranks)
+            if self.processes is not None:
+                device = _share_of_processors(device, self.processes, ranks)
+        return dataclasses.replace(self, device=device, tiers=tiers, sources={**self.sources, "ranks": share})
+
     @property
     def fingerprint(self) -> str:
         """Hash of every number of the machine."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+#: Beginnings of the cost classes whose rates are those of products.
+_PRODUCTS = ("attention", "bmm", "matmul")
+
+
+def _share_of_tier(tier: Tier, ranks: int) -> Tier:
+    rates = {key: getattr(tier, key) / ranks for key in _TIER_RATES} if tier.kind == FILE else {}
+    return dataclasses.replace(tier, **rates, capacity_bytes=max(1, tier.capacity_bytes // ranks))
+
+
+def _share_of_processors(device: Device, shared: Processes, ranks: int) -> Device:
+    products, passes = shared.slower("products", ranks), shared.slower("memory-bound", ranks)
+    return dataclasses.replace(
+        device,
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s / passes,
+        op_overhead_s=device.op_overhead_s * products,
+        peak_flops_per_s={dtype: peak / products for dtype, peak in device.peak_flops_per_s.items()},
+        optimizer_elements_per_s=device.optimizer_elements_per_s / passes,
+        rates={
+            name: curve.slower(products if name.startswith(_PRODUCTS) else passes)
+            for name, curve in device.rates.items()
+        },
+    )

@@ -50,11 +50,13 @@ from lading.runtime.named import (
     StateDict,
     Value,
     first_few,
+    is_here,
     local_value,
     own_runs,
     read_value,
     state_keys,
     tensors_of,
+    values_here,
     values_of,
     values_of_ranks,
     write_value,
@@ -404,15 +406,15 @@ class Trainer:
         """
         self._check_whole()
         values = {name: self._values[name] for name in self._trained}
-        if cut := [name for name, value in values.items() if value.start is not None or value.placement is not None]:
+        cut = [n for n, v in values.items() if v.start is not None or v.placement is not None or v.owners != "pp"]
+        if cut:
             raise ConfigError(
                 f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "
-                "without zero in layout="
+                "without zero, tp or ep in layout="
             )
         self._meet("read norms of gradients")
         norms = self._executor.gradient_norms()
-        stage = None if self._replicas is None else self._replicas.stage
-        mine = [name for name in self._trained if self._values[name].owner in (None, stage)]
+        mine = [name for name in self._trained if is_here(self._values[name], self._replicas)]
         if missing := [name for name in mine if self._values[name].storages[0] not in norms]:
             raise ConfigError(
                 f"gradient_norms: expected a step that takes them, found none of {first_few(missing)}; call "
@@ -612,7 +614,7 @@ class Trainer:
 
     def _set_value(self, name: str, value: torch.Tensor) -> None:
         target = self._value(name)
-        if not target.storages:  # another rank of the pipeline has it
+        if not target.storages:  # another rank has it
             self._check_like(name, target, value)
         elif target.placement is not None:
             self._check_like(name, target, value)
@@ -888,7 +890,7 @@ class Trainer:
         )
 
     def _joined(self, plan: Plan, programs: Sequence[Program], model: torch.nn.Module | None) -> Replicas:
-        """Join the other ranks of the plan, which must have been given the same.
+        """Join the other ranks of the plan, which must have been given the same; values are then a rank's own.
 
         Raises:
             ConfigError: they were not, or have not come; or the job has another number of ranks.
@@ -908,7 +910,9 @@ class Trainer:
         if self._groups is not None:
             facts["states of the optimizer"] = {name: digest(state) for name, state in self._groups.filled().items()}
         agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
-        return Replicas(plan.parsed_layout, sequences(programs))
+        replicas = Replicas(plan.parsed_layout, sequences(programs))
+        self._values = self._values if plan.peers else values_here(self._values, replicas)
+        return replicas
 
     def _checked(self, model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
         """Return the model if it is the captured one; refuse any other."""

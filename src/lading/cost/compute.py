@@ -29,7 +29,7 @@ from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
-from lading.ir.reduction import ALL_GATHER, REDUCE_SCATTER, SCATTER_SUM, TRANSFERS, joined_ranks, ranks_of
+from lading.ir.reduction import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, SCATTER_SUM, TRANSFERS, joined_ranks, ranks_of
 from lading.ir.sharding import GATHER_INTO, UNSHARD
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
@@ -234,7 +234,8 @@ def _collective_of(op: Op, machine: Machine) -> tuple[str, int]:
         return "send", 2
     count = joined_ranks(op)
     gathers, scatters = dict.fromkeys((UNSHARD, GATHER_INTO, ALL_GATHER), _GATHERS), (REDUCE_SCATTER, SCATTER_SUM)
-    names = {**gathers, **dict.fromkeys(scatters, _SCATTERS)}.get(op.name, ("all_reduce",))
+    exchanges = {ALL_TO_ALL: ("all_to_all", "all_gather")}  # which receive as much
+    names = {**gathers, **dict.fromkeys(scatters, _SCATTERS), **exchanges}.get(op.name, ("all_reduce",))
     return next((name for name in names if f"{name}.{count}" in machine.collectives), names[-1]), count
 
 

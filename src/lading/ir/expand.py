@@ -117,7 +117,7 @@ def expand(  # noqa: PLR0913  what a step depends on
     builder.add_micro_batches(order)
     if trained:
         if layout.zero == 1:
-            builder.add_reductions(trained)
+            builder.add_reductions([p for p in trained if not p.is_on_one_rank])
         if layout.zero and layout.axes["replicate"] > 1:
             builder.add_means_of_shards(trained)
         coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
@@ -194,7 +194,7 @@ class _StepBuilder:
                 continue
             fresh = names[parameter.gradient]
             behind = after.setdefault(last[self.tensors[fresh].storage], [])
-            if self.layout.zero > 1:
+            if self.layout.zero > 1 and not parameter.is_on_one_rank:
                 behind.extend(self._reduced(parameter, fresh, micro))
                 continue
             op = self._accumulate(parameter, fresh) if micro else self._widen(parameter)
@@ -323,11 +323,12 @@ class _StepBuilder:
             ops.append(self._making("aten.linalg_vector_norm.default", args, parameter, (gradient,), norms[-1]))
         self._insert(after)
         clip = Parameter(("clip.grad_norm",), -1, None)
-        placed = [p.placement is not None for p in trained]
+        placed = [p.placement is not None and not (self.layout.zero and p.is_on_one_rank) for p in trained]
         if any(placed):  # of what each rank has in whole, each would count all
             shards = [norm for norm, is_shard in zip(norms, placed, strict=True) if is_shard]
             norms = [norm for norm, is_shard in zip(norms, placed, strict=True) if not is_shard]
-            norms.append(self._norm_over(shards, self.layout.across("tp"), dtype, clip))
+            over = next(p.placement.over for p in trained if p.placement is not None)
+            norms.append(self._norm_over(shards, self.layout.across(*over.split("/")), dtype, clip))
         stacked = self._storage("clip.norms", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)

@@ -188,7 +188,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Shards of a tensor over ranks, each of which has equal runs of one dim.
+    """Shards of a tensor over ranks, each of which has equal runs of one dim; or tensors alike, each on one rank.
 
     Attributes:
         shape: Lengths of the whole tensor.
@@ -196,6 +196,7 @@ class Placement:
         lengths: Elements of that dim, part after part; of each part every rank has a run.
         over: Axes of the layout along which the ranks lie, as ``Layout.across`` joins them.
         ranks: Number of them.
+        names: Parameter that each rank has in this one's place, whole; () where all have runs of one.
     """
 
     shape: tuple[int, ...]
@@ -203,19 +204,25 @@ class Placement:
     lengths: tuple[int, ...]
     over: str
     ranks: int
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter under all its names (tied weights have several); ``gradient`` is None if it gets none.
 
-    ``placement`` is None where each rank along "tp" has all of it.
+    ``placement`` is None where every rank has all of it.
     """
 
     names: tuple[str, ...]
     tensor: int
     gradient: int | None
     placement: Placement | None = field(default=None, repr=False)
+
+    @property
+    def is_on_one_rank(self) -> bool:
+        """Whether one rank alone has it, and no other has a gradient of it: a parameter of an expert."""
+        return self.placement is not None and bool(self.placement.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,8 @@ def parse_layout(text: str, devices: int = 0) -> Layout:
     for part in filter(None, (p.strip() for p in text.split(","))):
         found.update(_part(part))
     each = prod(int(found.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    if not devices and (each // int(found.get("pp", 1))) % int(found.get("ep", 1)):
+        found.setdefault("dp", found["ep"])  # experts lie on ranks of several replicas
     if devices and devices % (each * int(found.get("dp", 1))) == 0:
         found.setdefault("dp", devices // each)
     if devices and each * int(found.get("dp", 1)) != devices:

@@ -50,6 +50,8 @@ REDUCE_SCATTER = "c10d.reduce_scatter.mean"
 #: Sums a tensor over such ranks, gathers what they have one after another, and sums a tensor of which each keeps its
 #: part: each makes a tensor, so that it can be dropped and made again.
 SUM, ALL_GATHER, SCATTER_SUM = "c10d.allreduce.sum", "c10d.allgather.runs", "c10d.reduce_scatter.sum"
+#: Sends a part of a tensor to each of such ranks, and makes one of what they send, one after another.
+ALL_TO_ALL = "c10d.alltoall.runs"
 #: Copies a rank's own runs of columns out of (rows, columns), whose parts are an argument.
 OWN_RUNS = "c10d.own_runs.default"
 #: Finds the rows of a rank's own words, of so many, and which words are its own.
@@ -186,7 +188,8 @@ class _Reducer:
             if op.phase is not Phase.OPTIMIZER
             for t in (*op.outputs, *op.mutates)
         }
-        named = {p.gradient: p.names[0] for p in self.step.parameters if p.gradient is not None}
+        shared = [p for p in self.step.parameters if not p.is_on_one_rank]
+        named = {p.gradient: p.names[0] for p in shared if p.gradient is not None}
         found = [
             _Gradient(tensor, final[self.step.storage_of(tensor)], name.rpartition(".")[0])
             for tensor, name in named.items()

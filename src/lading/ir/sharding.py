@@ -233,7 +233,9 @@ class _Sharder:
         used = [
             (first[graph.storage_of(p.tensor)], n)
             for n, p in enumerate(graph.parameters)
-            if graph.storage_of(p.tensor) in first and (p.gradient is not None or self.layout.cuts_parameters)
+            if graph.storage_of(p.tensor) in first
+            and not p.is_on_one_rank
+            and (p.gradient is not None or self.layout.cuts_parameters)
         ]
         return [number for _, number in sorted(used)]
 

@@ -5,9 +5,10 @@ rank has equal runs of one dim. What the ranks have of a storage is worked out f
 matrix whose operand is whole is cut along its columns, one whose operand is sharded along its rows, so that the ranks
 have parts of a sum. Where an operation needs what its rank has not, a collective, an operation like others, gets it.
 
-[Note: whole by default] What an operation does along its dims is said by ``_rule``, where it is known: an operation
-may run on shards of the dims that have labels there. Any other gets whole operands, and gives every rank the same
-result. So no model is computed wrongly; one with many such operations gains little, which its prediction says.
+[Note: whole by default] What an operation does along its dims is said by ``lading.ir.sharding_rules``, where it is
+known: an operation may run on shards of the dims that have labels there. Any other gets whole operands, and gives every
+rank the same result. So no model is computed wrongly; one with many such operations gains little, which its prediction
+says.
 
 [Note: two dims] All views of a storage, and all collectives, see its sharded elements as (blocks, period): period is
 a run of elements, made of parts, each of which is cut into as many equal runs as there are ranks; a rank has the same
@@ -45,86 +46,10 @@ from lading.ir.graph import (
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 from lading.ir.reduction import ALL_GATHER, OWN_RUNS, OWN_WORDS, SCATTER_SUM, SUM
+from lading.ir.sharding_rules import Rule, rule_of
 
-#: Operations that treat elements alone.
-_POINTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "copy",
-        "cos",
-        "div",
-        "elu",
-        "elu_backward",
-        "eq",
-        "erf",
-        "exp",
-        "floor",
-        "ge",
-        "gelu",
-        "gelu_backward",
-        "gt",
-        "hardswish",
-        "hardtanh",
-        "hardtanh_backward",
-        "le",
-        "leaky_relu",
-        "leaky_relu_backward",
-        "log",
-        "log1p",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "lt",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "mish",
-        "mul",
-        "ne",
-        "neg",
-        "ones_like",
-        "pow",
-        "reciprocal",
-        "relu",
-        "rsqrt",
-        "rsub",
-        "sigmoid",
-        "sigmoid_backward",
-        "sign",
-        "silu",
-        "silu_backward",
-        "sin",
-        "softplus",
-        "softplus_backward",
-        "sqrt",
-        "square",
-        "sub",
-        "tanh",
-        "tanh_backward",
-        "threshold_backward",
-        "_to_copy",
-        "where",
-        "zeros_like",
-    ]
-)
-#: Of those, and of others like them, what is done to parts of a sum is done to the sum.
+#: Operations for which what is done to parts of a sum is done to the sum.
 _LINEAR = frozenset(["add", "sub", "neg", "clone"])
-_ATTENTION = frozenset([
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-])  # fmt: skip
 #: Elements of a period, part after part. See [Note: two dims].
 Parts = tuple[int, ...]
 #: Ways to have a storage beside its parts: whole on each rank, or as a sum of what the ranks have.
@@ -148,19 +73,6 @@ class Split:
 
     dim: int
     lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Labels of the dims of an operation's tensors: equal labels run along each other, None is no dim to cut.
-
-    Attributes:
-        summed: Labels that the results are sums over.
-    """
-
-    inputs: Mapping[int, tuple[str | None, ...]]
-    outputs: tuple[tuple[str | None, ...], ...]
-    summed: frozenset[str] = frozenset()
 
 
 #: Label to cut, the lengths of its parts, and how long the dim is.
@@ -327,7 +239,7 @@ class _Partitioner:
         name = base_name(op.name)
         if name in _LINEAR and self._are_sums(op):
             return _Strategy(dict.fromkeys(names, SUMMED), (SUMMED,))
-        rule = _rule(op, self.whole)
+        rule = rule_of(op, self.whole)
         if rule is None:
             return plain
         options = [plain]
@@ -366,7 +278,7 @@ class _Partitioner:
         tensors = alike and all(isinstance(arg, Ref) for arg in op.args)
         return tensors and all({*self.versions[self.whole[t].storage]} == {SUMMED} for t in op.inputs)
 
-    def _candidates(self, op: Op, rule: _Rule) -> Iterator[_Candidate]:
+    def _candidates(self, op: Op, rule: Rule) -> Iterator[_Candidate]:
         """Yield what an operation may be cut along: as an operand is, or a gradient is to be; a matrix as it can be."""
         known: list[_Candidate] = []
         for tensor in op.inputs:
@@ -385,7 +297,7 @@ class _Partitioner:
             if storage in self.matrices and not self.versions[storage]:
                 yield from self._of_matrix(op, rule, tensor, {label for label, *_ in known})
 
-    def _of_matrix(self, op: Op, rule: _Rule, tensor: int, known: set[str]) -> Iterator[_Candidate]:
+    def _of_matrix(self, op: Op, rule: Rule, tensor: int, known: set[str]) -> Iterator[_Candidate]:
         """Yield how a matrix of parameters can be cut that is used for the first time."""
         labels, shape = rule.inputs[tensor], self.whole[tensor].shape
         if not _uses_matrix(op) or not known.isdisjoint(labels):
@@ -405,7 +317,7 @@ class _Partitioner:
         if local is not None and (label := labels[local[1].dim]) is not None:
             yield label, local[1].lengths, view.shape[local[1].dim]
 
-    def _parts_of_use(self, op: Op, rule: _Rule, label: str) -> Iterator[tuple[int, ...]]:
+    def _parts_of_use(self, op: Op, rule: Rule, label: str) -> Iterator[tuple[int, ...]]:
         """Yield the lengths of the parts of a result's columns that are used by themselves."""
         output, labels = op.outputs[0], rule.outputs[0]
         if label not in labels:
@@ -418,7 +330,7 @@ class _Partitioner:
         if len(starts) > 1:
             yield tuple(b - a for a, b in zip(starts, [*starts[1:], length], strict=True))
 
-    def _option(self, op: Op, rule: _Rule, candidate: _Candidate) -> _Strategy | None:
+    def _option(self, op: Op, rule: Rule, candidate: _Candidate) -> _Strategy | None:
         """Make the strategy that cuts a label; None where some tensor cannot be cut so."""
         label = candidate[0]
         inputs: dict[int, Parts] = {}
@@ -493,7 +405,7 @@ class _Partitioner:
             cost += size if wanted is not None and parts == WHOLE else 0
         return cost
 
-    def _check_matrix(self, op: Op, rule: _Rule) -> None:
+    def _check_matrix(self, op: Op, rule: Rule) -> None:
         """Refuse to leave a matrix of parameters whole that was to be cut."""
         for tensor in op.inputs:
             storage = self.whole[tensor].storage
@@ -810,121 +722,6 @@ class _Partitioner:
         ))  # fmt: skip
 
 
-# How operations go along their dims.
-
-
 def _uses_matrix(op: Op) -> bool:
     """Whether an operation says how a matrix of parameters is cut."""
     return op.kind is OpKind.MATMUL or base_name(op.name) == "embedding"
-
-
-def _rule(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    """Say along which dims an operation may run in shards; None where that is not known."""
-    name = base_name(op.name)
-    if len({*op.inputs}) != len(op.inputs) or not op.outputs or None in op.results:
-        return None
-    if name in _POINTWISE:
-        return _pointwise(op, tensors)
-    make = _RULES.get(name)
-    return None if make is None else make(op, tensors)
-
-
-def _pointwise(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    shape = tensors[op.outputs[0]].shape
-    if len(op.outputs) != 1 or not op.inputs:
-        return None
-    inputs: dict[int, tuple[str | None, ...]] = {}
-    for tensor in op.inputs:
-        lengths = tensors[tensor].shape
-        before = len(shape) - len(lengths)
-        if before < 0 or any(n not in (1, shape[before + d]) for d, n in enumerate(lengths)):
-            return None
-        inputs[tensor] = tuple(str(before + d) if n == shape[before + d] else None for d, n in enumerate(lengths))
-    return _Rule(inputs, (tuple(map(str, range(len(shape)))),))
-
-
-def _product(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    *bias, left, right = op.inputs
-    batch = ("b",) if len(tensors[left].shape) == 3 else ()
-    out = (*batch, "m", "n")
-    labels: dict[int, tuple[str | None, ...]] = {left: (*batch, "m", "k"), right: (*batch, "k", "n")}
-    if bias:
-        shape = tensors[bias[0]].shape
-        labels[bias[0]] = out[len(out) - len(shape) :]
-        if any(n == 1 for n in shape):
-            return None
-    return _Rule(labels, (out,), frozenset("k"))
-
-
-def _leading(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    """A norm over the last dims, or its backward: results without leading dims are sums over them."""
-    shape = tensors[op.outputs[0]].shape
-    lead = len(shape) - len(cast("tuple[int, ...]", next(arg for arg in op.args if isinstance(arg, tuple))))
-
-    def labels(tensor: int) -> tuple[str | None, ...]:
-        dims = tensors[tensor].shape
-        leads = len(dims) >= lead and dims[:lead] == shape[:lead] and len(dims) == len(shape)
-        return tuple(str(d) if leads and d < lead else None for d in range(len(dims)))
-
-    summed = frozenset(map(str, range(lead))) if base_name(op.name).endswith("_backward") else frozenset[str]()
-    return _Rule({t: labels(t) for t in op.inputs}, tuple(map(labels, op.outputs)), summed)
-
-
-def _along_one(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    """A softmax or a slice along one dim: all others go on."""
-    shape = tensors[op.outputs[0]].shape
-    numbers = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
-    dim = numbers[0] % len(shape)
-    labels = tuple(None if d == dim else str(d) for d in range(len(shape)))
-    empty = (None,)  # which is joined with others where a cache has nothing yet
-    return _Rule({t: labels if len(tensors[t].shape) == len(shape) else empty for t in op.inputs}, (labels,))
-
-
-def _sum(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    shape = tensors[op.inputs[0]].shape
-    over = op.args[1] if len(op.args) > 1 else ()
-    dims = {cast("int", d) % len(shape) for d in (over if isinstance(over, tuple) else (over,))}
-    dims = dims or {*range(len(shape))}
-    adds = base_name(op.name) == "sum"
-    inputs = tuple(str(d) if adds or d not in dims else None for d in range(len(shape)))
-    keeps = len(tensors[op.outputs[0]].shape) == len(shape)
-    out = tuple(None if d in dims else str(d) for d in range(len(shape)) if keeps or d not in dims)
-    return _Rule({op.inputs[0]: inputs}, (out,), frozenset(map(str, dims)) if adds else frozenset())
-
-
-def _attention(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    def labels(tensor: int) -> tuple[str | None, ...]:
-        shape = tensors[tensor].shape
-        return ("b" if shape[0] > 1 else None, "h" if shape[1] > 1 else None, *(None for _ in shape[2:]))
-
-    every = [*op.inputs, *op.outputs]
-    if any(len(tensors[t].shape) < 3 for t in every):
-        return None
-    return _Rule({t: labels(t) for t in op.inputs}, tuple(map(labels, op.outputs)))
-
-
-def _embedding(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    out = tuple(map(str, range(len(tensors[op.outputs[0]].shape) - 1)))
-    weight, index = op.inputs
-    return _Rule({weight: ("words", "columns"), index: out}, ((*out, "columns"),), frozenset(["words"]))
-
-
-def _embedding_backward(op: Op, tensors: Mapping[int, Tensor]) -> _Rule | None:
-    rows = tuple(map(str, range(len(tensors[op.inputs[1]].shape))))
-    gradient, index = op.inputs
-    words = "words" if op.args[3] == -1 else None  # of a padding word there is no gradient
-    return _Rule({gradient: (*rows, "columns"), index: rows}, ((words, "columns"),), frozenset(rows))
-
-
-_RULES = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _product),
-    **dict.fromkeys(
-        ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"), _leading
-    ),
-    **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along_one),
-    **dict.fromkeys(("slice_backward", "cat"), _along_one),
-    **dict.fromkeys(("sum", "mean", "amax", "amin"), _sum),
-    **dict.fromkeys(_ATTENTION, _attention),
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
-}

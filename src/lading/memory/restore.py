@@ -15,6 +15,7 @@ from lading.errors import ConfigError, ProgramError
 from lading.grouping import MATRIX, REST, Matrices, matrices_from
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
+from lading.ir.expert_shards import shard_experts
 from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
 from lading.ir.layout import ALONE, Layout
@@ -69,6 +70,8 @@ def step_of(  # noqa: PLR0913  what a step depends on
         captured = with_draws(captured, machine.device.kind)
     if layout.tp > 1:
         captured = shard_tensors(captured, layout)
+    if layout.ep > 1:
+        captured = shard_experts(captured, layout)
     part = None if layout.pp == 1 else _part(captured, layout, choices)
     micro = captured if part is None else part.graph
     if part is not None:

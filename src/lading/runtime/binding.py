@@ -15,7 +15,16 @@ from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind
 from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
-from lading.ir.reduction import ALL_GATHER, ALL_REDUCE_SUM, REDUCE_SCATTER, SCATTER_SUM, SEND, SUM, TRANSFERS
+from lading.ir.reduction import (
+    ALL_GATHER,
+    ALL_REDUCE_SUM,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SCATTER_SUM,
+    SEND,
+    SUM,
+    TRANSFERS,
+)
 from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
@@ -108,6 +117,10 @@ class Reducer(Protocol):
 
     def all_gather(self, values: torch.Tensor, shard: torch.Tensor, over: str) -> None:
         """Fill ``values`` with the shards of ranks, one after another; both have one dim."""
+        ...
+
+    def all_to_all(self, arrived: torch.Tensor, values: torch.Tensor, over: str) -> None:
+        """Send each rank its part of ``values``, and fill ``arrived`` with what they send; both have one dim."""
         ...
 
 
@@ -307,6 +320,8 @@ class Binder:
             raise ProgramError("expected other ranks to reduce with, found a Program for several that runs on one")
         if op.name in GATHERS or op.name == ALL_GATHER:
             return partial(self.replicas.all_gather, target, source, over)
+        if op.name == ALL_TO_ALL:
+            return partial(self.replicas.all_to_all, target, source, over)
         if op.name == SUM:
             return _after(partial(target.copy_, source), partial(self.replicas.sum_, target, over))
         if op.name == SCATTER_SUM:

@@ -33,7 +33,7 @@ from lading.ir.reduction import TRANSFERS
 from lading.runtime.agreement import Meeting, run_number
 from lading.runtime.binding import Mailbox
 from lading.runtime.interrupts import ending_at_once
-from lading.runtime.shard_exchange import gather_shards, sum_shards
+from lading.runtime.shard_exchange import exchange_parts, gather_shards, sum_shards
 
 #: Seconds that a rank waits for the others in a collective.
 TIMEOUT_S = 300.0
@@ -303,6 +303,14 @@ class Replicas:
         group, _ = self._groups[over]
         self._collective(lambda: gather_shards(values, shard, group))
 
+    def all_to_all(self, arrived: torch.Tensor, values: torch.Tensor, over: str) -> None:
+        """Send each rank its part of ``values``, and fill ``arrived`` with what they send; errors as ``mean_``.
+
+        Shapes: values (ranks * n,) -> arrived (ranks * n,).
+        """
+        group, _ = self._groups[over]
+        self._collective(lambda: exchange_parts(arrived, values, group))
+
     def send(self, values: torch.Tensor, peer: int, tag: int, over: str) -> None:
         """Send a tensor to another rank, which receives it by the same tag; errors as ``mean_``."""
         group, ranks = self._groups[over]
@@ -325,14 +333,10 @@ class Replicas:
         group, ranks = self._groups[over]
         self._collective(lambda: dist.broadcast(values, ranks[source], group=group))
 
-    @property
-    def stage(self) -> int:
-        """Number of this rank along "pp"."""
-        return self._layout.place(self.rank)["pp"]
-
-    def first_of(self, stage: int | None) -> int:
-        """First rank of a stage; of all without one."""
-        return next(rank for rank in range(self.ranks) if self._layout.place(rank)["pp"] == (stage or 0))
+    def first_of(self, number: int | None, over: str) -> int:
+        """First rank of the job that has this number among those over some axes; of all without one."""
+        groups = (self._layout.group(rank, over) for rank in range(self.ranks))
+        return next(rank for rank, group in enumerate(groups) if group.index(rank) == (number or 0))
 
     def share(self, values: torch.Tensor, source: int) -> None:
         """Fill a tensor with that of one rank of the job, on all others; errors as ``mean_``."""

@@ -30,7 +30,8 @@ class Value:
             hold nothing else.
         ranks: Number of ranks whose storages, one rank after another, hold it; 1 where a rank has all of it.
         over: Axes of the layout along which these ranks lie.
-        owner: Rank along "pp" that updates it, whose storages hold it; None where no rank but this is asked.
+        owner: Rank that updates it, whose storages hold it; None where no rank but this is asked.
+        owners: Axes of the layout along which that rank is numbered.
         placement: Dim of which ranks along "tp" have runs; None where a rank has all elements.
     """
 
@@ -41,6 +42,7 @@ class Value:
     ranks: int = 1
     over: str = ""
     owner: int | None = None
+    owners: str = "pp"
     placement: Placement | None = None
 
     @property
@@ -61,7 +63,7 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
     placed = {p.names[0]: (p.placement, graph.tensors[p.tensor].shape) for p in graph.parameters if p.placement}
     for name, (placement, _) in placed.items():
-        values[name] = dataclasses.replace(values[name], shape=placement.shape, placement=placement)
+        values |= _placed(name, values[name], placement)
     units = units_of(graph)
     members: dict[str, list[str]] = {}
     for parameter in graph.parameters:
@@ -80,9 +82,10 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         if unit is None:
             placement, shape = placed.get(state.name.rpartition(".")[0], (None, ()))
             value = Value(state.dtype, state.shape, storages)
-            if placement is not None and state.shape == shape:
-                value = dataclasses.replace(value, shape=placement.shape, placement=placement)
-            values[state.name] = value
+            if placement is not None and (placement.names or state.shape == shape):
+                values |= _placed(state.name, value, placement)
+            else:
+                values[state.name] = value
             continue
         suffix = state.name.removeprefix(f"{unit.parameter}.")
         for name in members[unit.parameter]:
@@ -96,6 +99,27 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
                 shape, start = each, start // prod(shape) * prod(each)
             values[f"{name}.{suffix}"] = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
     return values
+
+
+def _placed(name: str, value: Value, placement: Placement) -> dict[str, Value]:
+    """Values by name that lie in the place of one: of all ranks those that each has alone, else runs of one."""
+    if not placement.names:
+        return {name: dataclasses.replace(value, shape=placement.shape, placement=placement)}
+    state = name.removeprefix(placement.names[0])
+    return {
+        f"{each}{state}": dataclasses.replace(value, owner=rank, owners=placement.over)
+        for rank, each in enumerate(placement.names)
+    }
+
+
+def is_here(value: Value, ranks: Reducer | None) -> bool:
+    """Whether this rank has a value, or a shard of it, in its storages."""
+    return value.owner is None or (ranks is not None and ranks.number(value.owners) == value.owner)
+
+
+def values_here(values: Mapping[str, Value], ranks: Reducer | None) -> dict[str, Value]:
+    """Leave out the storages of values that this rank has not, where another value is in their place."""
+    return {n: v if is_here(v, ranks) else dataclasses.replace(v, storages=()) for n, v in values.items()}
 
 
 def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -> torch.Tensor:
@@ -153,11 +177,11 @@ def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torc
     """Copy a value that a rank of a pipeline holds to all ranks."""
     assert ranks is not None
     assert value.owner is not None
-    if ranks.number("pp") == value.owner:
+    if is_here(value, ranks):
         held = read_value(executor, dataclasses.replace(value, owner=None), ranks).contiguous()
     else:
         held = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-    ranks.broadcast(held, value.owner, "pp")
+    ranks.broadcast(held, value.owner, value.owners)
     return held
 
 
@@ -212,12 +236,11 @@ class CarriedValues:
     ) -> None:
         left_out = {*beside}
         self._values = {name: value for name, value in values.items() if name not in left_out}
-        self._sources = {} if ranks is None else {n: ranks.first_of(v.owner) for n, v in self._values.items()}
-        stage = None if ranks is None else ranks.stage
+        self._sources = {} if ranks is None else {n: ranks.first_of(v.owner, v.owners) for n, v in self._values.items()}
         self.tensors = {
             name: read_value(executor, dataclasses.replace(value, owner=None), ranks)
             for name, value in self._values.items()
-            if value.owner in (None, stage)
+            if is_here(value, ranks)
         }
 
     def check(self, values: Iterable[str]) -> None:

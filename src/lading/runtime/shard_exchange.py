@@ -27,6 +27,18 @@ def gather_shards(values: torch.Tensor, shard: torch.Tensor, group: dist.Process
     exchange.wait()
 
 
+def exchange_parts(arrived: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Send every rank of a group its part of ``values``; ``arrived`` has what they sent, one after another.
+
+    Shapes: values (ranks * n,) -> arrived (ranks * n,).
+    """
+    ranks, here = dist.get_world_size(group), dist.get_rank(group)
+    into, parts, others = arrived.view(ranks, -1), values.view(ranks, -1), _others(here, ranks)
+    exchange = _Exchange({peer: into[peer] for peer in others}, {peer: parts[peer] for peer in others}, group)
+    into[here].copy_(parts[here])
+    exchange.wait()
+
+
 def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fill a shard with this rank's part of the sum of ``values`` over all ranks of a group, added in their order.
 

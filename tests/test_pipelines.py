@@ -45,25 +45,43 @@ class Case:
     layers: int = 2
     dtype: torch.dtype = torch.float32
     plan: Callable[[], dict[str, Any]] = dict
+    torch_groups: bool = False
 
     def train(self, layout: str, folder: Path, steps: int = 3) -> tuple[dict[str, torch.Tensor], list[float]]:
         """Train on the same micro-batches whatever the layout; returns the values and the losses."""
         model = build(self.model, self.dtype, self.layers)
         graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=MICRO)
         asked = {"budget": "100%", "cache": False, "policy": "keep-all", **self.plan()}
-        made = lading.plan(graph, connected(), layout=layout, **asked)
-        with lading.Trainer(made, graph, model, folder=folder) as trainer:
-            losses = [trainer.step([batch(step, number) for number in range(MICRO)]) for step in range(steps)]
+        optimizer = with_groups(model) if self.torch_groups else None
+        made = lading.plan(graph, connected(), layout=layout, optimizer=optimizer, **asked)
+        losses: list[float] = []
+        with lading.Trainer(made, graph, model, folder=folder, optimizer=optimizer) as trainer:
+            for step in range(steps):
+                losses.append(trainer.step([batch(step, number) for number in range(MICRO)]))
+                for group in [] if optimizer is None else optimizer.param_groups:
+                    group["lr"] *= 0.5
             if graph.training_only() is None:
                 losses.append(trainer.evaluate([batch(9, number) for number in range(MICRO)]))
             states = {name: trainer.value(name) for name in sorted(trainer._values)}
         for name, value in model.state_dict().items():
             assert name not in states or torch.equal(value, states[name])
+        given = {} if optimizer is None else optimizer.state
+        for name, parameter in model.named_parameters():  # on every rank all states are back
+            for key, state in given.get(parameter, {}).items():
+                assert torch.equal(state, states[f"{name}.{key}"])
+        assert optimizer is None or len(given) == len(list(model.parameters()))
         return states, losses
+
+
+def with_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Optimizer of torch whose groups have members on both stages."""
+    kinds = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW([{"params": kinds[0], "weight_decay": 0.2}, {"params": kinds[1], "lr": 0.02}], lr=0.01)
 
 
 CASES = {
     "tied": Case(model="gpt"),
+    "torch": Case(model="gpt", torch_groups=True),
     "interleaved": Case("pp2,vpp2,interleaved", layers=4),
     "zero bubble": Case("pp2,zero-bubble"),
     "V": Case("pp2,vpp2,zbv", layers=4),
@@ -167,12 +185,12 @@ def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
         ("dp2,gpipe", {}, "expected a schedule"),
         ("vpp2", {}, r"chunks of a rank \(vpp\) in a pipeline only"),
         ("pp2,dualpipe-v,vpp2", {}, "needs as many micro-batches as stages"),
-        ("pp2", {"optimizer": "torch"}, "whose ranks have parameters of their own"),
+        ("pp2", {"others": True}, "whose ranks have parameters of their own"),
     ],
 )
 def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
-    model, graph, _ = _tied("dp1")
-    asked = {"optimizer": torch.optim.AdamW(model.parameters())} if more else {}
+    _, graph, _ = _tied("dp1")
+    asked = {"others": [graph]} if more else {}
     with pytest.raises(ConfigError, match=why):
         lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
 

@@ -162,7 +162,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             work = op_costs(graph, machine.device)
             sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
             cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
-            parts = [Choices(cuts=cuts, rank=rank) for rank in range(spread.pp)]
+            parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
         layout = spread
         if spread.dp > 1 and not spread.bucket_bytes and not spread.cuts_parameters:
             alone = None
@@ -308,11 +308,10 @@ def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None
             "layout: expected one step, and a rule that treats elements alone (lading.AdamW, torch.optim.AdamW), to "
             f'be cut into shards, got {uncut}; train replicas (layout="dp{spread.devices}"), or leave that out'
         )
-    if spread.pp > 1 and (others or isinstance(rule, TorchUpdate)):
+    if spread.pp > 1 and others:
         raise ConfigError(
-            "layout: expected one step, and an optimizer of Lading's (lading.AdamW), in a pipeline, whose ranks have "
-            f"parameters of their own, got {'further steps (others=)' if others else name_of(rule)}; train replicas "
-            f'(layout="dp{spread.devices}"), or leave that out'
+            "layout: expected one step in a pipeline, whose ranks have parameters of their own, got further steps "
+            f'(others=); train replicas (layout="dp{spread.devices}"), or leave that out'
         )
 
 

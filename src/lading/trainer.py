@@ -247,7 +247,7 @@ class Trainer:
         step_graph = self.program.graph
         captures = (graph, *others, *shapes)
         self._random = any(op.random for each in captures for op in each.ops)
-        self._values = _values_of_stages(whole, graph, plan.choices.rank) if whole.peers else values_of(step_graph)
+        self._values, stages = _of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
         if self._paused is not None:
             self._paused.check(self._values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -257,7 +257,7 @@ class Trainer:
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         graphs = [each.graph for each in programs]
-        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs)
+        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
         if self._groups is None and isinstance(self.optimizer, TorchUpdate):
             raise ConfigError(
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
@@ -344,9 +344,10 @@ class Trainer:
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             rules = {} if self._groups is None else self._groups.rules()
+            numbers = "" if self._groups is None else repr(self._groups.numbers())
             self._meet(
                 f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1], shape=shape,
-                **{"numbers of the optimizer's groups": repr(sorted(rules.items()))}, **self._seeded(),
+                **{"numbers of the optimizer's groups": numbers}, **self._seeded(),
             )  # fmt: skip
             before = self._executor.completed
             state = generator_state(self._kind) if self._random else None
@@ -980,9 +981,10 @@ class Trainer:
         self._executor.given_back(freed.total())
 
 
-def _values_of_stages(plan: Plan, captured: StepGraph, rank: int) -> dict[str, Value]:
-    """Values of all stages of a pipeline by name, as one of its ranks has them."""
-    return values_of_ranks([planned_step(each, captured) for each in (plan, *plan.peers)], rank)
+def _of_stages(plan: Plan, captured: StepGraph, rank: int) -> tuple[dict[str, Value], list[StepGraph]] | None:
+    """Values of all stages of a pipeline by name, as one of its ranks has them, and the step of each rank."""
+    steps = [planned_step(each, captured) for each in (plan, *plan.peers)] if plan.peers else []
+    return (values_of_ranks(steps, rank), steps) if steps else None
 
 
 def _of_this_rank(plan: Plan) -> Plan:

@@ -26,7 +26,8 @@ class ParameterGroups:
         optimizer: Optimizer with the model's parameters.
         rule: What ``rule_of_optimizer`` made of it.
         model: Model that is trained.
-        graph: The whole step.
+        graphs: The whole steps of this rank, over the same values.
+        stages: In a pipeline the whole step of each rank.
 
     Raises:
         ConfigError: there is no model, a parameter that is trained is in no group, or states do not fit the plan's.
@@ -38,6 +39,7 @@ class ParameterGroups:
         rule: ParameterRule,
         model: torch.nn.Module | None,
         graphs: Sequence[StepGraph],
+        stages: Sequence[StepGraph] = (),
     ) -> None:
         assert isinstance(rule, TorchUpdate)
         if model is None:
@@ -45,14 +47,11 @@ class ParameterGroups:
         self._optimizer, self._rule = optimizer, rule
         self._named = dict(tensors_of(model))
         self._members = self._read_members()
-        graph = graphs[0]
-        self._masters = {state.name.removesuffix(".master") for state in graph.states if state.name.endswith(".master")}
-        steps = ((each, op) for each in graphs for op in each.ops)
-        moved = {each.storage_of(op.inputs[0]) for each, op in steps if isinstance(rule_of(op), ParameterRule)}
-        shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
-        places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
-        self._trained = {name: shards.get(storage, storage) for name, storage in places.items()}
-        self._trained = {name: storage for name, storage in self._trained.items() if storage in moved}
+        self._places = _moved(graphs)
+        every = [[stage] for stage in stages] or [graphs]  # in one order on all ranks
+        self._trained = [*dict.fromkeys(name for steps in every for name in _moved(steps))]
+        states = (state.name for steps in every for state in steps[0].states)
+        self._masters = {name.removesuffix(".master") for name in states if name.endswith(".master")}
         if missing := [name for name in self._trained if id(self._named[name]) not in self._members]:
             raise ConfigError(
                 f"optimizer: expected every parameter that is trained in one of its groups, {first_few(missing)} "
@@ -67,7 +66,7 @@ class ParameterGroups:
         return {id(p): number for number, group in groups for p in group["params"]}
 
     def rules(self) -> dict[int, TorchUpdate]:
-        """Rule of each parameter's group with the numbers that it has now, by the parameter's storage.
+        """Rule of each parameter's group with the numbers that it has now, by the parameter's storage on this rank.
 
         Raises:
             ConfigError: parameters came, went or changed their group since the Trainer was made.
@@ -77,8 +76,12 @@ class ParameterGroups:
                 "optimizer: expected the parameter groups that the Trainer was made with, found others; close it, "
                 "capture and plan again, and make another"
             )
-        rules = rules_of_groups(self._rule, self._optimizer)
-        return {storage: rules[self._members[id(self._named[name])]] for name, storage in self._trained.items()}
+        rules = self.numbers()
+        return {storage: rules[self._members[id(self._named[name])]] for name, storage in self._places.items()}
+
+    def numbers(self) -> tuple[TorchUpdate, ...]:
+        """Rule of each group with the numbers that it has now."""
+        return rules_of_groups(self._rule, self._optimizer)
 
     def stepped(self) -> None:
         """Tell learning-rate schedulers that the optimizer has made a step."""
@@ -131,7 +134,8 @@ class ParameterGroups:
     def values_of_states(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """Values that the optimizer's tensors get back; of a number that each part has, the first part's."""
         numbers = [f"{name}.{suffix}" for name in self._trained for suffix in self._rule.scalars.split()]
-        return {name: Value(values[name].dtype, (), values[name].storages[:1]) for name in numbers}
+        whole = {name: values[name] for name in numbers}
+        return {n: Value(v.dtype, (), v.storages[:1], owner=v.owner) for n, v in whole.items()}
 
     def ended(self) -> None:
         """Leave the optimizer as if its own steps had been made: numbers of updates, no states before the first."""
@@ -145,3 +149,14 @@ class ParameterGroups:
                 state: dict[str, Any] = self._optimizer.state[parameter]
                 state[_STEP] = step if self._rule.step_kind == "tensor" else int(step)
         self._steps = {}
+
+
+def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:
+    """Storage of each parameter, or of its shard, that a rank's steps move by a rule for elements, by name."""
+    graph = graphs[0]
+    steps = ((each, op) for each in graphs for op in each.ops)
+    moved = {each.storage_of(op.inputs[0]) for each, op in steps if isinstance(rule_of(op), ParameterRule)}
+    shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
+    places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
+    own = {name: shards.get(storage, storage) for name, storage in places.items()}
+    return {name: storage for name, storage in own.items() if storage in moved}

@@ -16,16 +16,15 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from lading import __version__
-from lading.alone import launcher, num_ranks, rank_number, restarts
+from lading.alone import launcher, num_ranks, restarts
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -33,7 +32,6 @@ from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
 from lading.files import make_folder, remove_file, rename_file
 from lading.hosts import machine_of
-from lading.ir.layout import parse_layout
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import grouped
@@ -54,6 +52,7 @@ from lading.run import (
     prepare_plan,
     sharing_processors,
 )
+from lading.run_ranks import RunRanks
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.interrupts import StopRequest
@@ -150,7 +149,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
-    ranks, resume = _Ranks.of_job(), resume or restarts() > 0
+    ranks, resume = RunRanks.of_job(), resume or restarts() > 0
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
             what = sharing_processors(resolved(what))
@@ -170,7 +169,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             return _run(prepared, ranks, resume=resume)
 
 
-def _run(prepared: Prepared, ranks: _Ranks, *, resume: bool) -> RunResult:
+def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
     """Train a planned run in its folder, which this job has for itself; raises as ``train_run``."""
     run, out = prepared.run, Path(prepared.run.out)
     data, held_out = ranks.opened(partial(_opened, run, prepared.step.initial.model))
@@ -184,9 +183,9 @@ def _run(prepared: Prepared, ranks: _Ranks, *, resume: bool) -> RunResult:
         print(fitted(_resuming(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
     if newest is not None and newest.step >= run.optimization.steps:
-        return _checked(ranks.told(partial(_reported, prepared, None, 0, 0)))
+        return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
     first, timeline, peak = _trained(prepared, data, held_out, newest, ranks)
-    return _checked(ranks.told(partial(_reported, prepared, timeline, first, peak)))
+    return _checked(_told(ranks, partial(_reported, prepared, timeline, first, peak)))
 
 
 def _reported(prepared: Prepared, timeline: Timeline | None, first: int, peak_bytes: int) -> RunResult:
@@ -196,140 +195,18 @@ def _reported(prepared: Prepared, timeline: Timeline | None, first: int, peak_by
     return _result(prepared, [record for record in steps if record["step"] >= first], peak_bytes)
 
 
+def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
+    """Let the first rank make the result that all get."""
+    if ranks.count == 1:
+        return make()
+    told = json.loads(ranks.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
+    pairs = tuple((step, loss) for step, loss in told["validation_losses"])
+    return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs})
+
+
 def _opened(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
     """Open the data of a run, and its validation data if it has some."""
     return dataset_of(run, model), dataset_of(run, model, held_out=True) if run.validation else None
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """Ranks that train one run together, of which the first plans, prints and writes; a run alone is a job of one.
-
-    Attributes:
-        count: How many.
-        rank: Number of this one.
-        replicas: Groups of ranks that train on batches of their own; the stages of a pipeline are one.
-        replica: Number of the one that this rank belongs to.
-    """
-
-    count: int = 1
-    rank: int = 0
-    replicas: int = 1
-    replica: int = 0
-
-    @staticmethod
-    def of_job() -> _Ranks:
-        """Ranks of the job that this process belongs to."""
-        count = num_ranks()[0]
-        return _Ranks() if count == 1 else _Ranks(count, rank_number())
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the one that prints and writes."""
-        return self.rank == 0
-
-    def begin(self, what: RunConfig | Plan, *, resume: bool) -> None:
-        """Join the other ranks, if all were given the same.
-
-        Raises:
-            ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
-        """
-        layout = parse_layout(what.layout or "")
-        if (isinstance(what, Plan) or what.layout) and layout.devices != self.count:
-            given, again = (
-                ("RUN.toml", "set layout") if isinstance(what, RunConfig) else ("--plan PLAN.json", "plan again")
-            )
-            raise ConfigError(
-                f"expected a job of {layout.devices} ranks, as the layout {layout} is for so many, found one of "
-                f"{self.count}; start it with: {launcher(layout.devices)}lading train {given}; or {again}"
-            )
-        if self.count == 1:
-            return
-        if isinstance(what, RunConfig) and what.machine == "probe":
-            raise ConfigError(
-                f"machine: expected a machine file that has the speed of collectives among {self.count} ranks, got "
-                f"'probe'; make one with: lading probe --ranks {self.count} --out machine.toml, and set machine"
-            )
-        from lading.runtime.agreement import agree_on, flattened
-        from lading.runtime.job import start_job, start_run
-
-        start_job(self.count)
-        start_run()
-        given = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
-        facts = {
-            "run" if isinstance(what, RunConfig) else "plan": flattened(given),
-            "command": {"--resume": resume},
-            "versions": {"torch": torch.__version__, "lading": __version__},
-        }
-        agree_on("lading train", range(self.count), lambda: (None, facts))
-
-    def by_first(self, make: Callable[[], str]) -> str:
-        """Let the first rank make a text that all get; what it fails of, all fail of."""
-        if self.count == 1:
-            return make()
-        from lading.runtime.job import by_first_rank
-
-        return json.loads(by_first_rank("lading train", lambda: json.dumps(make())))
-
-    def told(self, make: Callable[[], RunResult]) -> RunResult:
-        """Let the first rank make the result that all get."""
-        if self.count == 1:
-            return make()
-        told = json.loads(self.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
-        pairs = tuple((step, loss) for step, loss in told["validation_losses"])
-        return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs})
-
-    def opened(self, open_data: Callable[[], tuple[Dataset, Dataset | None]]) -> tuple[Dataset, Dataset | None]:
-        """Open data on all ranks, where they must be the same: the first makes their copy beside the run.
-
-        Raises:
-            ConfigError: ranks have unlike data.
-        """
-        if self.count == 1:
-            return open_data()
-        from lading.runtime.agreement import agree_on
-
-        made = list[tuple[Dataset, Dataset | None]]()
-        if self.is_first:
-            self.by_first(lambda: made.append(open_data()) or "")
-        else:
-            self.by_first(str)
-
-        def opened() -> tuple[tuple[Dataset, Dataset | None], dict[str, dict[str, object]]]:
-            both = made[0] if made else open_data()
-            return both, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(both)}}
-
-        return agree_on("lading train", range(self.count), opened)
-
-    @contextmanager
-    def printing(self) -> Generator[None, None, None]:
-        """Keep all ranks but the first from printing."""
-        with ExitStack() as stack:
-            if not self.is_first:
-                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            yield
-
-    @contextmanager
-    def ending_together(self) -> Generator[None, None, None]:
-        """End quietly where another rank has failed before, which says why; may be entered again inside itself.
-
-        Raises:
-            SystemExit: in place of an error that follows from another rank's.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self.count == 1:
-                raise
-            from lading.runtime.job import is_first_to_fail, tell_launcher
-
-            if is_first_to_fail():
-                tell_launcher(error)
-                raise
-            raise SystemExit(1) from error
 
 
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
@@ -352,7 +229,7 @@ def _short_of_peak(optimization: Optimization) -> str | None:
 
 
 def _trained(
-    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: _Ranks
+    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: RunRanks
 ) -> tuple[int, Timeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
@@ -403,7 +280,7 @@ def _going_on(out: Path) -> str:
     return f"saved in {newest}\ngo on with: {start}lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
-def _trainer(prepared: Prepared, ranks: _Ranks) -> Trainer:
+def _trainer(prepared: Prepared, ranks: RunRanks) -> Trainer:
     run = prepared.run
     folder = Path(run.memory.folder or run.out)
     if not ranks.is_first:
@@ -468,7 +345,7 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
     )
 
 
-def _newest_path(run: RunConfig, data: Dataset | None, ranks: _Ranks, *, resume: bool) -> str:
+def _newest_path(run: RunConfig, data: Dataset | None, ranks: RunRanks, *, resume: bool) -> str:
     """Path of the checkpoint to go on from; "" starts afresh. Without ``data`` it is not compared."""
     out = Path(run.out)
     path = _latest(out)
@@ -493,7 +370,7 @@ def _latest(out: Path) -> Path | None:
     return max(paths, key=lambda path: (len(path.name), path.name), default=None)
 
 
-def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: _Ranks) -> dict[str, str]:
+def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
     now, before = {"ranks": 1, **_meta(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
     keys = (now.keys() | before.keys()) - {_VALIDATION, *([] if data is not None else ["data.source"])}
@@ -506,7 +383,7 @@ def _may_change(key: str) -> bool:
     return key in _CHANGEABLE or is_number
 
 
-def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: _Ranks) -> str:
+def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> str:
     """Say from where a run goes on, and with which settings changed."""
     if newest is None:
         return f"no checkpoint in {run.out}: starting from the beginning"
@@ -518,7 +395,7 @@ def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: _Ranks) -> str:
     return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
 
 
-def _meta(run: RunConfig, data: Dataset | None, ranks: _Ranks) -> dict[str, Any]:
+def _meta(run: RunConfig, data: Dataset | None, ranks: RunRanks) -> dict[str, Any]:
     """Everything that the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
     settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
@@ -541,7 +418,7 @@ def _loop(
     data: Dataset,
     validation: _Validation | None,
     loggers: Sequence[Logger],
-    ranks: _Ranks,
+    ranks: RunRanks,
 ) -> tuple[StopRequest, Timeline | None]:
     """Run steps until the end, or until a signal asks a rank to stop.
 
@@ -628,7 +505,7 @@ def _saved_if_it_fails(trainer: Trainer, saved: int, save: Callable[[], Path] | 
         raise
 
 
-def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: _Ranks) -> dict[str, Any]:
+def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: RunRanks) -> dict[str, Any]:
     """Run one step at the rates of the schedule, on this rank's micro-batches; returns its figures."""
     step, chosen = trainer.steps, run.optimization
     lr, matrices = lr_at(chosen, step), chosen.matrices
@@ -661,7 +538,9 @@ class _Validation:
         note: Sentence on a best checkpoint that no longer counts; "" without one.
     """
 
-    def __init__(self, trainer: Trainer, run: RunConfig, data: Dataset, meta: Mapping[str, Any], ranks: _Ranks) -> None:
+    def __init__(
+        self, trainer: Trainer, run: RunConfig, data: Dataset, meta: Mapping[str, Any], ranks: RunRanks
+    ) -> None:
         if run.validation is None:
             raise ConfigError("expected a run with validation, got one without")
         self._trainer, self._data, self._settings = trainer, data, run.validation

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import hashlib
 import os
 import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -24,22 +20,22 @@ import torch
 
 from lading import __version__
 from lading.alone import check_only_rank
+from lading.captures import CapturedStep, Loss, checked_model, digest_of, step_for
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
-from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
-from lading.ir.frozen import Frozen
-from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.errors import BudgetWarning, ConfigError, check_rate, check_type
+from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
 from lading.memory.restore import planned_optimizer, planned_step, programs_of, smaller_program
-from lading.optim.registry import name_of, rule_class, rule_names
-from lading.optim.rule import MatrixRule, ParameterRule
+from lading.optim.registry import name_of
+from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.runtime.binding import checked_batches
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
-from lading.runtime.custody import Custody, FreedBytes, is_held
+from lading.runtime.custody import Custody, FreedBytes, give_values_back
 from lading.runtime.device import DeviceDriver
 from lading.runtime.draws import Draws
 from lading.runtime.executor import Executor
@@ -47,25 +43,20 @@ from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import (
     CarriedValues,
+    NamedValues,
     StateDict,
     Value,
+    check_saved,
     first_few,
-    is_here,
-    local_value,
-    own_runs,
-    read_value,
     state_keys,
     tensors_of,
     values_here,
     values_of,
     values_of_ranks,
-    write_value,
 )
 from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import give_back, trim
 from lading.runtime.update_kernels import check_planned
-from lading.tracing.batches import input_leaves
-from lading.tracing.frozen_values import Watch
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
 
@@ -73,65 +64,6 @@ if TYPE_CHECKING:
     from lading.runtime.job import Replicas
 
 _RNG = "torch.rng_state"
-
-
-#: Loss function, as ``lading.capture`` takes it.
-Loss = Callable[[torch.nn.Module, Any], Any]
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """Step of a trainer, with the number that its Program has in the executor.
-
-    Attributes:
-        trains: Whether it is a training step, of which a rank of a pipeline may have the forward alone.
-        outputs: Names of its outputs, which a rank of a pipeline may not have.
-    """
-
-    number: int
-    trains: bool
-    outputs: tuple[str, ...]
-    program: Program
-    frozen: Frozen | None
-    model: torch.nn.Module | None
-
-    @property
-    def loss(self) -> object:
-        """Loss function that was captured; None where it is not known."""
-        return None if self.frozen is None else self.frozen.loss_function
-
-    @cached_property
-    def watch(self) -> Watch:
-        """Watch over what was captured, from the first step on: until then the model may be set up for another."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
-            return Watch(self.frozen, self.model)
-
-    @cached_property
-    def _leaves(self) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-        """Dtype and shape of the inputs of each micro-batch by name."""
-        graph = self.program.graph
-        return [{name: (graph.tensors[t].dtype, graph.tensors[t].shape) for name, t in each} for each in graph.inputs]
-
-    def takes(self, batches: Any, *, of_size: bool = True) -> bool:
-        """Whether it was captured with batches like these; without ``of_size``, with inputs of the same names."""
-        feeds, wanted = self.fed(batches)[1], self._leaves
-        if not of_size:
-            return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in wanted]
-        return [{name: (_dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == wanted
-
-    def fed(self, batches: Any) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
-        """Micro-batches of the step, and the tensors of each by name.
-
-        A single batch may be a list itself, if the captured one was.
-        """
-        inputs = self.program.graph.inputs
-        if isinstance(batches, list):
-            names = {name for name, _ in inputs[0]}
-            is_batch = len(inputs) == 1 and {name for name, _ in input_leaves(batches)} == names
-            micro = [batches] if is_batch else batches
-        else:
-            micro = [batches]
-        return micro, [dict(input_leaves(batch)) for batch in micro]
 
 
 class Trainer:
@@ -194,13 +126,7 @@ class Trainer:
         shapes: Sequence[StepGraph] = (),
     ) -> None:
         self._model = None if model is None else as_written(model)
-        self._settings = {
-            "optimizer": optimizer,
-            "folder": folder,
-            "threads": threads,
-            "device": device,
-            "independent": independent,
-        }
+        self._settings = (optimizer, Path(folder), threads, device, independent)
         self.steps = 0
         self.losses: dict[str, float] = {}
         self.outputs: dict[str, Any] = {}
@@ -211,23 +137,18 @@ class Trainer:
         self._saved = ""  # the newest checkpoint
         self._paused: CarriedValues | None = None
         self._lock = threading.RLock()
-        self._begin(plan, graph, program=program, others=others, shapes=shapes, **self._settings)
+        self._begin(plan, graph, others, shapes, program)
 
-    def _begin(  # noqa: PLR0913  those of the public entry
+    def _begin(
         self,
         plan: Plan | Path | str,
         graph: StepGraph,
-        *,
-        optimizer: ParameterRule | torch.optim.Optimizer | None,
-        folder: str | Path,
-        threads: int | None,
-        device: DeviceDriver | None,
-        independent: bool,
         others: Sequence[StepGraph],
         shapes: Sequence[StepGraph],
         program: Program | None = None,
     ) -> None:
         """Take the model's values over and be ready for steps by a plan; the arguments are those of the class."""
+        optimizer, folder, threads, device, independent = self._settings
         whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
         if whole.ranks == 1 and not independent:
             check_only_rank()
@@ -247,12 +168,12 @@ class Trainer:
         step_graph = self.program.graph
         captures = (graph, *others, *shapes)
         self._random = any(op.random for each in captures for op in each.ops)
-        self._values, stages = _of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
+        values, stages = _of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
         if self._paused is not None:
-            self._paused.check(self._values)
+            self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
         self._closed = False
-        model = None if self._model is None else self._checked(self._model, graph)
+        model = None if self._model is None else checked_model(self._model, graph)
         self._frozen = [p.names[0] for p in graph.parameters if p.gradient is None]
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
@@ -264,22 +185,18 @@ class Trainer:
                 "groups have the numbers, got None; give it to the Trainer too"
             )
         self._replicas = self._joined(whole, programs, model) if whole.ranks > 1 else None
-        if shapes and (plan.compiled or whole.peers):
-            found = "compile=True" if plan.compiled else "a pipeline"
-            raise ConfigError(
-                f"shapes: expected a plan without compiled regions and without stages, got {found}; plan again without"
-            )
+        values = values if whole.peers else values_here(values, self._replicas)
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
         self._steps = [
-            _Captured(number, captured.trains, captured.output_names, each, captured.frozen, model)
+            CapturedStep(number, captured.trains, captured.output_names, each, captured.frozen, model)
             for number, (each, captured) in enumerate(runs)
         ]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
-            folder=Path(folder),
+            folder=folder,
             threads=threads,
             device=device or device_of(plan.request.machine_table["device"]["kind"]),
             fuse=plan.compiled,
@@ -289,6 +206,7 @@ class Trainer:
         )
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
+        self._values = NamedValues(values, self._first_name, step_graph, self._executor, self._replicas)
         self._kind = self._executor.kind
         self._custody = Custody()
         self._give_back_at_the_end()
@@ -406,26 +324,9 @@ class Trainer:
             ConfigError: the last step was not asked for ``norms``, or ranks have shards of gradients.
         """
         self._check_whole()
-        values = {name: self._values[name] for name in self._trained}
-        cut = [n for n, v in values.items() if v.start is not None or v.placement is not None or v.owners != "pp"]
-        if cut:
-            raise ConfigError(
-                f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "
-                "without zero, tp or ep in layout="
-            )
+        self._values.check_whole_gradients(self._trained)
         self._meet("read norms of gradients")
-        norms = self._executor.gradient_norms()
-        mine = [name for name in self._trained if is_here(self._values[name], self._replicas)]
-        if missing := [name for name in mine if self._values[name].storages[0] not in norms]:
-            raise ConfigError(
-                f"gradient_norms: expected a step that takes them, found none of {first_few(missing)}; call "
-                "step(..., norms=True)"
-            )
-        told = {name: norms[self._values[name].storages[0]][order - 1] for name in mine}
-        if self._replicas is None or len(mine) == len(self._trained):
-            return told
-        totals = self._replicas.sum([told.get(name, 0.0) for name in self._trained])
-        return {name: total / self.plan.replicas for name, total in zip(self._trained, totals, strict=True)}
+        return self._values.gradient_norms(self._trained, order, self.plan.replicas)
 
     def evaluate(self, batches: Any, *, loss: Loss | None = None) -> float:
         """Compute the loss of a batch, or of micro-batches, and change no value; ``losses`` has its terms.
@@ -477,7 +378,7 @@ class Trainer:
             return
         of_replica: dict[str, float] = {}
         if feeds is not None and self.plan.ranks > self.plan.replicas:
-            of_replica["batches"] = _digest_of(feeds)
+            of_replica["batches"] = digest_of(feeds)
         now = {"number of steps done": self.steps, "values set (by load, set_value, initialize)": self._given}
         self._replicas.meet(doing, {**facts, **now}, of_replica)
 
@@ -492,16 +393,9 @@ class Trainer:
         Raises:
             ConfigError: the trainer cannot make a step, or something is not as it was captured.
         """
-        steps = [each for each in self._steps if each.number in numbers and loss in (None, each.loss)]
-        if not steps:
-            raise ConfigError(
-                f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
-                "capture it, and give lading.plan and the Trainer the capture in others="
-            )
+        step = step_for(batches, [self._steps[number] for number in numbers], loss)
         self._check_whole()
         self.outputs, self.gradient_norm = {}, None
-        step = next((each for each in steps if each.takes(batches)), None)
-        step = step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
         micro, feeds = step.fed(batches)
         step.watch.check(micro, [name for name, _ in step.program.graph.inputs[0]])
         if self._replicas is not None:  # before the others come to this step: they wait for the next try
@@ -590,10 +484,9 @@ class Trainer:
         Raises:
             ConfigError: no such name.
         """
-        value = self._value(name)
-        if value.is_shared:
+        if self._values.find(name).is_shared:
             self._meet(f"read {name}")
-        return read_value(self._executor, value, self._replicas)
+        return self._values.read(name)
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
         """Set a parameter, buffer or optimizer state; with a parameter its master, which would overwrite it.
@@ -603,7 +496,7 @@ class Trainer:
         Raises:
             ConfigError: no such name, or another shape or dtype.
         """
-        self._set_value(name, value)
+        self._values.write(name, value)
         if self._replicas is not None:
             from lading.runtime.agreement import digest
 
@@ -612,41 +505,6 @@ class Trainer:
     def _note_given(self, *what: str) -> None:
         """Note that values were set, for ranks to compare when they meet next."""
         self._given = hashlib.sha256(" ".join((self._given, *what)).encode()).hexdigest()
-
-    def _set_value(self, name: str, value: torch.Tensor) -> None:
-        target = self._value(name)
-        if not target.storages:  # another rank has it
-            self._check_like(name, target, value)
-        elif target.placement is not None:
-            self._check_like(name, target, value)
-            assert self._replicas is not None, "a plan for one process has no shards"
-            runs = own_runs(value, target.placement, self._replicas.number(target.placement.over))
-            self._write(name, local_value(target), runs)
-        elif target.start is not None:
-            self._check_like(name, target, value)
-            number = 0 if self._replicas is None or target.ranks == 1 else self._replicas.number(target.over)
-            write_value(self._executor, target, value, number)
-        else:
-            self._write(name, target, value)
-        master = f"{self._first_name.get(name, name)}.master"
-        if name in self._first_name and master in self._values:
-            self._set_value(master, value.float())
-
-    def _write(self, name: str, target: Value, value: torch.Tensor) -> None:
-        """Set a value that fills its storages."""
-        if len(target.storages) == 1:
-            self._executor.write_storage(target.storages[0], value)
-            return
-        self._check_like(name, target, value)
-        flat = value.detach().reshape(-1)
-        counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in target.storages]
-        for storage, part in zip(target.storages, flat.split(counts), strict=True):
-            self._executor.write_storage(storage, part)
-
-    def _check_like(self, name: str, target: Value, value: torch.Tensor) -> None:
-        got = (_dtype_of(value), tuple(value.shape))
-        if got != (target.dtype, target.shape):
-            raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers by the names of the model's own state dict; each is read when it is asked for.
@@ -661,14 +519,7 @@ class Trainer:
 
         Empty, but after a step that failed when it had changed some parameters and not others.
         """
-        changed, lost, parts = self._executor.changed, self._executor.lost, dict[str, str]()
-        for name, value in self._values.items():
-            done = [changed.get(storage, (0, 1)) for storage in value.storages]
-            if lost & set(value.storages):
-                parts[name] = "lost"
-            elif any(part for part, _ in done):
-                parts[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {self.steps + 1}"
-        return parts
+        return self._values.unfinished(self.steps + 1)
 
     def initialize(self, values: Callable[[Callable[[str, torch.Tensor], None]], list[str]]) -> list[str]:
         """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns its notes."""
@@ -702,47 +553,27 @@ class Trainer:
                 replicas.announce()
 
         def meanwhile() -> None:
-            self._give_shards(self._sharded())
+            self._values.give(self._values.shared())
             replicas.hear(0, FIRST_RANK_S)  # which ends with the first rank, as its store may not
 
         self._meet("save a checkpoint")
         self._saved = by_first_rank("Trainer.save", write, meanwhile=meanwhile)
         return Path(self._saved)
 
-    def _sharded(self) -> list[str]:
-        """Names of the values of which each rank has a shard, in the order in which a checkpoint is written."""
-        named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])
-        return [name for name, value in named if value.is_shared]
-
-    def _give_shards(self, names: Iterable[str]) -> None:
-        """Take part in the gathering of values that another rank reads."""
-        for name in names:
-            read_value(self._executor, self._values[name], self._replicas)
-
-    def _chunks(self, name: str, left: list[str]) -> Iterator[memoryview]:
-        """Read the bytes of a value in order; ``left`` are the names of the sharded values not yet read."""
-        value = self._values[name]
-        if value.start is None and not value.is_shared:
-            yield from chain.from_iterable(map(self._executor.chunks, value.storages))
-            return
-        if value.is_shared:
-            left.remove(name)
-        yield read_value(self._executor, value, self._replicas).flatten().view(torch.uint8).numpy().data
-
     def _save(self, folder: Path, meta: Mapping[str, Any], keep: int) -> Path:
         self._check_whole()
         state = generator_state(self._kind)
         give_back()  # what steps freed leaves its room to the buffers of saving
         self._executor.reset_peak()
-        left = self._sharded()
+        left = self._values.shared()
         sources: list[TensorSource] = [
-            (name, value.dtype, value.shape, self._chunks(name, left)) for name, value in self._values.items()
+            (name, value.dtype, value.shape, self._values.chunks(name, left)) for name, value in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
         try:
             path = save_checkpoint(folder, self.steps, [*sources, rng], meta, keep)
         finally:  # the others give all shards, whether or not they can be written
-            self._give_shards(list(left))
+            self._values.give(list(left))
         self._saved = str(path)
         self._executor.observe_peak()
         return path
@@ -762,27 +593,11 @@ class Trainer:
             for name, tensor in checkpoint.tensors.items()
             if not name.startswith(beside)
         }
-        wanted = {name: (item.dtype, item.shape) for name, item in self._values.items()}
-        if differing := _differing(saved, wanted):
-            usual = name_of(self.optimizer)
-            writer, planned = _optimizers(saved, usual), _optimizers(wanted, usual)
-            if writer != planned:
-                raise StorageError(
-                    f"{path}: written by {writer}, this plan moves parameters by {planned}; load it with that optimizer"
-                )
-            raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
+        check_saved(path, saved, self._values, name_of(self.optimizer))
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
-        for name, value in self._values.items():  # masters come after their parameters
-            if (
-                value.start is None
-                and value.placement is None
-                and value.storages
-                and all(map(self._executor.takes_chunks, value.storages))
-            ):
-                self._executor.write_chunks(value.storages, checkpoint.chunks(name))
-            else:
-                self._set_value(name, checkpoint.read(name))
+        for name in self._values:  # masters come after their parameters
+            self._values.fill(name, checkpoint.chunks, checkpoint.read)
         self._given = ""
         self._note_given(*(f"{name} {tensor.sha256}" for name, tensor in sorted(checkpoint.tensors.items())))
         self._half_loaded, self._saved = "", str(path)
@@ -856,15 +671,7 @@ class Trainer:
         """
         if self._paused is None:
             raise ConfigError("resume: expected a trainer that is paused, found one that is not; call pause() first")
-        self._begin(plan, graph, others=others, shapes=shapes, **self._settings)
-
-    def _value(self, name: str) -> Value:
-        name = self._first_name.get(name, name)
-        if name not in self._values:
-            near = get_close_matches(name, self._values, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"expected a parameter, buffer or optimizer state, got {name!r}{hint}")
-        return self._values[name]
+        self._begin(plan, graph, others, shapes)
 
     def _check_whole(self) -> None:
         if self._paused is not None:
@@ -891,7 +698,7 @@ class Trainer:
         )
 
     def _joined(self, plan: Plan, programs: Sequence[Program], model: torch.nn.Module | None) -> Replicas:
-        """Join the other ranks of the plan, which must have been given the same; values are then a rank's own.
+        """Join the other ranks of the plan, which must have been given the same.
 
         Raises:
             ConfigError: they were not, or have not come; or the job has another number of ranks.
@@ -911,38 +718,15 @@ class Trainer:
         if self._groups is not None:
             facts["states of the optimizer"] = {name: digest(state) for name, state in self._groups.filled().items()}
         agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
-        replicas = Replicas(plan.parsed_layout, sequences(programs))
-        self._values = self._values if plan.peers else values_here(self._values, replicas)
-        return replicas
-
-    def _checked(self, model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
-        """Return the model if it is the captured one; refuse any other."""
-        if elsewhere := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
-            raise ConfigError(
-                f"expected a model with its values, found that another Trainer has them ({first_few(elsewhere)}); "
-                "close that one first"
-            )
-        wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
-        wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
-        got = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
-        if differing := _differing(got, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
-            raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
-        tensors = dict(tensors_of(model, tied=True))
-        for parameter in graph.parameters:
-            if len({id(tensors[name]) for name in parameter.names}) > 1:
-                raise ConfigError(
-                    f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
-                    "found several; tie them again, or capture this model"
-                )
-        return model
+        return Replicas(plan.parsed_layout, sequences(programs))
 
     def _give_back_at_the_end(self) -> None:
         """Let the end of this trainer, or of the process, write the values back if nobody has closed it by then."""
         values, ended = self._values, None
         if self._groups is not None:
-            values, ended = values | self._groups.values_of_states(values), self._groups.ended
+            values, ended = {**values, **self._groups.values_of_states(values)}, self._groups.ended
         self._give_back = partial(
-            _give_back, self._executor, self._custody, values, self._lock, os.getpid(), ended, self._replicas
+            give_values_back, self._executor, self._custody, values, self._lock, os.getpid(), ended, self._replicas
         )
         self._finalizer = weakref.finalize(self, self._give_back)
         atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
@@ -961,7 +745,7 @@ class Trainer:
         freed = FreedBytes(leaving, self._executor.now_bytes)
         for name, tensor in tensors:
             value = tensor.detach()
-            self._set_value(name, value if value.dim() else value.expand(self._values[name].shape).clone())
+            self._values.write(name, value if value.dim() else value.expand(self._values[name].shape).clone())
             del value
             take = partial(self._custody.take, name, tensor)
             if tensor.device.type == self._kind:
@@ -974,7 +758,7 @@ class Trainer:
             self._paused = None
             for name, tensor in carried.spread(self._replicas):
                 if name in self._values:
-                    self._set_value(name, tensor)
+                    self._values.write(name, tensor)
                 freed.drop(tensor, partial(setattr, tensor, "data", tensor.new_empty(0)))
         self._executor.observe_peak()
         trim()
@@ -994,100 +778,3 @@ def _of_this_rank(plan: Plan) -> Plan:
     from lading.runtime.job import start_job
 
     return plan.of_rank(start_job(plan.ranks))
-
-
-def _give_back(
-    executor: Executor,
-    custody: Custody,
-    values: Mapping[str, Value],
-    lock: AbstractContextManager[object],
-    pid: int,
-    ended: Callable[[], None] | None,
-    replicas: Replicas | None,
-) -> None:
-    """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer.
-
-    Args:
-        ended: Called once values are back.
-        replicas: Other ranks, which have their shards of values and give them back, too.
-    """
-    if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
-        return
-    with lock, HeldInterrupts():
-        if executor.is_running:
-            raise ConfigError(
-                "expected no step under way, found one; raise an exception instead of closing inside of it"
-            )
-        if replicas is not None and any(values[name].is_shared for name in custody.names):
-            replicas.meet("give the values back", {})
-        lost = custody.give_back(lambda name: read_value(executor, values[name], replicas))
-        later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]
-        if later:
-            custody.take_again()
-            raise StorageError(
-                f"{len(later)} values could not be written back ({first_few([name for name, _ in later])}): "
-                f"{later[0][1]}; nothing is lost: free memory and close the trainer again, or save a checkpoint, which "
-                "needs less"
-            ) from later[0][1]
-        try:
-            executor.close()
-        finally:
-            custody.release(name for name, _ in lost)
-            if ended is not None:
-                ended()
-    if lost:
-        names = first_few([name for name, _ in lost])
-        raise StorageError(f"{len(lost)} values could not be read and are lost ({names}): {lost[0][1]}") from lost[0][1]
-
-
-def _is_gone(error: Exception) -> bool:
-    """Whether what failed to read a value will fail again: a tier or a device did, and not for lack of memory."""
-    return isinstance(error, (OSError, torch.AcceleratorError)) and getattr(error, "errno", None) != errno.ENOMEM
-
-
-def _optimizers(names: Iterable[str], usual: str) -> str:
-    """Name the optimizers whose states are among the tensors of a checkpoint, in words.
-
-    Args:
-        usual: Rule to name where several have the same states.
-    """
-    known, states = set(names), dict[str, set[str]]()
-    for name in known:
-        base, _, suffix = name.rpartition(".")
-        if suffix not in ("step", "master") and (base in known or base.rpartition(".")[0] in known):
-            states.setdefault(base, set()).add(suffix)
-    rules = {name: _state_names(rule_class(name)()) for name in rule_names()}
-    optimizers: dict[str, None] = {}
-    for suffixes in sorted({frozenset(group) for group in states.values()}, key=sorted):
-        having = {name: rule_states for name, rule_states in rules.items() if suffixes <= rule_states}
-        least = min(map(len, having.values()), default=0)
-        nearest = [name for name, rule_states in having.items() if len(rule_states) == least]
-        alike = [usual] if usual in nearest else nearest
-        optimizers[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
-    return " and ".join(sorted(optimizers, key=lambda name: name == usual)) or "no optimizer"
-
-
-def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
-    """Names of the states that a rule keeps, of matrices and of vectors."""
-    if isinstance(rule, MatrixRule):
-        return frozenset(rule.states(2, 2))
-    return frozenset((*rule.states((2, 2)), *rule.states((2,))))
-
-
-def _dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Hash of micro-batches, exact as a float."""
-    digest = 0
-    for tensor in chain.from_iterable(feed.values() for feed in feeds):
-        digest = zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest)
-    return float(digest)
-
-
-def _differing(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """The first few names whose shape or dtype differ, as text; "" if all agree."""
-    names = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
-    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {got.get(name, 'none')})" for name in names[:3]]
-    return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)

@@ -224,8 +224,13 @@ def smaller_program(
         The Program, and the number of the one whose step it is.
 
     Raises:
-        ConfigError: it is another step, or a larger one; says where.
+        ConfigError: it is another step, or a larger one, and says where; or the plan has none for smaller batches.
     """
+    if plan.compiled or plan.parsed_layout.pp > 1:
+        found = "compile=True" if plan.compiled else "a pipeline"
+        raise ConfigError(
+            f"shapes: expected a plan without compiled regions and without stages, got {found}; plan again without"
+        )
     step = planned_step(plan, captured)
     graphs = [with_states(step, [planned_step(plan, other) for other in others])]
     graphs += [numbered_as(programs[0].graph, step)] * len(others)

@@ -7,7 +7,7 @@ of their own; a class name without a module is one of the table below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, cast
@@ -156,3 +156,32 @@ def rule_to_dict(rule: ParameterRule) -> dict[str, Any]:
     """Write a rule as a table, for files; its name is left out if it is the default's."""
     name, table = name_of(rule), dataclasses.asdict(cast(Any, rule))
     return table if name == DEFAULT else {"rule": name, **table}
+
+
+def optimizers_with(names: Iterable[str], usual: str) -> str:
+    """Name the optimizers whose states are among the tensors of a checkpoint, in words.
+
+    Args:
+        usual: Rule to name where several have the same states.
+    """
+    known, states = set(names), dict[str, set[str]]()
+    for name in known:
+        base, _, suffix = name.rpartition(".")
+        if suffix not in ("step", "master") and (base in known or base.rpartition(".")[0] in known):
+            states.setdefault(base, set()).add(suffix)
+    rules = {name: _names_of_states(rule_class(name)()) for name in rule_names()}
+    optimizers: dict[str, None] = {}
+    for suffixes in sorted({frozenset(group) for group in states.values()}, key=sorted):
+        having = {name: rule_states for name, rule_states in rules.items() if suffixes <= rule_states}
+        least = min(map(len, having.values()), default=0)
+        nearest = [name for name, rule_states in having.items() if len(rule_states) == least]
+        alike = [usual] if usual in nearest else nearest
+        optimizers[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
+    return " and ".join(sorted(optimizers, key=lambda name: name == usual)) or "no optimizer"
+
+
+def _names_of_states(rule: ParameterRule | MatrixRule) -> frozenset[str]:
+    """Names of the states that a rule keeps, of matrices and of vectors."""
+    if isinstance(rule, MatrixRule):
+        return frozenset(rule.states(2, 2))
+    return frozenset((*rule.states((2, 2)), *rule.states((2,))))

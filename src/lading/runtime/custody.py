@@ -7,15 +7,24 @@ optimizer's step. (torch does the same for parameters that are not initialized y
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, StorageError
+from lading.runtime.executor import Executor
+from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.named import Value, first_few, read_value
 from lading.runtime.resident import files_at, mapped_bytes
+
+if TYPE_CHECKING:
+    from lading.runtime.job import Replicas
 
 _NAME, _REASON = "_lading_name", "_lading_reason"
 #: Storages from this size on go back to the system when they are freed, so that it can be seen.
@@ -221,3 +230,52 @@ def _tried_twice(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor
         return read(name)
     except Exception:
         return read(name)
+
+
+def give_values_back(
+    executor: Executor,
+    custody: Custody,
+    values: Mapping[str, Value],
+    lock: AbstractContextManager[object],
+    pid: int,
+    ended: Callable[[], None] | None,
+    replicas: Replicas | None,
+) -> None:
+    """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer.
+
+    Args:
+        ended: Called once values are back.
+        replicas: Other ranks, which have their shards of values and give them back, too.
+    """
+    if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
+        return
+    with lock, HeldInterrupts():
+        if executor.is_running:
+            raise ConfigError(
+                "expected no step under way, found one; raise an exception instead of closing inside of it"
+            )
+        if replicas is not None and any(values[name].is_shared for name in custody.names):
+            replicas.meet("give the values back", {})
+        lost = custody.give_back(lambda name: read_value(executor, values[name], replicas))
+        later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]
+        if later:
+            custody.take_again()
+            raise StorageError(
+                f"{len(later)} values could not be written back ({first_few([name for name, _ in later])}): "
+                f"{later[0][1]}; nothing is lost: free memory and close the trainer again, or save a checkpoint, which "
+                "needs less"
+            ) from later[0][1]
+        try:
+            executor.close()
+        finally:
+            custody.release(name for name, _ in lost)
+            if ended is not None:
+                ended()
+    if lost:
+        names = first_few([name for name, _ in lost])
+        raise StorageError(f"{len(lost)} values could not be read and are lost ({names}): {lost[0][1]}") from lost[0][1]
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether what failed to read a value will fail again: a tier or a device did, and not for lack of memory."""
+    return isinstance(error, (OSError, torch.AcceleratorError)) and getattr(error, "errno", None) != errno.ENOMEM

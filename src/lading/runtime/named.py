@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, StorageError, did_you_mean
 from lading.ir.graph import DTYPE_BYTES, Placement, StepGraph
 from lading.ir.sharding import units_of
 from lading.ir.update_ops import matrix_rule_of
+from lading.optim.registry import optimizers_with
 from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
 
@@ -218,6 +221,175 @@ def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: in
         begin += part.numel()
 
 
+class NamedValues(Mapping[str, Value]):
+    """Values of a step by name, read and written where they lie.
+
+    Args:
+        values: Where each lies.
+        first_names: Maps each name of a parameter to its first.
+        graph: Graph of the step, which has the storages.
+        executor: Executor that has their bytes.
+        ranks: Ranks that have some of the values, or shards of them; None alone.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        first_names: Mapping[str, str],
+        graph: StepGraph,
+        executor: Executor,
+        ranks: Replicas | None,
+    ) -> None:
+        self._values, self._first_names, self._graph = values, first_names, graph
+        self._executor, self._ranks = executor, ranks
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def find(self, name: str) -> Value:
+        """Look up a value by its name, or by another name of its parameter.
+
+        Raises:
+            ConfigError: no such name.
+        """
+        name = self._first_names.get(name, name)
+        if name not in self._values:
+            raise ConfigError(
+                f"expected a parameter, buffer or optimizer state, got {name!r}{did_you_mean(name, self._values)}"
+            )
+        return self._values[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Copy a value; what is shared is gathered, so that all ranks call this."""
+        return read_value(self._executor, self.find(name), self._ranks)
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Set a value, as far as this rank has it; with a parameter its master, which would overwrite it.
+
+        Raises:
+            ConfigError: no such name, or another shape or dtype.
+        """
+        target = self.find(name)
+        if not target.storages:  # another rank has it
+            _check_like(name, target, value)
+        elif target.placement is not None:
+            _check_like(name, target, value)
+            assert self._ranks is not None, "a plan for one process has no shards"
+            runs = own_runs(value, target.placement, self._ranks.number(target.placement.over))
+            self._write_whole(name, local_value(target), runs)
+        elif target.start is not None:
+            _check_like(name, target, value)
+            number = 0 if self._ranks is None or target.ranks == 1 else self._ranks.number(target.over)
+            write_value(self._executor, target, value, number)
+        else:
+            self._write_whole(name, target, value)
+        master = f"{self._first_names.get(name, name)}.master"
+        if name in self._first_names and master in self._values:
+            self.write(master, value.float())
+
+    def _write_whole(self, name: str, target: Value, value: torch.Tensor) -> None:
+        """Set a value that fills its storages."""
+        if len(target.storages) == 1:
+            self._executor.write_storage(target.storages[0], value)
+            return
+        _check_like(name, target, value)
+        flat = value.detach().reshape(-1)
+        counts = [self._graph.storages[s].size_bytes // flat.element_size() for s in target.storages]
+        for storage, part in zip(target.storages, flat.split(counts), strict=True):
+            self._executor.write_storage(storage, part)
+
+    def fill(
+        self, name: str, chunks: Callable[[str], Iterable[memoryview]], read: Callable[[str], torch.Tensor]
+    ) -> None:
+        """Set a value from ``chunks`` of its bytes in order, or from ``read`` where this rank has a part of them."""
+        value = self._values[name]
+        streams = value.start is None and value.placement is None and value.storages
+        if streams and all(map(self._executor.takes_chunks, value.storages)):
+            self._executor.write_chunks(value.storages, chunks(name))
+        else:
+            self.write(name, read(name))
+
+    def shared(self) -> list[str]:
+        """Names of the values that ranks have together, in the order in which a checkpoint is written."""
+        named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])
+        return [name for name, value in named if value.is_shared]
+
+    def give(self, names: Iterable[str]) -> None:
+        """Take part in the gathering of values that another rank reads."""
+        for name in names:
+            self.read(name)
+
+    def chunks(self, name: str, left: list[str]) -> Iterator[memoryview]:
+        """Read the bytes of a value in order; ``left`` are the names of the shared values not yet read."""
+        value = self._values[name]
+        if value.start is None and not value.is_shared:
+            yield from chain.from_iterable(map(self._executor.chunks, value.storages))
+            return
+        if value.is_shared:
+            left.remove(name)
+        yield self.read(name).flatten().view(torch.uint8).numpy().data
+
+    def check_whole_gradients(self, parameters: Iterable[str]) -> None:
+        """Refuse parameters of whose gradients a rank has a shard.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        values = {name: self[name] for name in parameters}
+        cut = [n for n, v in values.items() if v.start is not None or v.placement is not None or v.owners != "pp"]
+        if cut:
+            raise ConfigError(
+                f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "
+                "without zero, tp or ep in layout="
+            )
+
+    def gradient_norms(self, parameters: Sequence[str], order: int, replicas: int) -> dict[str, float]:
+        """Norms of the gradients of the last step by parameter; all ranks call this.
+
+        Args:
+            order: 1 for the sum of absolute values, 2 for the root of the sum of squares.
+            replicas: Number of ranks that have the same parameter.
+
+        Raises:
+            ConfigError: the last step did not take them.
+        """
+        norms = self._executor.gradient_norms()
+        mine = [name for name in parameters if is_here(self[name], self._ranks)]
+        if missing := [name for name in mine if self[name].storages[0] not in norms]:
+            raise ConfigError(
+                f"gradient_norms: expected a step that takes them, found none of {first_few(missing)}; call "
+                "step(..., norms=True)"
+            )
+        told = {name: norms[self[name].storages[0]][order - 1] for name in mine}
+        if self._ranks is None or len(mine) == len(parameters):
+            return told
+        totals = self._ranks.sum([told.get(name, 0.0) for name in parameters])
+        return {name: total / replicas for name, total in zip(parameters, totals, strict=True)}
+
+    def unfinished(self, step: int) -> dict[str, str]:
+        """Values that a step, the ``step``-th from 1, has changed in part or lost when it failed, by name."""
+        changed, lost, parts = self._executor.changed, self._executor.lost, dict[str, str]()
+        for name, value in self._values.items():
+            done = [changed.get(storage, (0, 1)) for storage in value.storages]
+            if lost & set(value.storages):
+                parts[name] = "lost"
+            elif any(part for part, _ in done):
+                parts[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {step}"
+        return parts
+
+
+def _check_like(name: str, target: Value, value: torch.Tensor) -> None:
+    got = (dtype_of(value), tuple(value.shape))
+    if got != (target.dtype, target.shape):
+        raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
+
+
 class CarriedValues:
     """Values in ordinary memory, on the way from one plan of a step to the next.
 
@@ -336,3 +508,38 @@ def tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str,
 def first_few(names: Sequence[str]) -> str:
     """List the first three names, and say how many there are besides."""
     return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Name of a tensor's dtype, as graphs have it: ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def differences(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The first few names whose shape or dtype differ, as text; "" if all agree."""
+    names = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
+    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {got.get(name, 'none')})" for name in names[:3]]
+    return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)
+
+
+def check_saved(
+    path: str | Path, saved: Mapping[str, tuple[str, tuple[int, ...]]], values: Mapping[str, Value], usual: str
+) -> None:
+    """Refuse a checkpoint whose tensors are not the values of a step.
+
+    Args:
+        saved: Dtype and shape of each tensor of the checkpoint.
+        usual: Rule that moves parameters, to name where several keep the same states.
+
+    Raises:
+        StorageError: they are not; says whether another optimizer wrote it, else which differ.
+    """
+    wanted = {name: (value.dtype, value.shape) for name, value in values.items()}
+    if not (differing := differences(saved, wanted)):
+        return
+    writer, planned = optimizers_with(saved, usual), optimizers_with(wanted, usual)
+    if writer != planned:
+        raise StorageError(
+            f"{path}: written by {writer}, this plan moves parameters by {planned}; load it with that optimizer"
+        )
+    raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")

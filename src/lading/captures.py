@@ -1,0 +1,132 @@
+"""Captures of a trainer: which batches run by which of them, and whether a model is the one that was captured."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lading.errors import ConfigError
+from lading.ir.frozen import Frozen
+from lading.ir.graph import StepGraph
+from lading.ir.program import Program
+from lading.runtime.custody import is_held
+from lading.runtime.named import differences, dtype_of, first_few, tensors_of
+from lading.tracing.batches import input_leaves
+from lading.tracing.frozen_values import Watch
+
+#: Loss function, as ``lading.capture`` takes it.
+Loss = Callable[[torch.nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """Step of a trainer, with the number that its Program has in the executor.
+
+    Attributes:
+        trains: Whether it is a training step, of which a rank of a pipeline may have the forward alone.
+        outputs: Names of its outputs, which a rank of a pipeline may not have.
+    """
+
+    number: int
+    trains: bool
+    outputs: tuple[str, ...]
+    program: Program
+    frozen: Frozen | None
+    model: torch.nn.Module | None
+
+    @property
+    def loss(self) -> object:
+        """Loss function that was captured; None where it is not known."""
+        return None if self.frozen is None else self.frozen.loss_function
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Watch over what was captured, from the first step on: until then the model may be set up for another."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
+            return Watch(self.frozen, self.model)
+
+    @cached_property
+    def _leaves(self) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+        """Dtype and shape of the inputs of each micro-batch by name."""
+        graph = self.program.graph
+        return [{name: (graph.tensors[t].dtype, graph.tensors[t].shape) for name, t in each} for each in graph.inputs]
+
+    def takes(self, batches: Any, *, of_size: bool = True) -> bool:
+        """Whether it was captured with batches like these; without ``of_size``, with inputs of the same names."""
+        feeds, wanted = self.fed(batches)[1], self._leaves
+        if not of_size:
+            return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in wanted]
+        return [{name: (dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == wanted
+
+    def fed(self, batches: Any) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
+        """Micro-batches of the step, and the tensors of each by name.
+
+        A single batch may be a list itself, if the captured one was.
+        """
+        inputs = self.program.graph.inputs
+        if isinstance(batches, list):
+            names = {name for name, _ in inputs[0]}
+            is_batch = len(inputs) == 1 and {name for name, _ in input_leaves(batches)} == names
+            micro = [batches] if is_batch else batches
+        else:
+            micro = [batches]
+        return micro, [dict(input_leaves(batch)) for batch in micro]
+
+
+def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> CapturedStep:
+    """Choose the first of several steps that takes batches like these; without one, the one that is nearest.
+
+    Args:
+        loss: The function that was captured; None for any.
+
+    Raises:
+        ConfigError: it was not captured.
+    """
+    steps = [step for step in steps if loss in (None, step.loss)]
+    if not steps:
+        raise ConfigError(
+            f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
+            "capture it, and give lading.plan and the Trainer the capture in others="
+        )
+    step = next((each for each in steps if each.takes(batches)), None)
+    return step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
+
+
+def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
+    """Return the model if it is the captured one.
+
+    Raises:
+        ConfigError: it is another, or another Trainer has its values.
+    """
+    if elsewhere := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
+        raise ConfigError(
+            f"expected a model with its values, found that another Trainer has them ({first_few(elsewhere)}); "
+            "close that one first"
+        )
+    wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
+    wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
+    got = {name: (dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
+    if differing := differences(got, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
+        raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
+    tensors = dict(tensors_of(model, tied=True))
+    for parameter in graph.parameters:
+        if len({id(tensors[name]) for name in parameter.names}) > 1:
+            raise ConfigError(
+                f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
+                "found several; tie them again, or capture this model"
+            )
+    return model
+
+
+def digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """Hash of micro-batches, exact as a float."""
+    digest = 0
+    for tensor in chain.from_iterable(feed.values() for feed in feeds):
+        digest = zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest)
+    return float(digest)

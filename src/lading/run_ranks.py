@@ -1,0 +1,139 @@
+"""Ranks of a configured run: they begin, open data and end together, and the first plans, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+
+import torch
+
+from lading import __version__
+from lading.alone import launcher, num_ranks, rank_number
+from lading.config import RunConfig, run_to_dict
+from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
+from lading.ir.plan import Plan
+from lading.runtime.data import Dataset
+
+
+@dataclass(frozen=True)
+class RunRanks:
+    """Ranks that train one run together, of which the first plans, prints and writes; a run alone is a job of one.
+
+    Attributes:
+        count: How many.
+        rank: Number of this one.
+        replicas: Groups of ranks that train on batches of their own; the stages of a pipeline are one.
+        replica: Number of the one that this rank belongs to.
+    """
+
+    count: int = 1
+    rank: int = 0
+    replicas: int = 1
+    replica: int = 0
+
+    @staticmethod
+    def of_job() -> RunRanks:
+        """Ranks of the job that this process belongs to."""
+        count = num_ranks()[0]
+        return RunRanks() if count == 1 else RunRanks(count, rank_number())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that prints and writes."""
+        return self.rank == 0
+
+    def begin(self, what: RunConfig | Plan, *, resume: bool) -> None:
+        """Join the other ranks, if all were given the same.
+
+        Raises:
+            ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
+        """
+        layout = parse_layout(what.layout or "")
+        if (isinstance(what, Plan) or what.layout) and layout.devices != self.count:
+            given, again = (
+                ("RUN.toml", "set layout") if isinstance(what, RunConfig) else ("--plan PLAN.json", "plan again")
+            )
+            raise ConfigError(
+                f"expected a job of {layout.devices} ranks, as the layout {layout} is for so many, found one of "
+                f"{self.count}; start it with: {launcher(layout.devices)}lading train {given}; or {again}"
+            )
+        if self.count == 1:
+            return
+        if isinstance(what, RunConfig) and what.machine == "probe":
+            raise ConfigError(
+                f"machine: expected a machine file that has the speed of collectives among {self.count} ranks, got "
+                f"'probe'; make one with: lading probe --ranks {self.count} --out machine.toml, and set machine"
+            )
+        from lading.runtime.agreement import agree_on, flattened
+        from lading.runtime.job import start_job, start_run
+
+        start_job(self.count)
+        start_run()
+        given = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
+        facts = {
+            "run" if isinstance(what, RunConfig) else "plan": flattened(given),
+            "command": {"--resume": resume},
+            "versions": {"torch": torch.__version__, "lading": __version__},
+        }
+        agree_on("lading train", range(self.count), lambda: (None, facts))
+
+    def by_first(self, make: Callable[[], str]) -> str:
+        """Let the first rank make a text that all get; what it fails of, all fail of."""
+        if self.count == 1:
+            return make()
+        from lading.runtime.job import by_first_rank
+
+        return json.loads(by_first_rank("lading train", lambda: json.dumps(make())))
+
+    def opened(self, open_data: Callable[[], tuple[Dataset, Dataset | None]]) -> tuple[Dataset, Dataset | None]:
+        """Open data on all ranks, where they must be the same: the first makes their copy beside the run.
+
+        Raises:
+            ConfigError: ranks have unlike data.
+        """
+        if self.count == 1:
+            return open_data()
+        from lading.runtime.agreement import agree_on
+
+        made = list[tuple[Dataset, Dataset | None]]()
+        if self.is_first:
+            self.by_first(lambda: made.append(open_data()) or "")
+        else:
+            self.by_first(str)
+
+        def opened() -> tuple[tuple[Dataset, Dataset | None], dict[str, dict[str, object]]]:
+            both = made[0] if made else open_data()
+            return both, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(both)}}
+
+        return agree_on("lading train", range(self.count), opened)
+
+    @contextmanager
+    def printing(self) -> Generator[None, None, None]:
+        """Keep all ranks but the first from printing."""
+        with ExitStack() as stack:
+            if not self.is_first:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield
+
+    @contextmanager
+    def ending_together(self) -> Generator[None, None, None]:
+        """End quietly where another rank has failed before, which says why; may be entered again inside itself.
+
+        Raises:
+            SystemExit: in place of an error that follows from another rank's.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.count == 1:
+                raise
+            from lading.runtime.job import is_first_to_fail, tell_launcher
+
+            if is_first_to_fail():
+                tell_launcher(error)
+                raise
+            raise SystemExit(1) from error

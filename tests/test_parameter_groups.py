@@ -190,6 +190,16 @@ class Normed(torch.optim.SGD):
         return super().step(closure)
 
 
+def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def patched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -200,6 +210,11 @@ class Normed(torch.optim.SGD):
          "every parameter group of SGD to keep the same states"),
         (lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1), betas=(torch.tensor(0.1), torch.tensor(0.9))),
          "expected numbers, texts and flags"),
+        (lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1)), "a learning rate .* that is a number"),
+        (lambda m: hooked(torch.optim.SGD(m.parameters(), lr=0.1)), "expected no hooks of its step"),
+        (lambda m: patched(torch.optim.SGD(m.parameters(), lr=0.1)), "found its own for step"),
+        (lambda m: patched(lr_scheduler.LambdaLR(torch.optim.SGD(m.parameters(), lr=0.1), float).optimizer),
+         "found its own for step"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_cannot_be_cut_is_refused_before_anything_is_taken(make: Make, why: str) -> None:
@@ -215,11 +230,72 @@ def test_an_optimizer_that_cannot_be_cut_is_refused_before_anything_is_taken(mak
     loss_fn(model, batch(0)).backward()  # it has its values
 
 
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "momentum", 0.9),
+        (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), "amsgrad", True),
+    ],
+)
+def test_a_number_by_which_other_states_are_kept_is_refused_before_the_step(make: Make, key: str, value: Any) -> None:
+    model, expected = net(), net()
+    optimizer = make(model)
+    graph = capture(model, batch(0), loss_fn)
+    with Trainer(
+        plan(graph, MACHINE, budget="100%", optimizer=optimizer), graph, model, optimizer=optimizer
+    ) as trainer:
+        before, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], value
+        with pytest.raises(ConfigError, match="keeps the states that were planned"):
+            trainer.step(batch(0))
+        optimizer.param_groups[0][key] = before
+        handle = optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ConfigError, match="expected no hooks of its step"):
+            trainer.step(batch(0))
+        handle.remove()
+        trainer.step(batch(0))
+    plainly(expected, make(expected), None, range(1))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+class Signed(torch.optim.Optimizer):
+    """Moves by the sign of the gradient: its rate is all that it is made with, and has to be given."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def test_a_parameter_without_elements_is_moved() -> None:
+    models = [torch.nn.ParameterDict({"none": torch.zeros(0, 3), "one": torch.ones(())}) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model["none"].sum() + model["one"] * x).square().mean()  # type: ignore[index]
+
+    graph = capture(models[0], torch.ones(2), loss)
+    made = plan(graph, MACHINE, budget="100%", optimizer=optimizers[0])
+    with Trainer(made, graph, models[0], optimizer=optimizers[0]) as trainer:
+        trainer.step(torch.ones(2))
+    loss(models[1], torch.ones(2)).backward()
+    optimizers[1].step()
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_an_optimizer_of_ones_own_with_nothing_but_a_rate_is_taken() -> None:
+    assert rule_of_optimizer(Signed([torch.nn.Parameter(torch.zeros(2))], 0.1)).lr == 0.1
+    compare(lambda model: Signed(model.parameters(), 1e-3), SCHEDULERS["none"])
+
+
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
 def test_an_update_by_itself_runs_by_the_numbers_of_its_class(name: str) -> None:
     """As where its memory is measured, in a process that has the operation alone."""
     rule = rule_of_optimizer(OPTIMIZERS[name](net()))
-    alone = replace(rule, numbers="{}")
+    alone = replace(rule, numbers="")
     param, states = torch.ones(4), {key: torch.zeros(spec.shape) for key, spec in rule.states((4,)).items()}
     for number in (1.0, 2.0):
         alone.update(param, torch.ones(4), states, lr=0.1, step=torch.tensor(number))

@@ -123,6 +123,9 @@ def test_lengths_of_packed_sequences_decide_what_runs() -> None:
 
     message = refusal(packed, layer=nn.LSTM(4, 4, batch_first=True))
     assert "give the RNN padded sequences" in message
+    pack = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(CaptureError, match="'x': expected padded sequences, got a PackedSequence"):
+        capture(nn.LSTM(4, 4), {"x": pack}, lambda model, batch: model(batch["x"])[0].data.mean())
 
 
 def test_ctc_of_torch_is_refused_with_another() -> None:

@@ -522,7 +522,7 @@ def _step_elements(graph: StepGraph, op: Op) -> float:
     """Elements of AdamW's update that read and write as much as this one, of its largest mutated tensor."""
     largest = max((prod(graph.tensors[t].shape) for t in op.mutates), default=0)
     rule, shape = rule_of(op), graph.tensors[op.inputs[0]].shape
-    if not isinstance(rule, ParameterRule) or not largest:
+    if not isinstance(rule, ParameterRule) or not prod(shape):
         return largest
     numbers = 3 + rule.passes + 2 * rule.state_elements(shape) / prod(shape)
     return largest * (numbers / UPDATE_NUMBERS)

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from inspect import signature
+from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lading.errors import ConfigError, check_type
@@ -48,7 +48,7 @@ class TorchUpdate(ParameterRule):
         temporaries: Numbers that an update allocates for each element.
         passes: Times an update reads or writes an element besides operands once each, as far as that takes time.
         calls: Operations that an update makes.
-        numbers: A parameter group without its parameters, as JSON.
+        numbers: A parameter group without its parameters and its rate, as JSON; "" are those of the class.
     """
 
     optimizer: str = "torch.optim.sgd:SGD"
@@ -59,7 +59,7 @@ class TorchUpdate(ParameterRule):
     temporaries: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]  # each optimizer has its own
     passes: float = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
     calls: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
-    numbers: str = "{}"
+    numbers: str = ""
 
     planned: ClassVar[tuple[str, ...]] = (
         "optimizer", "elementwise", "scalars", "step_kind", "seeded", "temporaries", "passes", "calls",
@@ -98,9 +98,17 @@ class TorchUpdate(ParameterRule):
             stand_in.state.clear()
             group["params"], param.grad = [], None
 
+    @property
+    def switches(self) -> str:
+        """Numbers with what is not zero as true: states follow from these alone, and schedules seldom change them."""
+        numbers = json.loads(self.numbers or "{}")
+        return json.dumps(
+            {key: n != 0 if isinstance(n, (int, float)) else type(n).__name__ for key, n in numbers.items()}
+        )
+
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Make the optimizer itself."""
-        made = _made(self.optimizer, json.loads(self.numbers))
+        made = _made(self.optimizer, json.loads(self.numbers or "{}"))
         made.param_groups[0]["params"] = list(params)
         return made
 
@@ -133,21 +141,15 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer) -> TorchUpdate:
         The rule of its first parameter group; see ``rules_of_groups``.
 
     Raises:
-        ConfigError: its update does not treat elements alone, or cannot be run part by part; says why, and what to do.
+        ConfigError: its update does not treat elements alone, or cannot be run part by part; or something runs beside
+            it; says why, and what to do.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}:{kind.__qualname__}"
+    _refuse_what_runs_beside(optimizer)
     tried: dict[str, TorchUpdate] = {}
     for numbers in {_numbers(name, group): None for group in optimizer.param_groups}:
-        try:
-            rule = _tried(name, numbers)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer: expected one whose update treats elements alone, so that parameters can be moved part by "
-                f"part; {kind.__name__} failed on a vector of its own: {type(error).__name__}: {error}; {INSTEAD}"
-            ) from error
+        rule = _tried_or_refused(name, numbers)
         tried[", ".join(rule.states(()))] = rule
     if len(tried) > 1:
         raise ConfigError(
@@ -163,12 +165,80 @@ def rules_of_groups(rule: TorchUpdate, optimizer: torch.optim.Optimizer) -> tupl
     """Rule of each parameter group with the numbers that it has now, whoever changed them.
 
     Raises:
-        ConfigError: a number of a group is none.
+        ConfigError: a number of a group is none, or something runs beside the step.
     """
+    _refuse_what_runs_beside(optimizer)
     return tuple(replace(rule, **_of_group(rule.optimizer, group)) for group in optimizer.param_groups)
 
 
+def check_states(rule: TorchUpdate) -> None:
+    """Try the numbers that a rule has now.
+
+    Raises:
+        ConfigError: with them the optimizer keeps other states than were planned.
+    """
+    planned, now = (
+        ", ".join(each.states(())) or "none" for each in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
+    )
+    if planned != now:
+        raise ConfigError(
+            f"optimizer: expected parameter groups by which {rule.optimizer} keeps the states that were planned, "
+            f"{planned}, found one by which it keeps {now}: {rule.numbers}; set it back, or plan again and make "
+            "another Trainer"
+        )
+
+
+def _tried_or_refused(name: str, numbers: str) -> TorchUpdate:
+    try:
+        return _tried(name, numbers)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer: expected one whose update treats elements alone, so that parameters can be moved part by "
+            f"part; {name.rpartition(':')[2]} failed on a vector of its own: {type(error).__name__}: {error}; {INSTEAD}"
+        ) from error
+
+
+def _refuse_what_runs_beside(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for hooks of an optimizer's step, and for what was put in the place of something of its class.
+
+    A planned step updates each parameter as its gradient is there, by the class's own ``step`` on a part: it calls no
+    hook, and sees no attribute of the object.
+    """
+    of_torch = import_module("torch.optim.optimizer")  # hidden from type checkers behind a class
+    state, kind = vars(optimizer), type(optimizer)
+    hooks = [
+        hook
+        for known in (
+            state.get("_optimizer_step_pre_hooks"), state.get("_optimizer_step_post_hooks"),
+            of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks,
+        )
+        for hook in (known or {}).values()
+    ]  # fmt: skip
+    if hooks:
+        raise ConfigError(
+            f"optimizer: expected no hooks of its step, which a planned step does not call, found "
+            f"{', '.join(getattr(hook, '__qualname__', repr(hook)) for hook in hooks)}; remove them, clip with "
+            "clip_norm=, and run the rest after trainer.step"
+        )
+    changed = [key for key, value in state.items() if hasattr(kind, key) and value is not getattr(kind, key)]
+    if getattr(state.get(_STEP), "_wrapped_by_lr_sched", False) and unwrap(state[_STEP]) is unwrap(kind.step):
+        changed.remove(_STEP)  # a schedule of torch counts calls
+    if changed:
+        raise ConfigError(
+            f"optimizer: expected attributes of the class {kind.__name__}, whose step runs on parts of parameters, "
+            f"found its own for {', '.join(changed)}; write a class with them, and what is to change into the "
+            "parameter groups"
+        )
+
+
 def _of_group(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(group["lr"], (int, float)):  # arithmetic with a tensor rounds elsewhere
+        raise ConfigError(
+            f"optimizer: expected a learning rate of {name} that is a number, got a {type(group['lr']).__name__}; a "
+            "tensor becomes one by .item()"
+        )
     return {"lr": float(group["lr"]), "numbers": _numbers(name, group)}
 
 
@@ -189,10 +259,11 @@ def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
     """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none."""
     import torch
 
-    made = _made(name, json.loads(numbers))
-    if numbers == "{}":  # an operation by itself, as where its memory is measured: a plan has no numbers
+    made = _made(name, json.loads(numbers or "{}"))
+    if not numbers:  # an operation by itself, as where its memory is measured: a plan has no numbers
         kind: Any = type(made)
-        usual = kind([torch.nn.Parameter(torch.zeros(1))])
+        rate = {"lr": _TRIAL_LR} if "lr" in signature(kind.__init__).parameters else {}
+        usual = kind([torch.nn.Parameter(torch.zeros(1))], **rate)
         made.defaults, made.param_groups = usual.defaults, [{**usual.param_groups[0], "params": []}]
     return made
 

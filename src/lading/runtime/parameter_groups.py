@@ -12,7 +12,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.sharding import units_of
 from lading.ir.update_ops import rule_of
 from lading.optim.rule import ParameterRule
-from lading.optim.torch_update import TorchUpdate, rules_of_groups
+from lading.optim.torch_update import TorchUpdate, check_states, rules_of_groups
 from lading.runtime.custody import is_held
 from lading.runtime.named import Value, first_few, tensors_of
 
@@ -58,6 +58,7 @@ class ParameterGroups:
                 "are in none; add them, or set their requires_grad to False and capture again"
             )
         self._steps: dict[str, torch.Tensor] = {}
+        self._switches: set[str] = set()
         if rule.seeded and self._masters:
             raise ConfigError(f"master_weights: expected an optimizer whose first update makes its states, got {rule}")
 
@@ -69,7 +70,8 @@ class ParameterGroups:
         """Rule of each parameter's group with the numbers that it has now, by the parameter's storage on this rank.
 
         Raises:
-            ConfigError: parameters came, went or changed their group since the Trainer was made.
+            ConfigError: parameters came, went or changed their group since the Trainer was made, or the numbers of one
+                ask for other states.
         """
         if self._read_members() != self._members:
             raise ConfigError(
@@ -80,8 +82,17 @@ class ParameterGroups:
         return {storage: rules[self._members[id(self._named[name])]] for name, storage in self._places.items()}
 
     def numbers(self) -> tuple[TorchUpdate, ...]:
-        """Rule of each group with the numbers that it has now."""
-        return rules_of_groups(self._rule, self._optimizer)
+        """Rule of each group with the numbers that it has now.
+
+        Raises:
+            ConfigError: those of a group ask for other states than were planned.
+        """
+        rules = rules_of_groups(self._rule, self._optimizer)
+        for rule in rules:
+            if rule.switches not in self._switches:
+                check_states(rule)
+                self._switches.add(rule.switches)
+        return rules
 
     def stepped(self) -> None:
         """Tell learning-rate schedulers that the optimizer has made a step."""

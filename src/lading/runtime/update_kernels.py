@@ -215,7 +215,8 @@ def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) 
 
 def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:
     flat = [t.view(-1) if t.dim() else t for t in tensors]
-    return [[t[at : at + at_once] if t.dim() else t for t in flat] for at in range(0, tensors[0].numel(), at_once)]
+    starts = range(0, max(1, tensors[0].numel()), at_once)  # an empty parameter is one piece
+    return [[t[at : at + at_once] if t.dim() else t for t in flat] for at in starts]
 
 
 def matrix_kernel(

@@ -60,6 +60,11 @@ def _mapped(value: Any, path: str, visit: Visit, note: Note) -> Any:
 
     if isinstance(value, torch.Tensor):
         return visit(path or "batch", value)
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        raise CaptureError(
+            f"batch entry {path or 'batch'!r}: expected padded sequences, got a PackedSequence, whose lengths decide "
+            "what runs; an RNN in one direction makes the same before the padding, and the loss leaves padding out"
+        )
     if isinstance(value, (dict, UserDict, list, tuple)) and not value:
         note(path or "batch", f"empty {type(value).__name__}")
     if isinstance(value, (dict, UserDict)):

@@ -70,7 +70,7 @@ _SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
 #: Settings of a layout that a run may have.
-_SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule", "tp", "sp", "ep")
+_SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule", "tp", "sp", "ep", "cp")
 #: Size of which the speed of sends is taken to choose stages by.
 _SENT_BYTES = 1 << 20
 
@@ -125,9 +125,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in which order. "dp2,pp2,zero1" and the like are of
             both; a rank gives the batch of its replica (``Plan.replica``). "tp2" cuts the model's matrices, of which
             each rank computes its share of every product, on the same batch; "tp2,sp" also what lies between them,
-            along the tokens. "dp2,ep2" spreads the experts of a mixture over the ranks, with zero1 to zero3 too. "" is
-            all ranks of the job: replicas if they keep everything in the budget, else the fastest of them and of
-            shards; "dp1" is one rank by itself.
+            along the tokens. "dp2,ep2" spreads the experts of a mixture over the ranks, with zero1 to zero3 too. "cp2"
+            cuts every sequence into runs of tokens, on the same batch. "" is all ranks of the job: replicas if they
+            keep everything in the budget, else the fastest of them and of shards; "dp1" is one rank by itself.
         devices: Ranks to plan for where no job runs yet; 0 for those of this job, or of the layout.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
@@ -166,7 +166,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         layout = spread
         if spread.dp > 1 and not spread.bucket_bytes and not spread.cuts_parameters:
             alone = None
-            if not spread.zero and spread.pp == spread.tp == spread.ep == 1:
+            if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:
                 alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
 
             def step_in(tried: Layout) -> StepGraph:
@@ -268,8 +268,8 @@ def _spread(layout: str, devices: int) -> Layout:
         raise ConfigError(
             f'layout: expected replicas, as "dp4", shards, as "dp4,zero3" or "dp4,zero3,shard2", a pipeline, as "pp4" '
             f'or "pp2,vpp2,interleaved", or these together, as "dp2,pp2,zero1", or tensor parallel, as "tp2" or '
-            f'"tp2,sp", with replicas or without, as "dp2,tp2", or experts on ranks, as "dp2,ep2", got {layout!r}; a '
-            "run is spread in no other way yet"
+            f'"tp2,sp", with replicas or without, as "dp2,tp2", or experts on ranks, as "dp2,ep2", or the tokens of a '
+            f"sequence, as cp2 or dp2,cp2, got {layout!r}; a run is spread in no other way yet"
         )
     if asked.pp == 1 and (asked.vpp > 1 or asked.schedule != ALONE.schedule):
         raise ConfigError(
@@ -279,6 +279,11 @@ def _spread(layout: str, devices: int) -> Layout:
         raise ConfigError(
             f"layout: expected tensor parallel with replicas or by itself, got {layout!r}; leave "
             f"{'the pipeline' if asked.pp > 1 else 'zero'} out, or tp"
+        )
+    if asked.cp > 1 and (asked.tp > 1 or asked.pp > 1 or asked.ep > 1 or asked.zero):
+        raise ConfigError(
+            f"layout: expected context parallel with replicas or by itself, as cp2 or dp2,cp2, got {layout!r}; leave "
+            "the rest out, or cp"
         )
     shards = asked.axes["shard"]
     if asked.ep > 1 and (asked.ep != asked.dp or asked.tp > 1 or asked.pp > 1 or shards not in (1, asked.dp)):

@@ -307,8 +307,8 @@ class Trainer:
         names, count = [name for name in graph.loss_names if name not in step.outputs], len(graph.inputs)
         if self._replicas is not None:  # of a pipeline, the last stage has them
             totals = self._replicas.sum(losses or [0.0] * count * len(names))
-            layout = self.plan.parsed_layout  # ranks along "tp" have the same
-            losses = [total / (layout.dp * layout.tp) for total in totals]
+            layout = self.plan.parsed_layout  # ranks along "cp" and "tp" have the same
+            losses = [total / (layout.dp * layout.cp * layout.tp) for total in totals]
         self.losses = {name: sum(losses[index :: len(names)]) / count for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
 

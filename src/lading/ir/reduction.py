@@ -54,6 +54,8 @@ SUM, ALL_GATHER, SCATTER_SUM = "c10d.allreduce.sum", "c10d.allgather.runs", "c10
 ALL_TO_ALL = "c10d.alltoall.runs"
 #: Copies a rank's own runs of columns out of (rows, columns), whose parts are an argument.
 OWN_RUNS = "c10d.own_runs.default"
+#: Makes a rank's own rows of a causal mask: minus infinity behind the diagonal.
+CAUSAL_ROWS = "c10d.causal_rows.default"
 #: Finds the rows of a rank's own words, of so many, and which words are its own.
 OWN_WORDS = "c10d.own_words.default"
 #: Operations that draw as many random numbers whatever the values of their operands.

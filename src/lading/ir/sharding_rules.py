@@ -180,14 +180,36 @@ def _sum(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
 
 
 def _attention(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
-    def labels(tensor: int) -> tuple[str | None, ...]:
-        shape = tensors[tensor].shape
-        return ("b" if shape[0] > 1 else None, "h" if shape[1] > 1 else None, *(None for _ in shape[2:]))
+    backward = base_name(op.name).endswith("_backward")
+    query, keys = (1, (2, 3)) if backward else (0, (1, 2))
+    rows = tensors[op.inputs[query]].shape[-2]
+
+    def labels(tensor: int, *, asks: bool) -> tuple[str | None, ...]:
+        shape, on_cpu = tensors[tensor].shape, "_for_cpu" in op.name
+        queries = "queries" if asks and on_cpu and shape[2] == rows > 1 else None
+        return ("b" if shape[0] > 1 else None, "h" if shape[1] > 1 else None, queries, *(None for _ in shape[3:]))
 
     every = [*op.inputs, *op.outputs]
     if any(len(tensors[t].shape) < 3 for t in every):
         return None
-    return Rule({t: labels(t) for t in op.inputs}, tuple(map(labels, op.outputs)))
+    return Rule(
+        {t: labels(t, asks=n not in keys) for n, t in enumerate(op.inputs)},
+        tuple(labels(t, asks=not (backward and n)) for n, t in enumerate(op.outputs)),
+        frozenset(["queries"] if backward else []),
+    )
+
+
+def _loss_of_rows(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+    """Sum of losses, or their mean, of rows without weights of classes, or its backward."""
+    backward = base_name(op.name).endswith("_backward")
+    weights, reduction = op.args[3 if backward else 2 :][:2]
+    table, target = op.inputs[1:3] if backward else op.inputs
+    if weights is not None or reduction == 0 or len(tensors[table].shape) != 2:
+        return None
+    labels: dict[int, tuple[str | None, ...]] = {table: ("rows", None), target: ("rows",)}
+    if backward:
+        return Rule({**dict.fromkeys(op.inputs, ()), **labels}, (("rows", None),))
+    return Rule(labels, ((), ()), frozenset(["rows"]))
 
 
 def _embedding(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
@@ -210,6 +232,7 @@ _RULES = {
     ),
     **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), _along_one),
     **dict.fromkeys(("slice_backward", "cat"), _along_one),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _loss_of_rows),
     **dict.fromkeys(("sum", "mean", "amax", "amin"), _sum),
     **dict.fromkeys(_ATTENTION, _attention),
     "embedding": _embedding,

@@ -45,7 +45,7 @@ from lading.ir.graph import (
 )
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
-from lading.ir.reduction import ALL_GATHER, OWN_RUNS, OWN_WORDS, SCATTER_SUM, SUM
+from lading.ir.reduction import ALL_GATHER, CAUSAL_ROWS, OWN_RUNS, OWN_WORDS, SCATTER_SUM, SUM
 from lading.ir.sharding_rules import Rule, rule_of
 
 #: Operations for which what is done to parts of a sum is done to the sum.
@@ -61,6 +61,8 @@ _FLOP_COST = 0.01
 _COPY_COST = 0.02
 #: Cost of leaving a matrix of parameters whole, which shards are for.
 _WHOLE_COST = 1e12
+#: Number by which a loss is told to be the sum of those of all rows.
+_SUM_OF_LOSSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,16 @@ class _Strategy:
     label: str | None = None
 
 
-def shard_tensors(captured: StepGraph, layout: Layout) -> StepGraph:
-    """Rewrite a captured micro-batch into that of each rank along "tp"; ``Parameter.placement`` says what a rank has.
+def shard_tensors(captured: StepGraph, layout: Layout, axis: str = "tp") -> StepGraph:
+    """Rewrite a captured micro-batch into that of each rank; ``Parameter.placement`` says what a rank has.
+
+    Args:
+        axis: Along "tp" ranks have shards of parameters; along "cp" they have all, and runs of the tokens.
 
     Raises:
-        ConfigError: columns of a matrix are used in parts that the ranks do not divide.
+        ConfigError: columns of a matrix are used in parts that the ranks do not divide; or the tokens cannot be cut.
     """
-    return _Partitioner(captured, layout).sharded()
+    return _Partitioner(captured, layout, axis).sharded()
 
 
 def local_view(tensor: Tensor, parts: Parts, ranks: int) -> tuple[Tensor, Split] | None:
@@ -150,6 +155,7 @@ class _Partitioner:
     """Builder of a rank's micro-batch.
 
     Attributes:
+        axis: Along "tp" parameters are sharded, along "cp" tokens are, and every rank has all parameters.
         whole: Tensors as the whole model has them, by number.
         versions: Storages that hold each storage of the capture, by how they do; {} of a parameter not used yet.
         first: Of each storage, how it was made.
@@ -157,14 +163,14 @@ class _Partitioner:
         preferred: Parts in which sequence parallel has what a storage holds: ``tokens``, of ``token_bytes`` in all.
     """
 
-    def __init__(self, captured: StepGraph, layout: Layout) -> None:
-        self.graph, self.layout, self.ranks = captured, layout, layout.tp
+    def __init__(self, captured: StepGraph, layout: Layout, axis: str) -> None:
+        self.graph, self.layout, self.axis, self.ranks = captured, layout, axis, layout.axes[axis]
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.whole = dict(enumerate(captured.tensors))
         self.parameters = {captured.storage_of(p.tensor): p for p in captured.parameters}
         self.matrices = {s: n for s, p in self.parameters.items() if len(self.whole[n := p.tensor].shape) > 1}
         self.versions: dict[int, dict[Parts, int]] = {
-            s: {} if s in self.parameters else {WHOLE: s} for s in range(len(captured.storages))
+            s: {} if s in self.parameters and axis == "tp" else {WHOLE: s} for s in range(len(captured.storages))
         }
         self.first: dict[int, Parts] = {}
         self.local: dict[tuple[int, int], int] = {}
@@ -173,6 +179,7 @@ class _Partitioner:
         self.tokens, self.token_bytes = WHOLE, 0
         self.ops: list[Op] = []
         self.words: dict[tuple[int, int], tuple[int, int]] = {}
+        self.masks: dict[tuple[int, int, str], int] = {}
         self.gradients: dict[int, int] = {}
         self.losses: dict[int, int] = {}
         self.views: dict[int, list[int]] = {}
@@ -187,12 +194,20 @@ class _Partitioner:
     def sharded(self) -> StepGraph:
         place: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
-            if op.phase is Phase.BACKWARD and not self.wanted:
+            if op.phase is Phase.BACKWARD and not self.wanted and self.axis == "tp":
                 self._want()
+            if self.axis == "cp":
+                self._prefer(op)
             self._run(op)
-            self._prefer(op)
+            if self.axis == "tp":
+                self._prefer(op)
             place[index] = len(self.ops) - 1
             self._finish(index, op)
+        if self.axis == "cp" and not self.tokens:
+            raise ConfigError(
+                "layout: expected a model that looks tokens up (torch.nn.Embedding), along which cp cuts a sequence, "
+                "found none; leave cp out"
+            )
         parameters = tuple(map(self._parameter, self.graph.parameters))
         for tensor, whole in self.whole.items():
             self._localize(tensor, whole)
@@ -220,10 +235,14 @@ class _Partitioner:
             return self._embedding(op, strategy)
         if name == "embedding_dense_backward" and strategy.label == "words":
             return self._embedding_backward(op, strategy)
+        if name == "nll_loss_forward" and strategy.label == "rows":
+            return self._mean_of_rows(op, strategy)
+        if strategy.label == "queries":
+            op = self._attending(op)
         moved = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
         for tensor, parts in zip(op.outputs, strategy.outputs, strict=True):
             moved[tensor] = self._made(tensor, parts)
-        moved |= {t: t for t in (*op.results, *op.mutates) if t is not None and t not in moved}
+        moved |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in moved}
         self.ops.append(self._sized(rename_op(op, moved), op, strategy))
         for tensor in op.mutates:  # all other versions are of the past
             storage = self.whole[tensor].storage
@@ -284,12 +303,13 @@ class _Partitioner:
         for tensor in op.inputs:
             storage = self.whole[tensor].storage
             each = [parts for parts in self.versions[storage] if parts not in (WHOLE, SUMMED)]
-            if op.kind is not OpKind.MATMUL and storage in self.preferred:
+            if (op.kind is not OpKind.MATMUL or self.axis == "cp") and storage in self.preferred:
                 each.append(self.preferred[storage])
             for parts in each:
                 known += self._label(tensor, parts, rule.inputs[tensor])
         for tensor, labels in zip(op.outputs, rule.outputs, strict=True):
-            if parts := self.wanted.get(self.whole[tensor].storage):
+            storage = self.whole[tensor].storage
+            if parts := self.wanted.get(storage, self.preferred.get(storage)):
                 known += self._label(tensor, parts, labels)
         yield from known
         for tensor in op.inputs:
@@ -388,13 +408,14 @@ class _Partitioner:
     def _cost(self, op: Op, option: _Strategy) -> float:
         """Cost of an operation in bytes sent, or what is like them, with what gets its operands."""
         cost = op.flops * _FLOP_COST / (1 if option.label is None else self.ranks)
+        cost += _WHOLE_COST if self.axis == "cp" and option.label is None else 0  # cut whatever can be
         for tensor, want in option.inputs.items():
             storage = self.whole[tensor].storage
             have, size = self.versions[storage], self.whole[tensor].touched_bytes
             if storage in self.parameters and not have:
                 cost += _WHOLE_COST if want == WHOLE and storage in self.matrices and _uses_matrix(op) else 0
             elif want not in have:
-                cost += _WHOLE_COST if storage in self.parameters else 0
+                cost += _WHOLE_COST if storage in self.parameters and self.axis == "tp" else 0
                 if WHOLE not in have:
                     cost += size * (2 if SUMMED in have and want == WHOLE else 1)
                 cost += 0 if want == WHOLE else size * _COPY_COST / self.ranks
@@ -432,15 +453,16 @@ class _Partitioner:
                         self.wanted.setdefault(self.whole[tensor].storage, self.wanted[out.storage])
 
     def _prefer(self, op: Op) -> None:
-        """With sequence parallel, let what comes of an embedding be cut along the tokens."""
-        if not self.layout.sp or op.phase is not Phase.FORWARD or base_name(op.name) != "embedding":
+        """With sequence and context parallel, let what comes of an embedding be cut along the tokens."""
+        cuts = self.layout.sp or self.axis == "cp"
+        if not cuts or op.phase is not Phase.FORWARD or base_name(op.name) != "embedding":
             return
         tensor = self.whole[op.outputs[0]]
         tokens = len(tensor.shape) - 2
         if tokens < 0 or tensor.shape[tokens] % self.ranks:
             raise ConfigError(
-                f"layout: expected tokens that tp{self.ranks} divides, with sp, found {tensor.shape} from "
-                f"{op.module}; take sequences of another length, or leave sp out"
+                f"layout: expected tokens that {self.axis}{self.ranks} divides, found {tensor.shape} from "
+                f"{op.module}; take sequences of another length, or leave {'sp' if self.axis == 'tp' else 'cp'} out"
             )
         self.tokens = _parts(tensor, Split(tokens, (tensor.shape[tokens],)))
         self.token_bytes = tensor.size_bytes
@@ -562,6 +584,55 @@ class _Partitioner:
 
     # Operations that ranks run in another way.
 
+    def _attending(self, op: Op) -> Op:
+        """Let a rank's queries attend to all keys: a causal mask becomes the rank's rows of one."""
+        first = 1 if base_name(op.name).endswith("_backward") else 0
+        for tensor in op.outputs[1:] if first else ():  # gradients of keys and values, sums over queries
+            view = self.whole[tensor]
+            self.preferred[view.storage] = _parts(view, Split(2, (view.shape[2],)))
+        causal = next(n for n, arg in enumerate(op.args) if arg is True) if True in op.args else None
+        if causal is None:
+            return op
+        query, key = (self.whole[t] for t in op.inputs[first : first + 2])
+        mask = self._causal_rows(query.shape[2], key.shape[2], query.dtype, op)
+        args = (*op.args[:causal], False, *op.args[causal + 1 :])
+        kwargs = (("attn_mask", Ref(mask)), *(pair for pair in op.kwargs if pair[0] != "attn_mask"))
+        return dataclasses.replace(op, args=args, kwargs=kwargs, inputs=(*op.inputs, mask))
+
+    def _causal_rows(self, rows: int, columns: int, dtype: str, op: Op) -> int:
+        """Mask that a rank adds for its rows, of so many, where a query attends to no later key."""
+        key = rows, columns, dtype
+        if key not in self.masks:
+            each = rows // self.ranks
+            mask = self._view(self._new("causal mask", dtype, each * columns, Role.ACTIVATION), dtype, (each, columns))
+            self.masks[key] = mask
+            self._add(CAUSAL_ROWS, (), mask, op, OpKind.COPY)
+        return self.masks[key]
+
+    def _mean_of_rows(self, op: Op, strategy: _Strategy) -> None:
+        """Add up a rank's own losses and their weights, then those of all ranks."""
+        inputs = tuple(self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items())
+        loss, weight = (self.whole[t] for t in op.outputs)
+        local = [self._new(f"{name} of the rank", view.dtype, 1, Role.ACTIVATION)
+                 for name, view in (("losses", loss), ("weights", weight))]  # fmt: skip
+        outputs = self._view(local[0], loss.dtype, ()), self._view(local[1], weight.dtype, ())
+        args = (*map(Ref, inputs), op.args[2], _SUM_OF_LOSSES, *op.args[4:])
+        summed = dataclasses.replace(op, args=args, inputs=inputs, outputs=outputs, results=outputs)
+        self.ops.append(self._sized(summed, op, strategy))
+        total = self._made(op.outputs[1], WHOLE)
+        self._all_reduce(local[1], self.whole[op.outputs[1]].storage, weight.dtype, op)
+        made = self._made(op.outputs[0], WHOLE)
+        if op.args[3] == _SUM_OF_LOSSES:
+            return self._all_reduce(local[0], loss.storage, loss.dtype, op)
+        losses = self._new("losses of all ranks", loss.dtype, 1, Role.ACTIVATION)
+        self._all_reduce(local[0], losses, loss.dtype, op)
+        parts = self._view(losses, loss.dtype, ()), total
+        return self._add("aten.div.Tensor", parts, made, op, OpKind.ELEMENTWISE)
+
+    def _all_reduce(self, source: int, target: int, dtype: str, op: Op) -> None:
+        views = self._view(source, dtype, (1,)), self._view(target, dtype, (1,))
+        self._add(SUM, views[:1], views[1], op, OpKind.COLLECTIVE)
+
     def _run_apart(self, op: Op) -> None:
         """Run a product whose result is a sum of the ranks' before its bias is added."""
         out = self.whole[op.outputs[0]]
@@ -591,7 +662,7 @@ class _Partitioner:
             local = self._view(self._new("own words", view.dtype, count, Role.ACTIVATION), view.dtype, view.shape)
             here = self._view(self._new("words here", dtype, count, Role.ACTIVATION), dtype, (*view.shape, 1))
             self.ops.append(Op(
-                name=OWN_WORDS, phase=op.phase, args=(Ref(source), rows), kwargs=self.layout.across("tp"),
+                name=OWN_WORDS, phase=op.phase, args=(Ref(source), rows), kwargs=self.layout.across(self.axis),
                 inputs=(source,), outputs=(local, here), results=(local, here), mutates=(), module=op.module,
                 kind=OpKind.COPY, bytes_read=view.touched_bytes, bytes_written=2 * view.touched_bytes,
             ))  # fmt: skip
@@ -675,7 +746,7 @@ class _Partitioner:
     def _parameter(self, parameter: Parameter) -> Parameter:
         split, placement = self._split_of(parameter), None
         if split is not None:
-            across, shape = dict(self.layout.across("tp")), self.whole[parameter.tensor].shape
+            across, shape = dict(self.layout.across(self.axis)), self.whole[parameter.tensor].shape
             placement = Placement(shape, split.dim, split.lengths, cast("str", across["over"]), self.ranks)
         gradient = self.gradients.get(parameter.tensor, parameter.gradient)
         return dataclasses.replace(parameter, gradient=gradient, placement=placement)
@@ -713,7 +784,7 @@ class _Partitioner:
         self, name: str, inputs: tuple[int, ...], output: int, beside: Op, kind: OpKind, args: tuple[Arg, ...] = ()
     ) -> None:
         """Add an operation that makes another version of what one beside it uses."""
-        across = () if name.startswith("aten.") else self.layout.across("tp")
+        across = () if name.startswith("aten.") else self.layout.across(self.axis)
         self.ops.append(Op(
             name=name, phase=beside.phase, args=args or tuple(map(Ref, inputs)), kwargs=across, inputs=inputs,
             outputs=(output,), results=(output,), mutates=(), module=beside.module, kind=kind,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from lading.catalog.load import machine_from_dict
 from lading.errors import ConfigError, ProgramError
 from lading.grouping import MATRIX, REST, Matrices, matrices_from
+from lading.ir.context_shards import shard_context
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.expert_shards import shard_experts
@@ -70,6 +71,8 @@ def step_of(  # noqa: PLR0913  what a step depends on
         captured = with_draws(captured, machine.device.kind)
     if layout.tp > 1:
         captured = shard_tensors(captured, layout)
+    if layout.cp > 1:
+        captured = shard_context(captured, layout)
     if layout.ep > 1:
         captured = shard_experts(captured, layout)
     part = None if layout.pp == 1 else _part(captured, layout, choices)

@@ -19,7 +19,7 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, StepGraph
-from lading.ir.reduction import OWN_RUNS, OWN_WORDS
+from lading.ir.reduction import CAUSAL_ROWS, OWN_RUNS, OWN_WORDS
 from lading.ir.sharding import OWN_SHARD
 from lading.ir.statistics import DECAY, FIRST_SHARE
 from lading.ir.update_ops import PREFIX, matrix_rule_of
@@ -158,6 +158,17 @@ def _own_runs(op: Op, view: View, rank: int) -> Call:
     return copy
 
 
+def _causal_rows(op: Op, view: View, rank: int) -> Call:
+    """Make the call that fills this rank's rows of a causal mask."""
+    mask = view(op.outputs[0])
+    assert mask is not None, "attention adds it"
+
+    def fill() -> None:
+        torch.triu(mask.fill_(-torch.inf), diagonal=rank * len(mask) + 1, out=mask)
+
+    return fill
+
+
 def _own_words(op: Op, view: View, rank: int) -> Call:
     """Make the call that finds the rows of this rank's words; other words get the first row, and zero in ``here``."""
     words, rows, here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
@@ -186,7 +197,8 @@ def _statistics(op: Op, view: View, rank: int) -> Call:
 
 
 _OF_RANK = {
-    OWN_SHARD: _own_shard, OWN_RUNS: _own_runs, OWN_WORDS: _own_words, FIRST_SHARE: _statistics, DECAY: _statistics,
+    OWN_SHARD: _own_shard, OWN_RUNS: _own_runs, OWN_WORDS: _own_words, CAUSAL_ROWS: _causal_rows,
+    FIRST_SHARE: _statistics, DECAY: _statistics,
 }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
 )
 def test_refused(layout: str, more: dict[str, Any], why: str) -> None:
     _, graph, _ = _tied("dp1")
-    asked = {"others": [graph]} if more else {}
+    asked: dict[str, Any] = {"others": [graph]} if more else {}
     with pytest.raises(ConfigError, match=why):
         lading.plan(graph, connected(), budget="100%", cache=False, layout=layout, **asked)
 

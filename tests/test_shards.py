@@ -21,10 +21,11 @@ from lading.ir.plan import Option
 from lading.ir.program import Program
 from lading.ir.sharding import units_of
 from lading.memory.lifetime import Gap, Lifetimes, gaps
-from lading.memory.restore import program_of, step_of
+from lading.memory.restore import planned_step, program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.optim.registry import optimizer as rule
 from lading.planner.policies import reshard_every_unit
+from lading.runtime.named import Value, check_numbers, values_of
 from tests.ranks import run_ranks
 from tests.test_replicas import BUCKET, Case, batch, build, machine, same
 from tests.test_saved_plan import states_on_disk
@@ -89,7 +90,7 @@ def text(layout: str, ranks: int) -> str:
     return f"dp{ranks},{layout}" + ("" if layout == "zero3" else f",bucket_bytes={BUCKET}")
 
 
-def odd_model() -> nn.Module:
+def odd_model() -> nn.Sequential:
     """Parameters that no number of ranks divides, one of which is frozen, and one that nothing uses."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -335,6 +336,27 @@ def test_whole_parameters_are_unsharded_as_early_as_memory_allows() -> None:
     frees = [a for a in wide.actions if a.kind is ActionKind.FREE]
     reduced = {s for a in wide.actions if a.kind is ActionKind.REDUCE_GRAD for s in wide.graph.op_reads[a.op or 0]}
     assert {a.stream for a in frees if a.storage in reduced} == {"network"}  # computing does not wait for them
+
+
+def test_parameters_with_unlike_numbers_of_updates_share_no_shards() -> None:
+    """A unit of shards counts updates once; layers that were frozen for a while have had fewer."""
+    model = build()
+    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    asked: dict[str, Any] = {"budget": "100%", "cache": False, "policy": "keep-all", "layout": "dp2,zero3"}
+
+    def values(optimizer: torch.optim.Optimizer | None = None) -> dict[str, Value]:
+        return values_of(planned_step(lading.plan(graph, machine(), optimizer=optimizer, **asked), graph))
+
+    steps = {name: torch.tensor(6.0) for name in values() if name.endswith(".step")}
+    check_numbers(values(), steps)
+    unlike = {name: number for name, number in steps.items() if "gate" not in name}
+    with pytest.raises(ConfigError, match=r"to have had as many updates, found 6 .* and 0 .*gate"):
+        check_numbers(values(), unlike)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name, parameter in model.named_parameters():
+        if f"{name}.step" in unlike:
+            optimizer.state[parameter]["step"] = unlike[f"{name}.step"]
+    check_numbers(values(optimizer), unlike)
 
 
 @pytest.mark.parametrize(

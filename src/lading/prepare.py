@@ -328,22 +328,29 @@ def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
 
 
 def _other_groups(optimizer: torch.optim.Optimizer, captured: StepGraph) -> tuple[tuple[str, ...], ...]:
-    """Names of the captured parameters in each group of an optimizer but the first.
+    """Names of the captured parameters that an optimizer moves alike, but those that it moves as its first.
+
+    Alike are those of one group that have had as many updates: a unit of shards counts them once.
 
     Raises:
-        ConfigError: it has several, and the model that was captured is gone.
+        ConfigError: not all are alike, and the model that was captured is gone.
     """
-    if len(optimizer.param_groups) == 1:
+    alike: dict[tuple[int, float], list[torch.Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            alike.setdefault((number, float(state.get("step", bool(state)))), []).append(parameter)
+    if len(alike) < 2:
         return ()
     model = None if captured.frozen is None or captured.frozen.model is None else captured.frozen.model()
     if model is None:
         raise ConfigError(
-            f"optimizer: expected the model that was captured, whose parameters are in {len(optimizer.param_groups)} "
-            "groups, found that it is gone; plan while it exists, or capture again"
+            f"optimizer: expected the model that was captured, moved in {len(alike)} ways (groups, numbers "
+            "of updates), found that it is gone; plan while it exists, or capture again"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     first = {alias: p.names[0] for p in captured.parameters for alias in p.names}
-    rest = ([names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups[1:])
+    rest = ([names.get(id(p), "") for p in members] for members in [*alike.values()][1:])
     return tuple(tuple(first[name] for name in group if name in first) for group in rest)
 
 

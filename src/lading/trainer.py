@@ -46,6 +46,7 @@ from lading.runtime.named import (
     NamedValues,
     StateDict,
     Value,
+    check_numbers,
     check_saved,
     first_few,
     state_keys,
@@ -594,6 +595,8 @@ class Trainer:
             if not name.startswith(beside)
         }
         check_saved(path, saved, self._values, name_of(self.optimizer))
+        scalars = [name for name, value in self._values.items() if not value.shape]
+        check_numbers(self._values, {name: checkpoint.read(name) for name in scalars})
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name in self._values:  # masters come after their parameters
@@ -736,6 +739,7 @@ class Trainer:
         tensors, fresh = tensors_of(model) if model is not None else [], list[tuple[str, torch.Tensor]]()
         if self._groups is not None:
             states, filled = self._groups.states(self._values)
+            check_numbers(self._values, {name: state for name, state in states if not state.dim()})
             with_values = {id(tensor) for tensor in filled}
             tensors += [pair for pair in states if id(pair[1]) in with_values]
             fresh = [pair for pair in states if id(pair[1]) not in with_values]

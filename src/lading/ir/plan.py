@@ -197,7 +197,8 @@ class Choices:
         in_flight: Micro-batches that a device may have under way, by its name.
         cuts: Operations of a captured forward at which the stages of a pipeline but the first begin.
         rank: Number along the pipeline of the rank that this is the plan of.
-        groups: Names of the parameters in each group of the optimizer but the first, where no shard is of several.
+        groups: Names of the parameters in each group of the optimizer but the first, and of those that have had other
+            numbers of updates, where no shard is of several.
     """
 
     gaps: tuple[Choice, ...] = ()

@@ -390,6 +390,30 @@ def _check_like(name: str, target: Value, value: torch.Tensor) -> None:
         raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
 
 
+def check_numbers(values: Mapping[str, Value], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse unlike numbers of updates of parameters in one unit of shards, which keeps one for all.
+
+    Args:
+        values: All values of the step by name.
+        tensors: Those that are to be set; numbers that are not begin at zero.
+
+    Raises:
+        ConfigError: they differ; says whose.
+    """
+    first: dict[tuple[int, ...], tuple[str, float]] = {}
+    for name, value in values.items():
+        if value.shape or value.start is not None or not value.storages:
+            continue
+        number = float(tensors[name]) if name in tensors else 0.0
+        other, usual = first.setdefault(value.storages, (name, number))
+        if number != usual:
+            raise ConfigError(
+                f"layout: expected parameters that share shards to have had as many updates, found {usual:g} ({other}) "
+                f"and {number:g} ({name}), as of layers that were frozen for a while; train replicas, or, with an "
+                "optimizer of torch, plan again with it as it is now"
+            )
+
+
 class CarriedValues:
     """Values in ordinary memory, on the way from one plan of a step to the next.
 
@@ -400,7 +424,8 @@ class CarriedValues:
         ranks: Ranks that hold them together, all of which make this at the same time.
 
     Attributes:
-        tensors: Those that this rank brings along, by name: all where each rank has all, of a pipeline its own.
+        tensors: Those that this rank brings along, by name: all where each rank has all, of a pipeline its own, and
+            the numbers of all.
     """
 
     def __init__(
@@ -410,20 +435,21 @@ class CarriedValues:
         self._values = {name: value for name, value in values.items() if name not in left_out}
         self._sources = {} if ranks is None else {n: ranks.first_of(v.owner, v.owners) for n, v in self._values.items()}
         self.tensors = {
-            name: read_value(executor, dataclasses.replace(value, owner=None), ranks)
+            name: read_value(executor, dataclasses.replace(value, owner=None) if value.shape else value, ranks)
             for name, value in self._values.items()
-            if is_here(value, ranks)
+            if not value.shape or is_here(value, ranks)
         }
 
-    def check(self, values: Iterable[str]) -> None:
+    def check(self, values: Mapping[str, Value]) -> None:
         """Refuse a step that keeps other states of a parameter; it may keep none.
 
         Args:
-            values: Names of all values of the step.
+            values: All values of the step by name.
 
         Raises:
-            ConfigError: it does; says which.
+            ConfigError: it does, or keeps one number of updates of parameters that had several; says which.
         """
+        check_numbers(values, self.tensors)
         before, after = _suffixes(self._values), _suffixes(values)
         for name, states in before.items():
             if after.get(name, states) != states:

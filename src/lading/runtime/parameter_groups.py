@@ -146,7 +146,7 @@ class ParameterGroups:
         """Values that the optimizer's tensors get back; of a number that each part has, the first part's."""
         numbers = [f"{name}.{suffix}" for name in self._trained for suffix in self._rule.scalars.split()]
         whole = {name: values[name] for name in numbers}
-        return {n: Value(v.dtype, (), v.storages[:1], owner=v.owner) for n, v in whole.items()}
+        return {n: Value(v.dtype, (), v.storages[:1], owner=v.owner, owners=v.owners) for n, v in whole.items()}
 
     def ended(self) -> None:
         """Leave the optimizer as if its own steps had been made: numbers of updates, no states before the first."""

@@ -104,7 +104,7 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(kind) for kind in get_args(hint) if kind is not type(None))
     if dataclasses.is_dataclass(hint) or hint is ParameterRule or get_origin(hint) in (dict, MappingProxyType):
         return "table"
-    if get_origin(hint) is tuple:
+    if get_origin(hint) in (tuple, list):
         return "array"
     return {str: "text", int: "integer", float: "number", bool: "`true` or `false`"}[hint]
 

@@ -13,14 +13,20 @@ import torch
 from torch import nn
 
 import lading
-from lading.errors import ConfigError
+from lading.config import RunConfig, load_run
+from lading.errors import ConfigError, StorageError
 from lading.freezing import by_gradient_norm, by_percentile
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.layout import parse_layout
+from lading.optim.master import MasterWeights
+from lading.report.metrics import read_steps
+from lading.run import built_whole, dataset_of, layers_to_freeze, loss_of
+from lading.train import plain_step, train_run
 from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.ranks import run_ranks
+from tests.runs import RUN, write_run
 from tests.test_pipelines import connected
 from tests.test_saved_plan import states_on_disk
 
@@ -152,6 +158,50 @@ def test_states_of_thawed_layers_begin_at_zero(tmp_path: Path) -> None:
         lines(trainer, model, [0, 1, 0], partial(planned, model))
         assert trainer.value("0.0.weight.step") == 1
         assert trainer.value("1.0.weight.step") == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [(torch.float32, {}), (torch.bfloat16, {"master_weights": True})],
+    ids=["float32", "masters"],
+)
+def test_a_checkpoint_with_frozen_layers_is_read_where_they_are_trained(
+    dtype: torch.dtype, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    def go_on(trainer: Trainer) -> list[float]:
+        return [trainer.step([batch(step, number) for number in range(MICRO)]) for step in (4, 5)]
+
+    model, other = build(dtype), build(dtype)
+    again = partial(planned, model, **asked)
+    with lading.Trainer(*again(), model, folder=tmp_path) as trainer:
+        lines(trainer, model, [0, 1, 1], again)
+        saved = trainer.save(tmp_path / "saved")
+        trainer.pause()
+        freeze(model, 0)
+        trainer.resume(*again())
+        expected = go_on(trainer), {name: trainer.value(name) for name in trainer._values}
+    with lading.Trainer(*planned(other, **asked), other, folder=tmp_path) as trainer:
+        lines(trainer, other, [0, 0], list)  # its states are not zero
+        trainer.load(saved)
+        assert not trainer.value("0.0.weight.exp_avg").count_nonzero()
+        assert trainer.value("1.0.weight.exp_avg").count_nonzero()
+        losses, values = go_on(trainer), {name: trainer.value(name) for name in trainer._values}
+    assert losses == expected[0]
+    assert [name for name in values if not torch.equal(values[name], expected[1][name])] == []
+
+
+def test_a_checkpoint_without_states_of_trained_layers_is_refused(tmp_path: Path) -> None:
+    """States that are missing begin anew only where the checkpoint says that their parameters were frozen."""
+    model, other = build(), build()
+    freeze(model, 1)
+    with lading.Trainer(*planned(model), model, folder=tmp_path) as trainer:
+        trainer._frozen = []  # as one that does not say so
+        saved = trainer.save(tmp_path / "saved")
+    with (
+        lading.Trainer(*planned(other), other, folder=tmp_path) as trainer,
+        pytest.raises(StorageError, match=r"these tensors differ: 0\.0\.bias\.exp_avg"),
+    ):
+        trainer.load(saved)
 
 
 def test_a_checkpoint_is_read_where_layers_are_frozen(tmp_path: Path) -> None:
@@ -398,3 +448,100 @@ def test_a_prefix_whose_outputs_differ_is_refused(tmp_path: Path) -> None:
         cache([2], inputs)
     with pytest.raises(ConfigError, match="expected a machine with a tier of kind 'file'"):
         lading.PrefixCache(nn.Identity(), small_machine(disk=False), memory=0, disk="1MB")
+
+
+FREEZE = (
+    "model.sizes={dim=64, num_layers=2, num_heads=2, dropout=0.1}",
+    "optimization={steps=6, clip_norm=1.0}",
+    "memory={policy='keep-all', budget='100%'}",
+    "validation={share=0.25, every_steps=4, batches=1}",
+)
+LAYERS_OF_RUN = "freeze.layers=['tokens positions layers.0', 'layers.1']"
+
+
+def frozen_plain(run: RunConfig, frozen: Sequence[int]) -> list[float]:
+    """Losses of a run in plain PyTorch, with so many of its layers frozen in each step."""
+    model = built_whole(run)
+    layers, masters = layers_to_freeze(run, model), MasterWeights(model)
+    data = dataset_of(run, model)
+    rule = run.optimization.optimizer
+    optimizers = [(rule.plain(masters.parameters), rule.lr)]
+    losses: list[float] = []
+    for step, count in enumerate(frozen):
+        for layer in layers[:count]:
+            for module in layer:
+                module.requires_grad_(False)
+        losses.append(plain_step(model, loss_of(run.model), optimizers, masters, [data.batch(step, 0)], run, step))
+    return losses
+
+
+def test_a_run_freezes_layers_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path)
+    asked = [*FREEZE, LAYERS_OF_RUN, "freeze.every_steps=2", "freeze.schedule=[0, 1, 2]"]
+    run = load_run(path, asked)
+    done = train_run(run)
+    assert list(done.losses) == frozen_plain(run, [0, 0, 1, 1, 2, 2])
+    records = read_steps(Path(run.out) / "metrics.jsonl")
+    assert [record["frozen"] for record in records] == [0, 0, 1, 1, 2, 2]
+    assert len({record["plan"] for record in records}) == 3
+    assert "2 of 2 layers are frozen after step 4; planned again" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_freezes_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    asked = [*FREEZE, LAYERS_OF_RUN, "freeze.every_steps=2", "freeze.schedule=[0, 1, 2]"]
+    done = train_run(load_run(path, asked))
+    parts = [*asked, f"out={tmp_path}/parts", "checkpoint.every_steps=2"]
+    for steps in (3, 4, 6):
+        train_run(load_run(path, [*parts, f"optimization.steps={steps}"]), resume=True)
+    again = read_steps(tmp_path / "parts/metrics.jsonl")
+    assert [record["loss"] for record in again] == list(done.losses)
+    with pytest.raises(ConfigError, match=r"saved with another freeze\.schedule"):
+        train_run(load_run(path, [*parts, "freeze.schedule=[0, 2]"]), resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["alpha=0.5", "percentile=50"])
+def test_a_run_freezes_layers_by_their_gradients(tmp_path: Path, rule: str) -> None:
+    path = write_run(tmp_path)
+    asked = [*FREEZE, LAYERS_OF_RUN, "freeze.every_steps=2", f"freeze.{rule}"]
+    run = load_run(path, asked)
+    done = train_run(run)
+    frozen = [record["frozen"] for record in read_steps(Path(run.out) / "metrics.jsonl")]
+    assert frozen[-1] > frozen[0] == 0
+    assert list(done.losses) == frozen_plain(run, frozen)
+    parts = [*asked, f"out={tmp_path}/parts", "checkpoint.every_steps=2"]
+    for steps in (2, 5, 6):
+        train_run(load_run(path, [*parts, f"optimization.steps={steps}"]), resume=True)
+    assert [record["loss"] for record in read_steps(tmp_path / "parts/metrics.jsonl")] == list(done.losses)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("schedule=[0, 1]", "alpha=0.5"), "expected one of schedule, alpha and percentile, got schedule and alpha"),
+        ((), "expected one of schedule, alpha and percentile, got none"),
+        (("schedule=[1, 0]",), r"freeze\.schedule: expected numbers from 0 to 2 that do not fall"),
+        (("schedule=[0, 3]",), r"freeze\.schedule: expected numbers from 0 to 2"),
+        (("schedule=[]",), r"freeze\.schedule: expected numbers"),
+        (("schedule=['a']",), r"freeze\.schedule\[0\]: expected an integer"),
+        (("schedule=1",), r"freeze\.schedule: expected an array, each an integer"),
+        (("alpha=1.5",), r"freeze\.alpha"),
+        (("percentile=-1",), r"freeze\.percentile"),
+        (("schedule=[0, 1]", "every_steps=0"), r"freeze\.every_steps"),
+        (("schedule=[0]", "layers=[]"), r"freeze\.layers: expected names of modules"),
+        (("schedule=[0]", "epochs=1"), r"unknown key 'freeze\.epochs'"),
+    ],
+)
+def test_settings_of_freezing_that_mean_nothing_are_refused(tmp_path: Path, keys: tuple[str, ...], said: str) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(root=tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        load_run(tmp_path / "run.toml", [LAYERS_OF_RUN, "freeze.every_steps=2", *(f"freeze.{key}" for key in keys)])
+
+
+def test_layers_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    run = load_run(path, ["freeze={layers=['layer.0'], every_steps=2, schedule=[1]}"])
+    with pytest.raises(ConfigError, match=r"freeze\.layers: .* got 'layer\.0'; did you mean 'layers\.0'"):
+        train_run(run)

@@ -72,7 +72,9 @@ class Optimization:
             of ``lading.optim.registry``, its name beside its settings.
         matrices: Rule that moves whole matrices.
         clip_norm: Largest norm of all gradients together; 0 switches clipping off.
-        accumulation: Micro-batches per optimizer step.
+        accumulation: Micro-batches per optimizer step, of each replica where ranks are several.
+        micro_batches: Micro-batches per optimizer step of all replicas together, in place of ``accumulation``: any
+            number of replicas that divides it trains alike; 0 leaves it to ``accumulation``.
         schedule: Learning rate after the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
         warmup_steps: Steps of linear rise to the full learning rate; a run of fewer steps ends below it.
         precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights and
@@ -86,6 +88,7 @@ class Optimization:
     matrices: Matrices | None = None
     clip_norm: float = 0.0
     accumulation: int = 1
+    micro_batches: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -95,6 +98,7 @@ class Optimization:
         _integer("steps", self.steps, 1)
         check_number("clip_norm", self.clip_norm, 0)
         _integer("accumulation", self.accumulation, 1)
+        _integer("micro_batches", self.micro_batches, 0)
         _integer("warmup_steps", self.warmup_steps, 0)
         if self.schedule not in ("constant", "cosine"):
             raise ConfigError(f"schedule: expected 'constant' or 'cosine', got {self.schedule!r}")
@@ -247,6 +251,45 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreezeConfig:
+    """Settings of which leading layers freeze while a run trains: one of ``schedule``, ``alpha`` and ``percentile``.
+
+    Attributes:
+        layers: Names of the model's modules in the order of its forward, each a layer (``"layers.0"``), or several with
+            blanks between them that freeze together (``"tokens layers.0"``). What is in none of them is always trained.
+        every_steps: Steps of an epoch, after each of which layers may freeze.
+        schedule: Number of frozen layers in each epoch, from the first on; the last number holds from then on.
+        alpha: Freeze up to the layer with the smallest gradient, at most this share of those still trained, in [0, 1].
+        percentile: Freeze up to the first layer whose gradient changes as much as this percentile of those still
+            trained, in [0, 100].
+    """
+
+    layers: list[str]
+    every_steps: int
+    schedule: list[int] | None = None
+    alpha: float | None = None
+    percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        _integer("every_steps", self.every_steps, 1)
+        rules = {"schedule": self.schedule, "alpha": self.alpha, "percentile": self.percentile}
+        if len(chosen := [name for name, rule in rules.items() if rule is not None]) != 1:
+            raise ConfigError(
+                f"schedule: expected one of schedule, alpha and percentile, got {' and '.join(chosen) or 'none'}"
+            )
+        if not self.layers or not all(layer.split() for layer in self.layers):
+            raise ConfigError(f"layers: expected names of modules, such as ['layers.0'], got {self.layers}")
+        check_number("alpha", self.alpha or 0.0, 0, math.nextafter(1, 2))
+        check_number("percentile", self.percentile or 0.0, 0, math.nextafter(100, 101))
+        counts = self.schedule or [0]
+        if counts != sorted(counts) or counts[0] < 0 or counts[-1] > len(self.layers) or self.schedule == []:
+            raise ConfigError(
+                f"schedule: expected numbers from 0 to {len(self.layers)} that do not fall, as so many layers are "
+                f"named, got {self.schedule}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Settings of the memory that a run may use.
 
@@ -382,6 +425,7 @@ class RunConfig:
     memory: MemoryConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig | None = None
+    freeze: FreezeConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     machine: str = "probe"
     layout: str = ""
@@ -519,6 +563,9 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
         if get_origin(kind) is dict and isinstance(value, dict):
             items = cast("dict[str, object]", value).items()
             return {k: _convert(get_args(kind)[1], v, f"{key}.{k}", origin) for k, v in items}
+        if get_origin(kind) is list and isinstance(value, list):
+            items = enumerate(cast("list[object]", value))
+            return [_convert(get_args(kind)[0], item, f"{key}[{number}]", origin) for number, item in items]
         if type(value) is kind:
             return value
     if float in kinds and type(value) is int and abs(value) <= LARGEST:
@@ -547,6 +594,8 @@ def _expected(hint: Any) -> str:
         return "a table"
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is list:
+        return f"an array, each {_expected(get_args(hint)[0])}"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_expected(kind) for kind in get_args(hint) if kind is not types.NoneType)
     return _WORDS[hint]

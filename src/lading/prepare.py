@@ -54,7 +54,7 @@ from lading.planner.api import (
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
-from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_processors
+from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.cuda import Cuda
 from lading.runtime.host import host_id
 from lading.runtime.kernel_calls import workspace_of
@@ -404,7 +404,7 @@ def plan_run(
         progress: Receives what is being done, for people.
     """
     ranks = parse_layout(run.layout, devices).devices if num_ranks()[0] == 1 else num_ranks()[0]
-    run = sharing_processors(resolved(run), 0 if num_ranks()[0] > 1 else ranks)
+    run = sharing_batches(sharing_processors(resolved(run), 0 if num_ranks()[0] > 1 else ranks), ranks)
     torch.set_num_threads(run.num_threads)
     machine = machine or machine_of(run)
     progress.update(0.0, "capturing the model")

@@ -20,8 +20,9 @@ from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
 from lading.config import MODELS, SYNTHETIC, DataConfig, ModelConfig, RunConfig, run_from_dict
-from lading.errors import ConfigError
+from lading.errors import ConfigError, did_you_mean
 from lading.ir.graph import StepGraph
+from lading.ir.layout import parse_layout
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
@@ -124,11 +125,37 @@ def sharing_processors(run: RunConfig, ranks: int = 0) -> RunConfig:
     return dataclasses.replace(run, threads=max(1, run.num_threads // count))
 
 
-def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
-    """Build a run's model on fake tensors and capture its step for the machine's kernels; nothing is computed."""
+def sharing_batches(run: RunConfig, ranks: int) -> RunConfig:
+    """Copy of a run whose accumulation, where it sets ``micro_batches``, is a replica's share of them.
+
+    Args:
+        ranks: Ranks that train it.
+
+    Raises:
+        ConfigError: they cannot be shared equally.
+    """
+    count = run.optimization.micro_batches
+    replicas = parse_layout(run.layout, ranks).dp if run.layout else ranks
+    if count % replicas:
+        raise ConfigError(
+            f"optimization.micro_batches: expected a multiple of the {replicas} replicas, got {count}; set one, or "
+            "start another number of ranks"
+        )
+    if not count:
+        return run
+    return dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, accumulation=count // replicas))
+
+
+def capture_run(run: RunConfig, machine: Machine, initial: Deferred | None = None) -> CapturedRun:
+    """Build a run's model on fake tensors and capture its step for the machine's kernels; nothing is computed.
+
+    Args:
+        initial: The model, where it was built before; parameters that do not require a gradient are frozen.
+    """
     run = resolved(run)
     chosen = run.optimization
-    initial = defer(lambda: build(run.model, chosen.precision))
+    initial = initial or defer(lambda: build(run.model, chosen.precision))
+    layers_to_freeze(run, initial.model)
     record = partial(capture, initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
     whole = partial(
         step_of,
@@ -145,6 +172,22 @@ def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
     evaluation = record(evaluation=True)
     step, other = together([step, whole(evaluation)])
     return CapturedRun(initial, captured, step, evaluation, other)
+
+
+def layers_to_freeze(run: RunConfig, model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """Modules of each layer that a run may freeze, in the order of the forward.
+
+    Raises:
+        ConfigError: the model has no module of such a name.
+    """
+    named = dict(model.named_modules())
+    layers = [layer.split() for layer in run.freeze.layers] if run.freeze else []
+    if unknown := [name for layer in layers for name in layer if name not in named]:
+        raise ConfigError(
+            f"freeze.layers: expected modules of the model {run.model.name!r}, got {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], named)}"
+        )
+    return [[named[name] for name in layer] for layer in layers]
 
 
 def has_masters(run: RunConfig) -> bool:

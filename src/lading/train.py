@@ -28,9 +28,10 @@ from lading.alone import launcher, num_ranks, restarts
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
-from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_to_dict
+from lading.config import CheckpointConfig, FreezeConfig, Optimization, RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
 from lading.files import make_folder, remove_file, rename_file
+from lading.freezing import Freezing
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
@@ -48,8 +49,10 @@ from lading.run import (
     capture_run,
     dataset_of,
     initial_values,
+    layers_to_freeze,
     loss_of,
     prepare_plan,
+    sharing_batches,
     sharing_processors,
 )
 from lading.run_ranks import RunRanks
@@ -68,12 +71,21 @@ from lading.units import format_bytes, format_seconds
 #: Settings with which a run may go on otherwise than it began, beside numbers of its optimizer.
 _CHANGEABLE = frozenset(
     f"optimization.{key}"
-    for key in ("steps", "schedule", "warmup_steps", "clip_norm", "accumulation", "compile", "matrices.lr")
+    for key in (
+        "steps",
+        "schedule",
+        "warmup_steps",
+        "clip_norm",
+        "accumulation",
+        "micro_batches",
+        "compile",
+        "matrices.lr",
+    )
 ) | {"ranks"}
 #: Folders of a run's checkpoints: the newest ones, and the one of the lowest validation loss.
 _NEWEST, _BEST = "checkpoints", "best"
-#: Key of a best checkpoint's meta: the loss, and what it was measured on.
-_VALIDATION = "validation"
+#: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen.
+_VALIDATION, _FREEZING = "validation", "freezing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +168,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             check_logging(what.logging)
         ranks.begin(what, resume=resume)
         if isinstance(what, RunConfig):
+            what = sharing_batches(what, ranks.count)
+        if isinstance(what, RunConfig):
             run = what
             ranks.by_first(lambda: _newest_path(run, None, ranks, resume=resume))  # refuses before it plans
             prepared = _planned(run, cache=cache)
@@ -184,7 +198,7 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
-    first, timeline, peak = _trained(prepared, data, held_out, newest, ranks)
+    prepared, first, timeline, peak = _trained(prepared, data, held_out, newest, ranks)
     return _checked(_told(ranks, partial(_reported, prepared, timeline, first, peak)))
 
 
@@ -230,14 +244,15 @@ def _short_of_peak(optimization: Optimization) -> str | None:
 
 def _trained(
     prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: RunRanks
-) -> tuple[int, Timeline | None, int]:
+) -> tuple[Prepared, int, Timeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
     Args:
         held_out: Validation data; None for a run without.
 
     Returns:
-        The first step, the Timeline of the last (None where it was not reached), and the peak bytes, saving included.
+        The run by its last plan, the first step, the Timeline of the last (None where it was not reached), and the peak
+        bytes, saving included.
     """
     run, out = prepared.run, Path(prepared.run.out)
     with ExitStack() as stack:
@@ -256,12 +271,15 @@ def _trained(
             trainer.load(newest.path)
             if ranks.is_first:
                 truncate_after(out / "metrics.jsonl", trainer.steps - 1)
-        first = trainer.steps
-        validation = None if held_out is None else _Validation(trainer, run, held_out, _meta(run, data, ranks), ranks)
+        first, meta = trainer.steps, _meta(run, data, ranks)
+        freezer = None if run.freeze is None else _Freezer(prepared, trainer, run.freeze, meta)
+        if freezer is not None and (words := freezer.begin(newest)):
+            print(fitted(words), flush=True)
+        validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
         try:
-            stop, timeline = _loop(trainer, run, data, validation, loggers, ranks)
+            stop, timeline = _loop(trainer, run, data, meta, validation, freezer, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
             raise
@@ -269,7 +287,9 @@ def _trained(
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
             print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
             stop.deliver()
-        return first, timeline, int(trainer.largest(trainer.peak_bytes)[0])
+        if freezer is not None:
+            prepared = freezer.prepared
+        return prepared, first, timeline, int(trainer.largest(trainer.peak_bytes)[0])
 
 
 def _going_on(out: Path) -> str:
@@ -373,7 +393,7 @@ def _latest(out: Path) -> Path | None:
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
     now, before = {"ranks": 1, **_meta(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
-    keys = (now.keys() | before.keys()) - {_VALIDATION, *([] if data is not None else ["data.source"])}
+    keys = (now.keys() | before.keys()) - {_VALIDATION, _FREEZING, *([] if data is not None else ["data.source"])}
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
 
 
@@ -402,6 +422,9 @@ def _meta(run: RunConfig, data: Dataset | None, ranks: RunRanks) -> dict[str, An
     source = f"content {data.fingerprint}" if data is not None else ""
     share = {"validation.share": run.validation.share} if run.validation and run.validation.share else {}
     count = {"ranks": ranks.count} if ranks.count > 1 else {}
+    if not run.optimization.micro_batches:
+        del settings["optimization.micro_batches"]
+    settings |= _flat({"freeze": config["freeze"]}) if run.freeze else {}
     return {**settings, **share, **count, "data.source": source, "threads": run.num_threads}
 
 
@@ -416,7 +439,9 @@ def _loop(
     trainer: Trainer,
     run: RunConfig,
     data: Dataset,
+    meta: Mapping[str, Any],
     validation: _Validation | None,
+    freezer: _Freezer | None,
     loggers: Sequence[Logger],
     ranks: RunRanks,
 ) -> tuple[StopRequest, Timeline | None]:
@@ -426,7 +451,7 @@ def _loop(
         The signal, and the Timeline of the run's last step; None where it was not reached.
     """
     out, total = Path(run.out), run.optimization.steps
-    save = partial(trainer.save, out / _NEWEST, meta=_meta(run, data, ranks), keep=run.checkpoint.keep)
+    save = partial(trainer.save, out / _NEWEST, meta=meta, keep=run.checkpoint.keep)
     timeline, asked = None, 0.0
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if ranks.is_first else None
@@ -439,13 +464,14 @@ def _loop(
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:
             with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
-                record = _step(trainer, run, data, ranks)
+                record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
                 timeline = trainer.timeline() if trainer.steps == total else None  # an evaluation is no step
                 excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
                 record |= {"excess": excess} if excess else {}
                 try:
                     if validation is not None and validation.is_due(trainer.steps):
                         record |= validation.evaluate()
+                    record |= {} if freezer is None else {"frozen": freezer.frozen}
                     asked, is_broken, peak = trainer.largest(stop.number, is_broken, trainer.peak_bytes)
                     record["memory_bytes"] = int(peak)
                 finally:
@@ -455,6 +481,8 @@ def _loop(
             for sentence in excess:
                 (progress.note if ranks.is_first else partial(print, f"rank {ranks.rank}:", file=sys.stderr))(sentence)
             told = len(trainer.excess)
+            if freezer is not None and (words := freezer.advance()):
+                progress.note(fitted(words))
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save()
                 saved = trainer.steps
@@ -505,7 +533,7 @@ def _saved_if_it_fails(trainer: Trainer, saved: int, save: Callable[[], Path] | 
         raise
 
 
-def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: RunRanks) -> dict[str, Any]:
+def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: RunRanks, *, norms: bool) -> dict[str, Any]:
     """Run one step at the rates of the schedule, on this rank's micro-batches; returns its figures."""
     step, chosen = trainer.steps, run.optimization
     lr, matrices = lr_at(chosen, step), chosen.matrices
@@ -513,7 +541,7 @@ def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: RunRanks) -> d
     first = ranks.replica * chosen.accumulation
     batches = [data.batch(step, first + micro) for micro in range(chosen.accumulation)]
     started = time.perf_counter()
-    loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
+    loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr, norms=norms)
     step_s = time.perf_counter() - started
     record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
     losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
@@ -524,6 +552,84 @@ def _step(trainer: Trainer, run: RunConfig, data: Dataset, ranks: RunRanks) -> d
 
 def _is_due(checkpoint: CheckpointConfig, steps: int) -> bool:
     return checkpoint.every_steps > 0 and steps % checkpoint.every_steps == 0
+
+
+class _Freezer:
+    """Layers of a run that freeze while it trains; when some do, the run is planned again between two steps.
+
+    Args:
+        prepared: The run as it was planned with nothing frozen.
+        meta: What checkpoints of the run say of it, to which the state of the rule is added.
+
+    Attributes:
+        prepared: The run by its plan of now.
+
+    Raises:
+        ConfigError: a rule by gradients, where ranks have shards of them.
+    """
+
+    def __init__(self, prepared: Prepared, trainer: Trainer, settings: FreezeConfig, meta: dict[str, Any]) -> None:
+        self.prepared, self._trainer, self._settings, self._meta = prepared, trainer, settings, meta
+        layers = layers_to_freeze(prepared.run, prepared.step.initial.model)
+        epochs = None if settings.schedule is None else dict(enumerate(settings.schedule))
+        rule = {"epochs": epochs, "alpha": settings.alpha, "percentile": settings.percentile}
+        self._rule = Freezing(prepared.step.initial.model, layers, **rule)
+        layout = prepared.plan.parsed_layout
+        if self._rule.needs_norms and (layout.zero or layout.tp > 1 or layout.ep > 1):
+            raise ConfigError(
+                f"freeze: expected ranks that have whole gradients, for a rule that compares them, found the layout "
+                f"{layout}; set freeze.schedule instead, or a layout without zero, tp and ep"
+            )
+
+    @property
+    def frozen(self) -> int:
+        """Number of layers that are frozen."""
+        return self._rule.frozen
+
+    def asks_norms(self) -> bool:
+        """Whether the next step has to take the norms of its gradients."""
+        return self._rule.needs_norms and (self._trainer.steps + 1) % self._settings.every_steps == 0
+
+    def begin(self, newest: Checkpoint | None) -> str:
+        """Freeze what is frozen when a run begins or goes on; returns what was done in words, "" for nothing."""
+        if newest is None:
+            self._rule.advance(0, self._trainer)
+        else:
+            self._rule.load(newest.meta[_FREEZING])
+        return self._planned_again() if self._rule.frozen else self._noted()
+
+    def advance(self) -> str:
+        """Freeze what is due after an epoch, as ``begin``; after the last step for a run that goes on from there."""
+        epoch, rest = divmod(self._trainer.steps, self._settings.every_steps)
+        if rest:
+            return ""
+        froze = self._rule.advance(epoch, self._trainer)
+        is_last = self._trainer.steps == self.prepared.run.optimization.steps
+        return self._planned_again() if froze and not is_last else self._noted()
+
+    def _noted(self) -> str:
+        self._meta[_FREEZING] = self._rule.state()
+        return ""
+
+    def _planned_again(self) -> str:
+        """Plan the run with what is frozen now, within the budgets that it has, and go on by the new plan."""
+        from lading.prepare import plan_run
+
+        self._noted()
+        started, before = time.perf_counter(), self.prepared
+        budgets = dict(before.plan.budgets)
+        memory = dataclasses.replace(before.run.memory, budget=budgets.pop("device")).with_tier_budgets(budgets)
+        run = dataclasses.replace(before.run, memory=memory)
+        machine = machine_of(run)
+        self.prepared = plan_run(run, machine, capture_run(run, machine, before.step.initial))
+        self._trainer.pause()
+        self._trainer.resume(self.prepared.plan, self.prepared.step.captured, others=self.prepared.step.others)
+        took, steps = format_seconds(time.perf_counter() - started), self._trainer.steps
+        times = " -> ".join(format_seconds(each.plan.step_s) for each in (before, self.prepared))
+        return (
+            f"{self._rule.frozen} of {len(self._settings.layers)} layers are frozen after step {steps}; planned again "
+            f"in {took}, step predicted {times}"
+        )
 
 
 class _Validation:
@@ -600,7 +706,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     Matrices are moved by ``lading.optim`` where the run says so, of which Muon is ``torch.optim.Muon`` to the bit.
     """
     torch.set_num_threads(run.num_threads)
-    run = resolved(run)
+    run = sharing_batches(resolved(run), 1)
     loss_fn, data = loss_of(run.model), dataset_of(run, defer(lambda: build(run.model)).model)
     trim()
     baseline, meter = resident_bytes(), PeakMeter()

@@ -64,7 +64,8 @@ from lading.units import format_bytes
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
 
-_RNG = "torch.rng_state"
+#: What a checkpoint has beside values: the random generator's state, and the names of frozen parameters as text.
+_RNG, _FROZEN = "torch.rng_state", "lading.frozen"
 
 
 class Trainer:
@@ -571,8 +572,10 @@ class Trainer:
             (name, value.dtype, value.shape, self._values.chunks(name, left)) for name, value in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
+        names = "\n".join(self._frozen).encode()
+        frozen: list[TensorSource] = [(_FROZEN, "uint8", (len(names),), [memoryview(names)])] if names else []
         try:
-            path = save_checkpoint(folder, self.steps, [*sources, rng], meta, keep)
+            path = save_checkpoint(folder, self.steps, [*sources, rng, *frozen], meta, keep)
         finally:  # the others give all shards, whether or not they can be written
             self._values.give(list(left))
         self._saved = str(path)
@@ -582,25 +585,32 @@ class Trainer:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
 
-        States of parameters that are frozen now are left where they are.
+        States of parameters that are frozen now are left where they are; those of parameters that were frozen then, and
+        are trained now, begin anew.
 
         Raises:
             StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
         """
         checkpoint = open_checkpoint(Path(path))
-        beside = (_RNG, *(f"{name}." for name in self._frozen))
+        beside = (_RNG, _FROZEN, *(f"{name}." for name in self._frozen))
+        frozen = bytes(checkpoint.read(_FROZEN).tolist()).decode().split("\n") if _FROZEN in checkpoint.tensors else []
+        thawed = {name for name in self._values.states_of(frozen) if name not in checkpoint.tensors}
         saved = {
             name: (tensor.dtype, tensor.shape)
             for name, tensor in checkpoint.tensors.items()
             if not name.startswith(beside)
         }
-        check_saved(path, saved, self._values, name_of(self.optimizer))
-        scalars = [name for name, value in self._values.items() if not value.shape]
+        wanted = {name: value for name, value in self._values.items() if name not in thawed}
+        check_saved(path, saved, wanted, name_of(self.optimizer))
+        scalars = [name for name, value in wanted.items() if not value.shape]
         check_numbers(self._values, {name: checkpoint.read(name) for name in scalars})
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name in self._values:  # masters come after their parameters
-            self._values.fill(name, checkpoint.chunks, checkpoint.read)
+            if name in thawed:
+                self._values.begin(name, checkpoint.read)
+            else:
+                self._values.fill(name, checkpoint.chunks, checkpoint.read)
         self._given = ""
         self._note_given(*(f"{name} {tensor.sha256}" for name, tensor in sorted(checkpoint.tensors.items())))
         self._half_loaded, self._saved = "", str(path)

@@ -315,6 +315,17 @@ class NamedValues(Mapping[str, Value]):
         else:
             self.write(name, read(name))
 
+    def states_of(self, parameters: Iterable[str]) -> list[str]:
+        """Names of the optimizer states of these parameters."""
+        first = tuple(f"{name}." for name in parameters)
+        return [name for name in self._values if first and name.startswith(first)]
+
+    def begin(self, state: str, read: Callable[[str], torch.Tensor]) -> None:
+        """Set a state as training begins with it: a master to its parameter, which ``read`` gives, others to zero."""
+        value, (parameter, _, last) = self._values[state], state.rpartition(".")
+        zeros = torch.zeros(value.shape, dtype=getattr(torch, value.dtype))
+        self.write(state, read(parameter).to(zeros.dtype) if last == "master" else zeros)
+
     def shared(self) -> list[str]:
         """Names of the values that ranks have together, in the order in which a checkpoint is written."""
         named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])

@@ -101,7 +101,7 @@ def test_overrides(run_file: str) -> None:
         ),
         ("threads = 1", "treads = 1", "run.toml: unknown key 'treads'; did you mean 'threads'?"),
         ("threads = 1", "batchsize = 1", "unknown key 'batchsize'; did you mean 'data.batch_size'?"),
-        ("threads = 1", "zzz = 1", "unknown key 'zzz'; expected one of checkpoint, data, freeze, layout, logging, machine"),
+        ("threads = 1", "zzz = 1", "unknown key 'zzz'; expected one of checkpoint, data, freeze, layout, logging"),
         ("steps = 20\n", "", "run.toml: missing key 'optimization.steps': expected an integer"),
         ('[memory]\nbudget = "50%"', "", "run.toml: missing key 'memory': expected a table"),
         ("steps = 20", "steps = '20'", "run.toml: optimization.steps: expected an integer, got '20'"),

@@ -260,6 +260,10 @@ def _trained(
         loggers = stack.enter_context(_loggers(run, newest.step if newest else 0)) if ranks.is_first else []
         trainer = stack.enter_context(_trainer(prepared, ranks))
         stack.enter_context(ranks.ending_together())  # told before the trainer's connections close
+        meta = _meta(run, data, ranks)
+        freezer = None if run.freeze is None else _Freezer(prepared, trainer, run.freeze, meta)
+        if freezer is not None and (words := freezer.begin(newest)):
+            print(fitted(words), flush=True)
         if newest is None:
             for note in trainer.initialize(partial(initial_values, run, prepared.step.initial)):
                 print(note, flush=True)
@@ -271,10 +275,7 @@ def _trained(
             trainer.load(newest.path)
             if ranks.is_first:
                 truncate_after(out / "metrics.jsonl", trainer.steps - 1)
-        first, meta = trainer.steps, _meta(run, data, ranks)
-        freezer = None if run.freeze is None else _Freezer(prepared, trainer, run.freeze, meta)
-        if freezer is not None and (words := freezer.begin(newest)):
-            print(fitted(words), flush=True)
+        first = trainer.steps
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
@@ -591,12 +592,13 @@ class _Freezer:
         return self._rule.needs_norms and (self._trainer.steps + 1) % self._settings.every_steps == 0
 
     def begin(self, newest: Checkpoint | None) -> str:
-        """Freeze what is frozen when a run begins or goes on; returns what was done in words, "" for nothing."""
+        """Freeze what is frozen when a run begins or goes on, before it has values; returns this in words, or ""."""
         if newest is None:
             self._rule.advance(0, self._trainer)
         else:
             self._rule.load(newest.meta[_FREEZING])
-        return self._planned_again() if self._rule.frozen else self._noted()
+        step = 0 if newest is None else newest.step
+        return self._planned_again(step) if self._rule.frozen else self._noted()
 
     def advance(self) -> str:
         """Freeze what is due after an epoch, as ``begin``; after the last step for a run that goes on from there."""
@@ -605,13 +607,13 @@ class _Freezer:
             return ""
         froze = self._rule.advance(epoch, self._trainer)
         is_last = self._trainer.steps == self.prepared.run.optimization.steps
-        return self._planned_again() if froze and not is_last else self._noted()
+        return self._planned_again(self._trainer.steps) if froze and not is_last else self._noted()
 
     def _noted(self) -> str:
         self._meta[_FREEZING] = self._rule.state()
         return ""
 
-    def _planned_again(self) -> str:
+    def _planned_again(self, step: int) -> str:
         """Plan the run with what is frozen now, within the budgets that it has, and go on by the new plan."""
         from lading.prepare import plan_run
 
@@ -624,10 +626,10 @@ class _Freezer:
         self.prepared = plan_run(run, machine, capture_run(run, machine, before.step.initial))
         self._trainer.pause()
         self._trainer.resume(self.prepared.plan, self.prepared.step.captured, others=self.prepared.step.others)
-        took, steps = format_seconds(time.perf_counter() - started), self._trainer.steps
+        took = format_seconds(time.perf_counter() - started)
         times = " -> ".join(format_seconds(each.plan.step_s) for each in (before, self.prepared))
         return (
-            f"{self._rule.frozen} of {len(self._settings.layers)} layers are frozen after step {steps}; planned again "
+            f"{self._rule.frozen} of {len(self._settings.layers)} layers are frozen after step {step}; planned again "
             f"in {took}, step predicted {times}"
         )
 

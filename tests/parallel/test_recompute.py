@@ -6,7 +6,7 @@ from lading.catalog.tables import family_table
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.work import Product, RankSegment
-from lading.parallel.memory import saved_bytes, segment_memory
+from lading.parallel.memory import kept_sizes, saved_bytes, segment_memory
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import recomputed
 
@@ -135,6 +135,23 @@ def test_fusing_keeps_less():
     assert fused - compiled >= 2 * S * B * f + 4 * SBH  # the product of gate and up, and both norms' results
     with pytest.raises(ConfigError, match="expected eager, fused or compiled, got 'much'"):
         saved_bytes(segment, fusion="much")
+
+
+def test_operands_of_products_are_kept_in_half_of_their_bytes():
+    f = 384
+    segment = layer("llama", k=2, d=16, f=f)
+    again = recomputed(segment, "selective", ["layernorm", "act"])
+    whole, low = (kept_sizes(segment, again, operand_share=share) for share in (1.0, 0.5))
+    halved = {storage for storage in whole if low[storage] != whole[storage]}
+    assert all(2 * low[storage] == whole[storage] for storage in halved)
+    assert {whole[storage] for storage in halved} == {2 * S * B * f}  # gate and up, from which the activation is made
+    kept = saved_bytes(segment, again, operand_share=0.5)
+    assert kept == saved_bytes(segment, again) - 2 * S * B * f
+    memory = segment_memory(segment, again, operand_share=0.5)
+    assert memory.saved == kept
+    assert memory.forward_peak == segment_memory(segment, again).forward_peak
+    everything = kept_sizes(segment), kept_sizes(segment, operand_share=0.5)
+    assert sum(everything[1].values()) < sum(everything[0].values())
 
 
 def test_peaks_hold_what_is_kept():

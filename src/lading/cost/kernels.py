@@ -226,6 +226,12 @@ def runs_low(kernel: Kernel, precision: str) -> bool:
     )
 
 
+def operand_share(precision: str, stack: Stack) -> float:
+    """Bytes in which a 16-bit operand of products is kept for backward, for each that it has in forward."""
+    low = stack.keeps_low and precision in LOW_PRECISIONS
+    return OPERAND_BYTES[precision] / DTYPE_BYTES["bfloat16"] if low else 1.0
+
+
 def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> tuple[Product, str, float]:
     """A product as the stack runs it, the precision of its operands, and bytes of an element of its output."""
     if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT:

@@ -98,6 +98,7 @@ class Stack:
         recompute_choices: Parts of a block that it recomputes alone besides attention's core, as ``recompute_modules``
             names them: "layernorm", "layernorm+mlp". A search of layouts tries each that the model has.
         low_precisions: Recipes of products with fewer than 16 bits that it has: "fp8", "mxfp8", "nvfp4".
+        keeps_low: What products in fewer than 16 bits read again in backward is kept in these bits.
         clips: The gradients' norm is limited in each step.
         sources: Where each setting comes from, by key.
     """
@@ -158,6 +159,7 @@ class Stack:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute_choices: tuple[str, ...] = ()
     low_precisions: tuple[str, ...] = ()
+    keeps_low: bool = False
     clips: bool = True
     sources: dict[str, str] = field(default_factory=lambda: {})
 

@@ -117,7 +117,12 @@ class SegmentMemory:
 
 
 def saved_bytes(
-    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+    segment: RankSegment,
+    recompute: Recomputed | None = None,
+    fusion: str = "eager",
+    *,
+    fused_loss: bool = False,
+    operand_share: float = 1.0,
 ) -> int:
     """Bytes kept from forward to backward of one micro-batch.
 
@@ -126,9 +131,11 @@ def saved_bytes(
         fusion: "eager"; "fused": chains of pointwise operations are one kernel that makes their inner results again,
             and cross-entropy works in place; "compiled": all that can be made again without a product is.
         fused_loss: Cross-entropy works on the logits as the product made them, not on them in fp32.
+        operand_share: Bytes that operands of products are kept in, for each that they have while forward runs; see
+            ``_operands``.
     """
-    sizes = _sizes(segment)
-    return sum(sizes[s] for s in _kept(segment, recompute, (fusion, fused_loss)))
+    kept = kept_sizes(segment, recompute, fusion, fused_loss=fused_loss, operand_share=operand_share)
+    return sum(kept.values())
 
 
 def segment_memory(
@@ -138,6 +145,7 @@ def segment_memory(
     *,
     fused_loss: bool = False,
     makes_weight_gradients: bool = True,
+    operand_share: float = 1.0,
 ) -> SegmentMemory:
     """Bytes kept and peaks of a segment; arguments as ``saved_bytes``.
 
@@ -149,17 +157,48 @@ def segment_memory(
     again = recompute.kernels if recompute else ()
     without = frozenset[int]() if makes_weight_gradients else _weight_gradients(flow_of(segment.form))
     forward, backward = _walks(segment.form, kept, again, (fusion, fused_loss), without)
+    as_kept = sizes | _operands(segment, kept, again, sizes, operand_share)
     return SegmentMemory(
-        saved=sum(sizes[s] for s in kept), forward_peak=forward.most(sizes), backward_peak=backward.most(sizes)
+        saved=sum(as_kept[s] for s in kept), forward_peak=forward.most(sizes), backward_peak=backward.most(as_kept)
     )
 
 
 def kept_sizes(
-    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+    segment: RankSegment,
+    recompute: Recomputed | None = None,
+    fusion: str = "eager",
+    *,
+    fused_loss: bool = False,
+    operand_share: float = 1.0,
 ) -> dict[int, int]:
     """Bytes of each storage kept from forward to backward; arguments as ``saved_bytes``."""
-    sizes = _sizes(segment)
-    return {storage: sizes[storage] for storage in sorted(_kept(segment, recompute, (fusion, fused_loss)))}
+    sizes, kept = _sizes(segment), _kept(segment, recompute, (fusion, fused_loss))
+    as_kept = sizes | _operands(segment, kept, recompute.kernels if recompute else (), sizes, operand_share)
+    return {storage: as_kept[storage] for storage in sorted(kept)}
+
+
+def _operands(
+    segment: RankSegment, kept: Iterable[int], again: Sequence[int], sizes: Mapping[int, int], share: float
+) -> dict[int, int]:
+    """Bytes of what is kept in the format of products' operands instead of that in which forward made it.
+
+    That is what only 16-bit products read in backward, to make gradients of weights, and results of products that only
+    an activation function reads which runs again. What attention or a norm reads is kept as it is (arXiv 2412.19437,
+    3.3.3).
+    """
+    if share == 1.0:
+        return {}
+    flow, kernels = flow_of(segment.form), segment.kernels
+    made: dict[int, int] = {}
+    for storage in kept:
+        places = [p for p in flow.users.get(storage, ()) if kernels[p].stage is not Stage.FORWARD or p in again]
+        readers = [kernels[place] for place in places]
+        makers = [kernels[place] for place in flow.makers_forward(storage)]
+        in_products = all(r.kind is OpKind.MATMUL and r.dtype in ("bfloat16", "float16") for r in readers)
+        in_activation = all(r.kind in POINTWISE for r in readers) and all(m.kind is OpKind.MATMUL for m in makers)
+        if readers and makers and (in_products or (in_activation and not set(again).isdisjoint(places))):
+            made[storage] = round(sizes[storage] * share)
+    return made
 
 
 def _kept(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
@@ -244,7 +283,12 @@ class AliveBytes:
 
 
 def alive_bytes(
-    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+    segment: RankSegment,
+    recompute: Recomputed | None = None,
+    fusion: str = "eager",
+    *,
+    fused_loss: bool = False,
+    operand_share: float = 1.0,
 ) -> AliveBytes:
     """Bytes alive while each kernel runs; arguments as ``saved_bytes``."""
     sizes, flow = _sizes(segment), flow_of(segment.form)
@@ -254,10 +298,11 @@ def alive_bytes(
     again = recompute.kernels if recompute else ()
     forth, back = _walks(segment.form, kept, again, (fusion, fused_loss), without)
     places = [*again, *(p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD)]
+    as_kept = sizes | _operands(segment, kept, again, sizes, operand_share)
     return AliveBytes(
-        saved=sum(sizes[s] for s in kept),
+        saved=sum(as_kept[s] for s in kept),
         forward=tuple(zip(flow.forward, forth.alive(sizes)[1:], strict=True)),
-        backward=tuple(zip(places, back.alive(sizes)[1:], strict=True)),
+        backward=tuple(zip(places, back.alive(as_kept)[1:], strict=True)),
         gradients={tensor: place for tensor, (place, _) in gradients.items()},
     )
 

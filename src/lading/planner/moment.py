@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lading.cost.kernels import operand_share
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.reporting import Branch
 from lading.ir.table import ModelTable
@@ -93,7 +94,8 @@ def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:
     layout, stack = chosen.modules.request.layout, chosen.modules.request.stack
     mode = layout.recompute if again else "none"
     again_run = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
-    return kept_sizes(segment, again_run, stack.fusion, fused_loss=stack.fused_loss)
+    share = operand_share(layout.precision, stack)
+    return kept_sizes(segment, again_run, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
 
 
 def _branches(module: str, block: _BlockMemory) -> Branch:

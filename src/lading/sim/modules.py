@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lading.cost.kernels import operand_share
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
@@ -278,7 +279,8 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: S
     layout, stack = request.layout, request.stack
     mode = layout.recompute if again else "none"
     kept = recomputed(ranked, mode, layout.recompute_modules, early_stop=stack.early_stop)
-    alive = alive_bytes(ranked, kept, stack.fusion, fused_loss=stack.fused_loss)
+    share = operand_share(layout.precision, stack)
+    alive = alive_bytes(ranked, kept, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
     seconds = {
         "forward": span(whole.forward, prices, stack).seconds,
         "again": span(whole.again, prices, stack).seconds,

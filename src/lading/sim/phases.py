@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lading.cost.fusion import launched
+from lading.cost.kernels import operand_share
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, RankSegment, Stage
@@ -125,8 +126,9 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
     kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
     in_place = stack.gradient_placeholders and bool(segment.enters and segment.leaves)
     memory = segment_memory(
-        segment, kept, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place
-    )
+        segment, kept, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place,
+        operand_share=operand_share(prices.precision, stack),
+    )  # fmt: skip
     forward, again, backward_input, backward_weight = [
         part_of(kernels, prices) for kernels in stretches(segment, kept, stack)
     ]

@@ -28,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from lading.cost.kernels import operand_share
 from lading.errors import ConfigError
 from lading.ir.action import Work
 from lading.ir.graph import DTYPE_BYTES, Role
@@ -441,7 +442,8 @@ def _alive(unit: Phases, layout: Layout, stack: Stack) -> AliveBytes:
     A cross-entropy of stock PyTorch over sharded logits makes one tensor of their size more in backward
     (tensor/parallel/loss.py, torch 2.13).
     """
-    alive = alive_bytes(unit.segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss)
+    share = operand_share(layout.precision, stack)
+    alive = alive_bytes(unit.segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
     if not stack.drops_gradients or layout.tp == 1 or not (logits := _logits_bytes(unit.segment)):
         return alive
     kernels = unit.segment.kernels

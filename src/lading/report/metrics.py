@@ -117,13 +117,10 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             _check(record, key, kind, where)
         if "base_bytes" in record:
             _check(record, "base_bytes", int, where)
-        sentences: object = record.get("excess", [])
-        if not isinstance(sentences, list) or not all(
-            isinstance(each, str) for each in cast("list[object]", sentences)
-        ):
-            raise ConfigError(
-                f"{where}: expected a list of texts as 'excess', got {repr(sentences)[:60]}; mend or remove the line"
-            )
+        texts = record.get("excess", [])
+        if type(texts) is not list or not all(isinstance(each, str) for each in cast("list[object]", texts)):
+            got = repr(cast("object", texts))[:60]
+            raise ConfigError(f"{where}: expected a list of texts as 'excess', got {got}; mend or remove the line")
     return records
 
 

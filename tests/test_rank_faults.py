@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import resource
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,6 +26,8 @@ from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run
 from lading.report.metrics import read_metrics
+from lading.runtime import job
+from lading.runtime.data import TextDataset
 from lading.train import train_run
 from tests.runs import num_lines, set_up
 from tests.test_train_ranks import written
@@ -58,8 +66,18 @@ def _work(log: Path, argv: list[str]) -> None:
         sys.exit(code)
 
 
-def run_job(log: Path, argv: list[str], ranks: int, restarts: int, disturb: Callable[[int], None]) -> bool:
+def run_job(
+    log: Path,
+    argv: list[str],
+    ranks: int,
+    restarts: int,
+    disturb: Callable[[int], None],
+    work: Callable[[Path, list[str]], None] = _work,
+) -> bool:
     """Train on ranks that torchrun starts, while ``disturb(start)`` goes on beside it for each start of the job.
+
+    Args:
+        work: What each rank does.
 
     Returns:
         Whether it ended well.
@@ -85,7 +103,7 @@ def run_job(log: Path, argv: list[str], ranks: int, restarts: int, disturb: Call
         start_method="forkserver",
     )
     try:
-        elastic_launch(config, _work)(log, argv)
+        elastic_launch(config, work)(log, argv)
     except ChildFailedError:
         return False
     finally:
@@ -169,3 +187,158 @@ def test_killed_and_resumed_in_another_layout(
         run_job(log, argv, ranks, 0, lambda number, ranks=ranks: kill_one(log, out, number, ranks, chance))
     train_run(load_run(path, asked(path, "", 1, out, micro)[3:]), resume=True)
     assert_went_on(out, path, micro, rel)
+
+
+KILLS = ["dp2,zero3", "pp2", "dp2", "dp2,zero1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1020))
+def test_twenty_kills_at_random_instants(path: Path, tmp_path: Path, seed: int) -> None:
+    """Every other job is started again by torchrun, the others go on as one process."""
+    out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(seed)
+    print(f"seed {seed}")
+    again, layout = seed % 2, KILLS[seed // 2 % len(KILLS)]
+
+    def disturb(number: int) -> None:
+        if not number:
+            kill_one(log, out, number, 2, chance)
+
+    ended = run_job(log, asked(path, layout, 2, out), 2, again, disturb)
+    assert ended or not again, log.read_text()
+    train_run(load_run(path, asked(path, "", 1, out)[3:]), resume=True)
+    assert_went_on(out, path)
+
+
+LARGER = "model.sizes={dim=256, num_layers=2, num_heads=2}"
+#: Settings of a job that lasts some seconds, and trains alike on one rank and on two.
+ELASTIC = (
+    LARGER,
+    "data.sequence_length=128",
+    "memory={policy='keep-all', budget='100%'}",
+    "checkpoint={every_steps=3}",
+    "optimization={steps=240, micro_batches=2}",
+)
+
+
+def _with_little_disk(log: Path, argv: list[str]) -> None:
+    """Rank 1 may write files of 64 KiB, as on a disk that is nearly full."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+    _work(log, argv)
+
+
+def _with_little_memory(log: Path, argv: list[str]) -> None:
+    """Rank 1 gets 40 MiB more than it has when its data are open, less than its plan takes."""
+    begin = TextDataset.__init__
+
+    def limited(self: TextDataset, *args: Any, **settings: Any) -> None:
+        begin(self, *args, **settings)
+        if os.environ["RANK"] == "1":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), used + (40 << 20)))
+
+    TextDataset.__init__ = limited
+    _work(log, argv)
+
+
+def _stopped(log: Path, argv: list[str]) -> None:
+    """Rank 1 stops in its third step, as a process that swaps or hangs; others wait for 8 seconds."""
+    job.Replicas.__init__.__defaults__ = (8.0,)
+    batch = TextDataset.batch
+
+    def stopping(self: TextDataset, step: int, micro: int) -> Any:
+        if os.environ["RANK"] == "1" and step == 2:
+            log.with_name("stopped").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return batch(self, step, micro)
+
+    TextDataset.batch = stopping
+    _work(log, argv)
+
+
+def errors_of(log: Path) -> list[str]:
+    """Errors that the ranks of a job said."""
+    return [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "memory", "said"),
+    [
+        (_with_little_disk, "memory={budget='99%'}", "rank-1"),
+        (_with_little_memory, "memory={policy='keep-all', budget='100%'}", "on rank 1 .* memory"),
+    ],
+    ids=["disk", "memory"],
+)
+def test_a_rank_without_disk_or_memory_ends_all_with_one_error(
+    path: Path, tmp_path: Path, work: Callable[[Path, list[str]], None], memory: str, said: str
+) -> None:
+    log, out, started = tmp_path / "log", tmp_path / "out", time.monotonic()
+    argv = [*asked(path, "dp2", 2, out), LARGER, memory]
+    assert not run_job(log, argv, 2, 0, lambda _: None, work)
+    assert time.monotonic() - started < 30
+    errors = errors_of(log)
+    assert len(errors) == 1, log.read_text()
+    assert re.search(said, errors[0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_is_named(path: Path, tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    said = list[float]()
+
+    def disturb(_: int) -> None:
+        until(lambda: log.is_file() and errors_of(log), 60)
+        said.append(time.monotonic())
+        with suppress(ProcessLookupError):
+            os.kill(int(log.with_name("pid 0 1").read_text()), signal.SIGCONT)
+
+    assert not run_job(log, asked(path, "dp2", 2, out), 2, 0, disturb, _stopped)
+    assert "rank 1" in errors_of(log)[0], log.read_text()
+    assert said[0] - float(log.with_name("stopped").read_text()) < 12
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_rank_ends_all_with_one_error(path: Path, tmp_path: Path) -> None:
+    """The swap file of rank 1 is on a disk of 64 KiB."""
+    out, disk = tmp_path / "out", tmp_path / "out" / "rank-1"
+    disk.mkdir(parents=True)
+    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=64k none {shlex.quote(str(disk))}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mounted, mount], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("file systems cannot be mounted here")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lading"]
+    command += [
+        *asked(path, "dp2", 2, out),
+        "model.sizes={dim=256, num_layers=2, num_heads=2}",
+        "memory={budget='99%'}",
+    ]
+    started = time.monotonic()
+    done = subprocess.run(
+        [*mounted, f"{mount} && exec {shlex.join(command)}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode, done.stdout
+    assert time.monotonic() - started < 30
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert "rank-1" in errors[0]
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_ranks_and_leaves_a_checkpoint(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lading"]
+    command += ["train", str(path), "--no-cache", *ELASTIC, "checkpoint={every_steps=0}", f"out={out}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launched:
+        until(lambda: num_lines(out / "metrics.jsonl") >= 5)
+        os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
+        _, said = launched.communicate(timeout=60)
+    newest = latest_checkpoint(out / "checkpoints")
+    assert newest is not None, said
+    assert open_checkpoint(newest).step == num_lines(out / "metrics.jsonl") < 240
+    train_run(load_run(path, [*ELASTIC, "checkpoint={every_steps=0}", f"out={out}"]), resume=True)
+    assert [step for step, _ in curve(out)] == list(range(240))

@@ -34,7 +34,7 @@ def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
     out = Path(prepared.run.out)
     prepared.predicted.save(out / "predicted.json")
     if measured is None:
-        measured = _measured(out)
+        measured = _measured(out, prepared)
     else:
         measured.save(out / "measured.json")
     timelines = [prepared.predicted] if measured is None else [prepared.predicted, measured]
@@ -51,13 +51,16 @@ def write_run_report(folder: Path) -> Path:
         ConfigError: no plan there.
     """
     prepared = prepare_plan(Plan.load(folder / "plan.json"))
-    _write(prepared, _measured(folder), folder)
+    _write(prepared, _measured(folder, prepared), folder)
     return folder / "report.html"
 
 
-def _measured(folder: Path) -> Timeline | None:
+def _measured(folder: Path, prepared: Prepared) -> Timeline | None:
+    """Timeline of the last step of a run, unless it ran by another plan, whose actions are others."""
     path = folder / "measured.json"
-    return Timeline.load(path) if path.is_file() else None
+    measured = Timeline.load(path) if path.is_file() else None
+    is_of_plan = measured is not None and measured.labels == prepared.predicted.labels
+    return measured if is_of_plan else None
 
 
 def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:

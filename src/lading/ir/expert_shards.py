@@ -7,8 +7,8 @@ back to the ranks whose tokens they are: each adds up its own. What is said to o
 router gives it, goes to the rank that has it, by an all-to-all. Backward mirrors that, by the same rules.
 
 [Note: slots] All ranks run one Program, so the first expert of a rank stands where the first of another does: what is
-built for each rank must be equal but for the names of parameters, or the layout is refused. ``Placement.names`` says
-which parameter it is on which rank.
+built for each rank must be equal but for the names of parameters, or the layout is refused.
+``TensorPlacement.names`` says which parameter it is on which rank.
 
 [Note: mean of experts] A rank's gradient of an expert is the sum over the tokens of all ranks, each of which takes the
 mean over its own batch. Divided by the number of ranks it is what replicas get by taking their mean.
@@ -30,20 +30,20 @@ from lading.ir.graph import (
     OpKind,
     Parameter,
     Phase,
-    Placement,
     Ref,
     RepeatedBlock,
     Role,
     StepGraph,
     Storage,
     Tensor,
+    TensorPlacement,
     rename_op,
     row_major,
 )
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 from lading.ir.reduction import ALL_GATHER, ALL_TO_ALL, SCATTER_SUM
-from lading.ir.sharding_rules import Rule, rule_of
+from lading.ir.sharding_rules import ShardingRule, rule_of
 
 #: Name of a parameter of one expert: the list, the expert's number in it, and the parameter's name in the expert.
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")
@@ -181,7 +181,7 @@ class _ExpertSharder:
         over = cast("str", dict(self.across)["over"])
         slots = [[each[slot] for each in of_ranks] for slot in range(len(of_ranks[0]))]
         placements = {
-            first.tensor: Placement(
+            first.tensor: TensorPlacement(
                 self.tensors[first.tensor].shape, 0, (), over, self.ranks, tuple(p.names[0] for p in (first, *others))
             )
             for first, *others in slots
@@ -283,7 +283,7 @@ class _ExpertSharder:
         moved |= {t: self._view_here(t) for t in op.inputs if self._is_experts(t)}
         self.ops.append(self._renamed(op, moved, scaled=label is not None))
 
-    def _token_label(self, op: Op, rule: Rule | None) -> str | None:
+    def _token_label(self, op: Op, rule: ShardingRule | None) -> str | None:
         """Label of the dim along which an operation of an expert goes over tokens; None where it sees none."""
         labels: set[str | None] = set()
         for tensor in op.inputs:

@@ -187,7 +187,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """Shards of a tensor over ranks, each of which has equal runs of one dim; or tensors alike, each on one rank.
 
     Attributes:
@@ -217,7 +217,7 @@ class Parameter:
     names: tuple[str, ...]
     tensor: int
     gradient: int | None
-    placement: Placement | None = field(default=None, repr=False)
+    placement: TensorPlacement | None = field(default=None, repr=False)
 
     @property
     def is_on_one_rank(self) -> bool:

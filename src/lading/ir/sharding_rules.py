@@ -93,7 +93,7 @@ _ATTENTION = frozenset([
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ShardingRule:
     """Labels of the dims of an operation's tensors: equal labels run along each other, None is no dim to cut.
 
     Attributes:
@@ -105,7 +105,7 @@ class Rule:
     summed: frozenset[str] = frozenset()
 
 
-def rule_of(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def rule_of(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     """Say along which dims an operation may run on shards of its tensors; None where that is not known."""
     name = base_name(op.name)
     if len({*op.inputs}) != len(op.inputs) or not op.outputs or None in op.results:
@@ -116,7 +116,7 @@ def rule_of(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
     return None if make is None else make(op, tensors)
 
 
-def _pointwise(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _pointwise(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     shape = tensors[op.outputs[0]].shape
     if len(op.outputs) != 1 or not op.inputs:
         return None
@@ -127,10 +127,10 @@ def _pointwise(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
         if before < 0 or any(n not in (1, shape[before + d]) for d, n in enumerate(lengths)):
             return None
         inputs[tensor] = tuple(str(before + d) if n == shape[before + d] else None for d, n in enumerate(lengths))
-    return Rule(inputs, (tuple(map(str, range(len(shape)))),))
+    return ShardingRule(inputs, (tuple(map(str, range(len(shape)))),))
 
 
-def _product(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _product(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     *bias, left, right = op.inputs
     batch = ("b",) if len(tensors[left].shape) == 3 else ()
     out = (*batch, "m", "n")
@@ -140,10 +140,10 @@ def _product(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
         labels[bias[0]] = out[len(out) - len(shape) :]
         if any(n == 1 for n in shape):
             return None
-    return Rule(labels, (out,), frozenset("k"))
+    return ShardingRule(labels, (out,), frozenset("k"))
 
 
-def _leading(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _leading(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     """A norm over the last dims, or its backward: results without leading dims are sums over them."""
     shape = tensors[op.outputs[0]].shape
     lead = len(shape) - len(cast("tuple[int, ...]", next(arg for arg in op.args if isinstance(arg, tuple))))
@@ -154,20 +154,20 @@ def _leading(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
         return tuple(str(d) if leads and d < lead else None for d in range(len(dims)))
 
     summed = frozenset(map(str, range(lead))) if base_name(op.name).endswith("_backward") else frozenset[str]()
-    return Rule({t: labels(t) for t in op.inputs}, tuple(map(labels, op.outputs)), summed)
+    return ShardingRule({t: labels(t) for t in op.inputs}, tuple(map(labels, op.outputs)), summed)
 
 
-def _along_one(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _along_one(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     """A softmax or a slice along one dim: all others go on."""
     shape = tensors[op.outputs[0]].shape
     numbers = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
     dim = numbers[0] % len(shape)
     labels = tuple(None if d == dim else str(d) for d in range(len(shape)))
     empty = (None,)  # which is joined with others where a cache has nothing yet
-    return Rule({t: labels if len(tensors[t].shape) == len(shape) else empty for t in op.inputs}, (labels,))
+    return ShardingRule({t: labels if len(tensors[t].shape) == len(shape) else empty for t in op.inputs}, (labels,))
 
 
-def _sum(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _sum(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     shape = tensors[op.inputs[0]].shape
     over = op.args[1] if len(op.args) > 1 else ()
     dims = {cast("int", d) % len(shape) for d in (over if isinstance(over, tuple) else (over,))}
@@ -176,10 +176,10 @@ def _sum(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
     inputs = tuple(str(d) if adds or d not in dims else None for d in range(len(shape)))
     keeps = len(tensors[op.outputs[0]].shape) == len(shape)
     out = tuple(None if d in dims else str(d) for d in range(len(shape)) if keeps or d not in dims)
-    return Rule({op.inputs[0]: inputs}, (out,), frozenset(map(str, dims)) if adds else frozenset())
+    return ShardingRule({op.inputs[0]: inputs}, (out,), frozenset(map(str, dims)) if adds else frozenset())
 
 
-def _attention(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _attention(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     backward = base_name(op.name).endswith("_backward")
     query, keys = (1, (2, 3)) if backward else (0, (1, 2))
     rows = tensors[op.inputs[query]].shape[-2]
@@ -192,14 +192,14 @@ def _attention(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
     every = [*op.inputs, *op.outputs]
     if any(len(tensors[t].shape) < 3 for t in every):
         return None
-    return Rule(
+    return ShardingRule(
         {t: labels(t, asks=n not in keys) for n, t in enumerate(op.inputs)},
         tuple(labels(t, asks=not (backward and n)) for n, t in enumerate(op.outputs)),
         frozenset(["queries"] if backward else []),
     )
 
 
-def _loss_of_rows(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _loss_of_rows(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     """Sum of losses, or their mean, of rows without weights of classes, or its backward."""
     backward = base_name(op.name).endswith("_backward")
     weights, reduction = op.args[3 if backward else 2 :][:2]
@@ -208,21 +208,21 @@ def _loss_of_rows(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
         return None
     labels: dict[int, tuple[str | None, ...]] = {table: ("rows", None), target: ("rows",)}
     if backward:
-        return Rule({**dict.fromkeys(op.inputs, ()), **labels}, (("rows", None),))
-    return Rule(labels, ((), ()), frozenset(["rows"]))
+        return ShardingRule({**dict.fromkeys(op.inputs, ()), **labels}, (("rows", None),))
+    return ShardingRule(labels, ((), ()), frozenset(["rows"]))
 
 
-def _embedding(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _embedding(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     out = tuple(map(str, range(len(tensors[op.outputs[0]].shape) - 1)))
     weight, index = op.inputs
-    return Rule({weight: ("words", "columns"), index: out}, ((*out, "columns"),), frozenset(["words"]))
+    return ShardingRule({weight: ("words", "columns"), index: out}, ((*out, "columns"),), frozenset(["words"]))
 
 
-def _embedding_backward(op: Op, tensors: Mapping[int, Tensor]) -> Rule | None:
+def _embedding_backward(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
     rows = tuple(map(str, range(len(tensors[op.inputs[1]].shape))))
     gradient, index = op.inputs
     words = "words" if op.args[3] == -1 else None  # of a padding word there is no gradient
-    return Rule({gradient: (*rows, "columns"), index: rows}, ((words, "columns"),), frozenset(rows))
+    return ShardingRule({gradient: (*rows, "columns"), index: rows}, ((words, "columns"),), frozenset(rows))
 
 
 _RULES = {

@@ -33,12 +33,12 @@ from lading.ir.graph import (
     OpKind,
     Parameter,
     Phase,
-    Placement,
     Ref,
     Role,
     StepGraph,
     Storage,
     Tensor,
+    TensorPlacement,
     refs,
     rename_op,
     row_major,
@@ -46,7 +46,7 @@ from lading.ir.graph import (
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 from lading.ir.reduction import ALL_GATHER, CAUSAL_ROWS, OWN_RUNS, OWN_WORDS, SCATTER_SUM, SUM
-from lading.ir.sharding_rules import Rule, rule_of
+from lading.ir.sharding_rules import ShardingRule, rule_of
 
 #: Operations for which what is done to parts of a sum is done to the sum.
 _LINEAR = frozenset(["add", "sub", "neg", "clone"])
@@ -158,7 +158,7 @@ class _Partitioner:
         axis: Along "tp" parameters are sharded, along "cp" tokens are, and every rank has all parameters.
         whole: Tensors as the whole model has them, by number.
         versions: Storages that hold each storage of the capture, by how they do; {} of a parameter not used yet.
-        first: Of each storage, how it was made.
+        first: How each storage was made.
         wanted: Parts that a gradient is to have, by storage.
         preferred: Parts in which sequence parallel has what a storage holds: ``tokens``, of ``token_bytes`` in all.
     """
@@ -297,7 +297,7 @@ class _Partitioner:
         tensors = alike and all(isinstance(arg, Ref) for arg in op.args)
         return tensors and all({*self.versions[self.whole[t].storage]} == {SUMMED} for t in op.inputs)
 
-    def _candidates(self, op: Op, rule: Rule) -> Iterator[_Candidate]:
+    def _candidates(self, op: Op, rule: ShardingRule) -> Iterator[_Candidate]:
         """Yield what an operation may be cut along: as an operand is, or a gradient is to be; a matrix as it can be."""
         known: list[_Candidate] = []
         for tensor in op.inputs:
@@ -317,7 +317,7 @@ class _Partitioner:
             if storage in self.matrices and not self.versions[storage]:
                 yield from self._of_matrix(op, rule, tensor, {label for label, *_ in known})
 
-    def _of_matrix(self, op: Op, rule: Rule, tensor: int, known: set[str]) -> Iterator[_Candidate]:
+    def _of_matrix(self, op: Op, rule: ShardingRule, tensor: int, known: set[str]) -> Iterator[_Candidate]:
         """Yield how a matrix of parameters can be cut that is used for the first time."""
         labels, shape = rule.inputs[tensor], self.whole[tensor].shape
         if not _uses_matrix(op) or not known.isdisjoint(labels):
@@ -337,7 +337,7 @@ class _Partitioner:
         if local is not None and (label := labels[local[1].dim]) is not None:
             yield label, local[1].lengths, view.shape[local[1].dim]
 
-    def _parts_of_use(self, op: Op, rule: Rule, label: str) -> Iterator[tuple[int, ...]]:
+    def _parts_of_use(self, op: Op, rule: ShardingRule, label: str) -> Iterator[tuple[int, ...]]:
         """Yield the lengths of the parts of a result's columns that are used by themselves."""
         output, labels = op.outputs[0], rule.outputs[0]
         if label not in labels:
@@ -350,7 +350,7 @@ class _Partitioner:
         if len(starts) > 1:
             yield tuple(b - a for a, b in zip(starts, [*starts[1:], length], strict=True))
 
-    def _option(self, op: Op, rule: Rule, candidate: _Candidate) -> _Strategy | None:
+    def _option(self, op: Op, rule: ShardingRule, candidate: _Candidate) -> _Strategy | None:
         """Make the strategy that cuts a label; None where some tensor cannot be cut so."""
         label = candidate[0]
         inputs: dict[int, Parts] = {}
@@ -426,7 +426,7 @@ class _Partitioner:
             cost += size if wanted is not None and parts == WHOLE else 0
         return cost
 
-    def _check_matrix(self, op: Op, rule: Rule) -> None:
+    def _check_matrix(self, op: Op, rule: ShardingRule) -> None:
         """Refuse to leave a matrix of parameters whole that was to be cut."""
         for tensor in op.inputs:
             storage = self.whole[tensor].storage
@@ -747,7 +747,7 @@ class _Partitioner:
         split, placement = self._split_of(parameter), None
         if split is not None:
             across, shape = dict(self.layout.across(self.axis)), self.whole[parameter.tensor].shape
-            placement = Placement(shape, split.dim, split.lengths, cast("str", across["over"]), self.ranks)
+            placement = TensorPlacement(shape, split.dim, split.lengths, cast("str", across["over"]), self.ranks)
         gradient = self.gradients.get(parameter.tensor, parameter.gradient)
         return dataclasses.replace(parameter, gradient=gradient, placement=placement)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lading.errors import ConfigError, StorageError, did_you_mean
-from lading.ir.graph import DTYPE_BYTES, Placement, StepGraph
+from lading.ir.graph import DTYPE_BYTES, StepGraph, TensorPlacement
 from lading.ir.sharding import units_of
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.registry import optimizers_with
@@ -46,7 +46,7 @@ class Value:
     over: str = ""
     owner: int | None = None
     owners: str = "pp"
-    placement: Placement | None = None
+    placement: TensorPlacement | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -104,7 +104,7 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     return values
 
 
-def _placed(name: str, value: Value, placement: Placement) -> dict[str, Value]:
+def _placed(name: str, value: Value, placement: TensorPlacement) -> dict[str, Value]:
     """Values by name that lie in the place of one: of all ranks those that each has alone, else runs of one."""
     if not placement.names:
         return {name: dataclasses.replace(value, shape=placement.shape, placement=placement)}
@@ -146,7 +146,7 @@ def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -
     return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
 
 
-def _from_runs(executor: Executor, value: Value, placement: Placement, ranks: Reducer | None) -> torch.Tensor:
+def _from_runs(executor: Executor, value: Value, placement: TensorPlacement, ranks: Reducer | None) -> torch.Tensor:
     """Gather the runs of all ranks, and lay them in order."""
     assert ranks is not None
     own = local_value(value)
@@ -159,14 +159,14 @@ def _from_runs(executor: Executor, value: Value, placement: Placement, ranks: Re
 
 
 def local_value(value: Value) -> Value:
-    """What this rank has of a value of which ranks have runs, as a value by itself."""
+    """Value by itself of the part that this rank has of one of which ranks have runs."""
     assert value.placement is not None
     shape = list(value.shape)
     shape[value.placement.dim] //= value.placement.ranks
     return dataclasses.replace(value, shape=tuple(shape), placement=None)
 
 
-def own_runs(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+def own_runs(tensor: torch.Tensor, placement: TensorPlacement, rank: int) -> torch.Tensor:
     """Copy the runs of a rank out of a whole tensor.
 
     Args:

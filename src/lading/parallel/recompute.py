@@ -238,7 +238,8 @@ def _kernels_of(flow: Flow, word: str) -> set[int]:
         return _activations(flow)
     if word == UP_PROJECTIONS:
         found = {p for p in flow.forward if kernels[p].module.rpartition(".")[2].endswith(("_b", "_up"))}
-        return found & {p for p in flow.forward if isinstance(kernels[p].detail, Product)}
+        found &= {p for p in flow.forward if isinstance(kernels[p].detail, Product)}
+        return found | _before_attention(flow) if found else found
     return {p for p in flow.forward if word in kernels[p].module.split(".")}
 
 
@@ -249,6 +250,17 @@ def _activations(flow: Flow) -> set[int]:
         users = {u for s in flow.storages(kernels[place].outputs) for u in flow.users_forward(s)}
         pure = all(u in found or isinstance(kernels[u].detail, Product) for u in users)
         if users and pure and kernels[place].kind in POINTWISE:
+            found.add(place)
+    return found
+
+
+def _before_attention(flow: Flow) -> set[int]:
+    """Rotations and copies whose results only attention reads: Megatron makes them again with the up-projections."""
+    kernels, found = flow.segment.kernels, set[int]()
+    for place in reversed(flow.forward):
+        users = {u for s in flow.storages(kernels[place].outputs) for u in flow.users_forward(s)}
+        pure = all(u in found or isinstance(kernels[u].detail, Attention) for u in users)
+        if users and pure and kernels[place].kind in (*POINTWISE, OpKind.COPY):
             found.add(place)
     return found
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lading
+from lading.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,3 +43,22 @@ def test_both_commands_run(tmp_path: Path) -> None:
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", said)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1
+
+
+def test_a_plan_for_tied_weights_is_applied_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tied_plan.py").write_text(
+        "from fsdp2_plan import Model\n\n\ndef tied():\n    model = Model(width=32, layers=2)\n"
+        "    model.head.weight = model.embed.weight\n    return model\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    pins = [word for pin in ("zero=3", "pp=1", "tp=1", "cp=1", "mb=4") for word in ("--pin", pin)]
+    asked = ["--machine", "h100", "--devices", "2", "--global-batch", "16", "--seq", "32", *pins]
+    assert main(["plan", "--model", "tied_plan:tied", *asked, "--out", str(tmp_path / "plan.json")]) == 0
+    made: Any = importlib.import_module("tied_plan")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = lading.apply(lading.Plan.load(tmp_path / "plan.json"), made.tied(), init_device_mesh("cpu", (2,)))
+        assert isinstance(model, FSDPModule)
+    finally:
+        dist.destroy_process_group()

@@ -61,7 +61,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             gradient_bytes=_gradient_bytes(simulated, counts),
             longest_bytes=sum(long.values()),
             piece_bytes=_largest_piece(simulated, counts),
-            whole_bytes=max(max(whole[segment]) for segment in counts) * _width(simulated),
+            whole_bytes=max(max(whole[segment], default=0) for segment in counts) * _width(simulated),
             stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items()) * _kept(simulated),
             shares=_host_shares(simulated),
             host_tier=simulated.machine.host_tier,

@@ -357,12 +357,12 @@ def _members(group: ShardedUnit, modules: Mapping[str, nn.Module]) -> list[str]:
     return list(group.modules)
 
 
-def _home(name: str, homes: Mapping[str, int]) -> int | None:
-    """Find the group of a parameter: that of the nearest module around it that any group names."""
+def _nearest(name: str, homes: Mapping[str, int]) -> str:
+    """Path of the nearest module around a parameter that any group names; "" is the whole model."""
     path = name.rpartition(".")[0]
     while path and path not in homes:
         path = path.rpartition(".")[0]
-    return homes.get(path)
+    return path
 
 
 def _homes(units: Sequence[ShardedUnit]) -> dict[str, int]:
@@ -370,12 +370,16 @@ def _homes(units: Sequence[ShardedUnit]) -> dict[str, int]:
 
 
 def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Refuse a model whose groups have not as many bytes as the plan says; a shared parameter counts in each."""
+    """Refuse a model whose groups have not as many bytes as the plan says.
+
+    A parameter that modules share counts in each of them, as in the plan, whose segments have their own.
+    """
     homes = _homes(plan.choices.units)
     counts, trained = ([0] * len(groups) for _ in range(2))
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, str]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        home = _home(name, homes)
+        path = _nearest(name, homes)
+        home = homes.get(path)
         if home is None:
             if parameter.requires_grad:
                 raise ConfigError(
@@ -383,8 +387,8 @@ def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[st
                     "the model with it, or freeze it before apply"
                 )
             continue
-        if (id(parameter), home) not in seen:
-            seen.add((id(parameter), home))
+        if (id(parameter), path) not in seen:
+            seen.add((id(parameter), path))
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             counts[home] += local.numel()
             trained[home] += local.numel() if parameter.requires_grad else 0
@@ -427,7 +431,7 @@ def _sharing(units: Sequence[ShardedUnit], model: nn.Module) -> tuple[int, int] 
     """Find two groups that have one parameter."""
     homes, seen = _homes(units), dict[int, int]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        home = _home(name, homes)
+        home = homes.get(_nearest(name, homes))
         if home is not None and seen.setdefault(id(parameter), home) != home:
             return seen[id(parameter)], home
     return None
@@ -441,7 +445,7 @@ def _beside(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
         of the plan's, then that module; at last the model itself, where it has any left.
     """
     homes = _homes(plan.choices.units)
-    planned = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _home(name, homes) is not None}
+    planned = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _nearest(name, homes) in homes}
     around = {path[:end] for path in homes for end, letter in enumerate(path) if letter == "."}
     apart: list[nn.Module] = []
 

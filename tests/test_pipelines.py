@@ -118,6 +118,7 @@ def _clipped(rank: int, out: str) -> None:
     torch.save(case.train(case.layout, folder), folder / "values")
 
 
+@pytest.mark.slow
 def test_four_stages_clip_by_one_norm(tmp_path: Path) -> None:
     run_ranks(_clipped, 4, str(tmp_path))
     alone, losses = Case(layers=4, dtype=torch.float64, plan=lambda: {"clip_norm": 0.1}).train("dp1", tmp_path)
@@ -181,7 +182,7 @@ def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
 @pytest.mark.parametrize(
     ("layout", "more", "why"),
     [
-        ("pp2,cp2", {}, "a run is spread in no other way yet"),
+        ("pp2,cp2", {}, "expected context parallel with replicas or by itself"),
         ("dp2,gpipe", {}, "expected a schedule"),
         ("vpp2", {}, r"chunks of a rank \(vpp\) in a pipeline only"),
         ("pp2,dualpipe-v,vpp2", {}, "needs as many micro-batches as stages"),

@@ -130,8 +130,8 @@ CLIPPED = {
 
 SAVED = Case("", "gpt", dtype=torch.float64)
 CASES = {**EXACT, **CLIPPED}
-#: Cases of the one start of four ranks that is quick enough for every day.
-QUICK = {"tied zero3", "masters", "dp2,pp2,vpp2,interleaved,zero3", "dp4,zero3,shard2"}
+#: Cases of the start of four ranks that also saves, and is given unlike things.
+FIRST = {"tied zero3", "masters", "dp2,pp2,vpp2,interleaved,zero3", "dp4,zero3,shard2"}
 
 
 def _four(rank: int, out: str, names: list[str]) -> None:
@@ -139,7 +139,7 @@ def _four(rank: int, out: str, names: list[str]) -> None:
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
         torch.save(CASES[name].train(folder, rank), folder / "values")
-    if names[0] in QUICK:
+    if names[0] in FIRST:
         _goes_on(rank, Path(out))
         torch.save(_unlike(rank, Path(out)), Path(out) / f"told {rank}")
 
@@ -185,15 +185,16 @@ def _unlike(rank: int, out: Path) -> dict[str, str]:
     return told
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("rest", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["first", "rest"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Folder with what four ranks wrote, and the names of their cases; they are launched once."""
     folder = tmp_path_factory.mktemp("four")
-    names = [name for name in CASES if (name in QUICK) == (request.param == "quick")]
+    names = [name for name in CASES if (name in FIRST) == (request.param == "first")]
     run_ranks(_four, 4, str(folder), names)
     return folder, names
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_stages_train_as_one_process_to_the_bit(ran: tuple[Path, list[str]]) -> None:
     for name in filter(EXACT.__contains__, ran[1]):
         alone, losses = CASES[name].train(ran[0])
@@ -204,6 +205,7 @@ def test_two_replicas_of_two_stages_train_as_one_process_to_the_bit(ran: tuple[P
             assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], name
 
 
+@pytest.mark.slow
 def test_products_that_add_up_in_another_order_stay_within_rounding(ran: tuple[Path, list[str]]) -> None:
     for name in filter(CLIPPED.__contains__, ran[1]):
         alone, losses = CASES[name].train(ran[0])
@@ -218,7 +220,8 @@ def test_products_that_add_up_in_another_order_stay_within_rounding(ran: tuple[P
                 torch.testing.assert_close(value, alone[key], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("ran", ["quick"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("ran", ["first"], indirect=True)
 def test_a_checkpoint_goes_from_product_to_product_and_to_one_process(
     ran: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -233,7 +236,8 @@ def test_a_checkpoint_goes_from_product_to_product_and_to_one_process(
             torch.testing.assert_close(trainer.value(name), value, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("ran", ["quick"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("ran", ["first"], indirect=True)
 def test_ranks_that_do_unlike_things_are_told(ran: tuple[Path, list[str]]) -> None:
     told = torch.load(ran[0] / "told 0")
     assert all(torch.load(ran[0] / f"told {rank}") == told for rank in range(4))

@@ -156,6 +156,7 @@ def assert_went_on(out: Path, path: Path, micro: int = 2, rel: float = 0.0) -> N
     assert [loss for _, loss in curve(out)] == pytest.approx([loss for _, loss in whole], rel=rel, abs=0.0)
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_are_started_again_by_torchrun(path: Path, tmp_path: Path) -> None:
     out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(1)
 

@@ -383,7 +383,7 @@ def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="start it with: torchrun --nproc-per-node 2 SCRIPT"):
         lading.Trainer(plan, graph, model, folder=tmp_path)
     with pytest.raises(ConfigError, match='expected replicas, as "dp4", shards, as'):
-        lading.plan(graph, machine(), budget="100%", cache=False, layout="cp2")
+        lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,recompute=full")
     with pytest.raises(ConfigError, match="test: expected the speed of collectives among 2 ranks"):
         lading.plan(graph, small_machine(), budget="100%", cache=False, layout="dp2")
 

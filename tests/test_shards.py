@@ -233,6 +233,7 @@ def _four(rank: int, out: str) -> None:
         torch.save(train_odd(f"dp4,{layout}", 1, rank, folder), folder / "odd")
 
 
+@pytest.mark.slow
 def test_four_ranks_with_shards_add_up_in_another_order(tmp_path: Path) -> None:
     run_ranks(_four, 4, str(tmp_path))
     alone, losses = Case(dtype=torch.float64, plan=_padded).train("dp1", 8, 0, tmp_path)

@@ -517,7 +517,7 @@ def test_a_load_that_fails_half_way(trainer: Trainer, tmp_path: Path, monkeypatc
     chunks, count = Checkpoint.chunks, iter(range(100))
 
     def failing(checkpoint: Checkpoint, name: str, *others: Any) -> Any:
-        if next(count) == 3:
+        if checkpoint.tensors[name].shape and next(count) == 3:  # numbers are read before anything changes
             raise StorageError("cannot read")
         return chunks(checkpoint, name, *others)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lading import __version__
 from lading.alone import launcher
+from lading.errors import ConfigError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.report.html import write_report
@@ -56,11 +57,22 @@ def write_run_report(folder: Path) -> Path:
 
 
 def _measured(folder: Path, prepared: Prepared) -> Timeline | None:
-    """Timeline of the last step of a run, unless it ran by another plan, whose actions are others."""
+    """Timeline of the last step of a run, unless it ran by another plan, whose actions are others.
+
+    Raises:
+        ConfigError: the file is damaged, or does not say of each action when it ran.
+    """
     path = folder / "measured.json"
     measured = Timeline.load(path) if path.is_file() else None
-    is_of_plan = measured is not None and measured.labels == prepared.predicted.labels
-    return measured if is_of_plan else None
+    if measured is None or measured.labels != prepared.predicted.labels:
+        return None
+    timed = {event.action for event in measured.events}
+    if missing := [action.id for action in prepared.program.actions if action.id not in timed]:
+        raise ConfigError(
+            f"{path}: expected an event of each of the plan's {len(prepared.program.actions)} actions, found none of "
+            f"action {missing[0]} and {len(missing) - 1} more; remove the file, or train again"
+        )
+    return measured
 
 
 def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lading
 from lading.cli.main import main
+from lading.optim.torch_update import checked_rule
+from lading.runtime.apply import stop_counting
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,5 +63,7 @@ def test_a_plan_for_tied_weights_is_applied_to_them(tmp_path: Path, monkeypatch:
     try:
         model = lading.apply(lading.Plan.load(tmp_path / "plan.json"), made.tied(), init_device_mesh("cpu", (2,)))
         assert isinstance(model, FSDPModule)
+        checked_rule(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()))  # for a Trainer beside it
+        stop_counting(model)
     finally:
         dist.destroy_process_group()

@@ -386,6 +386,8 @@ def test_a_plan_for_ranks_says_how_they_are_started(tmp_path: Path) -> None:
         lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,recompute=full")
     with pytest.raises(ConfigError, match="test: expected the speed of collectives among 2 ranks"):
         lading.plan(graph, small_machine(), budget="100%", cache=False, layout="dp2")
+    with pytest.raises(ConfigError, match=r"at most 8589934592 bytes, all that test has for a rank \(2 on this host"):
+        lading.plan(graph, machine(), budget="9GiB", cache=False, layout="dp2,bucket_bytes=100000")
 
 
 @pytest.mark.slow

@@ -23,9 +23,10 @@ from lading.catalog.load import save_machine
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run
-from lading.errors import StorageError
+from lading.errors import ConfigError, StorageError
 from lading.ir.plan import Plan
 from lading.report.metrics import read_metrics
+from lading.run import sharing_batches
 from lading.runtime.data import TextDataset
 from lading.train import train_run
 from tests.machines import small_machine
@@ -92,6 +93,30 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     assert done.stdout.count("loss ") == 2  # of the result: in training and in validation
     assert done.stderr.count("step 1/4") == 1
     assert Plan.load(out / "plan.json").replicas == 2
+
+
+@pytest.mark.parametrize(("ranks", "layout", "each"), [(1, "", 4), (2, "", 2), (4, "dp2,pp2", 2), (2, "pp2", 4)])
+def test_micro_batches_of_all_replicas_are_shared(tmp_path: Path, ranks: int, layout: str, each: int) -> None:
+    run = load_run(written(tmp_path), ["optimization.micro_batches=4", f"layout='{layout}'"])
+    assert sharing_batches(run, ranks).optimization.accumulation == each
+    with pytest.raises(ConfigError, match="expected a multiple of the 3 replicas, got 4"):
+        sharing_batches(dataclasses.replace(run, layout=""), 3)
+
+
+@pytest.mark.slow
+def test_layers_of_a_file_freeze_on_ranks_as_in_one_process(tmp_path: Path) -> None:
+    path, out = written(tmp_path), tmp_path / "ranks"
+    asked = ("model.sizes.num_layers=2", "optimization={steps=6, clip_norm=1.0, micro_batches=4}")
+    freeze = ("freeze.layers=['tokens positions layers.0', 'layers.1']", "freeze.every_steps=2")
+    every = [*ASKED, *asked, *freeze, "freeze.schedule=[0, 1, 2]"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lading"]
+    command += ["train", str(path), "--no-cache", *every, f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    train_run(load_run(path, [*every, f"out={tmp_path}/alone"]))
+    assert [record["frozen"] for record in records(out)] == [0, 0, 1, 1, 2, 2]
+    for found, expected in zip(numbers(records(out)), numbers(records(tmp_path / "alone")), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)  # four are added up in another order: float32's ulps
 
 
 def _says(call: Callable[[], object]) -> tuple[int, str, str]:

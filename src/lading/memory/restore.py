@@ -67,29 +67,11 @@ def step_of(  # noqa: PLR0913  what a step depends on
         ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
             cannot be run by several ranks.
     """
-    if layout.devices > 1:
-        captured = with_draws(captured, machine.device.kind)
-    if layout.tp > 1:
-        captured = shard_tensors(captured, layout)
-    if layout.cp > 1:
-        captured = shard_context(captured, layout)
-    if layout.ep > 1:
-        captured = shard_experts(captured, layout)
-    part = None if layout.pp == 1 else _part(captured, layout, choices)
+    captured = _of_each_rank(captured, layout, machine.device.kind)
+    part = None if layout.pp == 1 else _part(captured, layout, choices, clips=bool(clip_norm))
     micro = captured if part is None else part.graph
     if part is not None:
-        if len(micro.losses) not in (0, len(captured.losses)):
-            raise ConfigError(
-                "layout: expected a loss and what is returned beside it to be of the pipeline's last stage, found some "
-                f"of {', '.join(captured.loss_names)} on an earlier one; return what the last layers make, or train "
-                "without pp"
-            )
         matrices = matrices and _named(matrices, _rows(captured, matrices), micro)
-        if clip_norm and all(p.gradient is None for p in micro.parameters):
-            raise ConfigError(
-                f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {part.rank} "
-                f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
-            )
     sharded, units = micro, ()
     if layout.zero:
         moved = {} if matrices is None else grouped(micro, matrices)[0]
@@ -118,11 +100,40 @@ def step_of(  # noqa: PLR0913  what a step depends on
     return share_statistics(step, layout) if layout.dp > 1 else step
 
 
-def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankStep:
-    """Cut a captured micro-batch for one rank along a pipeline."""
+def _of_each_rank(captured: StepGraph, layout: Layout, kind: str) -> StepGraph:
+    """Rewrite a captured micro-batch into what every rank computes of it, but for a pipeline's stages."""
+    if layout.devices > 1:
+        captured = with_draws(captured, kind)
+    if layout.tp > 1:
+        captured = shard_tensors(captured, layout)
+    if layout.cp > 1:
+        captured = shard_context(captured, layout)
+    if layout.ep > 1:
+        captured = shard_experts(captured, layout)
+    return captured
+
+
+def _part(captured: StepGraph, layout: Layout, choices: Choices | None, *, clips: bool) -> RankStep:
+    """Cut a captured micro-batch for one rank along a pipeline.
+
+    Raises:
+        ConfigError: what is returned beside the loss is of another stage, or a rank that clips has nothing to train.
+    """
     assert choices is not None, "a pipeline is cut somewhere"
     rank_of = pipeline_of(layout, captured.accumulation).rank_of
-    return rank_steps(captured, stage_of_ops(captured, choices.cuts), layout, rank_of)[choices.rank]
+    part = rank_steps(captured, stage_of_ops(captured, choices.cuts), layout, rank_of)[choices.rank]
+    if len(part.graph.losses) not in (0, len(captured.losses)):
+        raise ConfigError(
+            "layout: expected a loss and what is returned beside it to be of the pipeline's last stage, found some "
+            f"of {', '.join(captured.loss_names)} on an earlier one; return what the last layers make, or train "
+            "without pp"
+        )
+    if clips and all(p.gradient is None for p in part.graph.parameters):
+        raise ConfigError(
+            f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {part.rank} "
+            f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
+        )
+    return part
 
 
 def _apart(part: RankStep | None, choices: Choices | None) -> dict[str, object]:

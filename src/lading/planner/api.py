@@ -385,9 +385,10 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
     if budget_bytes < 1:
         raise ConfigError("expected a device budget above 0 bytes, got 0")
     if budget_bytes > machine.device.memory_bytes:
+        ranks = machine.sources.get("ranks", "").removeprefix("assumption: ")
         raise BudgetAboveDevice(
-            f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "
-            f"got {budget_bytes}"
+            f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has"
+            f"{ranks and f' for a rank ({ranks})'}, got {budget_bytes}"
         )
 
 

@@ -148,8 +148,10 @@ def test_timeline_is_one_legal_run(tmp_path: Path, api: FakeApi, machine: Machin
     for action in program.actions:
         event = events[action.id]
         assert last.get(action.stream, 0.0) <= event.start_s <= event.end_s
-        blocking = action.stream.startswith("disk")  # its thread stamps by the host's clock, the others by events
-        slack = 1e-3 if blocking or any(program.actions[w].stream.startswith("disk") for w in action.waits) else 0.0
+        # Its thread stamps by the host's clock, the others by events; one is laid on the other once a step, at a moment
+        # in which a busy host may have taken the processor away.
+        blocking = action.stream.startswith("disk")
+        slack = 2e-2 if blocking or any(program.actions[w].stream.startswith("disk") for w in action.waits) else 0.0
         assert all(events[w].end_s <= event.start_s + slack for w in action.waits), str(action)
         last[action.stream] = event.end_s
     assert timeline.duration_s < 60

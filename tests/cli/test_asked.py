@@ -82,6 +82,11 @@ def test_wrong_mixes_are_refused_with_what_to_change(
     ("command", "plan", "message"),
     [
         ("train --plan {}", cluster_plan(), "expected the plan of a run, got that of a cluster; give its layout"),
+        (
+            "train --plan {}",
+            dataclasses.replace(cluster_plan(), program=("arena 0",)),
+            "got that of a cluster; give its",
+        ),
         ("train --plan {}", placed_plan(), "expected the plan of a run, got a placement; simulate it with"),
         ("simulate {}", cluster_plan(), "lading simulate --model: --layout dp8,zero3,gb8"),
         ("simulate {}", placed_plan(), "got a placement; simulate it with: lading place --plan"),

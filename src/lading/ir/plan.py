@@ -298,7 +298,8 @@ class Plan:
         """Kind of the plan: of a run on one machine, a model on a cluster, or a model on unlike devices."""
         if self.choices.placement:
             return PlanKind.PLACEMENT
-        return PlanKind.RUN if self.layout is None or self.program else PlanKind.CLUSTER
+        is_run = self.layout is None or self.request.graph_fingerprint
+        return PlanKind.RUN if is_run else PlanKind.CLUSTER
 
     @property
     def replicas(self) -> int:

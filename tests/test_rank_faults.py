@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -343,3 +344,49 @@ def test_ctrl_c_stops_all_ranks_and_leaves_a_checkpoint(path: Path, tmp_path: Pa
     assert open_checkpoint(newest).step == num_lines(out / "metrics.jsonl") < 240
     train_run(load_run(path, [*ELASTIC, "checkpoint={every_steps=0}", f"out={out}"]), resume=True)
     assert [step for step, _ in curve(out)] == list(range(240))
+
+
+@pytest.mark.slow
+def test_ranks_join_and_leave_a_job(path: Path, tmp_path: Path) -> None:
+    """One agent of torchrun trains; another joins, and is killed with its rank; the first goes on alone."""
+    out = tmp_path / "out"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    patience = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", patience]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.1", "-m", "lading", "train", str(path), "--no-cache"]
+    asked = [*ELASTIC, "optimization.steps=4000", "layout=zero3"]  # as many replicas as there are ranks
+
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13 lets no rank join
+
+    def agent(log: Path) -> subprocess.Popen[str]:
+        with log.open("w") as said:
+            return subprocess.Popen(
+                [*command, *asked, f"out={out}"], env=env, stdout=said, stderr=said, text=True, start_new_session=True
+            )
+
+    def said(words: str) -> bool:
+        return any(words in " ".join(log.read_text().split()) for log in logs if log.is_file())
+
+    def went_on() -> None:
+        before = num_lines(out / "metrics.jsonl")
+        until(lambda: num_lines(out / "metrics.jsonl") >= before + 5)
+
+    logs = [tmp_path / "first", tmp_path / "second"]
+    with agent(logs[0]) as first:
+        went_on()
+        with agent(logs[1]) as second:
+            until(lambda: said("ranks (was 1, is 2)"))
+            went_on()
+            os.killpg(second.pid, signal.SIGKILL)
+        until(lambda: said("ranks (was 2, is 1)"))
+        went_on()
+        os.killpg(first.pid, signal.SIGINT)
+    assert said("ranks (was 2, is 1)"), [log.read_text() for log in logs]
+    losses = curve(out)
+    assert [step for step, _ in losses] == list(range(len(losses)))
+    steps = f"optimization.steps={len(losses)}"
+    train_run(load_run(path, [*ELASTIC, steps, f"out={tmp_path / 'whole'}"]))
+    assert losses == curve(tmp_path / "whole")

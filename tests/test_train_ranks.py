@@ -95,12 +95,33 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     assert Plan.load(out / "plan.json").replicas == 2
 
 
-@pytest.mark.parametrize(("ranks", "layout", "each"), [(1, "", 4), (2, "", 2), (4, "dp2,pp2", 2), (2, "pp2", 4)])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "each"),
+    [(1, "", 4), (2, "", 2), (4, "dp2,pp2", 2), (2, "pp2", 4), (2, "zero3", 2), (4, "pp2", 2)],
+)
 def test_micro_batches_of_all_replicas_are_shared(tmp_path: Path, ranks: int, layout: str, each: int) -> None:
     run = load_run(written(tmp_path), ["optimization.micro_batches=4", f"layout='{layout}'"])
     assert sharing_batches(run, ranks).optimization.accumulation == each
     with pytest.raises(ConfigError, match="expected a multiple of the 3 replicas, got 4"):
         sharing_batches(dataclasses.replace(run, layout=""), 3)
+
+
+def test_what_one_torchrun_starts_again_goes_on_and_another_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun does not count a start of its own as one again where ranks have joined or left."""
+    path = written(tmp_path)
+    run, shorter = (load_run(path, [*ASKED, f"optimization.steps={n}", f"out={tmp_path}/out"]) for n in (4, 2))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    train_run(shorter)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+        train_run(run)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    train_run(run)
+    assert [record["step"] for record in records(tmp_path / "out")] == [0, 1, 2, 3]
+    train_run(dataclasses.replace(run, out=f"{tmp_path}/whole"))
+    assert numbers(records(tmp_path / "out")) == numbers(records(tmp_path / "whole"))
 
 
 @pytest.mark.slow

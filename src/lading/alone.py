@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +89,18 @@ def restarts() -> int:
     """Number of times that the launcher has started this job again after a rank had failed (``--max-restarts``)."""
     told_by_launcher = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(told_by_launcher) if told_by_launcher.isdecimal() else 0
+
+
+def agent() -> str:
+    """Name of the torchrun process that started this one, unlike that of any other; "" where none did.
+
+    It starts ranks again when one has failed or when others join or leave; of the last two it keeps no count.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    parent, stat = os.getppid(), Path(f"/proc/{os.getppid()}/stat")
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else ""
+    return f"{platform.node()} {parent} {began} {os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 def launcher(ranks: int) -> str:

@@ -411,8 +411,8 @@ class RunConfig:
 
     Attributes:
         machine: "probe" (the cached probe of this host), a name in the catalog, or the path of a machine file.
-        layout: How ranks share a step, as "dp4", "dp4,zero3" or "pp2" (see ``lading.plan``); "" lets the plan choose
-            how those of the job do.
+        layout: How ranks share a step, as "dp4", "dp4,zero3" or "pp2" (see ``lading.plan``); one without dp, as
+            "zero3", has as many replicas as there are ranks for; "" lets the plan choose how those of the job do.
         threads: Compute threads; 0 for every processor this process may use, or its share of them where ranks share a
             host.
         seed: Seed of the weights and of the order of the data.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from lading import __version__
-from lading.alone import launcher, num_ranks, rank_number
+from lading.alone import agent, launcher, num_ranks, rank_number, restarts
+from lading.checkpoint.lock import agents_of
 from lading.config import RunConfig, run_to_dict
 from lading.errors import ConfigError
-from lading.ir.layout import parse_layout
+from lading.ir.layout import Layout, parse_layout
 from lading.ir.plan import Plan
 from lading.runtime.data import Dataset
 
@@ -52,8 +54,8 @@ class RunRanks:
         Raises:
             ConfigError: they were not, the plan is for another number of ranks, or nothing is known of this machine's.
         """
-        layout = parse_layout(what.layout or "")
-        if (isinstance(what, Plan) or what.layout) and layout.devices != self.count:
+        layout = self._layout_of(what)
+        if layout.devices != self.count:
             given, again = (
                 ("RUN.toml", "set layout") if isinstance(what, RunConfig) else ("--plan PLAN.json", "plan again")
             )
@@ -80,6 +82,32 @@ class RunRanks:
             "versions": {"torch": torch.__version__, "lading": __version__},
         }
         agree_on("lading train", range(self.count), lambda: (None, facts))
+
+    def _layout_of(self, what: RunConfig | Plan) -> Layout:
+        """Layout that is asked for; one of a file that does not say how many replicas has as many as the job has."""
+        if isinstance(what, RunConfig):
+            with suppress(ConfigError):  # of another number of ranks
+                return parse_layout(what.layout, self.count)
+        return parse_layout(what.layout or "")
+
+    def started_again(self, out: Path) -> tuple[bool, tuple[str, ...]]:
+        """Tell whether a launcher has started this job before: a rank had failed, or others have joined or left.
+
+        Args:
+            out: The run's folder.
+
+        Returns:
+            That, and the names of the processes that started the job.
+        """
+        told = [(restarts(), agent())]
+        if self.count > 1:
+            import torch.distributed as dist  # which takes most of a second
+
+            told *= self.count
+            dist.all_gather_object(told, told[0])
+        agents = tuple(sorted({name for _, name in told if name}))
+        again = self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else "")
+        return bool(again) or any(count for count, _ in told), agents
 
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lading.alone import launcher, num_ranks, restarts
+from lading.alone import launcher, num_ranks
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -161,12 +161,14 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
-    ranks, resume = RunRanks.of_job(), resume or restarts() > 0
+    ranks = RunRanks.of_job()
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
             what = sharing_processors(resolved(what))
             check_logging(what.logging)
         ranks.begin(what, resume=resume)
+        again, agents = ranks.started_again(_out_of(what))
+        resume = resume or again
         if isinstance(what, RunConfig):
             what = sharing_batches(what, ranks.count)
         if isinstance(what, RunConfig):
@@ -179,8 +181,13 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         replica = prepared.plan.parsed_layout.replica(ranks.rank)
         ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
-            ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out))) or "")
+            ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out), agents)) or "")
             return _run(prepared, ranks, resume=resume)
+
+
+def _out_of(what: RunConfig | Plan) -> Path:
+    """Folder of a run; that of a plan without a run, which is refused later, is the working directory."""
+    return Path(what.out if isinstance(what, RunConfig) else (what.request.run or {}).get("out", ""))
 
 
 def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:

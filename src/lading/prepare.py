@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypedDict
 
 import torch
 
+from lading import __version__
 from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
@@ -47,6 +49,7 @@ from lading.planner.api import (
     SPARE_BYTES,
     Planned,
     best_buckets,
+    in_memory,
     joined,
     sketch_plan,
     tier_limits,
@@ -144,7 +147,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
-    spread = _spread(layout, devices)
+    spread = check_spread_layout(layout, devices)
     here = ranks_here() if num_ranks()[0] > 1 else spread.devices
     machine = machine.shared_by(min(here, spread.devices))
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
@@ -154,27 +157,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     _check_spread(spread, rule, matrices, others)
     limits = _limits(machine, disk_budget, budgets)
 
-    moved = {"clip_norm": clip_norm, "master_weights": master_weights, "optimizer": rule, "matrices": matrices}
+    moved = _Moved(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
 
     def plan_in(spread: Layout, budget: str | float) -> Plan:
-        parts = [Choices(groups=groups if spread.zero else ())]
-        if spread.pp > 1:
-            work = op_costs(graph, machine.device)
-            sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
-            cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
-            parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
-        layout = spread
-        if spread.dp > 1 and not spread.bucket_bytes and not spread.cuts_parameters:
-            alone = None
-            if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:
-                alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
-
-            def step_in(tried: Layout) -> StepGraph:
-                if alone is None:  # of a pipeline the first stage's, whose backward ends last
-                    return step_of(graph, machine, **moved, layout=tried, choices=parts[0])
-                return reduce_gradients(alone, tried)
-
-            layout = best_buckets(step_in, machine, spread)
+        layout, parts = _prepared_layout(graph, machine, spread, moved, groups)
         each = [made(layout, budget, part) for part in parts]
         return joined(each, machine) if spread.pp > 1 else each[0].plan
 
@@ -221,6 +207,47 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     return _by_first_rank(make, [graph, *others], asked)
 
 
+class _Moved(TypedDict):
+    """Settings of how a step moves parameters, as ``step_of`` takes them."""
+
+    clip_norm: float
+    master_weights: bool
+    optimizer: ParameterRule
+    matrices: Matrices | None
+
+
+def _prepared_layout(
+    graph: StepGraph, machine: Machine, spread: Layout, moved: _Moved, groups: tuple[tuple[str, ...], ...] = ()
+) -> tuple[Layout, list[Choices]]:
+    """Choose where a pipeline is cut, and the bytes of a bucket of gradients.
+
+    Args:
+        groups: Parameters of each group of the optimizer but the first.
+
+    Returns:
+        The layout with its buckets, and the choices that the step of each rank along the pipeline begins with; one for
+        all ranks without a pipeline.
+    """
+    parts = [Choices(groups=groups if spread.zero else ())]
+    if spread.pp > 1:
+        work = op_costs(graph, machine.device)
+        sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
+        cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
+        parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
+    if spread.dp == 1 or spread.bucket_bytes or spread.cuts_parameters:
+        return spread, parts
+    alone = None
+    if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:
+        alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
+
+    def step_in(tried: Layout) -> StepGraph:
+        if alone is None:  # of a pipeline the first stage's, whose backward ends last
+            return step_of(graph, machine, **moved, layout=tried, choices=parts[0])
+        return reduce_gradients(alone, tried)
+
+    return best_buckets(step_in, machine, spread), parts
+
+
 def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], asked: Mapping[str, object]) -> Plan:
     """Let the first rank plan for all, once they have compared what they captured and ask for.
 
@@ -241,7 +268,9 @@ def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], aske
     start_job(ranks)
     rows = (("first" if not n else f"others[{n - 1}]", each) for n, each in enumerate(captures))
     captured = {f"{which}, {name}": fact for which, each in rows for name, fact in _facts_of(each)}
-    agree_on("lading.plan", range(ranks), lambda: (None, {"settings": asked, "captures": captured}))
+    versions = {"torch": torch.__version__, "lading": __version__}
+    facts = {"versions": versions, "settings": asked, "captures": captured}
+    agree_on("lading.plan", range(ranks), lambda: (None, facts))
     answer = json.loads(by_first_rank("lading.plan", told))
     if "plan" not in answer:
         raise PlanInfeasible(answer.pop("message"), **answer)
@@ -257,7 +286,7 @@ def _facts_of(captured: StepGraph) -> Iterator[tuple[str, object]]:
     yield "operations", f"{len(captured.ops)}, hash {captured.fingerprint}"
 
 
-def _spread(layout: str, devices: int) -> Layout:
+def check_spread_layout(layout: str, devices: int) -> Layout:
     """Layout of a run: the one asked for, or a replica a rank.
 
     Raises:
@@ -460,6 +489,29 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
     ).of_run(run_to_dict(run))
     mine = made.of_rank(rank_number())
     return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
+
+
+def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: int) -> tuple[float, int]:
+    """Predict a captured run in its layout if ranks of one host keep everything in memory; nothing is searched.
+
+    Returns:
+        Seconds of a step, and bytes of the rank that holds most, what kernels take beside tensors left out.
+
+    Raises:
+        ConfigError: a run is not spread so, or this step cannot be.
+    """
+    chosen, spread = run.optimization, check_spread_layout(run.layout, devices)
+    _check_spread(spread, chosen.optimizer, chosen.matrices, step.others)
+    moved = _Moved(
+        clip_norm=chosen.clip_norm,
+        master_weights=has_masters(run),
+        optimizer=chosen.optimizer,
+        matrices=chosen.matrices,
+    )
+    shared = machine.shared_by(devices)
+    layout, parts = _prepared_layout(step.captured, shared, spread, moved)
+    steps = [step_of(step.captured, shared, **moved, layout=layout, choices=part) for part in parts]
+    return in_memory(steps, shared)
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:

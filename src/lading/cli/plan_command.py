@@ -36,7 +36,9 @@ from lading.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lading.ir.machine import Machine
     from lading.ir.plan import Plan
+    from lading.ir.request import Request
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
     from lading.planner.space import Space
@@ -47,6 +49,11 @@ _MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
 _WAYS = (*_MESH, "zero", "recompute", "offload", "micro_batch", "precision")
 _FINE = (*_WAYS, "vpp", "schedule", "sp", "cp_comm", "recompute_layers")
 _LEVELS = (_MESH, _WAYS, _FINE, (*_FINE, "shard"))
+#: Options that mean something where a machine was measured on a host.
+_OF_HOSTS = (
+    *("model", "machine", "devices", "global_batch", "seq", "optimizer"),
+    *("precision", "pin", "budget", "top"),
+)
 #: Options that mean something where a machine lists unlike devices.
 _OF_FLEETS = ("model", "machine", "global_batch", "seq", "stack", "json")
 
@@ -151,7 +158,62 @@ def _plan_model(asked: PlanCommand) -> None:
         load_fleet(machine)
         if lists_devices(machine):
             return _plan_fleet(asked)
+        from lading.catalog.load import load_machine
+
+        if (host := load_machine(machine)).host_id and host.device.kind == "cpu":
+            return _plan_host(asked, host)
     _plan_cluster(asked)
+
+
+def _plan_host(asked: PlanCommand, host: Machine) -> None:
+    """Plan a model as a run of the ranks of a host that was measured.
+
+    Raises:
+        ConfigError: an option that belongs to a cluster.
+        PlanInfeasible: no layout fits.
+    """
+    model, search = asked.with_model, asked.search
+    if given := first_given(model, search, but=_OF_HOSTS):
+        raise ConfigError(
+            f"{given} belongs to a cluster of the catalog's machines, got it next to --machine {model.machine}, which "
+            "was measured on a host, whose ranks Lading itself runs; leave it out"
+        )
+    from lading.alone import launcher, num_ranks
+
+    if num_ranks()[0] > 1:
+        raise ConfigError("expected one process, as the layout is searched by one; start lading plan without torchrun")
+    from rich.console import Console
+
+    from lading.planner.space import parse_pins
+    from lading.report.plan_table import figures_table, print_plan
+    from lading.report.progress import planning_progress
+    from lading.runtime.host import host_id
+    from lading.spreading import spread_model
+
+    request = _asked_request(asked, parse_pins(search.pin))
+    if search.precision is not None:
+        request = dataclasses.replace(request, precisions=tuple(map(str.strip, search.precision.split(","))))
+    with planning_progress() as progress:
+        found = spread_model(request, host, progress=progress)
+    prepared, console = found.best, Console(highlight=False, width=line_columns())
+    run, plan = prepared.run, prepared.plan
+    batch = f"{request.global_batch:,} sequences of {run.data.sequence_length:,} tokens a step"
+    say(console, f"{request.model} on {request.devices:,} ranks of {host.device.name}, {batch}, "
+        f"{run.optimization.precision}, by Lading", "bold")  # fmt: skip
+    table = figures_table("Layouts", "layout", "micro-batches", "step", "memory a rank", "", texts=("",))
+    for way in found.ways[: search.top]:
+        table.add_row(*way.cells)
+    console.print(table)
+    if any(way.prepared is None and not way.why for way in found.ways[: search.top]):
+        say(console, "> is the step with all of it in memory: not planned, as it is slower than the first even so")
+    for sentence in found.left_out:
+        say(console, f"not searched - {sentence}")
+    print_plan(plan, prepared.program.graph, console)
+    plan.save(asked.out)
+    say(console, f"wrote {asked.out}: {run.optimization.steps} steps, data {run.data.source}, into {run.out}; steps, "
+        "rates and folders may be changed by hand there, under request.run")  # fmt: skip
+    where = "here" if host.host_id == host_id() else f"on {host.host_id}"
+    print(f"run it {where} by: {launcher(request.devices)}lading train --plan {shlex.quote(str(asked.out))}")
 
 
 def _plan_cluster(asked: PlanCommand) -> None:
@@ -327,29 +389,41 @@ def asked_space(asked: PlanCommand) -> Space:
         ConfigError: one that is needed is missing, or a name is not known.
     """
     from lading.clusters import space_of
-    from lading.ir.request import Request
     from lading.planner.space import parse_pins, precisions_of
+
+    search = asked.search
+    space = space_of(_asked_request(asked, parse_pins(search.pin)))
+    if search.precision is None:
+        return space
+    return space.asking(precisions=precisions_of(search.precision, space.machine, space.request.stack))
+
+
+def _asked_request(asked: PlanCommand, pins: dict[str, Any]) -> Request:
+    """Make the request of a model on alike devices.
+
+    Raises:
+        ConfigError: an option that is needed is missing, or means nothing.
+    """
+    from lading.ir.request import Request
 
     model, search = asked.with_model, asked.search
     if model.machine is None or model.devices is None or model.global_batch is None:
         missing = [name for name in ("machine", "devices", "global_batch") if getattr(model, name) is None]
         raise ConfigError(f"expected --{' and --'.join(missing).replace('_', '-')} next to --model")
+    for option, number in (("--devices", model.devices), ("--global-batch", model.global_batch)):
+        if number < 1:
+            raise ConfigError(f"{option}: expected at least 1, got {number}")
     if search.top < 1:
         raise ConfigError(f"--top: expected at least 1 layout to show, got {search.top}")
     if search.budget is not None and parse_bytes(search.budget, "--budget") < 1:
         raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {search.budget!r}")
-    space = space_of(
-        model.request(
-            pins=parse_pins(search.pin),
-            longest=search.longest,
-            save=search.save,
-            top=max(Request.top, search.top),
-            budgets={DEVICE: parse_bytes(search.budget, "--budget")} if search.budget else None,
-        )
+    return model.request(
+        pins=pins,
+        longest=search.longest,
+        save=search.save,
+        top=max(Request.top, search.top),
+        budgets={DEVICE: parse_bytes(search.budget, "--budget")} if search.budget else None,
     )
-    if search.precision is None:
-        return space
-    return space.asking(precisions=precisions_of(search.precision, space.machine, space.request.stack))
 
 
 def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:

@@ -321,6 +321,25 @@ def best_buckets(step_of: Callable[[Layout], StepGraph], machine: Machine, layou
     return min(seconds, key=lambda tried: (seconds[tried], tried.bucket_bytes))
 
 
+def in_memory(steps: Sequence[StepGraph], machine: Machine) -> tuple[float, int]:
+    """Predict a step of ranks that keep everything in memory.
+
+    Args:
+        steps: Step of each rank along a pipeline; one where all ranks run the same.
+    Returns:
+        Seconds of the step, and the most device bytes of a rank, scratch of kernels left out.
+    """
+    limits = {DEVICE: _NO_LIMIT, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
+    problems = [StepProblem(step, lifetimes(step), machine, step_costs(step, machine), limits) for step in steps]
+    programs = [program for each in problems if (program := each.lower({}).program) is not None]
+    assert len(programs) == len(steps), "without a limit everything fits"
+    if len(programs) == 1:
+        seconds = problems[0].seconds(programs[0])
+    else:
+        seconds = max(timeline.duration_s for timeline in simulate_ranks(programs, machine))
+    return seconds, max(program.predicted_bytes for program in programs)
+
+
 def joined(each: Sequence[Planned], machine: Machine) -> Plan:
     """Plan of the first rank of a pipeline with those of the others, whose steps wait for each other.
 

@@ -1,0 +1,333 @@
+"""Spreading: a model by name over the ranks of one host that was measured, as a run that these ranks train.
+
+Layouts of a cluster are searched by closed forms and simulated; what ranks of a host run is planned, so the search is
+over plans. Every layout that a run may have is timed as if all of it stayed in memory; then they are planned within the
+budget, the fastest first, until the next one could not be faster even if all of it stayed in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lading.config import CheckpointConfig, MemoryConfig, Optimization, RunConfig
+from lading.errors import ConfigError, PlanInfeasible
+from lading.fit import precision_for, run_of_model, with_sizes
+from lading.grouping import Matrices
+from lading.ir.action import DEVICE
+from lading.ir.layout import Layout
+from lading.ir.machine import Machine
+from lading.ir.reporting import SILENT, PlanProgress
+from lading.ir.request import Request
+from lading.optim import registry
+from lading.prepare import check_spread_layout, plan_run, run_in_memory
+from lading.run import CapturedRun, Prepared, capture_run, sharing_batches, sharing_processors
+from lading.units import format_bytes, format_seconds
+
+#: Steps of a run that nobody has set yet.
+_STEPS = 100
+#: A micro-batch has no more tokens, unless it is pinned.
+_MOST_TOKENS = 1 << 14
+#: Micro-batches that a stage of a pipeline has, at most, for each of its stages.
+_EACH_STAGE = 2
+#: Sizes of a micro-batch that are tried in search of one with which everything stays in memory.
+_MOST_SIZES = 3
+#: Choices of a layout that a run may pin.
+PINS = ("dp", "tp", "cp", "pp", "ep", "vpp", "sp", "zero", "shard", "schedule", "micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to spread a run.
+
+    Attributes:
+        layout: The layout, without sizes of batches.
+        micro_batch: Sequences of a micro-batch.
+        micro_batches: Micro-batches of a replica in a step.
+        in_memory_s: Seconds of a step if all of it stays in memory.
+        in_memory_bytes: Bytes of the rank that then holds most.
+        prepared: The planned run; None where it was not planned, or does not fit.
+        why: Reason that it does not fit; "" where it does, or was not planned.
+    """
+
+    layout: Layout
+    micro_batch: int
+    micro_batches: int
+    in_memory_s: float
+    in_memory_bytes: int
+    prepared: Prepared | None = None
+    why: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """Texts of a row: layout, micro-batches, step, memory of a rank, and why it does not fit."""
+        batches = f"{self.micro_batches} x {self.micro_batch}"
+        if self.prepared is None:
+            step = "-" if self.why else f"> {format_seconds(self.in_memory_s)}"
+            return [str(self.layout), batches, step, format_bytes(self.in_memory_bytes), self.why]
+        plan = self.prepared.plan
+        peak = max(each.peak_bytes[DEVICE] for each in (plan, *plan.peers))
+        return [str(self.layout), batches, format_seconds(plan.step_s), format_bytes(peak), ""]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Ways to spread a run: the fastest first, and what was left out, in words."""
+
+    ways: tuple[Way, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def best(self) -> Prepared:
+        """The fastest run, planned."""
+        assert self.ways[0].prepared is not None, "the first is planned"
+        return self.ways[0].prepared
+
+
+def spread_model(request: Request, machine: Machine, *, cache: bool = True, progress: PlanProgress = SILENT) -> Spread:
+    """Find the fastest way to train a model by name on so many ranks of a measured host, and plan it.
+
+    Args:
+        request: Model, machine, devices, sequences of a step, and what is pinned.
+
+    Raises:
+        ConfigError: a run has no such choice, or cannot be spread so.
+        PlanInfeasible: no way fits the budget.
+    """
+    _check_machine(request, machine)
+    run = _run_of(request, machine)
+    layouts, refused = layouts_of_run(request.devices, request.pins)
+    search = _Search(run, machine, request, progress, cache)
+    ways, unfit = search.timed(layouts)
+    if not ways:
+        size = request.pins.get("micro_batch")
+        batches = (
+            f"replicas{f' and micro-batches of {size}' if size else ''} that divide {request.global_batch} sequences"
+        )
+        raise ConfigError(
+            f"no layout of {request.devices} ranks runs this model: {unfit[0] if unfit else f'none has {batches}'}"
+        )
+    left_out = (*_not_searched(request, refused, has_experts=search.has_experts), *unfit)
+    return Spread(search.planned(ways), left_out)
+
+
+def _check_machine(request: Request, machine: Machine) -> None:
+    if request.devices > 1 and not machine.collectives:
+        raise ConfigError(
+            f"expected a machine file that has the speed of collectives among {request.devices} ranks, got "
+            f"{request.machine}; make one with: lading probe --ranks {request.devices} --out FILE.toml"
+        )
+    if unknown := sorted(request.pins.keys() - set(PINS)):
+        raise ConfigError(
+            f"--pin {unknown[0]}: expected one of {', '.join(PINS)} for ranks of a host, whose plan chooses by itself "
+            "what is recomputed and moved; leave it out"
+        )
+    if len(request.precisions) > 1 or (request.precisions and request.precisions[0] not in ("fp32", "bf16")):
+        raise ConfigError(f"--precision: expected fp32 or bf16 for ranks of a host, got {','.join(request.precisions)}")
+
+
+def _run_of(request: Request, machine: Machine) -> RunConfig:
+    """Make the run that a request asks for, spread in no way yet."""
+    run = run_of_model(request.model, request.seq_len or None)
+    precision = request.precisions[0] if request.precisions else precision_for(request.machine)
+    matrices, rule = None, request.optimizer
+    if registry.is_for_matrices(rule):
+        matrices, rule = Matrices(rule=rule, lr=registry.matrix_rule(rule).usual_lr), registry.DEFAULT
+    name = re.sub(r"[^\w.-]+", "-", request.model).strip("-.")
+    budget = request.budgets.get(DEVICE) or machine.shared_by(request.devices).device.memory_bytes
+    run = dataclasses.replace(
+        run,
+        optimization=Optimization(steps=_STEPS, optimizer=registry.optimizer(rule), matrices=matrices),
+        memory=MemoryConfig(budget=budget),
+        checkpoint=CheckpointConfig(),
+        machine=request.machine,
+        out=f"out/{name}-{request.devices}-ranks",
+    )
+    return with_sizes(run, precision=precision)
+
+
+def layouts_of_run(devices: int, pins: Mapping[str, Any]) -> tuple[list[Layout], list[str]]:
+    """List the layouts to search, and why the others that are pinned or could be are no layouts of a run.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    found: dict[str, Layout] = {}
+    refused: list[str] = []
+    for layout in _candidates(devices, pins):
+        if any(getattr(layout, key) != value for key, value in pins.items() if key != "micro_batch"):
+            continue
+        try:
+            spread = check_spread_layout(str(layout), devices)
+            found.setdefault(str(spread), spread)
+        except ConfigError as error:
+            refused.append(str(error))
+    if not found:
+        pinned = ", ".join(f"{key}={value}" for key, value in sorted(pins.items()))
+        raise ConfigError(
+            refused[0] if refused else f"--pin: no layout of {devices} devices has {pinned}; leave one out"
+        )
+    return list(found.values()), refused
+
+
+def _candidates(devices: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
+    """Yield layouts of so many devices, those of a run and others."""
+    counts = [number for number in range(1, devices + 1) if devices % number == 0]
+    schedules = [pins["schedule"]] if "schedule" in pins else ["1f1b", "zero-bubble"]
+    for tp, cp, pp in product(counts, counts, counts):
+        if devices % (tp * cp * pp):
+            continue
+        dp = devices // (tp * cp * pp)
+        shards = [pins["shard"]] if "shard" in pins else [0, *(n for n in counts if 1 < n < dp and dp % n == 0)]
+        for zero, sp, schedule in product((0, 1, 2, 3) if dp > 1 else (0,), (False, True), schedules):
+            for shard, ep in product(shards, {1, pins.get("ep", 1)}):
+                is_asked = "shard" in pins if shard and zero != 3 else "zero" in pins if zero == 2 and pp > 1 else True
+                if (sp and tp == 1) or (pp == 1 and schedule != schedules[0]) or not is_asked:
+                    continue  # of a pipeline zero 2 is zero 3
+                chunks = pins.get("vpp", 2 if schedule in ("interleaved", "zbv") else 1)
+                try:
+                    yield Layout(
+                        dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, shard=shard if zero else 0, sp=sp, vpp=chunks,
+                        schedule=schedule if pp > 1 else Layout.schedule,
+                    )  # fmt: skip
+                except ConfigError:  # such a layout cannot be, whoever runs it
+                    continue
+
+
+def _not_searched(request: Request, refused: list[str], *, has_experts: bool) -> tuple[str, ...]:
+    said: list[str] = []
+    if "schedule" not in request.pins and request.devices > 1:
+        said.append("pipelines of several chunks a rank: --pin schedule=interleaved, or zbv, searches them")
+    if has_experts and "ep" not in request.pins and request.devices > 1:
+        said.append(f"experts on ranks: --pin ep={request.devices} searches them")
+    if refused:
+        said.append(f"{len(refused)} layouts in which a run is not spread yet, such as tensor parallel in a pipeline")
+    return tuple(said)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search for the way in which a run is fastest."""
+
+    run: RunConfig
+    machine: Machine
+    request: Request
+    progress: PlanProgress
+    cache: bool
+    captured: dict[tuple[int, int], CapturedRun] = dataclasses.field(default_factory=lambda: {})
+
+    def timed(self, layouts: list[Layout]) -> tuple[list[Way], list[str]]:
+        """Time layouts as if all stayed in memory, the fastest first; and say why the model does not run in others."""
+        ways: list[Way] = []
+        unfit: dict[str, str] = {}
+        for number, layout in enumerate(layouts):
+            self.progress.update(0.5 * number / len(layouts), f"{number} of {len(layouts)} layouts timed")
+            try:
+                if (way := self._way(layout, self._sizes(layout))) is not None:
+                    ways.append(way)
+            except ConfigError as error:
+                unfit.setdefault(str(error), f"{layout}: {error}")
+        return sorted(ways, key=_order), list(unfit.values())
+
+    def _way(self, layout: Layout, sizes: list[int]) -> Way | None:
+        """Time a layout with the first micro-batch with which all stays in memory, or the last; None without any."""
+        way = None
+        for size in sizes:
+            run, step = self._captured(layout, size)
+            if layout.zero == 1 and run.optimization.accumulation == 1 and "zero" not in self.request.pins:
+                continue  # as zero 2
+            seconds, peak = run_in_memory(run, self.machine, step, layout.devices)
+            way = Way(
+                layout=layout,
+                micro_batch=size,
+                micro_batches=run.optimization.accumulation,
+                in_memory_s=seconds,
+                in_memory_bytes=peak,
+            )
+            if peak <= self._budget_bytes:
+                break
+        return way
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has a list of experts, as far as it was captured."""
+        modules = (name for step in self.captured.values() for name, _ in step.initial.model.named_modules())
+        return any(name.rpartition(".")[2] == "experts" for name in modules)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return int(self.run.memory.budget)
+
+    def _sizes(self, layout: Layout) -> list[int]:
+        """List sizes of a micro-batch to try, the largest first."""
+        each, rest = divmod(self.request.global_batch, layout.dp)
+        if rest:
+            return []
+        sizes = [size for size in range(each, 0, -1) if each % size == 0]
+        if (pinned := self.request.pins.get("micro_batch")) is not None:
+            return [pinned] if pinned in sizes else []
+        tokens = max(1, self.run.data.sequence_length)
+        sizes = [size for size in sizes if size * tokens <= _MOST_TOKENS] or sizes[-1:]
+        if layout.pp > 1:
+            most = max(1, each // (_EACH_STAGE * layout.pp))
+            return [next((size for size in sizes if size <= most), sizes[-1])]
+        return sizes[:_MOST_SIZES]
+
+    def _captured(self, layout: Layout, size: int) -> tuple[RunConfig, CapturedRun]:
+        """Capture the run in a layout, with micro-batches of a size."""
+        sized = dataclasses.replace(with_sizes(self.run, batch=size), layout=str(layout))
+        moved = dataclasses.replace(sized.optimization, micro_batches=self.request.global_batch // size)
+        ranks = layout.devices
+        run = sharing_batches(sharing_processors(dataclasses.replace(sized, optimization=moved), ranks), ranks)
+        key = size, run.optimization.accumulation
+        if key not in self.captured:
+            self.captured[key] = capture_run(run, self.machine)
+        return run, self.captured[key]
+
+    def planned(self, ways: list[Way]) -> tuple[Way, ...]:
+        """Plan ways until none that is left can be faster; the fastest first, then those that do not fit.
+
+        Raises:
+            PlanInfeasible: none fits.
+        """
+        fits: list[Way] = []
+        over: list[Way] = []
+        errors: list[PlanInfeasible] = []
+        rest = list(ways)
+        while rest and not (fits and min(_step_s(way) for way in fits) <= rest[0].in_memory_s):
+            way = rest.pop(0)
+            self.progress.update(0.5 + 0.5 * (len(ways) - len(rest)) / len(ways), f"planning {way.layout}")
+            run, step = self._captured(way.layout, way.micro_batch)
+            try:
+                prepared = plan_run(run, self.machine, step, devices=way.layout.devices, cache=self.cache)
+                fits.append(dataclasses.replace(way, prepared=prepared))
+            except PlanInfeasible as error:
+                smaller = [size for size in self._sizes(way.layout) if size < way.micro_batch]
+                if (again := self._way(way.layout, smaller)) is not None:
+                    rest = sorted([*rest, again], key=_order)
+                    continue
+                errors.append(error)
+                over.append(dataclasses.replace(way, why=f"{format_bytes(error.missing_bytes)} over the budget"))
+        if not fits:
+            nearest = min(range(len(errors)), key=lambda at: errors[at].missing_bytes)
+            error = errors[nearest]
+            raise PlanInfeasible(
+                f"none of {len(over)} layouts fits {format_bytes(self._budget_bytes)} a rank; the nearest is "
+                f"{over[nearest].layout}: {error}",
+                missing_bytes=error.missing_bytes,
+                smallest_budget_bytes=error.smallest_budget_bytes,
+            ) from error
+        return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *rest, *over)
+
+
+def _order(way: Way) -> tuple[float, str]:
+    return way.in_memory_s, str(way.layout)
+
+
+def _step_s(way: Way) -> float:
+    assert way.prepared is not None, "it is planned"
+    return way.prepared.plan.step_s

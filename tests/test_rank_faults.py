@@ -380,7 +380,9 @@ def test_ranks_join_and_leave_a_job(path: Path, tmp_path: Path) -> None:
         with agent(logs[1]) as second:
             until(lambda: said("ranks (was 1, is 2)"))
             went_on()
-            os.killpg(second.pid, signal.SIGKILL)
+            ranks = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
+            for process in (second.pid, *map(int, ranks)):
+                os.kill(process, signal.SIGKILL)
         until(lambda: said("ranks (was 2, is 1)"))
         went_on()
         os.killpg(first.pid, signal.SIGINT)

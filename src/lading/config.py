@@ -106,6 +106,12 @@ class Optimization:
             raise ConfigError(f"precision: expected 'fp32' or 'bf16', got {self.precision!r}")
 
 
+def processors() -> int:
+    """Number of processors that this process may use."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return available or 1
+
+
 def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> float:
     """Learning rate of optimizer step ``step``, counted from 0; ``peak`` is the full one, the optimizer's if None.
 
@@ -453,8 +459,7 @@ class RunConfig:
     @property
     def num_threads(self) -> int:
         """Number of compute threads, with ``threads`` 0 resolved."""
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return self.threads or available or 1
+        return self.threads or processors()
 
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 
 from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml, save_machine
-from lading.config import RunConfig
+from lading.config import RunConfig, processors
 from lading.files import make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.runtime.host import host_id
@@ -49,13 +49,16 @@ def probe_to(
 
     Args:
         path: Machine file to write.
-        threads: Compute threads to measure with; None keeps torch's setting.
+        threads: Compute threads to measure with; None keeps torch's setting, and in a job takes all processors, as
+            torchrun sets one thread a rank, and others wait while the first measures.
         seconds: Time to spend.
         ranks: Most processes to measure together: what they share, and collectives among them; 1 measures neither, but
             in a job those of its ranks that are on one host.
     """
+    count = num_ranks()[0]
+    threads = threads if threads or count == 1 else processors()
     measured = partial(_probed, folder, threads, seconds, device)
-    if (count := num_ranks()[0]) == 1:
+    if count == 1:
         machine = measured(ranks)
     else:
         from lading.runtime.job import by_first_rank, start_job

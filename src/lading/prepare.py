@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     _check_spread(spread, rule, matrices, others)
     limits = _limits(machine, disk_budget, budgets)
 
-    moved = _Moved(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
+    moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
 
     def plan_in(spread: Layout, budget: str | float) -> Plan:
         layout, parts = _prepared_layout(graph, machine, spread, moved, groups)
@@ -207,7 +207,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     return _by_first_rank(make, [graph, *others], asked)
 
 
-class _Moved(TypedDict):
+class _MovedBy(TypedDict):
     """Settings of how a step moves parameters, as ``step_of`` takes them."""
 
     clip_norm: float
@@ -217,7 +217,7 @@ class _Moved(TypedDict):
 
 
 def _prepared_layout(
-    graph: StepGraph, machine: Machine, spread: Layout, moved: _Moved, groups: tuple[tuple[str, ...], ...] = ()
+    graph: StepGraph, machine: Machine, spread: Layout, moved: _MovedBy, groups: tuple[tuple[str, ...], ...] = ()
 ) -> tuple[Layout, list[Choices]]:
     """Choose where a pipeline is cut, and the bytes of a bucket of gradients.
 
@@ -502,7 +502,7 @@ def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: 
     """
     chosen, spread = run.optimization, check_spread_layout(run.layout, devices)
     _check_spread(spread, chosen.optimizer, chosen.matrices, step.others)
-    moved = _Moved(
+    moved = _MovedBy(
         clip_norm=chosen.clip_norm,
         master_weights=has_masters(run),
         optimizer=chosen.optimizer,

@@ -41,7 +41,7 @@ PINS = ("dp", "tp", "cp", "pp", "ep", "vpp", "sp", "zero", "shard", "schedule", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class SpreadLayout:
     """One way to spread a run.
 
     Attributes:
@@ -75,10 +75,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadRun:
     """Ways to spread a run: the fastest first, and what was left out, in words."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[SpreadLayout, ...]
     left_out: tuple[str, ...]
 
     @property
@@ -88,7 +88,9 @@ class Spread:
         return self.ways[0].prepared
 
 
-def spread_model(request: Request, machine: Machine, *, cache: bool = True, progress: PlanProgress = SILENT) -> Spread:
+def spread_model(
+    request: Request, machine: Machine, *, cache: bool = True, progress: PlanProgress = SILENT
+) -> SpreadRun:
     """Find the fastest way to train a model by name on so many ranks of a measured host, and plan it.
 
     Args:
@@ -101,7 +103,7 @@ def spread_model(request: Request, machine: Machine, *, cache: bool = True, prog
     _check_machine(request, machine)
     run = _run_of(request, machine)
     layouts, refused = layouts_of_run(request.devices, request.pins)
-    search = _Search(run, machine, request, progress, cache)
+    search = _SpreadSearch(run, machine, request, progress, cache)
     ways, unfit = search.timed(layouts)
     if not ways:
         size = request.pins.get("micro_batch")
@@ -112,7 +114,7 @@ def spread_model(request: Request, machine: Machine, *, cache: bool = True, prog
             f"no layout of {request.devices} ranks runs this model: {unfit[0] if unfit else f'none has {batches}'}"
         )
     left_out = (*_not_searched(request, refused, has_experts=search.has_experts), *unfit)
-    return Spread(search.planned(ways), left_out)
+    return SpreadRun(search.planned(ways), left_out)
 
 
 def _check_machine(request: Request, machine: Machine) -> None:
@@ -210,7 +212,7 @@ def _not_searched(request: Request, refused: list[str], *, has_experts: bool) ->
 
 
 @dataclass(frozen=True)
-class _Search:
+class _SpreadSearch:
     """Search for the way in which a run is fastest."""
 
     run: RunConfig
@@ -220,9 +222,9 @@ class _Search:
     cache: bool
     captured: dict[tuple[int, int], CapturedRun] = dataclasses.field(default_factory=lambda: {})
 
-    def timed(self, layouts: list[Layout]) -> tuple[list[Way], list[str]]:
+    def timed(self, layouts: list[Layout]) -> tuple[list[SpreadLayout], list[str]]:
         """Time layouts as if all stayed in memory, the fastest first; and say why the model does not run in others."""
-        ways: list[Way] = []
+        ways: list[SpreadLayout] = []
         unfit: dict[str, str] = {}
         for number, layout in enumerate(layouts):
             self.progress.update(0.5 * number / len(layouts), f"{number} of {len(layouts)} layouts timed")
@@ -233,7 +235,7 @@ class _Search:
                 unfit.setdefault(str(error), f"{layout}: {error}")
         return sorted(ways, key=_order), list(unfit.values())
 
-    def _way(self, layout: Layout, sizes: list[int]) -> Way | None:
+    def _way(self, layout: Layout, sizes: list[int]) -> SpreadLayout | None:
         """Time a layout with the first micro-batch with which all stays in memory, or the last; None without any."""
         way = None
         for size in sizes:
@@ -241,7 +243,7 @@ class _Search:
             if layout.zero == 1 and run.optimization.accumulation == 1 and "zero" not in self.request.pins:
                 continue  # as zero 2
             seconds, peak = run_in_memory(run, self.machine, step, layout.devices)
-            way = Way(
+            way = SpreadLayout(
                 layout=layout,
                 micro_batch=size,
                 micro_batches=run.optimization.accumulation,
@@ -288,14 +290,14 @@ class _Search:
             self.captured[key] = capture_run(run, self.machine)
         return run, self.captured[key]
 
-    def planned(self, ways: list[Way]) -> tuple[Way, ...]:
+    def planned(self, ways: list[SpreadLayout]) -> tuple[SpreadLayout, ...]:
         """Plan ways until none that is left can be faster; the fastest first, then those that do not fit.
 
         Raises:
             PlanInfeasible: none fits.
         """
-        fits: list[Way] = []
-        over: list[Way] = []
+        fits: list[SpreadLayout] = []
+        over: list[SpreadLayout] = []
         errors: list[PlanInfeasible] = []
         rest = list(ways)
         while rest and not (fits and min(_step_s(way) for way in fits) <= rest[0].in_memory_s):
@@ -324,10 +326,10 @@ class _Search:
         return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *rest, *over)
 
 
-def _order(way: Way) -> tuple[float, str]:
+def _order(way: SpreadLayout) -> tuple[float, str]:
     return way.in_memory_s, str(way.layout)
 
 
-def _step_s(way: Way) -> float:
+def _step_s(way: SpreadLayout) -> float:
     assert way.prepared is not None, "it is planned"
     return way.prepared.plan.step_s

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from pathlib import Path
 
 import pytest
+from tests.ranks import run_ranks
 
 from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
+from lading.config import processors
 from lading.cost.collective import algorithm, collective_s
 from lading.cost.topology import Group, group_of
 from lading.errors import ConfigError
+from lading.hosts import probe_to
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve
+from lading.runtime.host import host_id
 from lading.runtime.probe_ranks import OPS, probe_ranks
 from lading.runtime.probe_sharing import probe_sharing
 
@@ -49,6 +54,21 @@ def test_what_processes_share_is_measured() -> None:
     assert set(found.busy) == {f"{op}.2" for op in OPS}
     assert set(found.overhead_s) == {"operation", "tensor-parallel", "unit"}
     assert 0 < found.overhead_s["operation"] < found.overhead_s["tensor-parallel"] < 1
+
+
+def _probes(rank: int, folder: str) -> None:
+    probe_to(Path(folder) / "machine.toml", Path(folder), seconds=2.0, device="cpu")
+
+
+@pytest.mark.slow
+def test_a_job_measures_its_host_with_all_processors_and_writes_one_file(tmp_path: Path) -> None:
+    run_ranks(_probes, 2, str(tmp_path))  # each rank begins with one thread, as under torchrun
+    machine = load_machine(tmp_path / "machine.toml")
+    assert (machine.host_id, machine.device.num_threads) == (host_id(), processors())
+    assert "among 2 ranks of a job" in machine.sources["collectives"]
+    assert {f"{op}.2" for op in OPS} <= machine.collectives.keys()
+    assert machine.processes is not None
+    assert [path.name for path in tmp_path.glob("*.toml")] == ["machine.toml"]
 
 
 def test_nothing_to_measure_is_refused() -> None:

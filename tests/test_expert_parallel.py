@@ -25,6 +25,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.reduction import ALL_GATHER, ALL_TO_ALL, SCATTER_SUM
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from tests.captured import shared_capture
 from tests.ranks import run_ranks
 from tests.test_replicas import SIZES, batch, machine
 
@@ -54,7 +55,10 @@ class Case:
         model = build(self.experts, self.dtype)
         share = self.micro // parse_layout(layout).dp
         first = rank * share
-        graph = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=share)
+        graph = shared_capture(
+            lambda: lading.capture(model, batch(0, 0), next_byte_loss, accumulation=share),
+            *("expert parallel", self.experts, self.dtype, share),
+        )
         asked: dict[str, Any] = {"budget": "100%", "cache": False, **self.plan()}
         if layout == "dp1":
             asked["policy"] = "keep-all"

@@ -238,10 +238,15 @@ def test_refused(tmp_path: Path) -> None:
 
 
 #: Layout of each phase, with the number of leading layers that are frozen then and the steps it takes.
-PHASES = (("pp4", 0, 2), ("pp4", 1, 1), ("pp2,dp2", 2, 2), ("dp4", 3, 1))
+PHASES = {
+    2: (("pp2", 0, 2), ("pp2", 1, 1), ("dp2", 2, 2), ("dp2", 3, 1)),
+    4: (("pp4", 0, 2), ("pp4", 1, 1), ("pp2,dp2", 2, 2), ("dp4", 3, 1)),
+}
 
 
-def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _phases(
+    rank: int, ranks: int, folder: Path, *, alone: bool = False
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train on all micro-batches of each step, through the phases; returns the losses, norms, and all values."""
     model = build(torch.float64)
 
@@ -253,9 +258,9 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[floa
 
     losses: list[float] = []
     norms: list[float] = []
-    layouts = [layout if ranks > 1 else "dp1" for layout, _, _ in PHASES]
+    layouts = ["dp1" if alone else layout for layout, _, _ in PHASES[ranks]]
     with lading.Trainer(*again(layouts[0]), model, folder=folder) as trainer:
-        for layout, (_, frozen, steps) in zip(layouts, PHASES, strict=True):
+        for layout, (_, frozen, steps) in zip(layouts, PHASES[ranks], strict=True):
             if trainer.steps:
                 trainer.pause()
                 freeze(model, frozen)
@@ -269,21 +274,22 @@ def _phases(rank: int, ranks: int, folder: Path) -> tuple[list[float], list[floa
         return losses, norms, {name: trainer.value(name) for name in sorted(trainer._values)}
 
 
-def _on_four(rank: int, out: str) -> None:
+def _on_ranks(rank: int, ranks: int, out: str) -> None:
     folder = Path(out) / str(rank)
     folder.mkdir()
-    torch.save(_phases(rank, 4, folder), folder / "values")
+    torch.save(_phases(rank, ranks, folder), folder / "values")
 
 
-def test_a_pipeline_whose_layers_freeze_goes_on_as_replicas(tmp_path: Path) -> None:
-    run_ranks(_on_four, 4, str(tmp_path))
-    expected, norms, wanted = _phases(0, 1, tmp_path)
-    for rank in range(4):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_pipeline_whose_layers_freeze_goes_on_as_replicas(ranks: int, tmp_path: Path) -> None:
+    run_ranks(_on_ranks, ranks, ranks, str(tmp_path))
+    expected, norms, wanted = _phases(0, ranks, tmp_path, alone=True)
+    for rank in range(ranks):
         losses, told, values = torch.load(tmp_path / str(rank) / "values")
         assert losses == pytest.approx(expected, rel=1e-12)
         assert told == pytest.approx(norms, rel=1e-8)
         assert values.keys() == wanted.keys()
-        for name, value in values.items():  # four ranks add up their gradients in another order
+        for name, value in values.items():  # ranks add up their gradients in another order
             torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
 
 

@@ -97,16 +97,16 @@ def test_steps_that_take_turns_give_plain_pytorchs_bits(tmp_path: Path) -> None:
     """Kept whole and with values on disk; clipped; a head that one loss alone trains; smaller batches of each."""
     torch.manual_seed(0)
     start = Two()
+    graph = capture(start, batch(0), left_loss)
+    others = [
+        capture(start, batch(0), left_loss, evaluation=True),
+        capture(start, batch(0), right_loss),
+        capture(start, batch(0, mask=True), left_loss),
+    ]
+    shapes = [capture(start, batch(0, 20), left_loss, evaluation=True), capture(start, batch(0, 30), left_loss)]
     for tight in (False, True):
         ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
         mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs))
-        graph = capture(ours, batch(0), left_loss)
-        others = [
-            capture(ours, batch(0), left_loss, evaluation=True),
-            capture(ours, batch(0), right_loss),
-            capture(ours, batch(0, mask=True), left_loss),
-        ]
-        shapes = [capture(ours, batch(0, 20), left_loss, evaluation=True), capture(ours, batch(0, 30), left_loss)]
         asked: dict[str, Any] = {"optimizer": mine, "clip_norm": 0.5, "others": others, "cache": False}
         whole = plan(graph, MACHINE, budget="100%", **asked)
         program = programs_of(whole, graph, others)[0]

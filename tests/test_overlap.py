@@ -127,7 +127,8 @@ def _same(rank: int, ranks: int) -> None:
         data = 0 if mode == "tp" else rank // 2 if mode == "fsdp-tp" else rank
         for kind in KINDS if mode == "fsdp" else ("muon",):
             found: dict[str, Any] = {}
-            for overlap in overlaps:
+            # Other rules than Muon overlap all ways on three ranks, in a slow test.
+            for overlap in overlaps if kind == "muon" or ranks > 2 else ("step", "both"):
                 model = cut(mode, ranks)
                 optimizer = optimizer_of(model, kind, overlap, **own)
                 losses = trained(model, optimizer, data)

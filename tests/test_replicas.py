@@ -28,6 +28,7 @@ from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
 from lading.planner.api import best_buckets
 from lading.runtime.draws import Draws
+from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.test_saved_plan import states_on_disk
@@ -96,8 +97,13 @@ def build(name: str = "llama", dtype: torch.dtype = torch.float32, layers: int =
 
 
 @cache
-def captured(name: str, dtype: torch.dtype, accumulation: int) -> StepGraph:
-    return lading.capture(build(name, dtype), batch(0, 0), next_byte_loss, accumulation=accumulation)
+def captured(name: str, dtype: torch.dtype, accumulation: int, layers: int = 2) -> StepGraph:
+    """The step of ``build(name, dtype, layers)``."""
+
+    def make() -> StepGraph:
+        return lading.capture(build(name, dtype, layers), batch(0, 0), next_byte_loss, accumulation=accumulation)
+
+    return shared_capture(make, "replicas", name, dtype, accumulation, layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,16 +146,29 @@ def same(name: str, value: torch.Tensor, alone: torch.Tensor) -> bool:
     return torch.equal(value, alone)
 
 
-def _replica(rank: int, out: str) -> None:
-    for name, case in CASES.items():
+#: Cases that try something that no other of them tries; the others are slow tests.
+QUICK = ("tied", "masters", "muon", "disk", "statistics")
+
+
+def _replica(rank: int, out: str, names: list[str]) -> None:
+    for name in names:
+        case = CASES[name]
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
         torch.save(case.train(f"dp2,bucket_bytes={BUCKET}", case.micro, rank * case.micro, folder), folder / "values")
 
 
-def test_two_ranks_train_as_one_process_to_the_bit(tmp_path: Path) -> None:
-    run_ranks(_replica, 2, str(tmp_path))
-    for name, case in CASES.items():
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*QUICK], id="quick"),
+        pytest.param([n for n in CASES if n not in QUICK], id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_one_process_to_the_bit(tmp_path: Path, names: list[str]) -> None:
+    run_ranks(_replica, 2, str(tmp_path), names)
+    for name in names:
+        case = CASES[name]
         alone, losses = case.train("dp1", 2 * case.micro, 0, tmp_path)
         for rank in range(2):
             values, told = torch.load(tmp_path / f"{name} {rank}" / "values")
@@ -165,6 +184,7 @@ def _four(rank: int, out: str) -> None:
     torch.save(case.train("", 2, 2 * rank, folder), folder / "values")
 
 
+@pytest.mark.slow
 def test_four_ranks_add_up_in_another_order(tmp_path: Path) -> None:
     run_ranks(_four, 4, str(tmp_path))
     alone, losses = Case(dtype=torch.float64).train("dp1", 8, 0, tmp_path)
@@ -226,7 +246,7 @@ def _unlike(rank: int, out: str) -> None:
     longer = lading.capture(model, batch(0, 0), next_byte_loss, accumulation=1 + rank)
     told["captures"] = _refused(lambda: lading.plan(longer, machine(), **asked))
     with pytest.raises(PlanInfeasible):  # on all ranks, though the first alone planned
-        lading.plan(graph, machine(), budget="1KB", policy="keep-all", cache=False)
+        lading.plan(graph, machine(), budget="1KB", policy="keep-all", cache=False, layout="dp2")
     three = lading.plan(graph, machine(), layout="dp3", **asked)
     told["ranks"] = _refused(lambda: lading.Trainer(three, graph, model, folder=out))
     alone = lading.plan(graph, machine(), layout="dp1", **asked)

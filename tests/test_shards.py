@@ -27,14 +27,12 @@ from lading.optim.registry import optimizer as rule
 from lading.planner.policies import reshard_every_unit
 from lading.runtime.named import Value, check_numbers, values_of
 from tests.ranks import run_ranks
-from tests.test_replicas import BUCKET, Case, batch, build, machine, same
+from tests.test_replicas import BUCKET, Case, batch, build, captured, machine, same
 from tests.test_saved_plan import states_on_disk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYOUTS = ("zero1", "zero2", "zero3")
-#: Layouts that differ where a step has one micro-batch.
-UNLIKE = ("zero2", "zero3")
 #: Matrices that are several to the rule that moves them.
 IN_PARTS: dict[str, int | str] = {"layers.*.gate.weight": 3, "layers.*.wo.weight": "8 24"}
 
@@ -86,6 +84,16 @@ def train_with_torch(layout: str, share: int, first: int, folder: Path) -> dict[
     return {**model.state_dict(), **states}
 
 
+ODD, TORCH = "odd", "torch"
+#: Ways to train, each by the layouts that differ where a step has one micro-batch.
+EVERY = [(layout, name) for layout in ("zero2", "zero3") for name in (*CASES, ODD, TORCH)]
+#: Each way but one by one layout; the others are slow tests.
+QUICK = [
+    *(("zero2", name) for name in ("masters", "muon", TORCH)),
+    *(("zero3", name) for name in ("clipped", "tied", "recomputed", "disk", "dropout and statistics", "soap", ODD)),
+]
+
+
 def text(layout: str, ranks: int) -> str:
     return f"dp{ranks},{layout}" + ("" if layout == "zero3" else f",bucket_bytes={BUCKET}")
 
@@ -123,18 +131,24 @@ def train_odd(layout: str, share: int, first: int, folder: Path) -> dict[str, to
     return values
 
 
-def _two(rank: int, out: str) -> None:
-    for layout in UNLIKE:
-        for name, case in CASES.items():
-            folder = Path(out) / f"{layout} {name} {rank}"
-            folder.mkdir()
-            torch.save(case.train(text(layout, 2), case.micro, rank * case.micro, folder), folder / "values")
-        folder = Path(out) / f"{layout} odd {rank}"
+def _ways(rank: int, out: str, ways: list[tuple[str, str]]) -> None:
+    for layout, name in ways:
+        folder = Path(out) / f"{layout} {name} {rank}"
         folder.mkdir()
-        torch.save(train_odd(f"dp2,{layout}", 1, rank, folder), folder / "values")
-        torch.save(train_with_torch(text(layout, 2), 1, rank, folder), folder / "torch")
+        if name == ODD:
+            values = train_odd(f"dp2,{layout}", 1, rank, folder)
+        elif name == TORCH:
+            values = train_with_torch(text(layout, 2), 1, rank, folder)
+        else:
+            case = CASES[name]
+            values = case.train(text(layout, 2), case.micro, rank * case.micro, folder)
+        torch.save(values, folder / "values")
+
+
+def _two(rank: int, out: str) -> None:
+    _ways(rank, out, QUICK)
     _saves(rank, Path(out))
-    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    graph = captured("llama", torch.float32, 1)
     asked: dict[str, Any] = {"policy": "keep-all", "cache": False}
     replicas = lading.plan(graph, machine(), budget="100%", **asked)
     tight = lading.plan(graph, machine(), budget=replicas.budgets["device"] - 30_000, **asked)
@@ -143,8 +157,7 @@ def _two(rank: int, out: str) -> None:
 
 def _saves(rank: int, out: Path) -> None:
     """Save with shards, and go on from there with others, and with one process's values."""
-    model = build()
-    graph = lading.capture(model, batch(0, 0), next_byte_loss)
+    graph = captured("llama", torch.float32, 1)
     folder = out / f"saves {rank}"
     folder.mkdir()
     path, after = None, None
@@ -172,32 +185,54 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, tmp_path: Path) -> None:
-    for name, case in CASES.items():
-        alone, losses = case.train("dp1", 2 * case.micro, 0, tmp_path)
-        for layout in UNLIKE:
-            for rank in range(2):
-                values, told = torch.load(two_ranks / f"{layout} {name} {rank}" / "values")
-                assert values.keys() == alone.keys()
-                for key, value in alone.items():
-                    if name == "clipped":  # squares are added up in another order, 2 ulp of the norm
-                        torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
-                    else:
-                        assert same(key, values[key], value), (layout, name, rank, key)
-                if name != "clipped":
-                    assert told == losses, (layout, name)
-    alone = train_with_torch("dp1", 2, 0, tmp_path)
-    for layout in UNLIKE:
-        values = torch.load(two_ranks / f"{layout} odd 1" / "torch")
-        assert values.keys() == alone.keys()
-        assert [key for key in alone if not torch.equal(values[key], alone[key])] == [], layout
-    alone = train_odd("dp1", 2, 0, tmp_path)
-    for layout in UNLIKE:
+def _check(folder: Path, ways: list[tuple[str, str]], scratch: Path) -> None:
+    """Compare what ranks wrote in ``folder`` with one process, which trains once a name."""
+    whole: dict[str, Any] = {}
+    for layout, name in ways:
+        if name not in whole:
+            whole[name] = _alone(name, scratch)
         for rank in range(2):
-            values = torch.load(two_ranks / f"{layout} odd {rank}" / "values")
-            assert values.keys() == alone.keys()
-            for key, value in alone.items():  # what is behind the last whole vector is rounded as a vector is, an ulp
-                torch.testing.assert_close(values[key], value, rtol=5e-7, atol=0)
+            values = torch.load(folder / f"{layout} {name} {rank}" / "values")
+            if name in CASES:
+                _check_case(values, whole[name], (layout, name, rank))
+                continue
+            assert values.keys() == whole[name].keys(), (layout, name)
+            for key, value in whole[name].items():
+                if name == ODD:  # what is behind the last whole vector is rounded as a vector is, an ulp
+                    torch.testing.assert_close(values[key], value, rtol=5e-7, atol=0)
+                else:
+                    assert torch.equal(values[key], value), (layout, name, key)
+
+
+def _alone(name: str, scratch: Path) -> Any:
+    if name == ODD:
+        return train_odd("dp1", 2, 0, scratch)
+    if name == TORCH:
+        return train_with_torch("dp1", 2, 0, scratch)
+    return CASES[name].train("dp1", 2 * CASES[name].micro, 0, scratch)
+
+
+def _check_case(got: Any, whole: Any, what: tuple[str, str, int]) -> None:
+    (values, told), (alone, losses) = got, whole
+    assert values.keys() == alone.keys(), what
+    for key, value in alone.items():
+        if what[1] == "clipped":  # squares are added up in another order, 2 ulp of the norm
+            torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
+        else:
+            assert same(key, values[key], value), (*what, key)
+    if what[1] != "clipped":
+        assert told == losses, what
+
+
+def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, tmp_path: Path) -> None:
+    _check(two_ranks, QUICK, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_shards_train_as_one_process_in_every_way(tmp_path: Path) -> None:
+    rest = [way for way in EVERY if way not in QUICK]
+    run_ranks(_ways, 2, str(tmp_path), rest)
+    _check(tmp_path, rest, tmp_path)
 
 
 def test_replicas_are_planned_where_they_fit_and_shards_where_not(two_ranks: Path) -> None:
@@ -208,7 +243,7 @@ def test_replicas_are_planned_where_they_fit_and_shards_where_not(two_ranks: Pat
 
 
 def test_a_checkpoint_of_shards_is_whole(two_ranks: Path, tmp_path: Path) -> None:
-    graph = lading.capture(build(), batch(0, 0), next_byte_loss, accumulation=2)
+    graph = captured("llama", torch.float32, 2)
     matrices = lading.Matrices(rule="muon", lr=0.02)
     plan = lading.plan(graph, machine(), budget="100%", cache=False, layout="dp1", matrices=matrices)
     with lading.Trainer(plan, graph, build(), folder=tmp_path) as trainer:
@@ -252,7 +287,7 @@ def test_four_ranks_with_shards_add_up_in_another_order(tmp_path: Path) -> None:
 
 
 def test_a_rank_keeps_its_part_of_states_and_parameters() -> None:
-    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    graph = captured("llama", torch.float32, 1)
     steps = {
         layout: step_of(graph, machine(), clip_norm=0.0, master_weights=False, layout=parse_layout(layout))
         for layout in ("dp1", "dp4,zero2,bucket_bytes=20000", "dp4,zero3")
@@ -279,7 +314,7 @@ def _across(graph: StepGraph, gap: Gap) -> bool:
 
 
 def test_an_unsharded_parameter_is_a_storage_that_is_dropped_and_unsharded_again() -> None:
-    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    graph = captured("llama", torch.float32, 1)
     programs = {
         policy: program_of(
             lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,zero3", policy=policy), graph
@@ -310,7 +345,7 @@ def leads(program: Program) -> list[int]:
 
 
 def test_a_budget_of_less_room_is_searched_though_all_may_stay() -> None:
-    graph, slow = lading.capture(build(), batch(0, 0), next_byte_loss), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
+    graph, slow = captured("llama", torch.float32, 1), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
     network = dataclasses.replace(machine(), collectives=dict.fromkeys(machine().collectives, slow))
     asked: dict[str, Any] = {"cache": False, "layout": "dp2,zero3"}
     whole = lading.plan(graph, network, budget="100%", **asked)
@@ -321,7 +356,7 @@ def test_a_budget_of_less_room_is_searched_though_all_may_stay() -> None:
 
 
 def test_whole_parameters_are_unsharded_as_early_as_memory_allows() -> None:
-    graph, slow = lading.capture(build(), batch(0, 0), next_byte_loss), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
+    graph, slow = captured("llama", torch.float32, 1), Curve(size=(1e3, 1e6), rate=(1e6, 1e6))
     network = dataclasses.replace(machine(), collectives=dict.fromkeys(machine().collectives, slow))
 
     def planned(budget: str | int) -> Program:
@@ -367,6 +402,6 @@ def test_parameters_with_unlike_numbers_of_updates_share_no_shards() -> None:
     ],
 )
 def test_what_moves_whole_parameters_is_not_cut(asked: dict[str, Any], why: str) -> None:
-    graph = lading.capture(build(), batch(0, 0), next_byte_loss)
+    graph = captured("llama", torch.float32, 1)
     with pytest.raises(ConfigError, match=why):
         lading.plan(graph, machine(), budget="100%", cache=False, layout="dp2,zero2", **asked)

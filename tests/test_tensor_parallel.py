@@ -21,11 +21,12 @@ from torch import nn
 
 import lading
 from lading.errors import ConfigError
-from lading.ir.graph import Tensor
+from lading.ir.graph import StepGraph, Tensor
 from lading.ir.layout import parse_layout
 from lading.ir.tensor_shards import Split, local_view, shard_tensors
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from tests.captured import shared_capture
 from tests.ranks import run_ranks
 from tests.test_replicas import SIZES, batch, machine
 
@@ -72,7 +73,12 @@ class Case:
         replicas = parse_layout(layout).dp
         share = self.micro // replicas
         first = parse_layout(layout).replica(int(folder.name.split()[-1])) * share if replicas > 1 else 0
-        graph = lading.capture(model, batch(0, 0), loss, accumulation=share)
+
+        def make() -> StepGraph:
+            return lading.capture(model, batch(0, 0), loss, accumulation=share)
+
+        key = ("tensor parallel", self.model, self.dtype, self.heads, share)
+        graph = make() if self.torch_optimizer else shared_capture(make, *key)
         asked: dict[str, Any] = {"budget": "100%", "cache": False, **self.plan()}
         chosen = torch.optim.AdamW(model.parameters(), fused=True) if self.torch_optimizer else None
         made = lading.plan(graph, machine(), layout=layout, optimizer=chosen, **asked)
@@ -92,14 +98,17 @@ class Case:
             assert close, f"{name} is off by {(value - alone[0][name]).abs().max():.1e}"
 
 
+FAST = {"tied": Case(plan=lambda: {"clip_norm": 0.1})}
 CASES = {
-    "tied": Case(plan=lambda: {"clip_norm": 0.1}, steps=20),
+    "twenty": Case(plan=lambda: {"clip_norm": 0.1}, steps=20),
     "sequence": Case("tp2,sp", micro=2),
     "llama": Case("tp2,sp", "transformers", micro=2, plan=lambda: {"clip_norm": 0.1}),
     "fused": Case(model="llama", torch_optimizer=True),
     "masters": Case(model="llama", dtype=torch.bfloat16, plan=lambda: {"master_weights": True}),
     "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
 }
+#: Cases that try something that no other of them tries; the others are slow tests.
+QUICK = ("tied", "llama", "masters")
 FOUR = {
     "replicas": Case("dp2,tp2", micro=2, plan=lambda: {"clip_norm": 0.1}),
     "four": Case("tp4,sp", micro=2, steps=20, plan=lambda: {"clip_norm": 0.1}),
@@ -110,13 +119,21 @@ def _ranks(rank: int, out: str, names: list[str]) -> None:
     for name in names:
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
-        case = {**CASES, **FOUR}[name]
+        case = {**FAST, **CASES, **FOUR}[name]
         torch.save(case.train(case.layout, folder), folder / "values")
 
 
-def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
-    run_ranks(_ranks, 2, str(tmp_path), [*CASES])
-    for name, case in CASES.items():
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*QUICK], id="quick"),
+        pytest.param([n for n in CASES if n not in QUICK], id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_one_process(tmp_path: Path, names: list[str]) -> None:
+    run_ranks(_ranks, 2, str(tmp_path), names)
+    for name in names:
+        case = {**FAST, **CASES}[name]
         alone = case.train("dp1", tmp_path)
         for rank in range(2):
             values, losses = torch.load(tmp_path / f"{name} {rank}" / "values")

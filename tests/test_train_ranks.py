@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -151,18 +152,39 @@ def _says(call: Callable[[], object]) -> tuple[int, str, str]:
     return int(str(code or 0)), out.getvalue(), err.getvalue()
 
 
+def _train(folder: Path, out: str, *more: str) -> tuple[int, str, str]:
+    """Train the run in ``folder``; ``more`` are overrides and flags."""
+    return _says(lambda: main(["train", str(folder / "run.toml"), "--no-cache", *ASKED, f"out={folder / out}", *more]))
+
+
+def _limits(rank: int, root: str) -> None:
+    """Run into a limit of memory, of a folder and of a disk; tells what each said."""
+    folder, told, batch = Path(root), dict[str, Any](), TextDataset.batch
+
+    def starving(self: TextDataset, step: int, micro: int) -> Any:
+        if rank == 1 and step == 1:
+            torch.empty(1 << 60, dtype=torch.uint8)  # as where a limit is met
+        return batch(self, step, micro)
+
+    TextDataset.batch = starving
+    told["starved"] = _train(folder, "starved")
+    TextDataset.batch = batch
+    if rank == 1:
+        (folder / "blocked").mkdir()
+        (folder / "blocked" / "rank-1").write_text("no folder can be here")
+    told["blocked"] = _train(folder, "blocked")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("lading.checkpoint.state.os.fsync", failing_after(os.fsync, 9, errno.ENOSPC))
+        told["full"] = _train(folder, "full", "validation.every_steps=4")
+    (folder / f"told {rank}").write_text(json.dumps(told))
+
+
 def _scenes(rank: int, root: str) -> None:
     """Run what ranks do in one process each; tells what each said."""
     folder, told = Path(root), dict[str, Any]()
-    path = folder / "run.toml"
-
-    def train(out: str, *overrides: str, resume: bool = False) -> tuple[int, str, str]:
-        flags = ["--resume"] if resume else []
-        return _says(
-            lambda: main(["train", str(path), "--no-cache", *ASKED, f"out={folder / out}", *overrides, *flags])
-        )
-
-    told["first"] = train("changing", "optimization.steps=2")
+    train = partial(_train, folder)
+    told["grown"] = train("growing", "--resume")
     told["unlike"] = train("unlike", f"optimization.optimizer.lr={0.1 * (rank + 1)}")
     told["probe"] = train("probe", "machine=probe")
     told["stages"] = train("stages", *STAGES)
@@ -184,27 +206,24 @@ def _scenes(rank: int, root: str) -> None:
             raise StorageError("the disk of rank 1 is full")
         return batch(self, step, micro)
 
-    def starving(self: TextDataset, step: int, micro: int) -> Any:
-        if rank == 1 and step == 1:
-            torch.empty(1 << 60, dtype=torch.uint8)  # as where a limit is met
-        return batch(self, step, micro)
-
-    TextDataset.batch = starving
-    told["starved"] = train("starved")
-    TextDataset.batch = batch
-    if rank == 1:
-        (folder / "blocked").mkdir()
-        (folder / "blocked" / "rank-1").write_text("no folder can be here")
-    told["blocked"] = train("blocked")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr("lading.checkpoint.state.os.fsync", failing_after(os.fsync, 9, errno.ENOSPC))
-        told["full"] = train("full", "validation.every_steps=4")
     TextDataset.batch = failing
     started = time.monotonic()
     told["failed"] = train("failed")
     told["seconds"] = time.monotonic() - started
     (folder / f"told {rank}").write_text(json.dumps(told))
+
+
+def told_by_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = (json.loads((folder / f"told {rank}").read_text()) for rank in range(2))
+    return first, second
+
+
+def said_by_one(both: tuple[dict[str, Any], dict[str, Any]], scene: str) -> str:
+    """Message of the one rank that says anything, where neither ended well."""
+    errors = [told[scene][2] for told in both if "error: " in told[scene][2]]
+    assert len(errors) == 1, (scene, both[0][scene], both[1][scene])
+    assert 0 not in (both[0][scene][0], both[1][scene][0])
+    return " ".join(errors[0].partition("error: ")[2].split())
 
 
 def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
@@ -218,28 +237,14 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     code, out, _ = _says(lambda: main(["simulate", str(tmp_path / "stages.json"), "--straggler", "1.5"]))
     assert code == 0
     assert "computing 1.5 times as long: step" in out
+    alone(path, f"out={tmp_path}/growing", "optimization.steps=2")
     run_ranks(_scenes, 2, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(2))
-    assert first["first"][0] == second["first"][0] == 0
-    assert second["first"][1:] == ["", ""]
-
-    def one_message(scene: str) -> str:
-        """What the one rank says that says anything."""
-        errors = [told[scene][2] for told in (first, second) if "error: " in told[scene][2]]
-        assert len(errors) == 1, (scene, first[scene], second[scene])
-        assert 0 not in (first[scene][0], second[scene][0])
-        return " ".join(errors[0].partition("error: ")[2].split())
-
+    first, second = told_by_ranks(tmp_path)
+    one_message = partial(said_by_one, (first, second))
     refused = one_message("too many")
     assert "layout dp4,zero3 is for so many, found one of 2; start it with: torchrun --standalone" in refused
     assert "rank 1 in the run, optimization.optimizer.lr: expected 0.1 as on rank 0, got 0.2" in one_message("unlike")
     assert "make one with: lading probe --ranks 2 --out machine.toml" in one_message("probe")
-    for scene, said in (
-        ("starved", "the process was refused memory: "),
-        ("blocked", "rank-1"),
-        ("full", "the disk is full"),
-    ):
-        assert said in one_message(scene), scene
     assert one_message("failed").startswith("the disk of rank 1 is full")
     assert first["seconds"] < 30
     assert second["failed"][2].count("error: ") == 1  # it is the rank that failed that says so
@@ -260,19 +265,21 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     whole_stages = numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
     assert numbers(records(tmp_path / "stages")) == numbers(records(tmp_path / "planned")) == whole_stages
 
-    # And from one process to two ranks.
-    alone(path, f"out={tmp_path}/growing", "optimization.steps=2")
-    run_ranks(_grows, 2, str(tmp_path))
+    # And from one process to two ranks, of which the first alone speaks.
+    assert first["grown"][0] == second["grown"][0] == 0, first
+    assert second["grown"][1:] == ["", ""]
     assert numbers(records(tmp_path / "growing")) == whole
-    assert "ranks (was 1, is 2)" in (tmp_path / "said").read_text()
+    assert "ranks (was 1, is 2)" in " ".join(first["grown"][1].split())
 
 
-def _grows(rank: int, root: str) -> None:
-    asked = ["train", f"{root}/run.toml", "--no-cache", *ASKED, f"out={root}/growing", "--resume"]
-    code, out, err = _says(lambda: main(asked))
-    assert code == 0, err
-    if rank == 0:
-        (Path(root) / "said").write_text(" ".join(out.split()))
+@pytest.mark.slow
+def test_ranks_meet_a_limit_together(tmp_path: Path) -> None:
+    written(tmp_path)
+    run_ranks(_limits, 2, str(tmp_path))
+    told = told_by_ranks(tmp_path)
+    assert "the process was refused memory: " in said_by_one(told, "starved")
+    assert "rank-1" in said_by_one(told, "blocked")
+    assert "the disk is full" in said_by_one(told, "full")
 
 
 def test_a_plan_for_ranks_says_how_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

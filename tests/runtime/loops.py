@@ -116,3 +116,5 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
     each.__name__: each
     for each in (Loop.several, Loop.contained, Loop.given_up, Loop.preferred, Loop.apart, Loop.looked_at, Loop.restored)
 }
+#: Those that try most; the others are run in a slow test.
+SOME_LOOPS = ("contained", "given_up", "apart", "restored")

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.runtime.loops import LOOPS, Loop
+from tests.runtime.loops import LOOPS, SOME_LOOPS, Loop
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -214,11 +215,12 @@ def _are_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
 
 
-def _loops(plan: Plan) -> dict[str, str]:
+def _loops(plan: Plan, names: Iterable[str] = LOOPS) -> dict[str, str]:
     """What comes of each loop on the plan's model: "equal" to stock FSDP2's weights, "unlike", or what was refused."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     outcomes: dict[str, str] = {}
-    for name, loop in LOOPS.items():
+    for name in names:
+        loop = LOOPS[name]
         stock, planned = _stock(plan, built(), mesh), apply(plan, built(), mesh)
         loop(Loop(stock, plan.micro_batches, stock=True))
         try:
@@ -298,13 +300,16 @@ def _seeing() -> torch.nn.Module:
 
 #: Models of the plan's modules that are not all trained, or share.
 UNLIKE = {"tied": _tied, "frozen": _frozen, "adapters": _with_adapters, "tower": _seeing}
+#: Those that are refused where a budget has no room for what they add, and those that try most.
+FULL, SOME_UNLIKE = ("tied", "tower"), ("tied", "adapters")
 
 
-def _unlike(plan: Plan) -> dict[str, str]:
+def _unlike(plan: Plan, names: Iterable[str] = UNLIKE) -> dict[str, str]:
     """What comes of training each of ``UNLIKE`` by the plan: "equal" to stock FSDP2's weights, or what was refused."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     outcomes: dict[str, str] = {}
-    for name, made in UNLIKE.items():
+    for name in names:
+        made = UNLIKE[name]
         try:
             planned = apply(plan, made(), mesh)
         except ConfigError as error:
@@ -318,7 +323,7 @@ def _unlike(plan: Plan) -> dict[str, str]:
         outcomes[name] = "equal" if _are_equal(planned, stock) else "unlike"
         stop_counting(planned)
     full = dataclasses.replace(plan.request, budgets={DEVICE: plan.peak_bytes[DEVICE]})
-    for name in ("tied", "tower"):
+    for name in [each for each in FULL if each in names]:
         try:
             apply(dataclasses.replace(plan, request=full), UNLIKE[name](), mesh)
         except ConfigError as error:
@@ -405,12 +410,21 @@ def refused(plan: Plan) -> list[str]:
     return said
 
 
+OTHERS: dict[str, Callable[[Plan], Any]] = {
+    "refused": refused,
+    "loops": _loops,
+    "some loops": partial(_loops, names=SOME_LOOPS),
+    "unlike": _unlike,
+    "some unlike": partial(_unlike, names=SOME_UNLIKE),
+}
+
+
 def compare_plans(rank: int, folder: str) -> None:
     """What one rank finds of each plan in a folder; rank 0 writes it down."""
     for path in sorted(Path(folder).glob("*.json")):
         plan = Plan.load(path, PlanKind.CLUSTER)
         kind, _, case = path.stem.rpartition(".")
-        other = {"refused": refused, "loops": _loops, "unlike": _unlike}.get(case)
+        other = OTHERS.get(case)
         found = other(plan) if other else compare(plan, case.startswith("residency"), kind)
         if rank == 0:
             path.with_suffix(".out").write_text(json.dumps(found))

@@ -23,6 +23,7 @@ from lading.checkpoint.state import tensor_source
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import load_run
 from lading.errors import LadingError
+from lading.ir.job_timeline import JobTimeline
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.planner.placement.from_file import read_problem
@@ -30,6 +31,7 @@ from lading.report.metrics import read_metrics, read_steps
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.machines import small_machine
 from tests.plans import cluster_plan, placed_plan, some_plan
+from tests.rank_steps import job_of, replica
 from tests.report.synthetic import run as synthetic_run
 from tests.runs import RUN
 
@@ -56,6 +58,11 @@ def row() -> str:
 @cache
 def timeline(folder: Path) -> str:
     synthetic_run(blocks=1)["measured"].save(folder / "whole.json")
+    return (folder / "whole.json").read_text()
+
+
+def ranks(folder: Path) -> str:
+    job_of(replica(0, 1.0, 4.0), replica(1, 2.0, 3.5, start_s=0.5)).save(folder / "whole.json")
     return (folder / "whole.json").read_text()
 
 
@@ -111,6 +118,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], str], Callable[[Path], object]]] = 
     "placement": ("placement.json", lambda folder: saved(placed_plan(), folder), Plan.load),
     "problem": ("problem.json", lambda _: json.dumps(PROBLEM), read_problem),
     "timeline": ("measured.json", timeline, Timeline.load),
+    "ranks": ("ranks.json", ranks, JobTimeline.load),
     "metrics": ("metrics.jsonl", lambda _: json.dumps(STEP) + "\n",
                 lambda path: (read_metrics(path), read_steps(path))),
     "rows": ("rows.jsonl", lambda _: row(), lambda path: read_rows([path])),

@@ -18,7 +18,8 @@ from lading.ir.timeline import Timeline
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import Prepared
-from lading.train import RunResult, train_plain, train_run
+from lading.summary import RunResult
+from lading.train import train_plain, train_run
 from tests.runs import budget_for, write_run
 
 STEPS = 8

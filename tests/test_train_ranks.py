@@ -25,13 +25,16 @@ from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run
 from lading.errors import ConfigError, StorageError
+from lading.ir.job_timeline import JobTimeline
 from lading.ir.plan import Plan
 from lading.report.metrics import read_metrics
 from lading.run import sharing_batches
 from lading.runtime.data import TextDataset
 from lading.train import train_run
+from lading.units import format_bytes, format_seconds
 from tests.machines import small_machine
 from tests.ranks import run_ranks
+from tests.report.test_html import Page
 from tests.runs import OVERHEAD_BYTES, write_run
 from tests.runs import failing as failing_after
 from tests.test_pipelines import connected
@@ -94,6 +97,27 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     assert done.stdout.count("loss ") == 2  # of the result: in training and in validation
     assert done.stderr.count("step 1/4") == 1
     assert Plan.load(out / "plan.json").replicas == 2
+    # Both ranks are in the report, each beside its own prediction, and it is written again from what is left.
+    job = JobTimeline.load(out / "ranks.json")
+    for each in job.ranks:
+        words = f"rank {each.rank}: {format_bytes(each.peak_bytes)} (predicted {format_bytes(each.predicted_bytes)})"
+        assert words in done.stdout
+    assert max(each.peak_bytes for each in job.ranks) >= max(r["memory_bytes"] for r in records(out))
+    (out / "report.html").unlink()
+    assert main(["report", str(out)]) == 0
+    page = Page((out / "report.html").read_text())
+    for rank in range(2):
+        rows = [row for row in page.rows if row[0] == f"rank {rank}"]
+        assert rows[0][1] == format_bytes(job.ranks[rank].peak_bytes)
+        assert rows[1][1] == format_seconds(job.ranks[rank].timeline.duration_s)
+    changed = json.loads((out / "ranks.json").read_text())
+    changed["ranks"].pop()
+    (out / "ranks.json").write_text(json.dumps(changed))
+    assert main(["report", str(out)]) == 2
+    changed["plan"] = "another"
+    (out / "ranks.json").write_text(json.dumps(changed))
+    assert main(["report", str(out)]) == 0
+    assert not [row for row in Page((out / "report.html").read_text()).rows if row[0] == "rank 1"]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +286,9 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
 
     # Stages train on the same batches, whether they were planned here or before.
     assert first["stages"][0] == first["planned"][0] == 0, first
+    job = JobTimeline.load(tmp_path / "planned" / "ranks.json")
+    assert job.ranks[0].predicted_bytes != job.ranks[1].predicted_bytes  # stages are unlike
+    assert (tmp_path / "planned" / "report.html").read_text().count("Streams of rank") == 3
     whole_stages = numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
     assert numbers(records(tmp_path / "stages")) == numbers(records(tmp_path / "planned")) == whole_stages
 

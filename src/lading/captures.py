@@ -14,9 +14,11 @@ import torch
 from lading.errors import ConfigError
 from lading.ir.frozen import Frozen
 from lading.ir.graph import StepGraph
+from lading.ir.plan import Plan
 from lading.ir.program import Program
+from lading.memory.restore import planned_step
 from lading.runtime.custody import is_held
-from lading.runtime.named import differences, dtype_of, first_few, tensors_of
+from lading.runtime.named import Value, differences, dtype_of, first_few, tensors_of, values_of_ranks
 from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
 
@@ -130,3 +132,18 @@ def digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
     for tensor in chain.from_iterable(feed.values() for feed in feeds):
         digest = zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest)
     return float(digest)
+
+
+def of_stages(plan: Plan, captured: StepGraph, rank: int) -> tuple[dict[str, Value], list[StepGraph]] | None:
+    """Values of all stages of a pipeline by name, as one of its ranks has them, and the step of each rank."""
+    steps = [planned_step(each, captured) for each in (plan, *plan.peers)] if plan.peers else []
+    return (values_of_ranks(steps, rank), steps) if steps else None
+
+
+def of_this_rank(plan: Plan) -> Plan:
+    """Plan of this rank of a pipeline; of anything else the plan itself."""
+    if not plan.peers:
+        return plan
+    from lading.runtime.job import start_job
+
+    return plan.of_rank(start_job(plan.ranks))

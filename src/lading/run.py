@@ -113,6 +113,20 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     return Prepared(run, step, plan, program)
 
 
+def programs_of_ranks(prepared: Prepared) -> list[Program]:
+    """Programs of the ranks along a pipeline, in order; of other ranks the one that all have.
+
+    Raises:
+        ConfigError: as ``lading.memory.restore.restore_program``.
+    """
+    plan, step = prepared.plan, prepared.step
+    mine = plan.of_rank(rank_number())
+    return [
+        prepared.program if each is mine else programs_of(each, step.captured, step.others)[0]
+        for each in (plan, *plan.peers)
+    ]
+
+
 def sharing_processors(run: RunConfig, ranks: int = 0) -> RunConfig:
     """Copy of a run whose threads, where it sets none, are a rank's share of the processors.
 

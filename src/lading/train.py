@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,15 @@ from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingErro
 from lading.files import make_folder, remove_file, rename_file
 from lading.freezing import Freezing
 from lading.hosts import machine_of
+from lading.ir.job_timeline import JobTimeline, RankTimeline, slow_words
 from lading.ir.plan import Plan
-from lading.ir.timeline import Timeline
 from lading.ir.update_ops import grouped
 from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import Progress, planning_progress, training_progress
-from lading.report.promises import budget_remedy, container_words
+from lading.report.promises import budget_remedy
 from lading.run import (
     Prepared,
     build,
@@ -62,7 +61,7 @@ from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import finish_run, of_plan, process_base_bytes
+from lading.summary import RunResult, finish_run, of_plan, predicted_peak_bytes, process_base_bytes
 from lading.tracing.initial import defer
 from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
@@ -86,57 +85,6 @@ _CHANGEABLE = frozenset(
 _NEWEST, _BEST = "checkpoints", "best"
 #: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen.
 _VALIDATION, _FREEZING = "validation", "freezing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """Result of a run.
-
-    Attributes:
-        losses: Loss of each step of this process; of the whole run if it had ended before.
-        step_s: Median seconds of a step, the first two left out.
-        spread_s: Largest minus smallest seconds of those steps.
-        budget_bytes: Budget of the device; 0 where there was none (plain PyTorch).
-        base_bytes: Memory that the process had before training; 0 where it is not the budget's memory (a GPU).
-        checkpoint: Path of the newest; "" where nothing was saved.
-        validation_losses: Number of steps done and validation loss of each evaluation, in order.
-        best_checkpoint: Path of the one with the lowest validation loss; "" where none was kept.
-    """
-
-    out: str
-    losses: tuple[float, ...]
-    step_s: float
-    spread_s: float
-    peak_bytes: int
-    budget_bytes: int
-    predicted_step_s: float
-    predicted_peak_bytes: int
-    base_bytes: int = 0
-    checkpoint: str = ""
-    validation_losses: tuple[tuple[int, float], ...] = ()
-    best_checkpoint: str = ""
-
-    def __str__(self) -> str:
-        count = "one step" if len(self.losses) == 1 else f"{len(self.losses)} steps"
-        lines = [
-            f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {count}",
-            f"step time {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})",
-            f"peak memory {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
-            f"(predicted {format_bytes(self.predicted_peak_bytes)})",
-            *([container_words(self.base_bytes, self.peak_bytes, self.budget_bytes)] if self.base_bytes else []),
-            f"wrote {self.out}/: metrics.jsonl, plan.json, report.html, timeline.pftrace",
-        ]
-        if self.validation_losses:
-            step, lowest = min(self.validation_losses, key=lambda pair: (math.isnan(pair[1]), pair[1]))
-            where = f", kept in {self.best_checkpoint}" if self.best_checkpoint else ""
-            last = f"validation loss {self.validation_losses[-1][1]:.4f}"
-            lines.insert(1, f"{last}, lowest {lowest:.4f} after step {step}{where}")
-        if self.checkpoint:
-            lines.append(f"trained values in {self.checkpoint}")
-            lines.append(f"lading export {shlex.quote(self.out)} --to FOLDER writes them as safetensors")
-        else:
-            lines.append("the trained values were not saved: checkpoint.at_end is false")
-        return "\n".join(lines)
 
 
 def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = False) -> RunResult:
@@ -205,15 +153,21 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
-    prepared, first, timeline, peak = _trained(prepared, data, held_out, newest, ranks)
-    return _checked(_told(ranks, partial(_reported, prepared, timeline, first, peak)))
+    prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks)
+    return _checked(_told(ranks, partial(_reported, prepared, job, first, peak)))
 
 
-def _reported(prepared: Prepared, timeline: Timeline | None, first: int, peak_bytes: int) -> RunResult:
+def _reported(prepared: Prepared, job: JobTimeline | None, first: int, peak_bytes: int) -> RunResult:
     """Write the report of a run that has ended; returns the result of its steps from ``first`` on."""
-    finish_run(prepared, timeline)
+    job = finish_run(prepared, job, _slow_step_s)
     steps = read_steps(Path(prepared.run.out) / "metrics.jsonl")
-    return _result(prepared, [record for record in steps if record["step"] >= first], peak_bytes)
+    return _result(prepared, [record for record in steps if record["step"] >= first], job, peak_bytes)
+
+
+def _slow_step_s(prepared: Prepared, rank: int, factor: float) -> float:
+    from lading.stragglers import slow_step_s  # only a run with a slow rank needs the simulator
+
+    return slow_step_s(prepared, rank, factor)
 
 
 def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
@@ -221,8 +175,8 @@ def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
     if ranks.count == 1:
         return make()
     told = json.loads(ranks.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
-    pairs = tuple((step, loss) for step, loss in told["validation_losses"])
-    return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs})
+    rows = {key: tuple(map(tuple, told[key])) for key in ("validation_losses", "rank_peaks")}
+    return RunResult(**{**told, "losses": tuple(told["losses"]), **rows})
 
 
 def _opened(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
@@ -251,15 +205,15 @@ def _short_of_peak(optimization: Optimization) -> str | None:
 
 def _trained(
     prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: RunRanks
-) -> tuple[Prepared, int, Timeline | None, int]:
+) -> tuple[Prepared, int, JobTimeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
     Args:
         held_out: Validation data; None for a run without.
 
     Returns:
-        The run by its last plan, the first step, the Timeline of the last (None where it was not reached), and the peak
-        bytes, saving included.
+        The run by its last plan, the first step, the timelines of all ranks for the last (on the first rank), and the
+        peak bytes, saving included.
     """
     run, out = prepared.run, Path(prepared.run.out)
     with ExitStack() as stack:
@@ -278,6 +232,7 @@ def _trained(
                 rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
             if ranks.is_first:
                 remove_file(out / "measured.json")
+                remove_file(out / "ranks.json")
         else:
             trainer.load(newest.path)
             if ranks.is_first:
@@ -287,17 +242,17 @@ def _trained(
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
         try:
-            stop, timeline = _loop(trainer, run, data, meta, validation, freezer, loggers, ranks)
+            stop, mine = _loop(trainer, run, data, meta, validation, freezer, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
             raise
-        if timeline is None:
+        if mine is None:
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
             print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
             stop.deliver()
         if freezer is not None:
             prepared = freezer.prepared
-        return prepared, first, timeline, int(trainer.largest(trainer.peak_bytes)[0])
+        return prepared, first, trainer.timelines(mine), int(trainer.largest(trainer.peak_bytes)[0])
 
 
 def _going_on(out: Path) -> str:
@@ -351,7 +306,9 @@ def _checked(result: RunResult) -> RunResult:
     return result
 
 
-def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0) -> RunResult:
+def _result(
+    prepared: Prepared, records: Sequence[Mapping[str, Any]], job: JobTimeline | None, peak_bytes: int = 0
+) -> RunResult:
     """Make the result from this plan's steps; what an earlier session did under another budget is not this plan's."""
     out = Path(prepared.run.out)
     steps = of_plan(prepared.plan, records)
@@ -365,11 +322,13 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
         peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in steps)),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=max(each.peak_bytes["device"] for each in (prepared.plan, *prepared.plan.peers)),
+        predicted_peak_bytes=predicted_peak_bytes(prepared, job),
         base_bytes=process_base_bytes(prepared.plan, steps),
         checkpoint=str(latest_checkpoint(out / _NEWEST) or ""),
         validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
         best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / _BEST)) or ""),
+        rank_peaks=() if job is None else tuple((each.peak_bytes, each.predicted_bytes) for each in job.ranks),
+        slow_rank="" if job is None or job.slow is None else slow_words(job.slow),
     )
 
 
@@ -452,15 +411,15 @@ def _loop(
     freezer: _Freezer | None,
     loggers: Sequence[Logger],
     ranks: RunRanks,
-) -> tuple[StopRequest, Timeline | None]:
+) -> tuple[StopRequest, RankTimeline | None]:
     """Run steps until the end, or until a signal asks a rank to stop.
 
     Returns:
-        The signal, and the Timeline of the run's last step; None where it was not reached.
+        The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
     out, total = Path(run.out), run.optimization.steps
     save = partial(trainer.save, out / _NEWEST, meta=meta, keep=run.checkpoint.keep)
-    timeline, asked = None, 0.0
+    mine, asked = None, 0.0
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if ranks.is_first else None
         shown = None if ranks.is_first else stack.enter_context(open(os.devnull, "w"))
@@ -473,7 +432,7 @@ def _loop(
         while trainer.steps < total and not asked:
             with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
                 record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
-                timeline = trainer.timeline() if trainer.steps == total else None  # an evaluation is no step
+                mine = trainer.rank_timeline() if trainer.steps == total else None  # an evaluation is no step
                 excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
                 record |= {"excess": excess} if excess else {}
                 try:
@@ -501,7 +460,7 @@ def _loop(
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
     stop.number = int(asked)
-    return stop, timeline
+    return stop, mine
 
 
 def _tell(record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], progress: Progress) -> None:

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import threading
+import time
 import warnings
 import weakref
 import zlib
@@ -20,16 +21,17 @@ import torch
 
 from lading import __version__
 from lading.alone import check_only_rank
-from lading.captures import CapturedStep, Loss, checked_model, digest_of, step_for
+from lading.captures import CapturedStep, Loss, checked_model, digest_of, of_stages, of_this_rank, step_for
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, check_rate, check_type
 from lading.ir.graph import StepGraph
+from lading.ir.job_timeline import JobTimeline, RankTimeline
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
-from lading.memory.restore import planned_optimizer, planned_step, programs_of, smaller_program
+from lading.memory.restore import planned_optimizer, programs_of, smaller_program
 from lading.optim.registry import name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -41,11 +43,11 @@ from lading.runtime.draws import Draws
 from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.measuring import StepNotes
 from lading.runtime.named import (
     CarriedValues,
     NamedValues,
     StateDict,
-    Value,
     check_numbers,
     check_saved,
     first_few,
@@ -53,7 +55,6 @@ from lading.runtime.named import (
     tensors_of,
     values_here,
     values_of,
-    values_of_ranks,
 )
 from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import give_back, trim
@@ -154,7 +155,7 @@ class Trainer:
         whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
         if whole.ranks == 1 and not independent:
             check_only_rank()
-        plan = _of_this_rank(whole)
+        plan = of_this_rank(whole)
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
         stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -170,7 +171,7 @@ class Trainer:
         step_graph = self.program.graph
         captures = (graph, *others, *shapes)
         self._random = any(op.random for each in captures for op in each.ops)
-        values, stages = _of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
+        values, stages = of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
         if self._paused is not None:
             self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -187,6 +188,7 @@ class Trainer:
                 "groups have the numbers, got None; give it to the Trainer too"
             )
         self._replicas = self._joined(whole, programs, model) if whole.ranks > 1 else None
+        self._notes = StepNotes(self._replicas)
         values = values if whole.peers else values_here(values, self._replicas)
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
@@ -209,8 +211,7 @@ class Trainer:
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
         self._values = NamedValues(values, self._first_name, step_graph, self._executor, self._replicas)
-        self._kind = self._executor.kind
-        self._custody = Custody()
+        self._kind, self._custody = self._executor.kind, Custody()
         self._give_back_at_the_end()
         try:
             self._take_over(model)
@@ -263,6 +264,7 @@ class Trainer:
         feeds, shape = self._fed(batches, [n for n, each in enumerate(self._steps) if each.trains], loss)
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
+            self._notes.came_s = time.perf_counter()
             rules = {} if self._groups is None else self._groups.rules()
             numbers = "" if self._groups is None else repr(self._groups.numbers())
             self._meet(
@@ -282,6 +284,7 @@ class Trainer:
             finally:
                 self.steps += self._executor.completed - before
         self._tell_excess()
+        self._notes.stepped(self._executor)
         if self._groups is not None:
             self._groups.stepped()
         self.gradient_norm = self._executor.gradient_norm
@@ -459,6 +462,23 @@ class Trainer:
     def timeline(self) -> Timeline:
         """Measured Timeline of the last step: when each action ran, and memory over time."""
         return self._executor.timeline()
+
+    def rank_timeline(self) -> RankTimeline:
+        """Timeline of this rank's last step, with what its computing waited for, on the clock of this process."""
+        return self._notes.rank_timeline(self.plan, self.program, self._executor)
+
+    def timelines(self, of_step: RankTimeline | None = None) -> JobTimeline | None:
+        """Collect on the first rank the timelines of all for the last step, or one ``of_step``; others get None.
+
+        Printed, they say of each rank what it took of memory beside its prediction and budget, and of time: computing,
+        exposed communication, and waiting, for whom. All ranks call this.
+
+        Raises:
+            ConfigError: the last that ran is no step. StorageError: another rank is gone or late.
+        """
+        mine = of_step or self.rank_timeline()
+        self._meet("collect the timelines of all ranks")
+        return self._notes.of_all_ranks(mine, self.peak_bytes, self.plan.fingerprint, self.steps)
 
     @property
     def compiled(self) -> tuple[int, int]:
@@ -777,18 +797,3 @@ class Trainer:
         self._executor.observe_peak()
         trim()
         self._executor.given_back(freed.total())
-
-
-def _of_stages(plan: Plan, captured: StepGraph, rank: int) -> tuple[dict[str, Value], list[StepGraph]] | None:
-    """Values of all stages of a pipeline by name, as one of its ranks has them, and the step of each rank."""
-    steps = [planned_step(each, captured) for each in (plan, *plan.peers)] if plan.peers else []
-    return (values_of_ranks(steps, rank), steps) if steps else None
-
-
-def _of_this_rank(plan: Plan) -> Plan:
-    """Plan of this rank of a pipeline; of anything else the plan itself."""
-    if not plan.peers:
-        return plan
-    from lading.runtime.job import start_job
-
-    return plan.of_rank(start_job(plan.ranks))

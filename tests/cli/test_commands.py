@@ -31,6 +31,7 @@ from lading.errors import (
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan, PolicyRow
 from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.stragglers import slow_step_s
 
 RUN = """
 model = { name = "llama" }
@@ -146,7 +147,7 @@ def test_report_probe_demo(train: FakeTrain) -> None:
     for argv in (["report", "."], ["probe", "--out", "m.toml"], ["demo", "--budget", "64MB", "--seconds", "5"]):
         assert main(argv) == 0
     assert train.calls == [
-        ("write_run_report", (Path(),), {}),
+        ("write_run_report", (Path(), slow_step_s), {}),
         ("probe_to", (Path("m.toml"), Path()), {"ranks": 1}),
         ("demo", (Path("out/demo"), "64MB", 5.0, "adamw"), {}),
     ]

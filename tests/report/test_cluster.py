@@ -62,7 +62,7 @@ def test_slices_are_those_of_the_timeline() -> None:
     drawn = ranks_figure(SHOWN.timeline)
     actions = {int(found) for found in re.findall(r'data-a="(\d+)"', drawn)}
     assert actions == {e.action for e in SHOWN.timeline.events if e.end_s > e.start_s}
-    data = json.loads(re.findall(r'<script type="application/json" id="actions">(.*?)</script>', drawn)[0])
+    data = json.loads(re.findall(r'<script type="application/json" class="actions">(.*?)</script>', drawn)[0])
     assert {int(key) for key in data["actions"]} == actions
     for class_ in ("k-forward", "k-backward", "k-communication"):
         assert f'class="{class_}"' in drawn

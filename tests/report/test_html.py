@@ -160,7 +160,7 @@ def test_only_the_chosen_policy_is_marked(report: tuple[str, Page]) -> None:
 
 def test_tooltips_know_every_slice(report: tuple[str, Page], run: dict[str, Any]) -> None:
     source, page = report
-    match = re.search(r'<script type="application/json" id="actions">(.*?)</script>', source)
+    match = re.search(r'<script type="application/json" class="actions">(.*?)</script>', source)
     assert match is not None
     actions = json.loads(match[1])["actions"]
     drawn = {attributes["data-a"] for _, attributes in page.tags if "data-a" in attributes}

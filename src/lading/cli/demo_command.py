@@ -33,7 +33,7 @@ from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lading.run import Prepared
-    from lading.train import RunResult
+    from lading.summary import RunResult
 
 _PROBE_SECONDS = 20.0
 _FEWEST_STEPS, _MOST_STEPS = 12, 300

@@ -21,6 +21,7 @@ class ReportCommand:
         """Write report.html into the folder."""
         if not self.folder.is_dir():
             raise ConfigError(f"expected the out folder of a run, got {str(self.folder)!r}, which is no folder")
+        from lading.stragglers import slow_step_s
         from lading.summary import write_run_report
 
-        print(f"wrote {write_run_report(self.folder)}")
+        print(f"wrote {write_run_report(self.folder, slow_step_s)}")

@@ -156,21 +156,19 @@ def _straggler_text(prepared: Prepared, factor: float) -> str:
     Raises:
         ConfigError: nobody waits for it, or it would compute in no time.
     """
-    from lading.catalog.load import machine_from_dict
-    from lading.memory.restore import programs_of
-    from lading.sim.device_step import straggler_step_s
+    from lading.stragglers import straggler_steps_s
 
-    plan, step = prepared.plan, prepared.step
+    plan = prepared.plan
     if plan.ranks == 1 or factor <= 0:
         raise ConfigError(
             f"--straggler: expected a factor above 0 on one of several ranks (layout=dp2, --devices 2 of lading plan), "
             f"got {factor:g} on a plan of {plan.ranks}"
         )
-    each = [plan.of_rank(rank) for rank in range(plan.ranks if plan.peers else 1)]
-    programs = [programs_of(one, step.captured, step.others)[0] for one in each]
-    seconds = straggler_step_s(programs, machine_from_dict(plan.request.machine_table, "the plan's machine"), factor)
+    seconds = straggler_steps_s(prepared, factor)
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    which = f"rank {slowest}" if plan.peers else "any rank"
+    each = plan.ranks // len(seconds)
+    which = f"rank {slowest * each}" if plan.peers else "any rank"
+    which += " or a replica of it" if plan.peers and each > 1 else ""
     return (
         f"{which} computing {factor:g} times as long: step {format_seconds(seconds[slowest])}, "
         f"{seconds[slowest] / plan.step_s - 1:.1%} longer than of equal ranks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lading.files import read_json, write_text
 from lading.ir.graph import Role
@@ -90,7 +91,11 @@ class Timeline:
 
     def save(self, path: Path | str) -> None:
         """Write as JSON, whole or not at all; ``load`` reads it back. Raises as ``lading.files.write_aside``."""
-        saved = _Saved(
+        write_text(Path(path), json.dumps(self.to_dict()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; ``from_saved`` makes a timeline of it again, once it is read."""
+        saved = SavedTimeline(
             source=self.source,
             peak_bytes=self.peak_bytes,
             events=tuple((e.rank_class, e.stream, e.action, e.start_s, e.end_s) for e in self.events),
@@ -99,7 +104,7 @@ class Timeline:
             resident=self.resident,
             flows=self.flows,
         )
-        write_text(Path(path), json.dumps(vars(saved)))
+        return vars(saved)
 
     @staticmethod
     def load(path: Path | str) -> Timeline:
@@ -109,7 +114,11 @@ class Timeline:
             ConfigError: it is something else.
         """
         advice = "run again"
-        saved: _Saved = read_as(_Saved, read_json(path, "a timeline", advice), str(path), advice)
+        return Timeline.from_saved(read_as(SavedTimeline, read_json(path, "a timeline", advice), str(path), advice))
+
+    @staticmethod
+    def from_saved(saved: SavedTimeline) -> Timeline:
+        """Make a timeline of its JSON form."""
         return Timeline(
             source=saved.source,
             events=tuple(Event(*row) for row in saved.events),
@@ -122,7 +131,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class SavedTimeline:
     """The JSON form of a timeline: rows for what is many."""
 
     source: str

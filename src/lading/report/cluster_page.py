@@ -12,7 +12,7 @@ from lading.ir.timeline import Event, Timeline
 from lading.report.charts import LEFT, PHONE_WIDTH, PLOT, WIDTH, memory_figure, role_class
 from lading.report.figures import role_names, role_title
 from lading.report.gantt import GAP, HEAD, ROW
-from lading.report.html import page, table
+from lading.report.html import page
 from lading.report.promises import sentence_of
 from lading.report.svg import (
     Frame,
@@ -22,6 +22,7 @@ from lading.report.svg import (
     polyline,
     second_ticks,
     svg,
+    table,
     text,
     ticks,
     unbroken_options,
@@ -166,7 +167,7 @@ def ranks_figure(timeline: Timeline) -> str:
     body.append(x_axis(frame, second_ticks(frame.x_high, 10)))
     drawing = el("div", svg(WIDTH, frame.bottom + 24, "".join(body), "Ranks over one step"), class_="timed")
     data = json.dumps({"sources": [timeline.source], "actions": shown}, separators=(",", ":")).replace("<", "\\u003c")
-    script = el("script", data, type="application/json", id="actions")
+    script = el("script", data, type="application/json", class_="actions")
     note = "Representative ranks. Point at a slice for its action; the trace file has them all."
     return figure("Ranks over one step", drawing + legend(list(kinds.items())), note=note) + script
 

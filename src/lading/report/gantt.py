@@ -85,8 +85,13 @@ def _merged(program: Program, events: Sequence[Event]) -> Slice:
     )
 
 
-def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float) -> str:
-    """Draw a pair of rows for each stream, with the data that the tooltips need."""
+def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float, *, rank: int | None = None) -> str:
+    """Draw a pair of rows for each stream, with the data that the tooltips need.
+
+    Args:
+        rank: Number of the rank that these are the streams of, where there are several.
+    """
+    prefix = f"{rank}:" if rank else ""
     streams = list(dict.fromkeys(event.stream for line in lines for event in line.events))
     height = len(streams) * (HEAD + len(lines) * (ROW + GAP))
     frame = Frame(left=LEFT, top=2, width=PLOT, height=height + 4, x_high=duration_s or 1.0, y_high=1.0)
@@ -105,7 +110,7 @@ def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float)
             slices = merge(program, [e for e in line.events if e.stream == stream], frame.x_high / frame.width)
             body.append(words(line.source, LEFT - 8, y + 15, "tick end"))
             body.append(el("rect", x=LEFT, y=y, width=PLOT, height=ROW, class_="lane"))
-            body.append(el("g", *(_rect(frame, s, y) for s in slices)))
+            body.append(el("g", *(_rect(frame, s, y, prefix) for s in slices)))
             shown.update(s.action for s in slices)
             kinds.update(s.kind for s in slices)
             y += ROW + GAP
@@ -113,28 +118,30 @@ def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float)
     drawing = svg(WIDTH, frame.bottom + 24, "".join(body), "Timeline of one step")
     keys = [(f"k-{kind.value}", KIND_TITLES[kind]) for kind in SliceKind if kind in kinds]
     note = "Point at a slice for its action; slices under a pixel are merged. The trace file holds every action."
-    data = el("script", _tooltip_data(program, lines, sorted(shown)), type="application/json", id="actions")
-    return figure("Streams over one step", el("div", drawing, class_="timed") + legend(keys), note=note) + data
+    table = _tooltip_data(program, lines, sorted(shown), prefix)
+    data = el("script", table, type="application/json", class_="actions")
+    title = "Streams over one step" if rank is None else f"Streams of rank {rank} over one step"
+    return figure(title, el("div", drawing, class_="timed") + legend(keys), note=note) + data
 
 
-def _rect(frame: Frame, piece: Slice, y: float) -> str:
+def _rect(frame: Frame, piece: Slice, y: float, prefix: str) -> str:
     x = frame.x(piece.start_s)
     width = max(frame.x(piece.end_s) - x, 0.8)
     width -= 0.5 if width > 3 else 0.0
     many = f' data-n="{piece.count}" data-s="{piece.busy_s:.3g}"' if piece.count > 1 else ""
     return (
         f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW:g}" class="k-{piece.kind.value}" '
-        f'data-a="{piece.action}"{many}/>'
+        f'data-a="{prefix}{piece.action}"{many}/>'
     )
 
 
-def _tooltip_data(program: Program, lines: Sequence[Timeline], actions: Sequence[int]) -> str:
+def _tooltip_data(program: Program, lines: Sequence[Timeline], actions: Sequence[int], prefix: str) -> str:
     """Write the tooltips' JSON: each action's label and its seconds in each timeline; "<" is escaped."""
     seconds = [{e.action: e.end_s - e.start_s for e in line.events} for line in lines]
-    table: dict[int, list[object]] = {}
+    table: dict[str, list[object]] = {}
     for action in actions:
         label = lines[0].labels.get(action) or program.label(program.actions[action])
         times = [float(f"{s[action]:.4g}") if action in s else None for s in seconds]
-        table[action] = [label, *times]
+        table[f"{prefix}{action}"] = [label, *times]
     data = {"sources": [line.source for line in lines], "actions": table}
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

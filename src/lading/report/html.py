@@ -1,6 +1,6 @@
 """The HTML report: one file, no network, readable on any screen and on paper.
 
-Reading order: verdict, memory, streams, seconds, loss, policies, placement, assumptions, reproduction.
+Reading order: verdict, memory, streams, seconds, ranks, loss, policies, placement, assumptions, reproduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from lading.report.figures import (
 from lading.report.gantt import gantt_figure
 from lading.report.plan_table import policy_cells
 from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
-from lading.report.svg import breakable, el, text, unbroken_options
+from lading.report.rank_section import RankReport, ranks_section
+from lading.report.svg import el, table, text, unbroken_options
 from lading.units import format_bytes, format_seconds
 
 _LIGHT = """
@@ -37,7 +38,7 @@ _LIGHT = """
 --r-parameter:#3f6fa8;--r-optimizer_state:#7f63aa;--r-buffer:#7b8795;--r-constant:#a9b2bd;--r-input:#93a9bd;
 --r-gradient:#d59a3c;--r-activation:#4aa394;--r-workspace:#bd6474;--r-other:#9a9a94;
 --k-forward:#7eaede;--k-backward:#3768a6;--k-recompute:#d9902f;--k-step:#3f9b6b;--k-read:#8f74bd;--k-write:#c0627f;
---k-communication:#6f7c8b;--k-free:#a9b2bd;
+--k-communication:#6f7c8b;--k-wait:#e3b3a8;--k-free:#a9b2bd;
 """
 _DARK = """
 --paper:#14181e;--panel:#1c222a;--ink:#e6eaf0;--muted:#9aa7b6;--line:#343d49;--grid:#272e38;--lane:#1f262f;
@@ -45,14 +46,14 @@ _DARK = """
 --r-parameter:#5f92cf;--r-optimizer_state:#9d80cb;--r-buffer:#8693a3;--r-constant:#66717e;--r-input:#7a90a6;
 --r-gradient:#dfa850;--r-activation:#56b3a3;--r-workspace:#cf7787;--r-other:#82827c;
 --k-forward:#93bfec;--k-backward:#4a80c4;--k-recompute:#e2a04a;--k-step:#6fd3a0;--k-read:#a48bd3;--k-write:#d27a95;
---k-communication:#8693a3;--k-free:#66717e;
+--k-communication:#8693a3;--k-wait:#7d4f45;--k-free:#66717e;
 """
 _COLOURED = (
     *(f"r-{role}" for role in (
         "parameter", "optimizer_state", "buffer", "constant", "input", "gradient", "activation", "workspace", "other",
     )),
     *(f"k-{kind}" for kind in (
-        "forward", "backward", "recompute", "step", "read", "write", "communication", "free",
+        "forward", "backward", "recompute", "step", "read", "write", "communication", "wait", "free",
     )),
 )  # fmt: skip
 
@@ -179,7 +180,12 @@ CSS = (
 #: Tooltips of the timeline, its twin slices, and one time cursor over all charts that share the axis.
 SCRIPT = """
 (() => {
-  const data = JSON.parse(document.getElementById("actions").textContent);
+  const data = {sources: [], actions: {}};
+  document.querySelectorAll("script.actions").forEach(each => {
+    const {sources, actions} = JSON.parse(each.textContent);
+    data.sources = sources;
+    Object.assign(data.actions, actions);
+  });
   const tip = document.getElementById("tip");
   const time = s => s == null ? "not run" : s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(2) + " ms"
     : (s * 1e6).toFixed(1) + " us";
@@ -187,7 +193,7 @@ SCRIPT = """
     const id = rect.dataset.a, [label, ...seconds] = data.actions[id], lines = [];
     const {n, s} = rect.dataset;
     if (n) lines.push(n + " short actions, " + time(+s) + " in all; the longest:");
-    lines.push(label, "action " + id);
+    lines.push(label, "action " + id.split(":").pop());
     data.sources.forEach((source, i) => lines.push(source + " " + time(seconds[i])));
     if (seconds.length > 1 && seconds[0] && seconds[1])
       lines.push("predicted / measured " + (seconds[0] / seconds[1]).toFixed(2));
@@ -243,6 +249,7 @@ def write_report(
     measured: Timeline | None,
     metrics: Sequence[Mapping[str, Any]],
     summary: RunSummary,
+    ranks: RankReport | None = None,
 ) -> None:
     """Write the report of a plan, and of the run made from it when ``measured`` is given.
 
@@ -254,6 +261,7 @@ def write_report(
         measured: Timeline of one step as executed, or None if the plan has not run.
         metrics: Records of metrics.jsonl; "step" with "loss", "validation_loss", "step_s" or "memory_bytes" are drawn.
         summary: The numbers at the top.
+        ranks: All ranks of the run, of which ``predicted`` and ``measured`` are the first's; None for one alone.
     """
     lines = [predicted] if measured is None else [predicted, measured]
     duration_s = max(line.duration_s for line in lines)
@@ -261,8 +269,9 @@ def write_report(
         _heading(summary, compute_seconds(program, predicted)),
         _memory(plan, lines, duration_s),
         el("h2", "Time"),
-        gantt_figure(program, lines, duration_s),
+        gantt_figure(program, lines, duration_s, rank=None if ranks is None else 0),
         _seconds(program, lines),
+        *([] if ranks is None else [ranks_section(ranks)]),
         _training(metrics, summary),
         _policies(plan),
         _placement(plan, program),
@@ -422,41 +431,6 @@ def metric_series(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[
     return [
         (float(r["step"]) + 1, float(r[key])) for r in metrics if "step" in r and isinstance(r.get(key), int | float)
     ]
-
-
-def table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    chosen: int | None = None,
-    total: Sequence[str] | None = None,
-    left: Sequence[int] = (0,),
-    swatches: Sequence[str] = (),
-) -> str:
-    """Write a table of text as HTML.
-
-    Args:
-        chosen: Row to mark.
-        total: A last row, set off.
-        left: Columns of words (left-aligned, wrapping); the others are figures.
-        swatches: CSS class of a colour for each row.
-    """
-
-    def cells(name: str, row: Sequence[str], swatch: str = "") -> str:
-        mark = el("i", class_=f"swatch {swatch}") if swatch else ""
-        first = "l name marked" if swatch else "l name"
-        classes = [("l wrap" if i else first) if i in left else None for i in range(len(row))]
-        words = [breakable(cell) if i == 0 else text(cell) for i, cell in enumerate(row)]
-        return "".join(el(name, "" if i else mark, word, class_=classes[i]) for i, word in enumerate(words))
-
-    body = [
-        el("tr", cells("td", row, swatches[i] if swatches else ""), class_="chosen" if i == chosen else None)
-        for i, row in enumerate(rows)
-    ]
-    if total is not None:
-        body.append(el("tr", cells("td", total), class_="total"))
-    inner = el("thead", el("tr", cells("th", head))) + el("tbody", *body)
-    return el("div", el("table", inner), class_="scroll")
 
 
 def _policies(plan: Plan) -> str:

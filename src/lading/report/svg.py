@@ -192,3 +192,38 @@ def figure(title: str, body: str, *, note: str = "", wide: bool = True) -> str:
 def svg(width: float, height: float, body: str, label: str, class_: str = "wide") -> str:
     """Write a drawing that scales to its column."""
     return el("svg", body, viewBox=f"0 0 {num(width)} {num(height)}", class_=class_, role="img", aria_label=label)
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    chosen: int | None = None,
+    total: Sequence[str] | None = None,
+    left: Sequence[int] = (0,),
+    swatches: Sequence[str] = (),
+) -> str:
+    """Write a table of text as HTML.
+
+    Args:
+        chosen: Row to mark.
+        total: A last row, set off.
+        left: Columns of words (left-aligned, wrapping); the others are figures.
+        swatches: CSS class of a colour for each row.
+    """
+
+    def cells(name: str, row: Sequence[str], swatch: str = "") -> str:
+        mark = el("i", class_=f"swatch {swatch}") if swatch else ""
+        first = "l name marked" if swatch else "l name"
+        classes = [("l wrap" if i else first) if i in left else None for i in range(len(row))]
+        words = [breakable(cell) if i == 0 else text(cell) for i, cell in enumerate(row)]
+        return "".join(el(name, "" if i else mark, word, class_=classes[i]) for i, word in enumerate(words))
+
+    body = [
+        el("tr", cells("td", row, swatches[i] if swatches else ""), class_="chosen" if i == chosen else None)
+        for i, row in enumerate(rows)
+    ]
+    if total is not None:
+        body.append(el("tr", cells("td", total), class_="total"))
+    inner = el("thead", el("tr", cells("th", head))) + el("tbody", *body)
+    return el("div", el("table", inner), class_="scroll")

@@ -97,6 +97,7 @@ class Executor:
 
     Attributes:
         completed: Number of steps that came to their end.
+        ran_step: Whether what ran last, or was to, is a whole step.
 
     Raises:
         StorageError: no room in ``folder``, or another run is using it.
@@ -121,7 +122,7 @@ class Executor:
         self.program = program
         self._programs = (program, *others)
         self._state = _ExecutorState.IDLE
-        self._has_run = self._device_failed = False
+        self._has_run = self._device_failed = self.ran_step = False
         self.completed = 0
         self._highest = self._last_peak = 0
         self._device = device or CpuDevice()
@@ -130,6 +131,7 @@ class Executor:
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
+        self._began_s = 0.0  # where that timeline begins
         self._moments: tuple[list[float], list[float]] | None = None  # of the last step, where its clocks run again
         self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
         self._left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
@@ -334,7 +336,7 @@ class Executor:
     def _run(self, skipped: frozenset[int], end: Callable[[], None]) -> list[float]:
         """Run the streams but for some actions; returns the scalars of ``graph.losses``."""
         self._times.samples.clear()
-        self._timeline, self._moments, self._has_run = None, None, False
+        self._timeline, self._moments, self._has_run, self.ran_step = None, None, False, end == self._end_step
         self._values.discard()
         if not self.completed:
             give_back()  # what setting the values has freed
@@ -526,10 +528,12 @@ class Executor:
                 starts[action] = ends[action] = ends[before]
             for region in self._bound.regions:
                 spread(region, starts, ends)
+            self._began_s = min((starts[action.id] for action in self.program.actions), default=0.0)
             self._timeline = measured_timeline(
                 self.program,
                 starts,
                 ends,
+                began_s=self._began_s,
                 scratch_bytes=self._bound.scratch_bytes,
                 resident=tuple((t, max(0, size - self._baseline)) for t, size in self._times.samples),
                 peak_bytes=self._last_peak,
@@ -539,6 +543,20 @@ class Executor:
     def _moments_s(self) -> tuple[list[float], list[float]]:
         """Start and end of each action of the last step, in seconds by action id."""
         return self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
+
+    @property
+    def began_s(self) -> float:
+        """Moment at which the timeline of the last step begins, in seconds of the host's clock; as ``timeline``."""
+        self.timeline()
+        return self._began_s
+
+    def computing_s(self) -> float:
+        """Seconds in which the compute stream ran actions in the last step; 0.0 where they were not timed."""
+        if not self._has_run or COMPUTE_STREAM not in self._running.streams:
+            return 0.0
+        starts, ends = self._moments or self._moments_s()
+        entries = self._running.entries[self._running.streams.index(COMPUTE_STREAM)]
+        return sum(ends[entry.action] - starts[entry.action] for entry in entries)
 
     @property
     def timing(self) -> bool:

@@ -52,6 +52,8 @@ _FIRST_ELEMENTS = 1 << 18
 _MOST_FACTS = 10
 #: Tag of announcements, beside those of what a step sends.
 _ANNOUNCED = 1 << 20
+#: Tag of questions for the first rank's clock, and how often each rank asks.
+_CLOCK, _CLOCK_READINGS = _ANNOUNCED + 1, 8
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -353,6 +355,38 @@ class Replicas:
         most = torch.tensor(values, dtype=torch.float64)
         self._collective(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group))
         return most.tolist()
+
+    def gather(self, what: object) -> list[Any] | None:
+        """Collect an object of every rank on the first, in order of ranks; None on the others. Errors as ``mean_``."""
+        every = [None] * self.ranks if self.rank == 0 else None
+        self._collective(lambda: dist.gather_object(what, every, dst=0, group=self._group))
+        return every
+
+    def clock_ahead_s(self, clock: str, now: Callable[[], float]) -> tuple[float, float]:
+        """Seconds by which this rank's clock is ahead of the first one's, and the most by which that may be wrong.
+
+        The first rank tells its time to each rank that has another clock, a few times; the quickest answer counts,
+        which was given somewhere between question and arrival. All ranks call this; errors as ``mean_``.
+
+        Args:
+            clock: Name of the clock that ``now`` reads (``lading.runtime.host.clock_id``).
+            now: Gives its time in seconds.
+        """
+        clocks: list[str] = [""] * self.ranks
+        self._collective(lambda: dist.all_gather_object(clocks, clock, group=self._group))
+        told, best = torch.zeros(1, dtype=torch.float64), (0.0, float("inf"))
+        for rank in (rank for rank in range(self.ranks) if clocks[rank] != clocks[0]):
+            for _ in range(_CLOCK_READINGS if self.rank in (0, rank) else 0):
+                if self.rank == 0:
+                    self.expect(told, rank, _CLOCK, self._all)()
+                    self.send(told.fill_(now()), rank, _CLOCK, self._all)
+                    continue
+                arrived, asked_s = self.expect(told, 0, _CLOCK, self._all), now()
+                self.send(torch.zeros_like(told), 0, _CLOCK, self._all)
+                arrived()
+                took_s = now() - asked_s
+                best = min(best, (asked_s + took_s / 2 - told.item(), took_s / 2), key=lambda reading: reading[1])
+        return best if clocks[self.rank] != clocks[0] else (0.0, 0.0)
 
     def meet(
         self, doing: str, facts: Mapping[str, float | str], of_replica: Mapping[str, float] = MappingProxyType({})

@@ -84,6 +84,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(rank: int) -> None:
     told = _meet(each, timeout_s=0.05)
     assert len(set(told)) == 1
     assert f"expected 3 ranks to call it, rank {rank} did not within 0.05 s; call it on every rank alike" in told[0]
+    assert told[0].endswith("that process lives")  # the call has no timeout_s
 
 
 def test_who_comes_too_late_is_told_what_was_decided() -> None:
@@ -240,7 +241,7 @@ def _unlike(rank: int) -> None:
                 rf"ranks differ: rank 1 in the buffers, {unlike}: expected \w{{16}} as on rank 0, got \w{{16}}", call
             )
     if rank == 0:
-        _refused("expected 2 ranks to call it, rank 1 did not within 0.5 s",
+        _refused("expected 2 ranks to call it, rank 1 did not within 0.5 s; .*; timeout_s= waits longer",
                  lambda: lading.apply(cluster, _model(), mesh, timeout_s=0.5))  # fmt: skip
     dist.barrier()
     if rank == 1:  # it is told what was decided without it

@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -49,7 +49,7 @@ _CLOSES = {"{": "}", "(": ")", "[": "]"}
 
 
 def agree_on(
-    call: str, ranks: Sequence[int], prepare: Callable[[], tuple[T, Facts]], *, timeout_s: float = ARRIVAL_S
+    call: str, ranks: Sequence[int], prepare: Callable[[], tuple[T, Facts]], *, timeout_s: float | None = None
 ) -> T:
     """Go on only if all ranks were given the same ([Note: meeting]); no collective.
 
@@ -58,17 +58,18 @@ def agree_on(
         ranks: The job's numbers of the ranks that are to agree, this one among them; one alone agrees.
         prepare: Checks what this rank was given, and gives the result with its facts; what it raises is told to the
             others.
-        timeout_s: Seconds within which all are to come.
+        timeout_s: Seconds within which all are to come, which the caller lets its user set; None for ``ARRIVAL_S``.
     Returns:
         The result of ``prepare``.
     Raises:
         ConfigError: ranks differ, one has failed, or one has not come; the same message on every rank but the failing.
     """
-    if not timeout_s > 0:
+    if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"{call}: expected timeout_s above 0, got {timeout_s}")
     if len(ranks) < 2 or "fake" in dist.get_backend():  # nobody else is there, as where a job is only tried out
         return prepare()[0]
-    return Meeting.of(call, ranks, timeout_s).agree(prepare)
+    meeting = Meeting.of(call, ranks, ARRIVAL_S if timeout_s is None else timeout_s)
+    return replace(meeting, can_be_set=timeout_s is not None).agree(prepare)
 
 
 def run_number(more: int) -> int:
@@ -195,6 +196,7 @@ class Meeting:
         store: Store of ``torch.distributed``, with keys of this comparison alone.
         timeout_s: Seconds within which all are to come.
         run: Number of the run that they are in, as ``run_number`` has it; 0 where nobody says that a rank has failed.
+        can_be_set: Whether the user's call has ``timeout_s``, too.
     """
 
     call: str
@@ -203,6 +205,7 @@ class Meeting:
     store: Any
     timeout_s: float
     run: int = 0
+    can_be_set: bool = False
 
     @staticmethod
     def of(call: str, ranks: Sequence[int], timeout_s: float) -> Meeting:
@@ -281,10 +284,10 @@ class Meeting:
 
     def _absent(self) -> str:
         missing = self._missing() or [self.ranks[0]]
+        longer = "; timeout_s= waits longer" if self.can_be_set else ""
         return (
-            f"{self.call}: expected {len(self.ranks)} ranks to call it, {_listed(missing)} did not within "
-            f"{self.timeout_s:g} s; call it on every rank alike, and see whether that process lives; timeout_s= waits "
-            "longer"
+            f"{self.call}: expected {len(self.ranks)} ranks to call it, {listed(missing)} did not within "
+            f"{self.timeout_s:g} s; call it on every rank alike, and see whether that process lives{longer}"
         )
 
     def _compared(self) -> str:
@@ -323,9 +326,10 @@ def _difference(
                     f"{name}: expected {here.get(key, 'nothing')} as on rank {usual}, got {there.get(key, 'nothing')}"
                 )
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-    return f"{_listed(ranks)} in {different[0]}{more}"
+    return f"{listed(ranks)} in {different[0]}{more}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Name ranks in a message: "rank 3", "ranks 0, 1", or the first of many and how many more."""
     named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {named}"

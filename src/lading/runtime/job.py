@@ -30,7 +30,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.layout import AXES, Layout
 from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
-from lading.runtime.agreement import Meeting, run_number
+from lading.runtime.agreement import Meeting, listed, run_number
 from lading.runtime.binding import Mailbox
 from lading.runtime.interrupts import ending_at_once
 from lading.runtime.shard_exchange import exchange_parts, gather_shards, sum_shards
@@ -122,8 +122,8 @@ def _start_of(store: distributed_c10d.Store, rank: int, ranks: int) -> str:
         time.sleep(_PAUSE_S)
     if late:
         raise ConfigError(
-            f"expected {ranks} ranks to come within {TIMEOUT_S:g} s, {', '.join(map(str, late))} did not; see whether "
-            "their processes live"
+            f"expected {ranks} ranks to come within {TIMEOUT_S:g} s, {listed(late)} did not; see whether their "
+            "processes live"
         )
     return mine
 

@@ -101,3 +101,15 @@ def test_no_line_is_wider_than_80_columns(
     assert len(lines) >= 1
     assert not [line for line in lines if len(line) > 80 and max(map(len, line.split())) < 60]
     assert "…" not in said.out
+
+
+def test_what_one_process_does_is_refused_on_every_rank_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 2
+    assert "lading demo is done by one process, torchrun has started 2" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "demo").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["doctor"]) == 0

@@ -70,6 +70,8 @@ _COMMANDS: dict[str, type[Command]] = {
     "doctor": DoctorCommand,
     "demo": DemoCommand,
 }
+#: Commands that all ranks of a job run together.
+_OF_JOBS = (PlanCommand, TrainCommand, ProbeCommand)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     try:
         command = parse(argv)
+        _check_ranks(command)
         with _terminable():
             command.run()
         sys.stdout.flush()
@@ -119,6 +122,23 @@ def _main(argv: Sequence[str] | None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_ranks(command: Command) -> None:
+    """Refuse to do on every rank of a job what one process does.
+
+    Raises:
+        ConfigError: torchrun has started several for a command that knows nothing of ranks.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks == "1" or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(command, _OF_JOBS):
+        return
+    names = {kind: name for name, kind in _COMMANDS.items()}
+    some = ", ".join(f"lading {names[kind]}" for kind in _OF_JOBS)
+    raise ConfigError(
+        f"lading {names[type(command)]} is done by one process, torchrun has started {ranks}; start it without "
+        f"torchrun (ranks of a job run {some})"
+    )
 
 
 def _stop_printing(*streams: TextIO) -> None:

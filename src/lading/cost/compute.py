@@ -397,12 +397,16 @@ def decomposes(graph: StepGraph) -> bool:
 
 
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
-    """Say what the costs of this graph assume without a measurement, one sentence each, in order of first use."""
+    """Say what the costs of this graph assume without a measurement, one sentence each, in order of first use.
+
+    Collectives are left out: they cost what the machine says of them, and a machine that says nothing is refused.
+    """
     said: dict[str, None] = {}
-    for op in graph.ops:
-        if base_name(op.name) in ALLOCATIONS:
+    for index, op in enumerate(graph.ops):
+        if base_name(op.name) in ALLOCATIONS or index in graph.collectives:
             continue
-        if kind_of(op.name) is None and op.kind is not OpKind.STEP:
+        is_known = kind_of(op.name) is not None or op.name.startswith("c10d.")  # Lading's own, among ranks
+        if not is_known and op.kind is not OpKind.STEP:
             said[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
         for sentence in _assumed(graph, op, device):
             said[sentence] = None

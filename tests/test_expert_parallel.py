@@ -211,8 +211,8 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         with pytest.raises(ConfigError, match=said):
             shard_experts(lading.capture(model, x, _loss), parse_layout("ep2"))
     graph = lading.capture(build(), batch(0, 0), next_byte_loss)
-    for layout in ("dp4,ep2", "dp2,ep2,tp2", "dp2,ep2,pp2", "dp4,ep4,zero3,shard2"):
-        with pytest.raises(ConfigError, match="experts spread over all ranks"):
+    for layout in ("dp4,ep2", "dp2,ep2,tp2", "dp4,ep4,zero3,shard2"):
+        with pytest.raises(ConfigError, match="experts spread over all replicas"):
             lading.plan(graph, machine(), layout=layout, budget="100%", cache=False)
     rule = lading.Matrices(rule="muon", lr=0.02)
     with pytest.raises(ConfigError, match="muon"):

@@ -198,7 +198,7 @@ def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
 @pytest.mark.parametrize(
     ("layout", "more", "why"),
     [
-        ("pp2,cp2", {}, "expected context parallel with replicas or by itself"),
+        ("pp2,dp4,ep2", {}, "expected experts spread over all replicas"),
         ("dp2,gpipe", {}, "expected a schedule"),
         ("vpp2", {}, r"chunks of a rank \(vpp\) in a pipeline only"),
         ("pp2,dualpipe-v,vpp2", {}, "needs as many micro-batches as stages"),

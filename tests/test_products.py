@@ -37,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def build(name: str, layers: int, dtype: torch.dtype, frozen: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build_model("gpt" if name == "dropout" else name, **{**SIZES, "num_layers": layers}).to(dtype)
+    sizes = {**SIZES, "num_layers": layers, **({"num_experts": 4} if name == "moe" else {})}
+    model = build_model("gpt" if name == "dropout" else name, **sizes).to(dtype)
     if name == "dropout":
         for layer in model.layers:
             layer.mlp_out = nn.Sequential(layer.mlp_out, nn.Dropout(0.2))

@@ -85,7 +85,7 @@ def test_the_layouts_are_all_that_a_run_may_have(devices: int) -> None:
                 spread = check_spread_layout(str(layout), devices)
             except ConfigError:
                 continue
-            found.add(str(dataclasses.replace(spread, shard=0 if shard == dp else spread.shard)))
+            found.add(str(dataclasses.replace(spread, shard=0 if shard == dp * cp else spread.shard)))
     assert {str(layout) for layout in layouts_of_run(devices, {})[0]} == found
 
 
@@ -128,7 +128,7 @@ def test_a_budget_chooses_other_layouts_and_what_does_not_fit_is_said(folder: Pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"pins": {"tp": 2, "pp": 2}}, "expected tensor parallel with replicas or by itself"),
+        ({"pins": {"tp": 2, "cp": 2, "sp": True}}, "leave sp out, or cp"),
         ({"pins": {"recompute": "full"}}, "--pin recompute: expected one of dp, tp, .* leave it out"),
         ({"pins": {"dp": 3}}, "--pin: no layout of 4 devices has dp=3"),
         ({"pins": {"tp": 4, "micro_batch": 3}}, "divide"),

@@ -204,9 +204,8 @@ def test_what_ranks_do_not_divide_is_refused_by_name() -> None:
         shard_tensors(graph, parse_layout("tp4"))
     with pytest.raises(ConfigError, match=r"matrix that tp3 divides, found tokens\.weight \(64, 32\)"):
         shard_tensors(graph, parse_layout("tp3"))
-    for layout, said in (("tp2,pp2", "leave the pipeline out"), ("dp2,tp2,zero3", "leave zero out"), ("sp", "add tp2")):
-        with pytest.raises(ConfigError, match=said):
-            lading.plan(graph, machine(), layout=layout, budget="100%", cache=False)
+    with pytest.raises(ConfigError, match="add tp2"):
+        lading.plan(graph, machine(), layout="sp", budget="100%", cache=False)
     rule = lading.Matrices(rule="muon", lr=0.02)
     with pytest.raises(ConfigError, match="muon"):
         lading.plan(graph, machine(), layout="tp2", budget="100%", cache=False, matrices=rule)

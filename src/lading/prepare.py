@@ -38,7 +38,7 @@ from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.stage_cuts import narrow_cuts
 from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
-from lading.memory.restore import pipeline_of, programs_of, step_of
+from lading.memory.restore import of_each_rank, pipeline_of, programs_of, step_of
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -128,8 +128,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             "pp2,vpp2,interleaved", "pp2,zero-bubble" and more say in which order. "dp2,pp2,zero1" and the like are of
             both; a rank gives the batch of its replica (``Plan.replica``). "tp2" cuts the model's matrices, of which
             each rank computes its share of every product, on the same batch; "tp2,sp" also what lies between them,
-            along the tokens. "dp2,ep2" spreads the experts of a mixture over the ranks, with zero1 to zero3 too. "cp2"
-            cuts every sequence into runs of tokens, on the same batch. "" is all ranks of the job: replicas if they
+            along the tokens. "cp2" cuts every sequence into runs of tokens, on the same batch. Both go with all that
+            stands before, as "dp2,tp2,zero3" or "tp2,pp2". "dp2,ep2" spreads the experts of a mixture over the ranks,
+            with zero1 to zero3 too. "" is all ranks of the job: replicas if they
             keep everything in the budget, else the fastest of them and of shards; "dp1" is one rank by itself.
         devices: Ranks to plan for where no job runs yet; 0 for those of this job, or of the layout.
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
@@ -230,11 +231,12 @@ def _prepared_layout(
     """
     parts = [Choices(groups=groups if spread.zero else ())]
     if spread.pp > 1:
-        work = op_costs(graph, machine.device)
+        whole = of_each_rank(graph, spread, machine.device.kind)
+        work = op_costs(whole, machine.device)
         sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
-        cuts = narrow_cuts(graph, pipeline_of(spread, graph.accumulation).stages, work, sending)
+        cuts = narrow_cuts(whole, pipeline_of(spread, graph.accumulation).stages, work, sending)
         parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
-    if spread.dp == 1 or spread.bucket_bytes or spread.cuts_parameters:
+    if (spread.dp == 1 and not spread.zero) or spread.bucket_bytes or spread.cuts_parameters:
         return spread, parts
     alone = None
     if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:
@@ -296,34 +298,34 @@ def check_spread_layout(layout: str, devices: int) -> Layout:
     if asked != Layout(**{key: getattr(asked, key) for key in _SPREAD}):
         raise ConfigError(
             f'layout: expected replicas, as "dp4", shards, as "dp4,zero3" or "dp4,zero3,shard2", a pipeline, as "pp4" '
-            f'or "pp2,vpp2,interleaved", or these together, as "dp2,pp2,zero1", or tensor parallel, as "tp2" or '
-            f'"tp2,sp", with replicas or without, as "dp2,tp2", or experts on ranks, as "dp2,ep2", or the tokens of a '
-            f"sequence, as cp2 or dp2,cp2, got {layout!r}; a run is spread in no other way yet"
+            f'or "pp2,vpp2,interleaved", tensor parallel, as "tp2" or "tp2,sp", the tokens of a sequence, as "cp2", or '
+            f'these together, as "dp2,pp2,zero1" or "dp2,tp2,zero3", or experts on ranks, as "dp2,ep2", got '
+            f"{layout!r}; a run is spread in no other way yet"
         )
     if asked.pp == 1 and (asked.vpp > 1 or asked.schedule != ALONE.schedule):
         raise ConfigError(
             f"layout: expected a schedule and chunks of a rank (vpp) in a pipeline only, got {layout!r}; add pp2"
         )
-    if asked.tp > 1 and (asked.pp > 1 or asked.axes["shard"] > 1):
+    if asked.cp > 1 and (asked.ep > 1 or asked.sp):
         raise ConfigError(
-            f"layout: expected tensor parallel with replicas or by itself, got {layout!r}; leave "
-            f"{'the pipeline' if asked.pp > 1 else 'zero'} out, or tp"
+            f"layout: expected context parallel without experts on ranks and without sequence parallel, got "
+            f"{layout!r}; leave {'ep' if asked.ep > 1 else 'sp'} out, or cp"
         )
-    if asked.cp > 1 and (asked.tp > 1 or asked.pp > 1 or asked.ep > 1 or asked.zero):
+    if asked.zero and asked.sharding_ranks % asked.cp:
         raise ConfigError(
-            f"layout: expected context parallel with replicas or by itself, as cp2 or dp2,cp2, got {layout!r}; leave "
-            "the rest out, or cp"
+            f"layout: expected shards over all ranks that share a sequence, so shard a multiple of cp, got {layout!r}; "
+            f"give shard{asked.cp} or more"
         )
     shards = asked.axes["shard"]
-    if asked.ep > 1 and (asked.ep != asked.dp or asked.tp > 1 or asked.pp > 1 or shards not in (1, asked.dp)):
+    if asked.ep > 1 and (asked.ep != asked.dp or asked.tp > 1 or shards not in (1, asked.dp)):
         raise ConfigError(
-            f"layout: expected experts spread over all ranks, which are replicas or have shards, as "
-            f'"dp{asked.ep},ep{asked.ep}" or "dp{asked.ep},ep{asked.ep},zero3", got {layout!r}; leave the rest out, '
-            "or ep"
+            f"layout: expected experts spread over all replicas, which may have shards and stages, as "
+            f'"dp{asked.ep},ep{asked.ep}", "dp{asked.ep},ep{asked.ep},zero3" or "dp{asked.ep},ep{asked.ep},pp2", got '
+            f"{layout!r}; leave the rest out, or ep"
         )
     if asked.sp and asked.tp == 1:
         raise ConfigError(f"layout: expected sequence parallel (sp) over ranks along tp, got {layout!r}; add tp2")
-    return dataclasses.replace(asked, zero=0, shard=0) if asked.axes["shard"] == 1 else asked
+    return dataclasses.replace(asked, zero=0, shard=0) if asked.shards == 1 else asked
 
 
 def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None, others: Sequence[StepGraph]) -> None:

@@ -184,8 +184,9 @@ def _candidates(devices: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
         if devices % (tp * cp * pp):
             continue
         dp = devices // (tp * cp * pp)
-        shards = [pins["shard"]] if "shard" in pins else [0, *(n for n in counts if 1 < n < dp and dp % n == 0)]
-        for zero, sp, schedule in product((0, 1, 2, 3) if dp > 1 else (0,), (False, True), schedules):
+        smaller = (n for n in counts if 1 < n < dp * cp and dp * cp % n == 0 and n % cp == 0)
+        shards = [pins["shard"]] if "shard" in pins else [0, *smaller]
+        for zero, sp, schedule in product((0, 1, 2, 3) if dp * cp > 1 else (0,), (False, True), schedules):
             for shard, ep in product(shards, {1, pins.get("ep", 1)}):
                 is_asked = "shard" in pins if shard and zero != 3 else "zero" in pins if zero == 2 and pp > 1 else True
                 if (sp and tp == 1) or (pp == 1 and schedule != schedules[0]) or not is_asked:
@@ -207,7 +208,7 @@ def _not_searched(request: Request, refused: list[str], *, has_experts: bool) ->
     if has_experts and "ep" not in request.pins and request.devices > 1:
         said.append(f"experts on ranks: --pin ep={request.devices} searches them")
     if refused:
-        said.append(f"{len(refused)} layouts in which a run is not spread yet, such as tensor parallel in a pipeline")
+        said.append(f"{len(refused)} layouts in which a run is not spread yet, such as sequence parallel with cp")
     return tuple(said)
 
 

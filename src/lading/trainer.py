@@ -189,7 +189,7 @@ class Trainer:
             )
         self._replicas = self._joined(whole, programs, model) if whole.ranks > 1 else None
         self._notes = StepNotes(self._replicas)
-        values = values if whole.peers else values_here(values, self._replicas)
+        values = values_here(values, self._replicas)
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
         self._steps = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from lading.ir.defer import moved_blocks
-from lading.ir.graph import PERSISTENT, Literal, Op, OpKind, Ref, Role, StepGraph, Storage, Tensor, rename_op, row_major
+from lading.ir.graph import PERSISTENT, Literal, OpKind, Role, StepGraph, rename_op
+from lading.ir.graph_writer import GraphWriter
 from lading.ir.layout import Layout
 from lading.ir.tensor_shards import shard_tensors
 
@@ -21,30 +22,22 @@ def shard_context(captured: StepGraph, layout: Layout) -> StepGraph:
 
 def _dense_inputs(captured: StepGraph) -> StepGraph:
     """Copy what a step views of inputs, or adds of a parameter's rows, where that is not all, to be cut from there."""
-    storages, tensors, ops = list(captured.storages), list(captured.tensors), list[Op]()
+    writer = GraphWriter(captured)
     copies: dict[int, int] = {}
     spans: list[tuple[int, int]] = []
     for op in captured.ops:
-        start = len(ops)
+        start = len(writer.ops)
         for tensor in op.inputs:
             view = captured.tensors[tensor]
             storage = captured.storages[view.storage]
             adds = storage.role in PERSISTENT and op.kind is OpKind.ELEMENTWISE
             if tensor in copies or view.spans(storage.size_bytes) or not (adds or storage.role is Role.INPUT):
                 continue
-            storages.append(Storage(f"{storage.name} used", view.size_bytes, Role.ACTIVATION))
-            copies[tensor] = len(tensors)
-            tensors.append(Tensor(len(storages) - 1, view.dtype, view.shape, row_major(view.shape)))
-            ops.append(Op(
-                name="aten.clone.default", phase=op.phase, args=(Ref(tensor),), inputs=(tensor,),
-                kwargs=(("memory_format", Literal("memory_format", "contiguous_format")),), module=op.module,
-                outputs=(copies[tensor],), results=(copies[tensor],), mutates=(), kind=OpKind.COPY,
-                bytes_read=view.touched_bytes, bytes_written=view.size_bytes,
-            ))  # fmt: skip
+            copies[tensor] = writer.fresh(f"{storage.name} used", view.dtype, view.shape)
+            dense = (("memory_format", Literal("memory_format", "contiguous_format")),)
+            writer.add("aten.clone.default", (tensor,), (copies[tensor],), op, OpKind.COPY, kwargs=dense)
         every = (*op.inputs, *op.outputs, *op.mutates, *(t for t in op.results if t is not None))
-        ops.append(op if op.mutates else rename_op(op, {t: copies.get(t, t) for t in every}))
-        spans.append((start, len(ops)))
+        writer.ops.append(op if op.mutates else rename_op(op, {t: copies.get(t, t) for t in every}))
+        spans.append((start, len(writer.ops)))
     place = {index: end - 1 for index, (_, end) in enumerate(spans)}
-    return dataclasses.replace(
-        captured, storages=tuple(storages), tensors=tuple(tensors), ops=tuple(ops), blocks=moved_blocks(captured, place)
-    )
+    return dataclasses.replace(writer.written(captured), blocks=moved_blocks(captured, place))

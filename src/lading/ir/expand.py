@@ -43,7 +43,7 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
-from lading.ir.layout import ALONE, Layout
+from lading.ir.layout import ALONE, SHARDED, Layout
 from lading.ir.reduction import ALL_REDUCE, ALL_REDUCE_SUM, REDUCE_SCATTER, reduction
 from lading.ir.update_ops import (
     PREFIX,
@@ -236,13 +236,15 @@ class _StepBuilder:
 
     def _scatter(self, parameter: Parameter, micro: int) -> Op:
         """Reduce a unit's gradients over ranks; this rank's shard is then its gradient."""
-        whole, across, name = self.gradients[parameter.tensor], self.layout.across("shard"), parameter.names[0]
-        flat, ranks = self.tensors[whole], self.layout.axes["shard"]
+        whole, across, name = self.gradients[parameter.tensor], self.layout.across(*SHARDED), parameter.names[0]
+        flat, ranks = self.tensors[whole], self.layout.shards
         shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
         kept = self._fresh(shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT)
         shape = self.tensors[parameter.tensor].shape
         view = dataclasses.replace(self.tensors[kept], shape=shape, stride=row_major(shape))
         self.gradients[parameter.tensor] = kept if len(shape) == 1 else self._tensor(view)
+        if parameter.gradient_terms > 1:
+            across = (*across, ("mean_of", ranks // parameter.gradient_terms))
         return reduction(REDUCE_SCATTER, across, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
@@ -333,7 +335,8 @@ class _StepBuilder:
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
         self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
-        across, size = self.layout.across("pp", "shard"), DTYPE_BYTES[dtype]
+        across = self.layout.across("pp", *(SHARDED if self.layout.zero else ()))
+        size = DTYPE_BYTES[dtype]
         over_ranks = (("aten.square.default", ()), (ALL_REDUCE_SUM, ()), ("aten.sqrt.default", ()))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),

@@ -34,12 +34,11 @@ from lading.ir.graph import (
     RepeatedBlock,
     Role,
     StepGraph,
-    Storage,
     Tensor,
     TensorPlacement,
     rename_op,
-    row_major,
 )
+from lading.ir.graph_writer import GraphWriter
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 from lading.ir.reduction import ALL_GATHER, ALL_TO_ALL, SCATTER_SUM
@@ -61,7 +60,7 @@ def shard_experts(captured: StepGraph, layout: Layout) -> StepGraph:
     for rank, program in enumerate(programs[1:], 1):
         unlike = next((n for n, (a, b) in enumerate(zip(programs[0], program, strict=False)) if a != b), None)
         if unlike is not None or len(program) != len(programs[0]):
-            op = each[0].ops[min(unlike or 0, len(each[0].ops) - 1)]
+            op = each[0].writer.ops[min(unlike or 0, len(each[0].writer.ops) - 1)]
             raise ConfigError(
                 f"layout: expected experts that all do the same, found that what rank {rank} of ep{layout.ep} has "
                 f"differs from what rank 0 has, at {op.name} of {op.module or 'the loss'}; give all experts of a list "
@@ -109,7 +108,7 @@ class _ExpertSharder:
     def __init__(self, captured: StepGraph, layout: Layout, lists: Mapping[str, int], rank: int) -> None:
         self.graph, self.layout, self.ranks, self.rank, self.lists = captured, layout, layout.ep, rank, lists
         self.across = layout.across("replicate", "shard")
-        self.storages, self.tensors = list(captured.storages), list(captured.tensors)
+        self.writer = GraphWriter(captured, self.across)
         self.by_number = dict(enumerate(captured.tensors))
         self.experts: dict[int, tuple[str, frozenset[int]]] = {}
         self.scaled: set[int] = set()
@@ -117,7 +116,6 @@ class _ExpertSharder:
         self.alias: dict[int, int] = {}
         self.versions: dict[tuple[str, int], int] = {}
         self.views: dict[tuple[int, int], int] = {}
-        self.ops: list[Op] = []
         self.spans: list[tuple[int, int]] = []
         self.slots: dict[int, tuple[str, int, str]] = {}
         for parameter in captured.parameters:
@@ -131,11 +129,11 @@ class _ExpertSharder:
             if self._is_experts(parameter.tensor) and parameter.gradient is not None:
                 self.final.setdefault(last[captured.storage_of(parameter.gradient)], []).append(parameter)
         for index, op in enumerate(captured.ops):
-            start = len(self.ops)
+            start = len(self.writer.ops)
             self._run(op)
             for parameter in self.final.get(index, ()):
                 self._take_mean(parameter, op)
-            self.spans.append((start, len(self.ops)))
+            self.spans.append((start, len(self.writer.ops)))
 
     # What the rank has.
 
@@ -182,17 +180,19 @@ class _ExpertSharder:
         slots = [[each[slot] for each in of_ranks] for slot in range(len(of_ranks[0]))]
         placements = {
             first.tensor: TensorPlacement(
-                self.tensors[first.tensor].shape, 0, (), over, self.ranks, tuple(p.names[0] for p in (first, *others))
+                self.writer.tensors[first.tensor].shape,
+                0,
+                (),
+                over,
+                self.ranks,
+                tuple(p.names[0] for p in (first, *others)),
             )
             for first, *others in slots
         }
         parameters = [p for p in self.graph.parameters if p.tensor in placements or not self._is_experts(p.tensor)]
-        losses = tuple(self._scattered(t, self.ops[-1]) if self._is_experts(t) else t for t in self.graph.losses)
+        losses = tuple(self._scattered(t, self.writer.ops[-1]) if self._is_experts(t) else t for t in self.graph.losses)
         graph = dataclasses.replace(
-            self.graph,
-            storages=tuple(self.storages),
-            tensors=tuple(self.tensors),
-            ops=tuple(self.ops),
+            self.writer.written(self.graph),
             parameters=tuple(dataclasses.replace(p, placement=placements.get(p.tensor)) for p in parameters),
             losses=losses,
             blocks=tuple(self._blocks()),
@@ -222,7 +222,7 @@ class _ExpertSharder:
             return told(arg.tensor) if isinstance(arg, Ref) else arg
 
         def told(tensor: int) -> tuple[object, ...]:
-            view = self.tensors[tensor]
+            view = self.writer.tensors[tensor]
             if view.storage in self.slots:
                 storage: object = self.slots[view.storage]
             elif view.storage < len(self.graph.storages) and view.storage not in self.experts:
@@ -233,7 +233,7 @@ class _ExpertSharder:
 
         return [
             (op.name, op.phase, op.kwargs, named(op.args), *map(told, (*op.inputs, *op.outputs, *op.mutates)))
-            for op in self.ops
+            for op in self.writer.ops
         ]
 
     # Operations.
@@ -242,7 +242,7 @@ class _ExpertSharder:
         """Write an operation as the rank runs it, unless it is of experts of other ranks."""
         touched = {t: held for t in (*op.inputs, *op.mutates) if (held := self._experts_of(t)) is not None}
         if not touched:
-            self.ops.append(op)
+            self.writer.ops.append(op)
             return
         if op.random or op.mutates:
             raise self._refusal(op, f"without {'random numbers' if op.random else 'writes in place'}")
@@ -255,7 +255,9 @@ class _ExpertSharder:
         elif len(names) == 1 and self._joins(op, min(names)):
             self._join(op, min(names))
         else:
-            self.ops.append(self._renamed(op, {t: self._scattered(t, op) for t in touched if self._is_experts(t)}))
+            self.writer.ops.append(
+                self._renamed(op, {t: self._scattered(t, op) for t in touched if self._is_experts(t)})
+            )
 
     def _run_expert(self, op: Op, experts: tuple[str, frozenset[int]]) -> None:
         """Run an operation of one expert on the tokens of all ranks."""
@@ -281,7 +283,7 @@ class _ExpertSharder:
             return
         moved = {t: self._gathered(t, experts[0], op) for t in given}
         moved |= {t: self._view_here(t) for t in op.inputs if self._is_experts(t)}
-        self.ops.append(self._renamed(op, moved, scaled=label is not None))
+        self.writer.ops.append(self._renamed(op, moved, scaled=label is not None))
 
     def _token_label(self, op: Op, rule: ShardingRule | None) -> str | None:
         """Label of the dim along which an operation of an expert goes over tokens; None where it sees none."""
@@ -314,7 +316,7 @@ class _ExpertSharder:
             storage = self.graph.storage_of(here[0])
             self.alias[out] = self.alias.get(storage, storage)
         elif here:
-            self.ops.append(self._renamed(op, {t: self._view_here(t) for t in here}, scaled=True))
+            self.writer.ops.append(self._renamed(op, {t: self._view_here(t) for t in here}, scaled=True))
 
     def _joins(self, op: Op, name: str) -> bool:
         """Whether an operation lays a number a token of each expert of a list side by side."""
@@ -338,16 +340,17 @@ class _ExpertSharder:
         pieces: list[int] = []
         for tensor in op.inputs:
             if self._is_here(tensor):
-                view = self.tensors[self._view_here(tensor)]
-                pieces.append(self._tensor(dataclasses.replace(
+                view = self.writer.tensors[self._view_here(tensor)]
+                pieces.append(self.writer.tensor(dataclasses.replace(
                     view, shape=(self.ranks * rows, 1), stride=(1, 1), offset=0
                 )))  # fmt: skip
-        joined = self._new("said of all tokens", out.dtype, self.ranks * rows * each)
-        self._cat(pieces, 1, self._view(joined, out.dtype, (self.ranks * rows, each)), op)
+        whole = self.writer.fresh("said of all tokens", out.dtype, (self.ranks * rows, each))
+        joined = self.writer.tensors[whole].storage
+        self.writer.cat(tuple(pieces), 1, whole, op)
         arrived = self._exchanged(joined, "said of the rank's tokens", out.dtype, op)
-        parts = [self._tensor(Tensor(arrived, out.dtype, (rows, each), (each, 1), rank * rows * each))
+        parts = [self.writer.tensor(Tensor(arrived, out.dtype, (rows, each), (each, 1), rank * rows * each))
                  for rank in range(self.ranks)]  # fmt: skip
-        self._cat(parts, 1, self._view(out.storage, out.dtype, (rows, self.lists[name])), op)
+        self.writer.cat(tuple(parts), 1, self.writer.view(out.storage, out.dtype, (rows, self.lists[name])), op)
 
     def _take_mean(self, parameter: Parameter, op: Op) -> None:
         """Divide the gradient of an expert. See [Note: mean of experts]."""
@@ -357,11 +360,11 @@ class _ExpertSharder:
         if not self._is_here(gradient):
             return
         view = self._view_here(gradient)
-        size = self.tensors[view].touched_bytes
-        self.ops.append(Op(
+        size = self.writer.tensors[view].touched_bytes
+        self.writer.ops.append(Op(
             name="aten.div_.Scalar", phase=op.phase, args=(Ref(view), self.ranks), kwargs=(), inputs=(view,),
             outputs=(), results=(None,), mutates=(view,), module=op.module, kind=OpKind.ELEMENTWISE,
-            flops=prod(self.tensors[view].shape), bytes_read=size, bytes_written=size,
+            flops=prod(self.writer.tensors[view].shape), bytes_read=size, bytes_written=size,
         ))  # fmt: skip
 
     # Versions of storages.
@@ -393,14 +396,14 @@ class _ExpertSharder:
         geometry = self._scaled_view(view) if view.storage in self.scaled else view
         storage = self.alias.get(view.storage, view.storage)
         if storage == view.storage:
-            self.tensors[tensor] = geometry
+            self.writer.tensors[tensor] = geometry
             return tensor
         return self._on(tensor, storage, geometry)
 
     def _on(self, tensor: int, storage: int, view: Tensor) -> int:
         """Tensor that views another storage than the captured one."""
         if (tensor, storage) not in self.views:
-            self.views[tensor, storage] = self._tensor(dataclasses.replace(view, storage=storage))
+            self.views[tensor, storage] = self.writer.tensor(dataclasses.replace(view, storage=storage))
         return self.views[tensor, storage]
 
     def _gathered(self, tensor: int, name: str, op: Op) -> int:
@@ -410,10 +413,9 @@ class _ExpertSharder:
             return self._column(tensor, name, op)
         elements, key = self._elements(view), ("tokens", view.storage)
         if key not in self.versions:
-            made = self._new(f"{self.storages[view.storage].name} of all ranks", view.dtype, elements * self.ranks)
-            source = self._view(view.storage, view.dtype, (elements,))
-            out = self._view(made, view.dtype, (elements * self.ranks,))
-            self._make(ALL_GATHER, (source,), out, op, OpKind.COLLECTIVE)
+            made = self.writer.version(view.storage, "of all ranks", view.dtype, elements * self.ranks)
+            source, out = self.writer.view(view.storage, view.dtype, (elements,)), self.writer.row(made, view.dtype)
+            self.writer.add(ALL_GATHER, (source,), (out,), op, OpKind.COLLECTIVE)
             self.versions[key] = made
         return self._on(tensor, self.versions[key], self._scaled_view(view))
 
@@ -423,10 +425,11 @@ class _ExpertSharder:
         key = "columns", view.storage
         if key not in self.versions:
             rows = self._elements(view) // count
-            parts = [self._tensor(Tensor(view.storage, view.dtype, (rows, each), (count, 1), rank * each))
+            parts = [self.writer.tensor(Tensor(view.storage, view.dtype, (rows, each), (count, 1), rank * each))
                      for rank in range(self.ranks)]  # fmt: skip
-            packed = self._new("said by expert", view.dtype, rows * count)
-            self._cat(parts, 0, self._view(packed, view.dtype, (self.ranks * rows, each)), op)
+            whole = self.writer.fresh("said by expert", view.dtype, (self.ranks * rows, each))
+            packed = self.writer.tensors[whole].storage
+            self.writer.cat(tuple(parts), 0, whole, op)
             self.versions[key] = self._exchanged(packed, "said to the rank's experts", view.dtype, op)
         stride = tuple(step // count * each for step in view.stride)
         local = dataclasses.replace(self._scaled_view(view), stride=stride, offset=view.offset % each)
@@ -440,19 +443,18 @@ class _ExpertSharder:
         key = "sum", view.storage
         if key not in self.versions:
             elements, storage = self._elements(view), self.alias.get(view.storage, view.storage)
-            made = self._new(f"{self.storages[view.storage].name} of all experts", view.dtype, elements)
-            source = self._view(storage, view.dtype, (elements * self.ranks,))
-            self._make(SCATTER_SUM, (source,), self._view(made, view.dtype, (elements,)), op, OpKind.COLLECTIVE)
+            made = self.writer.version(view.storage, "of all experts", view.dtype, elements)
+            source = self.writer.view(storage, view.dtype, (elements * self.ranks,))
+            self.writer.add(SCATTER_SUM, (source,), (self.writer.row(made, view.dtype),), op, OpKind.COLLECTIVE)
             self.versions[key] = made
         return self._on(tensor, self.versions[key], view)
 
     def _exchanged(self, source: int, name: str, dtype: str, op: Op) -> int:
         """Send a part of a storage to each rank; what arrives lies rank after rank."""
-        count = self.storages[source].size_bytes // DTYPE_BYTES[dtype]
-        made = self._new(name, dtype, count)
-        out = self._view(made, dtype, (count,))
-        self._make(ALL_TO_ALL, (self._view(source, dtype, (count,)),), out, op, OpKind.COLLECTIVE)
-        return made
+        row = self.writer.row(source, dtype)
+        out = self.writer.fresh(name, dtype, self.writer.tensors[row].shape)
+        self.writer.add(ALL_TO_ALL, (row,), (out,), op, OpKind.COLLECTIVE)
+        return self.writer.tensors[out].storage
 
     # Making.
 
@@ -463,45 +465,19 @@ class _ExpertSharder:
             if storage in self.scaled:
                 self._view_here(tensor)
                 whole = self.graph.storages[storage]
-                self.storages[storage] = dataclasses.replace(whole, size_bytes=whole.size_bytes * self.ranks)
+                self.writer.storages[storage] = dataclasses.replace(whole, size_bytes=whole.size_bytes * self.ranks)
         every = (*op.inputs, *op.outputs, *op.mutates, *(t for t in op.results if t is not None))
         op = rename_op(op, {**{t: t for t in every}, **moved})
         args = op.args
         if base_name(op.name) == "slice_backward":
-            args = (args[0], self.tensors[op.outputs[0]].shape, *args[2:])
+            args = (args[0], self.writer.tensors[op.outputs[0]].shape, *args[2:])
         return dataclasses.replace(
             op,
             args=args,
             flops=op.flops * (self.ranks if scaled else 1),
-            bytes_read=sum(self.tensors[t].touched_bytes for t in dict.fromkeys(op.inputs)),
-            bytes_written=sum(self.tensors[t].touched_bytes for t in op.outputs),
+            bytes_read=sum(self.writer.tensors[t].touched_bytes for t in dict.fromkeys(op.inputs)),
+            bytes_written=sum(self.writer.tensors[t].touched_bytes for t in op.outputs),
         )
-
-    def _cat(self, pieces: Sequence[int], dim: int, out: int, op: Op) -> None:
-        self._make("aten.cat.default", tuple(pieces), out, op, OpKind.COPY, (tuple(map(Ref, pieces)), dim))
-
-    def _make(
-        self, name: str, inputs: tuple[int, ...], out: int, beside: Op, kind: OpKind, args: tuple[Arg, ...] = ()
-    ) -> None:
-        """Add an operation that fills a storage, beside one that needs it or made what is in it."""
-        self.ops.append(Op(
-            name=name, phase=beside.phase, args=args or tuple(map(Ref, inputs)),
-            kwargs=self.across if kind is OpKind.COLLECTIVE else (), inputs=inputs, outputs=(out,), results=(out,),
-            mutates=(), module=beside.module, kind=kind,
-            bytes_read=sum(self.tensors[t].touched_bytes for t in inputs),
-            bytes_written=self.tensors[out].touched_bytes,
-        ))  # fmt: skip
-
-    def _new(self, name: str, dtype: str, elements: int) -> int:
-        self.storages.append(Storage(name, elements * DTYPE_BYTES[dtype], Role.ACTIVATION))
-        return len(self.storages) - 1
-
-    def _view(self, storage: int, dtype: str, shape: tuple[int, ...]) -> int:
-        return self._tensor(Tensor(storage, dtype, shape, row_major(shape)))
-
-    def _tensor(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
 
     def _refusal(self, op: Op, what: str) -> ConfigError:
         return ConfigError(

@@ -211,13 +211,15 @@ class TensorPlacement:
 class Parameter:
     """A parameter under all its names (tied weights have several); ``gradient`` is None if it gets none.
 
-    ``placement`` is None where every rank has all of it.
+    ``placement`` is None where every rank has all of it. ``gradient_terms`` is the number of ranks that share a
+    sequence of whose gradients the whole one is the sum; 1 where each of them has all of it.
     """
 
     names: tuple[str, ...]
     tensor: int
     gradient: int | None
     placement: TensorPlacement | None = field(default=None, repr=False)
+    gradient_terms: int = field(default=1, repr=False)
 
     @property
     def is_on_one_rank(self) -> bool:

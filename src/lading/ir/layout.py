@@ -17,6 +17,8 @@ OFFLOADS = ("parameters", "optimizer", "activations")
 #: Axes along which ranks lie, the farthest first: neighbours differ along the last. Data is spread over two of them:
 #: ranks along "shard" cut between them what ZeRO cuts, ranks along "replicate" have the same.
 AXES = ("pp", "replicate", "shard", "cp", "tp")
+#: Axes of the ranks that cut between them what ZeRO cuts: those that share a sequence do, too.
+SHARDED = ("shard", "cp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,11 @@ class Layout:
         """Number of ranks along each of ``AXES``; ranks that share a sequence (cp) cut what ZeRO cuts, too."""
         shards = max(1, self.sharding_ranks // self.cp) if self.zero else 1
         return {"pp": self.pp, "replicate": self.dp // shards, "shard": shards, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that a run cuts between them what ZeRO cuts; 1 where nothing is cut."""
+        return self.axes["shard"] * self.cp if self.zero else 1
 
     def place(self, rank: int) -> dict[str, int]:
         """Number of a rank along each of ``AXES``."""

@@ -45,7 +45,8 @@ ALL_REDUCE_SUM = "c10d.allreduce_.sum"
 #: Sends a storage to the rank ``peer`` of those along ``over``, and makes one of what such a rank sends.
 SEND, RECEIVE = "c10d.send.default", "c10d.recv_.default"
 TRANSFERS = frozenset((SEND, RECEIVE))
-#: Sums a tensor over such ranks, divides it by their number, and keeps this rank's part; the rest is lost.
+#: Sums a tensor over such ranks, divides it by their number, or by ``mean_of``, and keeps this rank's part; the rest is
+#: lost.
 REDUCE_SCATTER = "c10d.reduce_scatter.mean"
 #: Sums a tensor over such ranks, gathers what they have one after another, and sums a tensor of which each keeps its
 #: part: each makes a tensor, so that it can be dropped and made again.

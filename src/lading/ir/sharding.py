@@ -15,6 +15,12 @@ forward and backward is a gap like others: kept, or dropped (resharded) and made
 [Note: equal programs] Every shard is as long on every rank, so that ranks have one Program. What no parameter fills is
 zeros. Parameters begin at whole cache lines, as they do alone, so that kernels give the same bits.
 
+[Note: placed apart] With tensor parallel, a rank has its runs of some parameters, and all of others. A unit has
+parameters of one kind: the norm of all gradients adds up the first over the ranks, and counts the second once.
+
+[Note: sums over tokens] With context parallel, ranks that share a sequence cut parameters between them, too. The
+gradient of a rank is then of its tokens: units are reduced to the sum over those ranks, the mean over replicas.
+
 [Note: owners] What a rule for matrices moves is in units of matrices of one shape, of which each rank has as many whole
 ones: its shard is a stack of them, which that rule moves as any stack. Matrices that are missing in the last are zeros.
 """
@@ -44,9 +50,10 @@ from lading.ir.graph import (
     StepGraph,
     Storage,
     Tensor,
+    TensorPlacement,
     row_major,
 )
-from lading.ir.layout import Layout
+from lading.ir.layout import SHARDED, Layout
 from lading.ir.reduction import ALL_REDUCE, REDUCE_SCATTER, in_step_with_network
 
 #: Gathers the shards of all ranks into a whole that it makes, or that it writes again.
@@ -171,7 +178,7 @@ class _Sharder:
         matrices: Mapping[int, tuple[int, ...]],
     ) -> None:
         self.apart, self.matrices = apart, matrices
-        self.graph, self.ranks, self.layout = captured, layout.axes["shard"], layout
+        self.graph, self.ranks, self.layout = captured, layout.shards, layout
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
         self.after: dict[int, list[tuple[Op, tuple[int, ...]]]] = {}
@@ -190,7 +197,9 @@ class _Sharder:
             units.append(unit)
             flat = self.tensors[unit.shard]
             shard = self._tensor(dataclasses.replace(flat, shape=members.shape, stride=row_major(members.shape)))
-            parameters.append(Parameter((unit.parameter,), shard, self._gradients(unit, members)))
+            first, gradients = self.graph.parameters[members.numbers[0]], self._gradients(unit, members)
+            placement = _unit_placement(first.placement, flat.shape[0])
+            parameters.append(Parameter((unit.parameter,), shard, gradients, placement, first.gradient_terms))
         captured = enumerate(self.graph.ops)
         rows = [row for index, op in captured for row in ((op, (index,)), *self.after.get(index, ()))]
         cut = {n for n, p in enumerate(self.graph.parameters) if self.graph.storage_of(p.tensor) in self.place}
@@ -239,15 +248,18 @@ class _Sharder:
         ]
         return [number for _, number in sorted(used)]
 
+    def _kind(self, parameter: Parameter) -> tuple[object, ...]:
+        """Say what parameters of one unit have in common, whatever their shapes. See [Note: placed apart]."""
+        return parameter.placement is not None, parameter.gradient_terms, self.apart.get(parameter.names[0])
+
     def _runs_of_matrices(self) -> Iterator[list[int]]:
         """Yield the matrices of each unit, by number. See [Note: owners]."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for number in self._used():
             parameter = self.graph.parameters[number]
             if parameter.tensor in self.matrices:
-                view, apart = self.graph.tensors[parameter.tensor], self.apart.get(parameter.names[0])
-                kind = view.dtype, view.shape, self.matrices[parameter.tensor], apart
-                kinds.setdefault(kind, []).append(number)
+                view, parts = self.graph.tensors[parameter.tensor], self.matrices[parameter.tensor]
+                kinds.setdefault((view.dtype, view.shape, parts, *self._kind(parameter)), []).append(number)
         for numbers in kinds.values():
             round_bytes = self.ranks * self._size_bytes(numbers[:1])
             rounds = 1 if self.layout.cuts_parameters else max(1, -(-self.layout.bucket_bytes // round_bytes))
@@ -270,7 +282,7 @@ class _Sharder:
             if parameter.tensor in self.matrices:
                 continue
             dtype, trained = graph.tensors[parameter.tensor].dtype, parameter.gradient is not None
-            kinds.setdefault((dtype, trained, self.apart.get(parameter.names[0])), []).append(number)
+            kinds.setdefault((dtype, trained, *self._kind(parameter)), []).append(number)
         if self.layout.cuts_parameters:
             runs = [self._blocks(numbers) for numbers in kinds.values()]
             largest = max((self._size_bytes(run) for each in runs for run in each), default=0)
@@ -334,7 +346,7 @@ class _Sharder:
         shard = self._flat(self._storage(f"{name}.shard", size, Role.PARAMETER), dtype, members.shard_elements)
         for number, start in zip(members.numbers, members.starts, strict=True):
             self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
-        over = cast("str", dict(self.layout.across("shard"))["over"])
+        over = cast("str", dict(self.layout.across(*SHARDED))["over"])
         return GatheredUnit(name, whole, shard, self.ranks, over, not self.layout.cuts_parameters)
 
     def _gradients(self, unit: GatheredUnit, members: _Members) -> int | None:
@@ -394,6 +406,17 @@ class _Sharder:
         return len(self.tensors) - 1
 
 
+def _unit_placement(placement: TensorPlacement | None, elements: int) -> TensorPlacement | None:
+    """Make the placement of a unit's shard, of so many elements, whose parameters have this one; None as they have.
+
+    A norm then adds up what those ranks have. See [Note: placed apart].
+    """
+    if placement is None:
+        return None
+    count = elements * placement.ranks
+    return TensorPlacement((count,), 0, (count,), placement.over, placement.ranks)
+
+
 class _Unsharder:
     """Builder of the step in which whole parameters are made from shards. See [Note: whole parameters]."""
 
@@ -451,7 +474,7 @@ class _Unsharder:
         readers = [i for i, reads in enumerate(step.op_reads) if unit.whole in reads]
         whole = self._whole(unit)
         size = self.tensors[unit.shard].size_bytes
-        copy = _copy(OWN_SHARD, (Ref(whole),), self.layout.across("shard"), (whole,), unit.shard, unit.name, size)
+        copy = _copy(OWN_SHARD, (Ref(whole),), self.layout.across(*SHARDED), (whole,), unit.shard, unit.name, size)
         self.before.setdefault(updates[0], []).append(dataclasses.replace(copy, phase=Phase.OPTIMIZER))
         gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
         self.after.setdefault(max(*updates, *readers), []).append(gather)
@@ -468,7 +491,7 @@ class _Unsharder:
         size = self.tensors[unit.shard].size_bytes
         refs = (Ref(unit.shard), *map(Ref, mutates))
         return Op(
-            name=name, phase=phase, args=refs, kwargs=self.layout.across("shard"), inputs=(unit.shard, *mutates),
+            name=name, phase=phase, args=refs, kwargs=self.layout.across(*SHARDED), inputs=(unit.shard, *mutates),
             outputs=outputs, results=outputs or (None,), mutates=mutates, module=unit.name, kind=OpKind.COLLECTIVE,
             bytes_read=size, bytes_written=size * unit.ranks,
         )  # fmt: skip

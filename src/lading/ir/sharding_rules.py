@@ -235,6 +235,7 @@ _RULES = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _loss_of_rows),
     **dict.fromkeys(("sum", "mean", "amax", "amin"), _sum),
     **dict.fromkeys(_ATTENTION, _attention),
+    "allreduce": _pointwise,  # over other ranks
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
 }

@@ -28,7 +28,6 @@ from lading.errors import ConfigError
 from lading.ir.defer import moved_blocks
 from lading.ir.graph import (
     DTYPE_BYTES,
-    Arg,
     Op,
     OpKind,
     Parameter,
@@ -36,20 +35,19 @@ from lading.ir.graph import (
     Ref,
     Role,
     StepGraph,
-    Storage,
     Tensor,
     TensorPlacement,
     refs,
     rename_op,
-    row_major,
 )
+from lading.ir.graph_writer import GraphWriter
 from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 from lading.ir.reduction import ALL_GATHER, CAUSAL_ROWS, OWN_RUNS, OWN_WORDS, SCATTER_SUM, SUM
 from lading.ir.sharding_rules import ShardingRule, rule_of
 
 #: Operations for which what is done to parts of a sum is done to the sum.
-_LINEAR = frozenset(["add", "sub", "neg", "clone"])
+_LINEAR = frozenset(["add", "sub", "neg", "clone", "allreduce"])
 #: Elements of a period, part after part. See [Note: two dims].
 Parts = tuple[int, ...]
 #: Ways to have a storage beside its parts: whole on each rank, or as a sum of what the ranks have.
@@ -165,7 +163,7 @@ class _Partitioner:
 
     def __init__(self, captured: StepGraph, layout: Layout, axis: str) -> None:
         self.graph, self.layout, self.axis, self.ranks = captured, layout, axis, layout.axes[axis]
-        self.storages, self.tensors = list(captured.storages), list(captured.tensors)
+        self.writer = GraphWriter(captured, layout.across(axis))
         self.whole = dict(enumerate(captured.tensors))
         self.parameters = {captured.storage_of(p.tensor): p for p in captured.parameters}
         self.matrices = {s: n for s, p in self.parameters.items() if len(self.whole[n := p.tensor].shape) > 1}
@@ -177,10 +175,10 @@ class _Partitioner:
         self.wanted: dict[int, Parts] = {}
         self.preferred: dict[int, Parts] = {}
         self.tokens, self.token_bytes = WHOLE, 0
-        self.ops: list[Op] = []
         self.words: dict[tuple[int, int], tuple[int, int]] = {}
         self.masks: dict[tuple[int, int, str], int] = {}
         self.gradients: dict[int, int] = {}
+        self.terms: dict[int, int] = {}
         self.losses: dict[int, int] = {}
         self.views: dict[int, list[int]] = {}
         for tensor in dict.fromkeys(t for op in captured.ops for t in op.inputs):
@@ -201,7 +199,7 @@ class _Partitioner:
             self._run(op)
             if self.axis == "tp":
                 self._prefer(op)
-            place[index] = len(self.ops) - 1
+            place[index] = len(self.writer.ops) - 1
             self._finish(index, op)
         if self.axis == "cp" and not self.tokens:
             raise ConfigError(
@@ -212,10 +210,7 @@ class _Partitioner:
         for tensor, whole in self.whole.items():
             self._localize(tensor, whole)
         graph = dataclasses.replace(
-            self.graph,
-            storages=tuple(self.storages),
-            tensors=tuple(self.tensors),
-            ops=tuple(self.ops),
+            self.writer.written(self.graph),
             parameters=parameters,
             losses=tuple(self.losses.get(loss, loss) for loss in self.graph.losses),
             blocks=moved_blocks(self.graph, place),
@@ -243,7 +238,7 @@ class _Partitioner:
         for tensor, parts in zip(op.outputs, strategy.outputs, strict=True):
             moved[tensor] = self._made(tensor, parts)
         moved |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in moved}
-        self.ops.append(self._sized(rename_op(op, moved), op, strategy))
+        self.writer.ops.append(self._sized(rename_op(op, moved), op, strategy))
         for tensor in op.mutates:  # all other versions are of the past
             storage = self.whole[tensor].storage
             self.versions[storage] = {WHOLE: self.versions[storage][WHOLE]}
@@ -253,7 +248,7 @@ class _Partitioner:
         """Choose how an operation runs; whole where nothing else can be."""
         names = dict.fromkeys((*op.inputs, *op.mutates))
         plain = _Strategy(dict.fromkeys(names, WHOLE), (WHOLE,) * len(op.outputs))
-        if op.random or op.mutates or op.kind in (OpKind.COLLECTIVE, OpKind.STEP):
+        if op.random or op.mutates or (op.kind in (OpKind.COLLECTIVE, OpKind.STEP) and op.name != SUM):
             return plain
         name = base_name(op.name)
         if name in _LINEAR and self._are_sums(op):
@@ -395,7 +390,7 @@ class _Partitioner:
 
     def whole_elements(self, storage: int, dtype: str) -> int:
         """Elements of a storage as the whole model has it."""
-        elements = self.storages[storage].size_bytes // DTYPE_BYTES[dtype]
+        elements = self.writer.storages[storage].size_bytes // DTYPE_BYTES[dtype]
         return elements if self.first.get(storage, WHOLE) in (WHOLE, SUMMED) else elements * self.ranks
 
     def _used_locally(self, op: Op, tensor: int, parts: Parts) -> bool:
@@ -482,10 +477,10 @@ class _Partitioner:
         storage = have[want]
         local = view if want in (WHOLE, SUMMED) else self._local(view, want)
         if storage == view.storage:
-            self.tensors[tensor] = local
+            self.writer.tensors[tensor] = local
             return tensor
         if (tensor, storage) not in self.local:
-            self.local[tensor, storage] = self._tensor(dataclasses.replace(local, storage=storage))
+            self.local[tensor, storage] = self.writer.tensor(dataclasses.replace(local, storage=storage))
         return self.local[tensor, storage]
 
     def _local(self, view: Tensor, parts: Parts) -> Tensor:
@@ -509,17 +504,17 @@ class _Partitioner:
     def _summed(self, storage: int, dtype: str, op: Op) -> int:
         """Sum what ranks have of a storage."""
         source, count = self._flat(self.versions[storage][SUMMED], dtype)
-        made = self._new(f"{self.storages[storage].name} summed", dtype, count, self.storages[storage].role)
-        self._add(SUM, (source,), self._view(made, dtype, (count,)), op, OpKind.COLLECTIVE)
+        made = self.writer.version(storage, "summed", dtype, count)
+        self.writer.add(SUM, (source,), (self.writer.row(made, dtype),), op, OpKind.COLLECTIVE)
         return made
 
     def _gathered(self, storage: int, dtype: str, op: Op) -> int:
         """Gather the runs of all ranks, and lay them in order."""
         parts, held = next((p, s) for p, s in self.versions[storage].items() if p != SUMMED)
         source, count = self._flat(held, dtype)
-        name, role, local = self.storages[storage].name, self.storages[storage].role, sum(parts) // self.ranks
-        buffer = self._new(f"{name} gathered", dtype, count * self.ranks, role)
-        self._add(ALL_GATHER, (source,), self._view(buffer, dtype, (count * self.ranks,)), op, OpKind.COLLECTIVE)
+        local = sum(parts) // self.ranks
+        buffer = self.writer.version(storage, "gathered", dtype, count * self.ranks)
+        self.writer.add(ALL_GATHER, (source,), (self.writer.row(buffer, dtype),), op, OpKind.COLLECTIVE)
         if len(parts) == 1 and count == local:
             return buffer
         pieces: list[int] = []
@@ -528,59 +523,57 @@ class _Partitioner:
             each = part // self.ranks
             for rank in range(self.ranks):
                 view = Tensor(buffer, dtype, (count // local, each), (local, 1), rank * count + start)
-                pieces.append(self._tensor(view))
+                pieces.append(self.writer.tensor(view))
             start += each
-        made = self._new(f"{name} whole", dtype, count * self.ranks, role)
-        whole = self._view(made, dtype, (count // local, sum(parts)))
-        self._add("aten.cat.default", tuple(pieces), whole, op, OpKind.COPY, (tuple(map(Ref, pieces)), 1))
+        made = self.writer.version(storage, "whole", dtype, count * self.ranks)
+        whole = self.writer.view(made, dtype, (count // local, sum(parts)))
+        self.writer.cat(tuple(pieces), 1, whole, op)
         return made
 
     def _scattered(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Sum what ranks have of a storage, of which each keeps its runs."""
         source, count = self._flat(self.versions[storage][SUMMED], dtype)
-        name, role, period = self.storages[storage].name, self.storages[storage].role, sum(parts)
+        period = sum(parts)
         if count > period:
             each = period // self.ranks
             views = [Tensor(self.versions[storage][SUMMED], dtype, (count // period, each), (period, 1), rank * each)
                      for rank in range(self.ranks)]  # fmt: skip
-            pieces = tuple(map(self._tensor, views))
-            buffer = self._new(f"{name} by rank", dtype, count, role)
-            whole = self._view(buffer, dtype, (count // each, each))
-            self._add("aten.cat.default", pieces, whole, op, OpKind.COPY, (tuple(map(Ref, pieces)), 0))
-            source = self._view(buffer, dtype, (count,))
-        made = self._new(f"{name} shard", dtype, count // self.ranks, role)
-        self._add(SCATTER_SUM, (source,), self._view(made, dtype, (count // self.ranks,)), op, OpKind.COLLECTIVE)
+            pieces = tuple(map(self.writer.tensor, views))
+            buffer = self.writer.version(storage, "by rank", dtype, count)
+            whole = self.writer.view(buffer, dtype, (count // each, each))
+            self.writer.cat(pieces, 0, whole, op)
+            source = self.writer.row(buffer, dtype)
+        made = self.writer.version(storage, "shard", dtype, count // self.ranks)
+        self.writer.add(SCATTER_SUM, (source,), (self.writer.row(made, dtype),), op, OpKind.COLLECTIVE)
         return made
 
     def _own(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Copy a rank's own runs out of what is whole."""
         held = self.versions[storage][WHOLE]
         period = sum(parts)
-        count = self.storages[held].size_bytes // DTYPE_BYTES[dtype]
-        source = self._view(held, dtype, (count // period, period))
-        made = self._new(
-            f"{self.storages[storage].name} shard", dtype, count // self.ranks, self.storages[storage].role
-        )
-        out = self._view(made, dtype, (count // period, period // self.ranks))
-        self._add(OWN_RUNS, (source,), out, op, OpKind.COPY, (Ref(source), parts))
+        count = self.writer.storages[held].size_bytes // DTYPE_BYTES[dtype]
+        source = self.writer.view(held, dtype, (count // period, period))
+        made = self.writer.version(storage, "shard", dtype, count // self.ranks)
+        out = self.writer.view(made, dtype, (count // period, period // self.ranks))
+        self.writer.add(OWN_RUNS, (source,), (out,), op, OpKind.COPY, (Ref(source), parts))
         return made
 
     def _made(self, tensor: int, parts: Parts) -> int:
         """Note what an operation makes of a storage."""
         storage = self.whole[tensor].storage
         self.versions[storage] = {parts: storage}
-        if parts == SUMMED and self.tokens and self.storages[storage].size_bytes == self.token_bytes:
+        if parts == SUMMED and self.tokens and self.writer.storages[storage].size_bytes == self.token_bytes:
             self.preferred[storage] = self.tokens
         self._shrink(storage, parts)
         if parts not in (WHOLE, SUMMED):
-            self.tensors[tensor] = self._local(self.whole[tensor], parts)
+            self.writer.tensors[tensor] = self._local(self.whole[tensor], parts)
         return tensor
 
     def _shrink(self, storage: int, parts: Parts) -> None:
         self.first[storage] = parts
         if parts not in (WHOLE, SUMMED):
-            old = self.storages[storage]
-            self.storages[storage] = dataclasses.replace(old, size_bytes=old.size_bytes // self.ranks)
+            old = self.writer.storages[storage]
+            self.writer.storages[storage] = dataclasses.replace(old, size_bytes=old.size_bytes // self.ranks)
 
     # Operations that ranks run in another way.
 
@@ -604,43 +597,42 @@ class _Partitioner:
         key = rows, columns, dtype
         if key not in self.masks:
             each = rows // self.ranks
-            mask = self._view(self._new("causal mask", dtype, each * columns, Role.ACTIVATION), dtype, (each, columns))
-            self.masks[key] = mask
-            self._add(CAUSAL_ROWS, (), mask, op, OpKind.COPY)
+            mask = self.masks[key] = self.writer.fresh("causal mask", dtype, (each, columns))
+            self.writer.add(CAUSAL_ROWS, (), (mask,), op, OpKind.COPY)
         return self.masks[key]
 
     def _mean_of_rows(self, op: Op, strategy: _Strategy) -> None:
         """Add up a rank's own losses and their weights, then those of all ranks."""
         inputs = tuple(self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items())
         loss, weight = (self.whole[t] for t in op.outputs)
-        local = [self._new(f"{name} of the rank", view.dtype, 1, Role.ACTIVATION)
-                 for name, view in (("losses", loss), ("weights", weight))]  # fmt: skip
-        outputs = self._view(local[0], loss.dtype, ()), self._view(local[1], weight.dtype, ())
+        outputs = (
+            self.writer.fresh("losses of the rank", loss.dtype, ()),
+            self.writer.fresh("weights of the rank", weight.dtype, ()),
+        )
+        local = [self.writer.tensors[t].storage for t in outputs]
         args = (*map(Ref, inputs), op.args[2], _SUM_OF_LOSSES, *op.args[4:])
         summed = dataclasses.replace(op, args=args, inputs=inputs, outputs=outputs, results=outputs)
-        self.ops.append(self._sized(summed, op, strategy))
+        self.writer.ops.append(self._sized(summed, op, strategy))
         total = self._made(op.outputs[1], WHOLE)
         self._all_reduce(local[1], self.whole[op.outputs[1]].storage, weight.dtype, op)
         made = self._made(op.outputs[0], WHOLE)
         if op.args[3] == _SUM_OF_LOSSES:
             return self._all_reduce(local[0], loss.storage, loss.dtype, op)
-        losses = self._new("losses of all ranks", loss.dtype, 1, Role.ACTIVATION)
+        losses = self.writer.storage("losses of all ranks", loss.dtype, 1)
         self._all_reduce(local[0], losses, loss.dtype, op)
-        parts = self._view(losses, loss.dtype, ()), total
-        return self._add("aten.div.Tensor", parts, made, op, OpKind.ELEMENTWISE)
+        parts = self.writer.view(losses, loss.dtype, ()), total
+        return self.writer.add("aten.div.Tensor", parts, (made,), op, OpKind.ELEMENTWISE)
 
     def _all_reduce(self, source: int, target: int, dtype: str, op: Op) -> None:
-        views = self._view(source, dtype, (1,)), self._view(target, dtype, (1,))
-        self._add(SUM, views[:1], views[1], op, OpKind.COLLECTIVE)
+        views = self.writer.view(source, dtype, (1,)), self.writer.view(target, dtype, (1,))
+        self.writer.add(SUM, views[:1], views[1:], op, OpKind.COLLECTIVE)
 
     def _run_apart(self, op: Op) -> None:
         """Run a product whose result is a sum of the ranks' before its bias is added."""
         out = self.whole[op.outputs[0]]
-        storage = self._new(
-            f"{self.graph.storages[out.storage].name} product", out.dtype, prod(out.shape), Role.ACTIVATION
-        )
-        product = self._tensor(dataclasses.replace(out, storage=storage))
-        self.whole[product], self.versions[storage] = self.tensors[product], {}
+        storage = self.writer.storage(f"{self.graph.storages[out.storage].name} product", out.dtype, prod(out.shape))
+        product = self.writer.tensor(dataclasses.replace(out, storage=storage))
+        self.whole[product], self.versions[storage] = self.writer.tensors[product], {}
         bias, *factors = (cast("Ref", arg) for arg in op.args)
         inputs = tuple(factor.tensor for factor in factors)
         size = out.touched_bytes
@@ -658,14 +650,9 @@ class _Partitioner:
         key = index, rows
         if key not in self.words:
             source = self._as(index, WHOLE, op)
-            count = prod(view.shape)
-            local = self._view(self._new("own words", view.dtype, count, Role.ACTIVATION), view.dtype, view.shape)
-            here = self._view(self._new("words here", dtype, count, Role.ACTIVATION), dtype, (*view.shape, 1))
-            self.ops.append(Op(
-                name=OWN_WORDS, phase=op.phase, args=(Ref(source), rows), kwargs=self.layout.across(self.axis),
-                inputs=(source,), outputs=(local, here), results=(local, here), mutates=(), module=op.module,
-                kind=OpKind.COPY, bytes_read=view.touched_bytes, bytes_written=2 * view.touched_bytes,
-            ))  # fmt: skip
+            local = self.writer.fresh("own words", view.dtype, view.shape)
+            here = self.writer.fresh("words here", dtype, (*view.shape, 1))
+            self.writer.add(OWN_WORDS, (source,), (local, here), op, OpKind.COPY, (Ref(source), rows))
             self.words[key] = local, here
         return self.words[key]
 
@@ -673,14 +660,12 @@ class _Partitioner:
         """Look up a rank's own words; rows of others are zeros, so that the ranks' results add up."""
         weight, index = op.inputs
         table = self._as(weight, strategy.inputs[weight], op)
-        local, here = self._own_words(index, weight, self.tensors[table].shape[0], op)
+        local, here = self._own_words(index, weight, self.writer.tensors[table].shape[0], op)
         out = self.whole[op.outputs[0]]
-        looked = self._view(
-            self._new("rows of own words", out.dtype, prod(out.shape), Role.ACTIVATION), out.dtype, out.shape
-        )
+        looked = self.writer.fresh("rows of own words", out.dtype, out.shape)
         args = (Ref(table), Ref(local), *op.args[2:])
         lookup = dataclasses.replace(op, args=args, inputs=(table, local), outputs=(looked,), results=(looked,))
-        self.ops.append(lookup)
+        self.writer.ops.append(lookup)
         self._masked(looked, here, self._made(op.outputs[0], SUMMED), op)
 
     def _embedding_backward(self, op: Op, strategy: _Strategy) -> None:
@@ -689,21 +674,17 @@ class _Partitioner:
         out, view = self.whole[op.outputs[0]], self.whole[gradient]
         source = self._as(gradient, WHOLE, op)
         local, here = self._own_words(index, gradient, out.shape[0] // self.ranks, op)
-        masked = self._view(
-            self._new("gradient of own words", view.dtype, prod(view.shape), Role.ACTIVATION), view.dtype, view.shape
-        )
+        masked = self.writer.fresh("gradient of own words", view.dtype, view.shape)
         self._masked(source, here, masked, op)
         made = self._made(op.outputs[0], strategy.outputs[0])
         args = (Ref(masked), Ref(local), out.shape[0] // self.ranks, *op.args[3:])
-        self.ops.append(dataclasses.replace(op, args=args, inputs=(masked, local), outputs=(made,), results=(made,)))
+        self.writer.ops.append(
+            dataclasses.replace(op, args=args, inputs=(masked, local), outputs=(made,), results=(made,))
+        )
 
     def _masked(self, source: int, here: int, out: int, op: Op) -> None:
-        size = self.tensors[out].touched_bytes
-        self.ops.append(Op(
-            name="aten.mul.Tensor", phase=op.phase, args=(Ref(source), Ref(here)), kwargs=(), inputs=(source, here),
-            outputs=(out,), results=(out,), mutates=(), module=op.module, kind=OpKind.ELEMENTWISE,
-            flops=size, bytes_read=size, bytes_written=size,
-        ))  # fmt: skip
+        count = prod(self.writer.tensors[out].shape)
+        self.writer.add("aten.mul.Tensor", (source, here), (out,), op, OpKind.ELEMENTWISE, flops=count)
 
     def _sized(self, op: Op, whole: Op, strategy: _Strategy) -> Op:
         """Give an operation the lengths, the work and the bytes of a rank."""
@@ -711,13 +692,13 @@ class _Partitioner:
             return op
         args = op.args
         if base_name(op.name) == "slice_backward":
-            args = (args[0], self.tensors[op.outputs[0]].shape, *args[2:])
+            args = (args[0], self.writer.tensors[op.outputs[0]].shape, *args[2:])
         return dataclasses.replace(
             op,
             args=args,
             flops=whole.flops // self.ranks,
-            bytes_read=sum(self.tensors[t].touched_bytes for t in dict.fromkeys(op.inputs)),
-            bytes_written=sum(self.tensors[t].touched_bytes for t in op.outputs),
+            bytes_read=sum(self.writer.tensors[t].touched_bytes for t in dict.fromkeys(op.inputs)),
+            bytes_written=sum(self.writer.tensors[t].touched_bytes for t in op.outputs),
         )
 
     # What comes out.
@@ -728,13 +709,20 @@ class _Partitioner:
             assert parameter.gradient is not None
             split = self._split_of(parameter)
             want = WHOLE if split is None else _parts(self.whole[parameter.gradient], split)
+            if self.layout.shards > 1 and self.axis == "cp" and self._is_sum(parameter.gradient):
+                want = SUMMED  # units of parameters are reduced instead
+                self.terms[parameter.tensor] = self.ranks
             made = self._as(parameter.gradient, want, op)
             self.gradients[parameter.tensor] = made
-            storage = self.tensors[made].storage
-            self.storages[storage] = dataclasses.replace(self.storages[storage], role=Role.GRADIENT)
+            storage = self.writer.tensors[made].storage
+            self.writer.storages[storage] = dataclasses.replace(self.writer.storages[storage], role=Role.GRADIENT)
         for loss in self.graph.losses:
             if any(self.whole[t].storage == self.whole[loss].storage for t in op.outputs):
                 self.losses[loss] = self._as(loss, WHOLE, op)
+
+    def _is_sum(self, tensor: int) -> bool:
+        """Whether ranks have terms of a sum and nothing else of it."""
+        return {*self.versions[self.whole[tensor].storage]} == {SUMMED}
 
     def _split_of(self, parameter: Parameter) -> Split | None:
         """Dim of a parameter that ranks have runs of; None where each has all of it."""
@@ -744,12 +732,13 @@ class _Partitioner:
         return None if local is None else local[1]
 
     def _parameter(self, parameter: Parameter) -> Parameter:
-        split, placement = self._split_of(parameter), None
+        split, placement = self._split_of(parameter), parameter.placement
         if split is not None:
             across, shape = dict(self.layout.across(self.axis)), self.whole[parameter.tensor].shape
             placement = TensorPlacement(shape, split.dim, split.lengths, cast("str", across["over"]), self.ranks)
         gradient = self.gradients.get(parameter.tensor, parameter.gradient)
-        return dataclasses.replace(parameter, gradient=gradient, placement=placement)
+        terms = self.terms.get(parameter.tensor, 1)
+        return dataclasses.replace(parameter, gradient=gradient, placement=placement, gradient_terms=terms)
 
     def _localize(self, tensor: int, whole: Tensor) -> None:
         """Let a tensor that stands for the whole model's be a rank's; an empty one where no operation uses it."""
@@ -757,40 +746,14 @@ class _Partitioner:
         if parts in (WHOLE, SUMMED):
             return
         local = local_view(whole, parts, self.ranks)
-        self.tensors[tensor] = (
+        self.writer.tensors[tensor] = (
             dataclasses.replace(whole, shape=(0,), stride=(1,), offset=0) if local is None else local[0]
         )
 
     def _flat(self, storage: int, dtype: str) -> tuple[int, int]:
         """View of a storage as one dim, and its elements."""
-        count = self.storages[storage].size_bytes // DTYPE_BYTES[dtype]
-        return self._view(storage, dtype, (count,)), count
-
-    def _new(self, name: str, dtype: str, elements: int, role: Role) -> int:
-        role = (
-            Role.ACTIVATION if role in (Role.PARAMETER, Role.GRADIENT, Role.INPUT, Role.BUFFER, Role.CONSTANT) else role
-        )
-        self.storages.append(Storage(name, elements * DTYPE_BYTES[dtype], role))
-        return len(self.storages) - 1
-
-    def _view(self, storage: int, dtype: str, shape: tuple[int, ...]) -> int:
-        return self._tensor(Tensor(storage, dtype, shape, row_major(shape)))
-
-    def _tensor(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
-
-    def _add(
-        self, name: str, inputs: tuple[int, ...], output: int, beside: Op, kind: OpKind, args: tuple[Arg, ...] = ()
-    ) -> None:
-        """Add an operation that makes another version of what one beside it uses."""
-        across = () if name.startswith("aten.") else self.layout.across(self.axis)
-        self.ops.append(Op(
-            name=name, phase=beside.phase, args=args or tuple(map(Ref, inputs)), kwargs=across, inputs=inputs,
-            outputs=(output,), results=(output,), mutates=(), module=beside.module, kind=kind,
-            bytes_read=sum(self.tensors[t].touched_bytes for t in inputs),
-            bytes_written=self.tensors[output].touched_bytes,
-        ))  # fmt: skip
+        row = self.writer.row(storage, dtype)
+        return row, self.writer.tensors[row].shape[0]
 
 
 def _uses_matrix(op: Op) -> bool:

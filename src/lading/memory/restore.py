@@ -67,7 +67,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         ConfigError: an operation has no kernel there, the rule for matrices cannot move what it is told to, or the step
             cannot be run by several ranks.
     """
-    captured = _of_each_rank(captured, layout, machine.device.kind)
+    captured = of_each_rank(captured, layout, machine.device.kind)
     part = None if layout.pp == 1 else _part(captured, layout, choices, clips=bool(clip_norm))
     micro = captured if part is None else part.graph
     if part is not None:
@@ -86,7 +86,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         master_weights=master_weights,
         optimizer=optimizer,
         matrices=matrices,
-        widen=widen or layout.dp > 1,
+        widen=widen or layout.dp > 1 or layout.zero > 0,
         layout=layout,
         order=() if part is None else part.order(pipeline_of(layout, captured.accumulation)),
     )
@@ -100,8 +100,15 @@ def step_of(  # noqa: PLR0913  what a step depends on
     return share_statistics(step, layout) if layout.dp > 1 else step
 
 
-def _of_each_rank(captured: StepGraph, layout: Layout, kind: str) -> StepGraph:
-    """Rewrite a captured micro-batch into what every rank computes of it, but for a pipeline's stages."""
+def of_each_rank(captured: StepGraph, layout: Layout, kind: str) -> StepGraph:
+    """Rewrite a captured micro-batch into what every rank computes of it, but for a pipeline's stages.
+
+    Args:
+        kind: Kind of the device.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
     if layout.devices > 1:
         captured = with_draws(captured, kind)
     if layout.tp > 1:

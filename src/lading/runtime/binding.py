@@ -327,7 +327,9 @@ class Binder:
         if op.name == SCATTER_SUM:
             return partial(self.replicas.reduce_scatter, target, source, over, mean=False)
         if op.name == REDUCE_SCATTER:
-            return partial(self.replicas.reduce_scatter, target, source, over)
+            count = dict(op.kwargs).get("mean_of")
+            reduced = partial(self.replicas.reduce_scatter, target, source, over, mean=count is None)
+            return reduced if count is None else _after(reduced, partial(target.div_, cast("int", count)))
         return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source, over)
 
     def _transfer(self, op: Op, action: int) -> Call:

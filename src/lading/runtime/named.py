@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lading.errors import ConfigError, StorageError, did_you_mean
-from lading.ir.graph import DTYPE_BYTES, StepGraph, TensorPlacement
+from lading.ir.graph import DTYPE_BYTES, Parameter, StepGraph, TensorPlacement
 from lading.ir.sharding import units_of
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.registry import optimizers_with
@@ -22,6 +22,10 @@ from lading.runtime.executor import Executor
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
+
+
+#: Axis of a layout along which the stages of a pipeline lie.
+STAGES = "pp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Value:
     ranks: int = 1
     over: str = ""
     owner: int | None = None
-    owners: str = "pp"
+    owners: str = STAGES
     placement: TensorPlacement | None = None
 
     @property
@@ -65,8 +69,6 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
     placed = {p.names[0]: (p.placement, graph.tensors[p.tensor].shape) for p in graph.parameters if p.placement}
-    for name, (placement, _) in placed.items():
-        values |= _placed(name, values[name], placement)
     units = units_of(graph)
     members: dict[str, list[str]] = {}
     for parameter in graph.parameters:
@@ -76,6 +78,9 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         members.setdefault(unit.parameter, []).append(name)
         storage, ranks = (unit.whole, 1) if unit.lasts else (graph.storage_of(unit.shard), unit.ranks)
         values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks, unit.over)
+    local = dict(values)
+    for name, (placement, _) in placed.items():
+        values |= _placed(name, values[name], placement)
     by_name = {unit.parameter: unit for unit in units.values()}
     starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
     stacks = {graph.storage_of(op.inputs[0]) for op in graph.ops if matrix_rule_of(op) is not None}
@@ -85,14 +90,12 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
         if unit is None:
             placement, shape = placed.get(state.name.rpartition(".")[0], (None, ()))
             value = Value(state.dtype, state.shape, storages)
-            if placement is not None and (placement.names or state.shape == shape):
-                values |= _placed(state.name, value, placement)
-            else:
-                values[state.name] = value
+            is_whole = placement is not None and not placement.names and state.shape != shape  # a number
+            values |= _placed(state.name, value, None if is_whole else placement)
             continue
         suffix = state.name.removeprefix(f"{unit.parameter}.")
         for name in members[unit.parameter]:
-            shape, start = values[name].shape, starts[name]
+            shape, start = local[name].shape, starts[name]
             if not state.shape:
                 values[f"{name}.{suffix}"] = Value(state.dtype, (), storages)
                 continue
@@ -100,12 +103,15 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
                 count = graph.tensors[unit.shard].shape[0] // prod(shape[-2:])
                 each = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
                 shape, start = each, start // prod(shape) * prod(each)
-            values[f"{name}.{suffix}"] = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
+            value = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
+            values |= _placed(f"{name}.{suffix}", value, placed.get(name, (None, ()))[0])
     return values
 
 
-def _placed(name: str, value: Value, placement: TensorPlacement) -> dict[str, Value]:
+def _placed(name: str, value: Value, placement: TensorPlacement | None) -> dict[str, Value]:
     """Values by name that lie in the place of one: of all ranks those that each has alone, else runs of one."""
+    if placement is None:
+        return {name: value}
     if not placement.names:
         return {name: dataclasses.replace(value, shape=placement.shape, placement=placement)}
     state = name.removeprefix(placement.names[0])
@@ -121,8 +127,12 @@ def is_here(value: Value, ranks: Reducer | None) -> bool:
 
 
 def values_here(values: Mapping[str, Value], ranks: Reducer | None) -> dict[str, Value]:
-    """Leave out the storages of values that this rank has not, where another value is in their place."""
-    return {n: v if is_here(v, ranks) else dataclasses.replace(v, storages=()) for n, v in values.items()}
+    """Leave out the storages of values that this rank has not, where another value is in their place.
+
+    A stage that reads a weight which another updates has a copy of it.
+    """
+    here = {name for name, value in values.items() if value.owners == STAGES or is_here(value, ranks)}
+    return {n: v if n in here else dataclasses.replace(v, storages=()) for n, v in values.items()}
 
 
 def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -> torch.Tensor:
@@ -195,16 +205,26 @@ def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
         graphs: Whole step of each rank.
     """
     each = [values_of(graph) for graph in graphs]
-    trained = [{p.names[0] for p in graph.parameters if p.gradient is not None} for graph in graphs]
+    trained = [{n for p in graph.parameters if p.gradient is not None for n in _slot_names(p)} for graph in graphs]
+    placements = (p.placement for graph in graphs for p in graph.parameters)
+    counts = {placement.over: placement.ranks for placement in placements if placement is not None}
     values: dict[str, Value] = {}
     for name in dict.fromkeys(name for held in each for name in held):
         having = [number for number, held in enumerate(each) if name in held]
-        owner = next((number for number in having if name in trained[number]), having[0])
-        if rank in having:
-            values[name] = dataclasses.replace(each[rank][name], owner=owner)
-        else:
-            values[name] = dataclasses.replace(each[owner][name], storages=(), owner=owner)
+        stage = next((number for number in having if name in trained[number]), having[0])
+        value = each[rank][name] if rank in having else dataclasses.replace(each[stage][name], storages=())
+        if value.owner is None:
+            values[name] = dataclasses.replace(value, owner=stage)
+        else:  # one rank's of a stage: stages lie the farthest apart
+            number, owners = stage * counts[value.owners] + value.owner, f"{STAGES}/{value.owners}"
+            values[name] = dataclasses.replace(value, owner=number, owners=owners)
     return values
+
+
+def _slot_names(parameter: Parameter) -> tuple[str, ...]:
+    """First names of the parameters that ranks have in one's place."""
+    placed = () if parameter.placement is None else parameter.placement.names
+    return placed or parameter.names[:1]
 
 
 def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: int = 0) -> None:
@@ -282,16 +302,20 @@ class NamedValues(Mapping[str, Value]):
             _check_like(name, target, value)
             assert self._ranks is not None, "a plan for one process has no shards"
             runs = own_runs(value, target.placement, self._ranks.number(target.placement.over))
-            self._write_whole(name, local_value(target), runs)
-        elif target.start is not None:
-            _check_like(name, target, value)
-            number = 0 if self._ranks is None or target.ranks == 1 else self._ranks.number(target.over)
-            write_value(self._executor, target, value, number)
+            self._write_here(name, local_value(target), runs)
         else:
-            self._write_whole(name, target, value)
+            self._write_here(name, target, value)
         master = f"{self._first_names.get(name, name)}.master"
         if name in self._first_names and master in self._values:
             self.write(master, value.float())
+
+    def _write_here(self, name: str, target: Value, value: torch.Tensor) -> None:
+        """Set a value of which this rank has all, or a shard between others."""
+        if target.start is not None:
+            _check_like(name, target, value)
+            number = 0 if self._ranks is None or target.ranks == 1 else self._ranks.number(target.over)
+            return write_value(self._executor, target, value, number)
+        return self._write_whole(name, target, value)
 
     def _write_whole(self, name: str, target: Value, value: torch.Tensor) -> None:
         """Set a value that fills its storages."""
@@ -353,7 +377,7 @@ class NamedValues(Mapping[str, Value]):
             ConfigError: there are some.
         """
         values = {name: self[name] for name in parameters}
-        cut = [n for n, v in values.items() if v.start is not None or v.placement is not None or v.owners != "pp"]
+        cut = [n for n, v in values.items() if v.start is not None or v.placement is not None or v.owners != STAGES]
         if cut:
             raise ConfigError(
                 f"gradient_norms: expected ranks that have whole gradients, found shards of {first_few(cut)}; plan "

@@ -3,7 +3,7 @@
     lading probe --ranks 4 --out machine.toml
     python benchmarks/ranks/predictions.py machine.toml [--only "llama pp2"] [--json FILE]
 
-Fifteen minutes for all. Each case is a launch of torchrun with a thread a rank: it plans for a share of what keeping
+Twenty minutes for all. Each case is a launch of torchrun with a thread a rank: it plans for a share of what keeping
 everything needs on a rank in that layout, and trains. A budget is a rank's, so that of a pipeline's stages is the same.
 
 A host that others share is faster now and slower then, by a third within minutes. So each case has before it a launch
@@ -52,6 +52,7 @@ CASES: tuple[tuple[str, str, int, str], ...] = (
     ("gpt", "dp2,zero3", 1, "100%"), ("llama", "dp2,zero3", 2, "60%"), ("dit", "dp2,zero3", 2, "80%"),
     ("gpt", "pp2", 4, "100%"), ("llama", "pp2", 4, "60%"), ("dit", "pp2", 4, "100%"),
     ("llama", "pp2,vpp2,interleaved", 4, "100%"), ("gpt", "pp2,zero-bubble", 4, "100%"),
+    ("llama", "tp2", 2, "100%"), ("gpt", "tp2,sp", 2, "60%"), ("llama", "cp2", 2, "100%"), ("moe", "dp2,ep2", 2, "100%"),
     ("llama", "dp4,zero3", 1, "80%"), ("gpt", "pp4", 8, "100%"), ("llama", "dp2,pp2", 4, "100%"),
 )  # fmt: skip
 _STEPS, _WARM_UP = 10, 3

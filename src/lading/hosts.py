@@ -15,7 +15,7 @@ from lading.config import RunConfig, processors
 from lading.files import make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.runtime.host import host_id
-from lading.runtime.probe import probe
+from lading.runtime.probe import probe, probe_processors
 
 
 def machine_of(run: RunConfig) -> Machine:
@@ -51,7 +51,7 @@ def probe_to(
         path: Machine file to write.
         threads: Compute threads to measure with; None keeps torch's setting, and in a job takes all processors, as
             torchrun sets one thread a rank, and others wait while the first measures.
-        seconds: Time to spend.
+        seconds: Time to spend on one process; ranks take about twice as long.
         ranks: Most processes to measure together: what they share, and collectives among them; 1 measures neither, but
             in a job those of its ranks that are on one host.
     """
@@ -93,11 +93,15 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
     from lading.runtime.probe_ranks import probe_ranks
     from lading.runtime.probe_sharing import probe_sharing
 
+    share = max(1, (threads or torch.get_num_threads()) // ranks)
+    of_rank = None
+    if machine.device.kind == "cpu" and machine.device.num_threads != share:
+        of_rank = probe_processors(share, 0.7 * seconds, print)
     print(f"collectives among 2 to {ranks} processes, and what they share")
     how = f"measured {machine.date} over gloo, mean of the faster half"
     return dataclasses.replace(
         machine,
         collectives=probe_ranks(ranks, seconds / 5),
-        processes=probe_sharing(ranks, seconds / 4),
+        processes=dataclasses.replace(probe_sharing(ranks, seconds / 4, share), device=of_rank),
         sources={**machine.sources, "collectives": how, "processes": how},
     )

@@ -150,7 +150,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
     here = ranks_here() if num_ranks()[0] > 1 else spread.devices
-    machine = machine.shared_by(min(here, spread.devices))
+    here = min(here, spread.devices)
+    machine = _with_threads(machine, here).shared_by(here)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
     uncut = _uncut(rule, others)
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
@@ -437,7 +438,7 @@ def plan_run(
     ranks = parse_layout(run.layout, devices).devices if num_ranks()[0] == 1 else num_ranks()[0]
     run = sharing_batches(sharing_processors(resolved(run), 0 if num_ranks()[0] > 1 else ranks), ranks)
     torch.set_num_threads(run.num_threads)
-    machine = machine or machine_of(run)
+    machine = _with_threads(machine or machine_of(run), ranks, run.num_threads)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
     if ranks > 1:
@@ -599,6 +600,18 @@ def _memory_by_turns(
     mine, *others = ([largest, *list(islice(scratch, len(each.ops)))[1:]] for each in (step, *rest))
     memory = dataclasses.replace(memory, scratch_bytes=mine, other_ops=sum(len(each.ops) for each in rest))
     return memory, list(zip(rest, others, strict=True))
+
+
+def _with_threads(machine: Machine, here: int, threads: int = 0) -> Machine:
+    """Make the machine of processes with so many threads, or those of this one where it is one of those that train.
+
+    Others have a rank's share of the host, as it was measured; machines elsewhere are taken as they are.
+    """
+    if here == 1 and machine.host_id != host_id():
+        return machine
+    if not threads and (here == 1 or num_ranks()[0] > 1):
+        threads = torch.get_num_threads()
+    return machine.with_threads(threads)
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:

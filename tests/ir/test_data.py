@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.machines import machine_with_host, small_machine
 from tests.programs import GraphBuilder
 
+from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Literal, Op, OpKind, Phase, Ref, Role, Tensor, map_refs, refs, rename_op
 from lading.ir.machine import Curve, Processes
@@ -168,3 +170,25 @@ def test_ranks_of_a_host_have_a_share_of_it() -> None:
     assert "3 on this host compute and move at once" in three.sources["ranks"]
     gpu = dataclasses.replace(alone, device=dataclasses.replace(alone.device, kind="cuda"))
     assert gpu.shared_by(3).device == gpu.device
+
+
+def test_processor_is_as_fast_as_with_the_threads_of_a_process() -> None:
+    whole = dataclasses.replace(small_machine().device, num_threads=8)
+    share = dataclasses.replace(whole, num_threads=2, memory_bandwidth_bytes_per_s=1e9)
+    shared = Processes(cores=8, slowdown={"memory-bound": (1.0, 1.5)}, device=share)
+    machine = dataclasses.replace(small_machine(), device=whole, processes=shared)
+    assert machine.with_threads().device == machine.with_threads(2).device == share
+    assert machine.with_threads().processes == dataclasses.replace(shared, device=None)
+    assert machine.with_threads(8).device == whole
+    assert "threads" not in machine.with_threads(8).sources
+    assert machine.with_threads(3).device == share
+    assert "as fast with 3 threads as they were measured with 2" in machine.with_threads(3).sources["threads"]
+    assert machine.with_threads().with_threads() == machine.with_threads()
+    assert machine.with_threads().shared_by(2).device.memory_bandwidth_bytes_per_s == pytest.approx(1e9 / 1.5)
+    alone = dataclasses.replace(small_machine(), device=whole)
+    assert alone.with_threads(8) is alone.with_threads() is alone
+    assert "threads" in alone.with_threads(4).sources
+    gpu = dataclasses.replace(alone, device=dataclasses.replace(whole, kind="cuda", num_threads=0))
+    assert gpu.with_threads(3) is gpu
+    again = machine_from_dict(tomllib.loads(machine_to_toml(machine)), "again")
+    assert again == machine

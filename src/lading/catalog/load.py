@@ -356,6 +356,10 @@ def _device(value: object, where: str, origin: str) -> Device:
     return _build(Device, value, where, origin)
 
 
+def _optional_device(value: object, where: str, origin: str) -> Device | None:
+    return None if value is None else _device(value, where, origin)
+
+
 def _optional_host(value: object, where: str, origin: str) -> HostDevice | None:
     return None if value is None else _build(HostDevice, value, where, origin)
 
@@ -393,6 +397,7 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "bool": _bool,
     "float": _float,
     "Device": _device,
+    "Device | None": _optional_device,
     "Curve | None": _optional_curve,
     "HostDevice | None": _optional_host,
     "Gpu | None": _optional_gpu,

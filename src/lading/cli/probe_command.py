@@ -22,7 +22,7 @@ class ProbeCommand:
 
     out: Annotated[Path, arg(metavar="FILE", help="File to write the machine to.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
-    ranks: Annotated[int, arg(metavar="N", help="Also measure communication among up to so many processes.")] = 1
+    ranks: Annotated[int, arg(metavar="N", help="Also measure what so many processes share.")] = 1
 
     def run(self) -> None:
         """Measure and write the machine file."""

@@ -314,19 +314,22 @@ class Processes:
     """Slowdowns of processes of one host that train together, as ``lading probe --ranks`` measures it.
 
     Attributes:
-        slowdown: How many times longer kernels take while 1, 2, 3, ... processes of one thread compute at once, by
-            cause ("products", "memory-bound"): processors that are shared in turns, caches, bandwidth.
+        slowdown: How many times longer kernels take while 1, 2, 3, ... processes compute at once, each with the threads
+            of ``device``, by cause ("products", "memory-bound"): processors in turns, caches, bandwidth.
         busy: Processors that a collective keeps busy, by operation and number of ranks ("all_reduce.4").
         overhead_s: Seconds that the host spends on things that are no kernel of the model: "operation" (launching one
             in eager, forward or backward), "tensor-parallel" (a linear layer of DTensors forward and back, beyond a
             plain one), "unit" (FSDP2's hooks of a unit, forward and back).
         cores: Processors of the host.
+        device: The host's processors as one such process has them, alone, with its share of the threads; None where the
+            machine's device was measured with as many.
     """
 
     cores: int
     slowdown: dict[str, tuple[float, ...]]
     busy: dict[str, float] = field(default_factory=lambda: {})
     overhead_s: dict[str, float] = field(default_factory=lambda: {})
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         if self.cores < 1 or not self.slowdown:
@@ -429,6 +432,29 @@ class Machine:
     def persistent_tier(self) -> str:
         """Name of the nearest tier that outlives the process, where checkpoints lie too; "" where there is none."""
         return next((tier.name for tier in self.tiers if tier.persistent), "")
+
+    def with_threads(self, threads: int = 0) -> Machine:
+        """Make the machine of a process with so many threads, where a CPU was measured with several numbers.
+
+        Where none was measured with as many, the nearest stands in for it, which plans say.
+
+        Args:
+            threads: Threads of the process; 0 for a rank's share, as ``lading probe --ranks`` measured it.
+        """
+        other = None if self.processes is None else self.processes.device
+        threads = threads or (other or self.device).num_threads
+        if self.device.kind != "cpu" or (other is None and self.device.num_threads in (0, threads)):
+            return self
+        measured = (self.device,) if other is None else (self.device, other)
+        device = min(measured, key=lambda each: abs(each.num_threads - threads))
+        sources = dict(self.sources)
+        if device.num_threads != threads:
+            sources["threads"] = (
+                f"assumption: kernels are as fast with {threads} threads as they were measured with "
+                f"{device.num_threads}; measure again with OMP_NUM_THREADS={threads}: lading probe"
+            )
+        processes = None if self.processes is None else dataclasses.replace(self.processes, device=None)
+        return dataclasses.replace(self, device=device, processes=processes, sources=sources)
 
     def shared_by(self, ranks: int) -> Machine:
         """Make the machine that each of several ranks has, all of which compute, read and write at once.

@@ -103,6 +103,23 @@ def probe(
     )
 
 
+def probe_processors(threads: int, seconds: float, progress: Progress | None = None) -> Device:
+    """Measure the host's processors with so many threads, as ``probe`` does those of a CPU.
+
+    Args:
+        threads: Intra-op threads to measure with, >= 1.
+        seconds: Time to spend on kernels, > 0.
+        progress: Called with one line per stage.
+    """
+    say = progress or (lambda line: None)
+    reuse_pages()
+    with _threads(threads) as used:
+        say(f"kernels with {used} threads")
+        measured = _probe_device(torch.device("cpu"), seconds, used, say)[0]
+    trim()
+    return measured
+
+
 def _busy_sentence(load: float) -> str:
     """Sentence that every plan for a machine measured under load repeats, with the share of processors others took."""
     return (

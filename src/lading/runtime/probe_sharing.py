@@ -1,6 +1,6 @@
 """Sharing: measure what processes of this host that train together take from each other, and PyTorch's own overhead.
 
-1, 2, ... processes of one thread run the same kernels at once, and each round lasts until the last of them is done, as
+1, 2, ... processes run the same kernels at once, and each round lasts until the last of them is done, as
 it does in a step. Rounds are longer than a scheduler's turn.
 """
 
@@ -32,12 +32,13 @@ _FASTEST_SHARE = 0.5
 _LAYERS, _KERNELS = 12, 6
 
 
-def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
+def probe_sharing(ranks: int, seconds: float = 12.0, threads: int = 1) -> Processes:
     """Measure slowdowns of kernels, processors that collectives keep busy, and seconds that PyTorch takes on the host.
 
     Args:
         ranks: Most processes, >= 2.
         seconds: Time to measure for, in all; starting processes comes on top.
+        threads: Threads of each process.
     Raises:
         ConfigError: fewer than two ranks, or no time.
     """
@@ -48,7 +49,7 @@ def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
     overhead: dict[str, float] = {}
     for count in range(1, ranks + 1):
         with tempfile.TemporaryDirectory() as folder:
-            start_processes(_run, (count, folder, seconds / ranks), nprocs=count, start_method="spawn")
+            start_processes(_run, (count, threads, folder, seconds / ranks), nprocs=count, start_method="spawn")
             lines = (Path(folder) / "found").read_text().splitlines()
         for line in lines:
             what, name, text = line.split()
@@ -62,9 +63,9 @@ def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
     return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, overhead_s=overhead)
 
 
-def _run(rank: int, count: int, folder: str, seconds: float) -> None:
+def _run(rank: int, count: int, threads: int, folder: str, seconds: float) -> None:
     """Run one of the processes that share the host; the first of them writes the times of all."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
         lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]

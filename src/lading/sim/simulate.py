@@ -189,8 +189,10 @@ def priced(request: StepRequest, table: ModelTable | None = None) -> Priced:
 
 
 def machine_of(request: StepRequest) -> Machine:
-    """The machine of a request, on its network."""
+    """The machine of a request, on its network, as a rank has it."""
     machine = load_machine(request.machine)
+    if request.layout.devices > 1:
+        machine = machine.with_threads()
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     return machine

@@ -14,7 +14,7 @@ from lading.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeCommand:
-    """Measure this host in about a minute: matrix products, memory and disk.
+    """Measure this host in about a minute, in three with --ranks: matrix products, memory and disk.
 
     The file it writes is what --machine and the machine of a run file take. Under torchrun it also has how fast the
     ranks of the job exchange tensors, over whatever joins them.
@@ -22,7 +22,7 @@ class ProbeCommand:
 
     out: Annotated[Path, arg(metavar="FILE", help="File to write the machine to.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
-    ranks: Annotated[int, arg(metavar="N", help="Also measure what so many processes share.")] = 1
+    ranks: Annotated[int, arg(metavar="N", help="Also measure ranks: up to so many processes, and what they share.")] = 1
 
     def run(self) -> None:
         """Measure and write the machine file."""

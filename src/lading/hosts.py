@@ -93,9 +93,7 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
     from lading.runtime.probe_ranks import probe_ranks
     from lading.runtime.probe_sharing import probe_sharing
 
-    share = threads or torch.get_num_threads()
-    if num_ranks()[0] == 1:  # else they are those of a rank already
-        share = max(1, share // ranks)
+    share = max(1, (threads or torch.get_num_threads()) // ranks)
     of_rank = None
     if machine.device.kind == "cpu" and machine.device.num_threads != share:
         of_rank = probe_processors(share, 0.7 * seconds, print)

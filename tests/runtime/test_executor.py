@@ -177,6 +177,9 @@ def test_storages_come_back_as_written(tmp_path: Path, evict: object) -> None:
         assert torch.equal(executor.read_storage(weight).contiguous().view(torch.uint8).flatten(), raw)
         executor.read_storage(weight).zero_()
         assert executor.read_storage(weight).any(), "what is read is a copy"
+        executor.write_part(weight, 12, torch.zeros(8, dtype=torch.uint8))
+        raw[12:20] = 0
+        assert torch.equal(executor.read_storage(weight).contiguous().view(torch.uint8).flatten(), raw)
 
 
 def test_storages_larger_than_the_bounce_buffer(tmp_path: Path) -> None:
@@ -191,6 +194,10 @@ def test_storages_larger_than_the_bounce_buffer(tmp_path: Path) -> None:
         executor.write_storage(storage, model[1].weight)
         executor.step([batch], lr=0.0)
         want = model[1].weight.detach() * 1.0
+        assert torch.equal(executor.read_storage(storage), want)
+        part = torch.randn(300_000)  # from one piece of what passes through memory into the third
+        executor.write_part(storage, 4 * 250_000, part.view(torch.uint8))
+        want.view(-1)[250_000:550_000] = part
         assert torch.equal(executor.read_storage(storage), want)
 
 

@@ -22,7 +22,9 @@ class ProbeCommand:
 
     out: Annotated[Path, arg(metavar="FILE", help="File to write the machine to.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
-    ranks: Annotated[int, arg(metavar="N", help="Also measure ranks: up to so many processes, and what they share.")] = 1
+    ranks: Annotated[
+        int, arg(metavar="N", help="Also measure ranks: up to so many processes, and what they share.")
+    ] = 1
 
     def run(self) -> None:
         """Measure and write the machine file."""

@@ -298,6 +298,7 @@ class Program:
         overhead_bytes: Bytes that the running process needs besides.
         save_bytes: Bytes that saving takes between two steps beside arena and overhead; 0 where nothing is saved.
         spare_bytes: Part of the workspace that some of equal runs take and others do not.
+        reducing_bytes: Part of the overhead that threads which reduce may keep, each if it ever served a large tensor.
         tiers: The machine's tiers, nearest first; ``slots`` are in some of them.
     """
 
@@ -317,6 +318,7 @@ class Program:
     overhead_bytes: int = 0
     save_bytes: int = 0
     spare_bytes: int = 0
+    reducing_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
 
     def __repr__(self) -> str:
@@ -360,11 +362,11 @@ class Program:
     def predicted_bytes(self) -> int:
         """Device peak to be expected: as ``peak_bytes``, with a quarter of what equal runs vary by.
 
-        Measured: runs of a dozen models took about a fifth of it on average, from none to all (benchmarks/predictions).
+        Measured: runs of a dozen models took about a fifth of ``spare_bytes`` on average, from none to all
+        (benchmarks/predictions); of ``reducing_bytes`` 1 to 2 MiB of 8, once nearly all (benchmarks/ranks).
         """
-        return max(
-            self.step_bytes - self.spare_bytes * 3 // 4, self.arena_bytes + self.overhead_bytes + self.save_bytes
-        )
+        step, saving = self.step_bytes - self.spare_bytes * 3 // 4, self.overhead_bytes + self.save_bytes
+        return max(step, self.arena_bytes + saving) - self.reducing_bytes * 3 // 4
 
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""
@@ -437,8 +439,9 @@ class Program:
             return
         for name, size in _SIZES.items():
             yield f"{name} {getattr(self, size)}"
-        if self.spare_bytes:
-            yield f"spare {self.spare_bytes}"
+        for name, size in _VARYING.items():
+            if getattr(self, size):
+                yield f"{name} {getattr(self, size)}"
         for tier, size_bytes in self.budgets.items():
             yield f"budget {tier} {size_bytes}"
         yield f"resident {pairs_text(self.resident)}"
@@ -474,7 +477,9 @@ def _storage_label(storage: UnitStorage) -> str:
 _SIZES = MappingProxyType(
     {"arena": "arena_bytes", "workspace": "workspace_bytes", "overhead": "overhead_bytes", "save": "save_bytes"}
 )
-_SIZE = re.compile(r"(arena|workspace|overhead|save|spare|budget \w+) (\d{1,18})\Z")
+#: Those of them that are there where they are not 0.
+_VARYING = MappingProxyType({"spare": "spare_bytes", "reducing": "reducing_bytes"})
+_SIZE = re.compile(r"(arena|workspace|overhead|save|spare|reducing|budget \w+) (\d{1,18})\Z")
 _PLACES = re.compile(r"(resident|slots \w+) ([\d@,]*)\Z")
 
 
@@ -509,7 +514,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
         alike=(),
         repeat=reader.repeat,
         schedule=reader.schedule,
-        spare_bytes=numbers.get("spare", 0),
+        **{size: numbers.get(name, 0) for name, size in _VARYING.items()},
         resident=places.pop("resident", ()),
         slots={key.split()[1]: pairs for key, pairs in places.items()},
         budgets={key.split()[1]: size for key, size in numbers.items() if key.startswith("budget ")},

@@ -280,6 +280,7 @@ def step_costs(
         save_bytes=max(0, int(settings.get(SAVE_BYTES, 0.0))),
         kept_bytes=None if measured_bytes is None else max(0, int(measured_bytes)),
         spare_bytes=max(0, int(settings.get(SPARE_BYTES, 0.0))),
+        received_bytes=_received_bytes(graph),
         reducing_bytes=_reducing_bytes(graph),
         other_ops=int(settings.get(OTHER_OPS, 0.0)),
         output_bytes=graph.output_bytes,
@@ -360,12 +361,16 @@ def joined(each: Sequence[Planned], machine: Machine) -> Plan:
     return dataclasses.replace(plans[0], peers=tuple(plans[1:]))
 
 
+def _received_bytes(graph: StepGraph) -> int:
+    """Bytes of the host's memory in which all that a step receives from other stages has a place."""
+    return sum(op.bytes_written for op in graph.ops if op.name == RECEIVE)
+
+
 def _reducing_bytes(graph: StepGraph) -> int:
-    """Bytes of the host's memory that what ranks exchange in a step takes besides: a place for all that is received."""
-    received = sum(op.bytes_written for op in graph.ops if op.name == RECEIVE)
+    """Bytes of the host's memory that what ranks reduce in a step takes besides, at most."""
     reductions = (graph.ops[index] for index in graph.collectives if graph.ops[index].name not in TRANSFERS)
     largest = max((op.bytes_read // joined_ranks(op) for op in reductions), default=0)
-    return received + min(_RECEIVED_BYTES, _RECEIVED * largest)
+    return min(_RECEIVED_BYTES, _RECEIVED * largest)
 
 
 def _check_choices(choices: Sequence[Choice], step: StepProblem, whose: str) -> None:

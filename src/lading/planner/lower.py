@@ -288,7 +288,8 @@ class StepCosts:
         kept_bytes: Bytes that the step's kernels were measured to leave behind in the process; None where they were
             not, and they are worked out from the three before.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
-        reducing_bytes: Bytes that a collective takes while it runs, beside whatever computes.
+        received_bytes: Bytes of a place for all that other stages send.
+        reducing_bytes: Bytes that collectives take beside whatever computes, of which threads may keep some or all.
         other_ops: Operations of other steps that the process is ready to run too.
         output_bytes: Bytes of the outputs that a step gives the caller beside its scalars.
     """
@@ -301,6 +302,7 @@ class StepCosts:
     save_bytes: int = 0
     kept_bytes: int | None = None
     spare_bytes: int = 0
+    received_bytes: int = 0
     reducing_bytes: int = 0
     other_ops: int = 0
     output_bytes: int = 0
@@ -356,7 +358,8 @@ def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
         return device.overhead_bytes
     if costs.kept_bytes is not None:
         calls = _BYTES_PER_OP_MOVED * (len(costs.op_seconds) + costs.other_ops)
-        return costs.kept_bytes + costs.reducing_bytes + costs.output_bytes + calls
+        exchanged = costs.received_bytes + costs.reducing_bytes
+        return costs.kept_bytes + exchanged + costs.output_bytes + calls
     calls = _BYTES_PER_OP * (len(costs.op_seconds) + costs.other_ops)
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
@@ -560,6 +563,7 @@ def _program(
         overhead_bytes=overhead_bytes(machine, costs),
         save_bytes=_saving_bytes(costs),
         spare_bytes=costs.spare_bytes,
+        reducing_bytes=costs.reducing_bytes if costs.kept_bytes is not None else 0,
         tiers=machine.tiers,
     )
 

@@ -477,6 +477,20 @@ class Executor:
             self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
 
+    def write_part(self, storage: int, start: int, part: torch.Tensor) -> None:
+        """Set the bytes of a persistent storage from byte ``start`` on between steps, wherever it lives.
+
+        Args:
+            part: Bytes (uint8, one dim).
+        Raises:
+            ConfigError: not persistent. StorageError: lost, or a tier failed.
+        """
+        self.flush()
+        self._left_bytes = None
+        if self._ceiling is not None:
+            self._ceiling.make_room(part.numel())
+        self._values.write_part(storage, start, part)
+
     def takes_chunks(self, storage: int) -> bool:
         """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
         return self._values.takes_chunks(storage)

@@ -231,14 +231,14 @@ def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: in
     """Set what this rank holds of a value that lies between others."""
     assert value.start is not None
     flat, end = tensor.detach().reshape(-1), value.start + prod(value.shape)
-    parts = [executor.read_storage(storage).view(flat.dtype).flatten() for storage in value.storages]
-    begin = rank * sum(part.numel() for part in parts) if value.ranks > 1 else 0
-    for storage, part in zip(value.storages, parts, strict=True):
-        low, high = max(begin, value.start), min(begin + part.numel(), end)
+    counts = [executor.program.graph.storages[s].size_bytes // flat.element_size() for s in value.storages]
+    begin = rank * sum(counts) if value.ranks > 1 else 0
+    for storage, count in zip(value.storages, counts, strict=True):
+        low, high = max(begin, value.start), min(begin + count, end)
         if low < high:
-            part[low - begin : high - begin] = flat[low - value.start : high - value.start]
-            executor.write_storage(storage, part.view(torch.uint8))
-        begin += part.numel()
+            part = flat[low - value.start : high - value.start]
+            executor.write_part(storage, (low - begin) * flat.element_size(), part.view(torch.uint8))
+        begin += count
 
 
 class NamedValues(Mapping[str, Value]):

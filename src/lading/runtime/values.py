@@ -64,6 +64,23 @@ class Values:
             self.changed.pop(storage, None)
             self.lost -= {storage}
 
+    def write_part(self, storage: int, start: int, part: torch.Tensor) -> None:
+        """Set the bytes of a persistent storage from byte ``start`` on (uint8, one dim); as ``Executor.write_part``."""
+        home, end = self._present(storage), start + part.numel()
+        with HeldInterrupts():
+            for begin, stop in _pieces(home, self._graph.storages[storage].size_bytes):
+                low, high = max(begin, start), min(stop, end)
+                if low >= high:
+                    continue
+                if home.tier == DEVICE:
+                    self._put(home, low, part[low - start : high - start])
+                    continue
+                room = self._bounce.bytes_at(0, stop - begin)  # a lower tier takes whole pages
+                self._tiers[home.tier].read(home.offset + begin, room)
+                room[low - begin : high - begin] = part[low - start : high - start]
+                self._tiers[home.tier].write(home.offset + begin, room)
+            self.changed.pop(storage, None)
+
     def takes_chunks(self, storage: int) -> bool:
         """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
         view = self._views.get(storage)

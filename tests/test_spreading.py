@@ -131,14 +131,25 @@ def test_a_budget_chooses_other_layouts_and_what_does_not_fit_is_said(folder: Pa
         ({"pins": {"tp": 2, "cp": 2, "sp": True}}, "leave sp out, or cp"),
         ({"pins": {"recompute": "full"}}, "--pin recompute: expected one of dp, tp, .* leave it out"),
         ({"pins": {"dp": 3}}, "--pin: no layout of 4 devices has dp=3"),
-        ({"pins": {"tp": 4, "micro_batch": 3}}, "divide"),
+        ({"pins": {"tp": 4, "micro_batch": 3}}, "tp4 .*: 8 sequences are no multiple of micro-batches of 3"),
         ({"precisions": ("fp8",)}, "--precision: expected fp32 or bf16"),
-        ({"batch": 3, "pins": {"dp": 4}}, "divide"),
+        (
+            {"batch": 3, "pins": {"dp": 4}},
+            "runs this model: dp4 and the like: 3 sequences are no multiple of 4 replicas",
+        ),
     ],
 )
 def test_what_ranks_of_a_host_do_not_run_is_refused(folder: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spread_model(asked(4, **more), host(), cache=False)
+
+
+def test_what_is_not_searched_is_said(folder: Path) -> None:
+    found = spread_model(asked(3), host(), cache=False)
+    assert {str(way.layout) for way in found.ways} == {"pp3", "pp3,zero-bubble"}
+    assert "dp3 and the like: 8 sequences are no multiple of 3 replicas" in found.left_out
+    assert {said.partition(":")[0] for said in found.left_out if said.startswith(("tp3", "cp3"))} == {"tp3", "cp3"}
+    assert any(said.startswith("pipelines of several chunks a rank: --pin schedule") for said in found.left_out)
 
 
 def test_a_machine_without_collectives_is_refused(folder: Path) -> None:

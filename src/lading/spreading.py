@@ -106,14 +106,8 @@ def spread_model(
     search = _SpreadSearch(run, machine, request, progress, cache)
     ways, unfit = search.timed(layouts)
     if not ways:
-        size = request.pins.get("micro_batch")
-        batches = (
-            f"replicas{f' and micro-batches of {size}' if size else ''} that divide {request.global_batch} sequences"
-        )
-        raise ConfigError(
-            f"no layout of {request.devices} ranks runs this model: {unfit[0] if unfit else f'none has {batches}'}"
-        )
-    left_out = (*_not_searched(request, refused, has_experts=search.has_experts), *unfit)
+        raise ConfigError(f"no layout of {request.devices} ranks runs this model: {unfit[0]}")
+    left_out = (*_not_searched(request, layouts, refused, has_experts=search.has_experts), *unfit)
     return SpreadRun(search.planned(ways), left_out)
 
 
@@ -201,9 +195,10 @@ def _candidates(devices: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
                     continue
 
 
-def _not_searched(request: Request, refused: list[str], *, has_experts: bool) -> tuple[str, ...]:
+def _not_searched(request: Request, layouts: list[Layout], refused: list[str], *, has_experts: bool) -> tuple[str, ...]:
+    """Say which layouts a search leaves out."""
     said: list[str] = []
-    if "schedule" not in request.pins and request.devices > 1:
+    if "schedule" not in request.pins and any(layout.pp > 1 for layout in layouts):
         said.append("pipelines of several chunks a rank: --pin schedule=interleaved, or zbv, searches them")
     if has_experts and "ep" not in request.pins and request.devices > 1:
         said.append(f"experts on ranks: --pin ep={request.devices} searches them")
@@ -229,8 +224,18 @@ class _SpreadSearch:
         unfit: dict[str, str] = {}
         for number, layout in enumerate(layouts):
             self.progress.update(0.5 * number / len(layouts), f"{number} of {len(layouts)} layouts timed")
+            if not (sizes := self._sizes(layout)):
+                asked = [f"{layout.dp} replicas"] if layout.dp > 1 else []
+                if size := self.request.pins.get("micro_batch"):
+                    asked.append(f"micro-batches of {size}")
+                unfit.setdefault(
+                    f"dp{layout.dp}",
+                    f"{layout} and the like: {self.request.global_batch} sequences are no multiple of "
+                    f"{' of '.join(asked)}",
+                )
+                continue
             try:
-                if (way := self._way(layout, self._sizes(layout))) is not None:
+                if (way := self._way(layout, sizes)) is not None:
                     ways.append(way)
             except ConfigError as error:
                 unfit.setdefault(str(error), f"{layout}: {error}")

@@ -198,7 +198,8 @@ def _plan_host(asked: PlanCommand, host: Machine) -> None:
     prepared, console = found.best, Console(highlight=False, width=line_columns())
     run, plan = prepared.run, prepared.plan
     batch = f"{request.global_batch:,} sequences of {run.data.sequence_length:,} tokens a step"
-    say(console, f"{request.model} on {request.devices:,} ranks of {host.device.name}, {batch}, "
+    ranks = "one rank" if request.devices == 1 else f"{request.devices:,} ranks"
+    say(console, f"{request.model} on {ranks} of {host.device.name}, {batch}, "
         f"{run.optimization.precision}, by Lading", "bold")  # fmt: skip
     table = figures_table("Layouts", "layout", "micro-batches", "step", "memory a rank", "", texts=("",))
     for way in found.ways[: search.top]:

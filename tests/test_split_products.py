@@ -131,6 +131,7 @@ def _four(rank: int, out: str) -> None:
         torch.save(of.train(folder, rank), folder / "values")
     _goes_on(rank, Path(out))
     torch.save(_unlike(rank, Path(out)), Path(out) / f"told {rank}")
+    torch.save(_norms("cp2,pp2", Path(out) / f"tp, zero3 {rank}"), Path(out) / f"norms {rank}")
 
 
 _SAVED = case("", plan=dict)
@@ -160,6 +161,14 @@ def _goes_on(rank: int, out: Path) -> None:
                 trainer.resume(*_planned("dp2,tp2,sp,zero1"))
                 run(trainer)
                 trainer.save(out / "saved")
+
+
+def _norms(layout: str, folder: Path) -> dict[str, float]:
+    """Norms of the gradients of one step on four micro-batches, each rank on all of them."""
+    plan, graph = _planned(layout)
+    with lading.Trainer(plan, graph, build(*_SAVED.of), folder=folder) as trainer:
+        trainer.step([batch(0, number) for number in range(4)], norms=True)
+        return trainer.gradient_norms()
 
 
 def _unlike(rank: int, out: Path) -> dict[str, str]:
@@ -209,6 +218,13 @@ def test_a_checkpoint_goes_on_in_every_layout(ran: Path, tmp_path: Path) -> None
         trainer.load(ran / "saved" / "step-00000005")
         for name, value in values.items():
             torch.testing.assert_close(trainer.value(name), value, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_norms_of_gradients_count_ranks_of_a_sequence_once(ran: Path, tmp_path: Path) -> None:
+    alone = _norms("dp1", tmp_path)
+    for rank in range(4):
+        assert torch.load(ran / f"norms {rank}") == pytest.approx(alone, rel=1e-8)
 
 
 @pytest.mark.slow

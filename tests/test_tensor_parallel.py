@@ -111,6 +111,7 @@ CASES = {
 QUICK = ("tied", "llama", "masters")
 FOUR = {
     "replicas": Case("dp2,tp2", micro=2, plan=lambda: {"clip_norm": 0.1}),
+    "shards": Case("dp2,tp2,zero3", "llama", micro=2, torch_optimizer=True),
     "four": Case("tp4,sp", micro=2, steps=20, plan=lambda: {"clip_norm": 0.1}),
 }
 

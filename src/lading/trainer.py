@@ -331,7 +331,8 @@ class Trainer:
         self._check_whole()
         self._values.check_whole_gradients(self._trained)
         self._meet("read norms of gradients")
-        return self._values.gradient_norms(self._trained, order, self.plan.replicas)
+        alike = self.plan.ranks // self.plan.parsed_layout.pp
+        return self._values.gradient_norms(self._trained, order, alike)
 
     def evaluate(self, batches: Any, *, loss: Loss | None = None) -> float:
         """Compute the loss of a batch, or of micro-batches, and change no value; ``losses`` has its terms.

@@ -384,12 +384,12 @@ class NamedValues(Mapping[str, Value]):
                 "without zero, tp or ep in layout="
             )
 
-    def gradient_norms(self, parameters: Sequence[str], order: int, replicas: int) -> dict[str, float]:
+    def gradient_norms(self, parameters: Sequence[str], order: int, alike: int) -> dict[str, float]:
         """Norms of the gradients of the last step by parameter; all ranks call this.
 
         Args:
             order: 1 for the sum of absolute values, 2 for the root of the sum of squares.
-            replicas: Number of ranks that have the same parameter.
+            alike: Number of ranks that have the same parameter.
 
         Raises:
             ConfigError: the last step did not take them.
@@ -405,7 +405,7 @@ class NamedValues(Mapping[str, Value]):
         if self._ranks is None or len(mine) == len(parameters):
             return told
         totals = self._ranks.sum([told.get(name, 0.0) for name in parameters])
-        return {name: total / replicas for name, total in zip(parameters, totals, strict=True)}
+        return {name: total / alike for name, total in zip(parameters, totals, strict=True)}
 
     def unfinished(self, step: int) -> dict[str, str]:
         """Values that a step, the ``step``-th from 1, has changed in part or lost when it failed, by name."""

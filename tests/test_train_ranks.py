@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,8 +101,8 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     # Both ranks are in the report, each beside its own prediction, and it is written again from what is left.
     job = JobTimeline.load(out / "ranks.json")
     for each in job.ranks:
-        words = f"rank {each.rank}: {format_bytes(each.peak_bytes)} (predicted {format_bytes(each.predicted_bytes)})"
-        assert words in done.stdout
+        peak, budget, predicted = map(format_bytes, (each.peak_bytes, each.budget_bytes, each.predicted_bytes))
+        assert f"rank {each.rank}: {peak} of {budget} (predicted {predicted})" in done.stdout
     assert max(each.peak_bytes for each in job.ranks) >= max(r["memory_bytes"] for r in records(out))
     (out / "report.html").unlink()
     assert main(["report", str(out)]) == 0
@@ -110,8 +111,13 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
         rows = [row for row in page.rows if row[0] == f"rank {rank}"]
         assert rows[0][1] == format_bytes(job.ranks[rank].peak_bytes)
         assert rows[1][1] == format_seconds(job.ranks[rank].timeline.duration_s)
-    changed = json.loads((out / "ranks.json").read_text())
+    saved_ranks = (out / "ranks.json").read_text()
+    changed = json.loads(saved_ranks)
     changed["ranks"].pop()
+    (out / "ranks.json").write_text(json.dumps(changed))
+    assert main(["report", str(out)]) == 2
+    changed = json.loads(saved_ranks)
+    changed["ranks"][1]["budget_bytes"] = 0
     (out / "ranks.json").write_text(json.dumps(changed))
     assert main(["report", str(out)]) == 2
     changed["plan"] = "another"
@@ -317,6 +323,16 @@ def test_a_plan_for_ranks_says_how_it_is_started(tmp_path: Path, capsys: pytest.
     said = " ".join(capsys.readouterr().err.split())
     assert "expected a job of 2 ranks, as the layout dp2" in said
     assert "found one of 1; start it with: torchrun --standalone --nproc-per-node 2 -m lading train --plan" in said
+
+
+@pytest.mark.slow
+def test_a_slow_rank_of_a_product_is_a_stage_and_its_replicas(tmp_path: Path) -> None:
+    path, plan = written(tmp_path), str(tmp_path / "plan.json")
+    asked = [*ASKED, *STAGES[:2], "layout='dp2,pp2'", f"out={tmp_path}/out"]
+    assert main(["plan", str(path), *asked, "--no-cache", "--out", plan]) == 0
+    code, out, _ = _says(lambda: main(["simulate", plan, "--straggler", "2"]))
+    assert code == 0
+    assert re.search(r"rank [02] or a replica of it computing 2 times as long: step", " ".join(out.split()))
 
 
 def _plans(rank: int, path: str) -> None:

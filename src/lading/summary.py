@@ -17,7 +17,7 @@ from lading import __version__
 from lading.alone import launcher
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
-from lading.ir.job_timeline import JobTimeline, rank_timeline
+from lading.ir.job_timeline import JobTimeline, RankTimeline, rank_timeline
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
@@ -36,6 +36,29 @@ MOST_RANKS_TOLD = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Highest memory of one rank, beside its prediction and its budget, in bytes."""
+
+    peak_bytes: int
+    predicted_bytes: int
+    budget_bytes: int
+
+    @staticmethod
+    def of_rank(each: RankTimeline) -> Peak:
+        """Peak of a measured rank."""
+        return Peak(peak_bytes=each.peak_bytes, predicted_bytes=each.predicted_bytes, budget_bytes=each.budget_bytes)
+
+    @property
+    def share(self) -> float:
+        """Peak as a share of the budget."""
+        return self.peak_bytes / self.budget_bytes
+
+    def __str__(self) -> str:
+        peak, budget, predicted = map(format_bytes, (self.peak_bytes, self.budget_bytes, self.predicted_bytes))
+        return f"{peak} of {budget} (predicted {predicted})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """Result of a run.
 
@@ -48,8 +71,8 @@ class RunResult:
         checkpoint: Path of the newest; "" where nothing was saved.
         validation_losses: Number of steps done and validation loss of each evaluation, in order.
         best_checkpoint: Path of the one with the lowest validation loss; "" where none was kept.
-        rank_peaks: Measured and predicted peak bytes of each rank, of the processes that ended the run; of one alone
-            its own.
+        peak_bytes, predicted_peak_bytes, budget_bytes: Those of the rank that came nearest to its budget.
+        rank_peaks: Peak of each rank, in the processes that ended the run.
         slow_rank: Sentence that names a rank that is slower than the others; "" without one.
     """
 
@@ -65,7 +88,7 @@ class RunResult:
     checkpoint: str = ""
     validation_losses: tuple[tuple[int, float], ...] = ()
     best_checkpoint: str = ""
-    rank_peaks: tuple[tuple[int, int], ...] = ()
+    rank_peaks: tuple[Peak, ...] = ()
     slow_rank: str = ""
 
     def __str__(self) -> str:
@@ -94,17 +117,20 @@ class RunResult:
 
     def _peaks_by_rank(self) -> list[str]:
         """Say what each of several ranks took; of many the fullest ones."""
-        peaks = list(enumerate(self.rank_peaks))
+        peaks = self.rank_peaks
         if len(peaks) < 2:
             return []
-        shown = sorted(sorted(peaks, key=lambda each: -each[1][0])[:MOST_RANKS_TOLD])
-        lines = [
-            f"  rank {rank}: {format_bytes(peak)} (predicted {format_bytes(predicted)})"
-            for rank, (peak, predicted) in shown
-        ]
+        shown = sorted(sorted(range(len(peaks)), key=lambda rank: -peaks[rank].share)[:MOST_RANKS_TOLD])
+        lines = [f"  rank {rank}: {peaks[rank]}" for rank in shown]
         if rest := len(peaks) - len(shown):
-            lines.append(f"  {rest} more ranks took no more; ranks.json has them")
+            lines.append(f"  {rest} more ranks have more of their budgets left; ranks.json has them")
         return lines
+
+    @property
+    def of_rank(self) -> str:
+        """Words that say whose peak it is, where there are several ranks: " of rank 1"."""
+        here = [rank for rank, each in enumerate(self.rank_peaks) if each.peak_bytes == self.peak_bytes]
+        return f" of rank {here[0]}" if len(self.rank_peaks) > 1 and here else ""
 
 
 #: Says how long a step takes of which a rank computes so many times as long.
@@ -198,6 +224,11 @@ def _job(folder: Path, prepared: Prepared) -> JobTimeline | None:
             f"{path}: expected timelines of the plan's {prepared.plan.ranks} ranks, found {len(job.ranks)}; remove the "
             "file, or train again"
         )
+    if empty := [r.rank for r in job.ranks if min(r.peak_bytes, r.predicted_bytes, r.budget_bytes) <= 0]:
+        raise ConfigError(
+            f"{path}: expected peak, predicted and budgeted bytes above 0 of each rank, found none of rank {empty[0]}; "
+            "remove the file, or train again"
+        )
     return job
 
 
@@ -239,11 +270,20 @@ def _write(prepared: Prepared, measured: Timeline | None, ranks: RankReport | No
     )
 
 
-def predicted_peak_bytes(prepared: Prepared, job: JobTimeline | None) -> int:
-    """Predicted peak of the rank that took most; where that is not known, of the rank that was to take most."""
-    if job is not None:
-        return max(job.ranks, key=lambda each: each.peak_bytes).predicted_bytes
-    return max(each.peak_bytes[DEVICE] for each in (prepared.plan, *prepared.plan.peers))
+def nearest_its_budget(prepared: Prepared, job: JobTimeline | None, largest_bytes: int) -> Peak:
+    """Peak of the rank that came nearest to its budget.
+
+    Args:
+        job: All ranks of the processes that ended the run.
+        largest_bytes: Largest peak of any rank; where that was before, it counts as that of the rank that was to take
+            most.
+    """
+    peaks = [] if job is None else [Peak.of_rank(each) for each in job.ranks]
+    if peaks and largest_bytes <= max(each.peak_bytes for each in peaks):
+        return max(peaks, key=lambda each: each.share)
+    most = max((prepared.plan, *prepared.plan.peers), key=lambda each: each.peak_bytes[DEVICE])
+    planned, budget = most.peak_bytes[DEVICE], most.budgets[DEVICE]
+    return Peak(peak_bytes=largest_bytes, predicted_bytes=planned, budget_bytes=budget)
 
 
 def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -280,10 +320,10 @@ def run_summary(
     job: JobTimeline | None = None,
 ) -> RunSummary:
     """Numbers at the top of the report."""
-    run, graph = prepared.run, prepared.program.graph
+    run, graph = prepared.run, prepared.step.captured  # of which a rank may have a part
     steps = of_plan(prepared.plan, metrics)
     seconds = [r["step_s"] for r in steps[2:] or steps]
-    peaks = [] if job is None else [each.peak_bytes for each in job.ranks]
+    fullest = nearest_its_budget(prepared, job, max((r["memory_bytes"] for r in steps), default=0))
     parameters = sum(math.prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
     same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
     return RunSummary(
@@ -292,15 +332,15 @@ def run_summary(
         f"{run.optimization.accumulation} x {run.data} a step",
         machine=prepared.plan.request.machine,
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),
-        budget_bytes=prepared.plan.budgets["device"],
+        budget_bytes=fullest.budget_bytes,
         keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=predicted_peak_bytes(prepared, job),
+        predicted_peak_bytes=fullest.predicted_bytes,
         plain_step_s=_steady_s(plain),
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
         measured_step_s=_steady_s(steps) if measured else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
-        measured_peak_bytes=max([r["memory_bytes"] for r in steps] + peaks) if measured and steps else None,
+        measured_peak_bytes=fullest.peak_bytes if measured and steps else None,
         base_bytes=process_base_bytes(prepared.plan, steps),
         excess=tuple(sentence for r in steps for sentence in r.get("excess", ())),
         identical_to_plain=same,

@@ -61,7 +61,7 @@ from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import RunResult, finish_run, of_plan, predicted_peak_bytes, process_base_bytes
+from lading.summary import Peak, RunResult, finish_run, nearest_its_budget, of_plan, process_base_bytes
 from lading.tracing.initial import defer
 from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
@@ -175,8 +175,9 @@ def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
     if ranks.count == 1:
         return make()
     told = json.loads(ranks.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
-    rows = {key: tuple(map(tuple, told[key])) for key in ("validation_losses", "rank_peaks")}
-    return RunResult(**{**told, "losses": tuple(told["losses"]), **rows})
+    pairs = tuple((step, loss) for step, loss in told["validation_losses"])
+    peaks = tuple(Peak(**each) for each in told["rank_peaks"])
+    return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs, "rank_peaks": peaks})
 
 
 def _opened(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
@@ -298,7 +299,7 @@ def _checked(result: RunResult) -> RunResult:
     """
     if result.peak_bytes > result.budget_bytes:
         raise BudgetExceeded(
-            f"measured peak {format_bytes(result.peak_bytes)} is above the budget of "
+            f"measured peak {format_bytes(result.peak_bytes)}{result.of_rank} is above the budget of "
             f"{format_bytes(result.budget_bytes)} (predicted {format_bytes(result.predicted_peak_bytes)}); "
             f"{budget_remedy(result.budget_bytes, result.predicted_peak_bytes, result.peak_bytes)}; "
             f"see {result.out}/report.html"
@@ -314,20 +315,22 @@ def _result(
     steps = of_plan(prepared.plan, records)
     seconds = [record["step_s"] for record in steps]
     steady = seconds[2:] or seconds
+    largest = max(peak_bytes, *(record["memory_bytes"] for record in steps))
+    fullest = nearest_its_budget(prepared, job, largest)
     return RunResult(
         out=prepared.run.out,
         losses=tuple(record["loss"] for record in records),
         step_s=statistics.median(steady),
         spread_s=max(steady) - min(steady),
-        peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in steps)),
-        budget_bytes=prepared.plan.budgets["device"],
+        peak_bytes=fullest.peak_bytes,
+        budget_bytes=fullest.budget_bytes,
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=predicted_peak_bytes(prepared, job),
+        predicted_peak_bytes=fullest.predicted_bytes,
         base_bytes=process_base_bytes(prepared.plan, steps),
         checkpoint=str(latest_checkpoint(out / _NEWEST) or ""),
         validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
         best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / _BEST)) or ""),
-        rank_peaks=() if job is None else tuple((each.peak_bytes, each.predicted_bytes) for each in job.ranks),
+        rank_peaks=() if job is None else tuple(Peak.of_rank(each) for each in job.ranks),
         slow_rank="" if job is None or job.slow is None else slow_words(job.slow),
     )
 

@@ -248,8 +248,11 @@ class JobTimeline:
     def times(self) -> tuple[RankSeconds, ...]:
         """Seconds of each rank's step by what it did; what it waited before the step is not counted."""
         rows: list[RankSeconds] = []
-        for each in self.ranks:
-            waits = [wait for wait in self.waits if wait.rank == each.rank and wait.action >= 0]
+        of_rank: list[list[Wait]] = [[] for _ in self.ranks]
+        for wait in self.waits:
+            if wait.action >= 0:
+                of_rank[wait.rank].append(wait)
+        for each, waits in zip(self.ranks, of_rank, strict=True):
             late: dict[int, float] = {}
             for wait in waits:
                 if wait.waiting_s > 0:
@@ -316,16 +319,10 @@ class JobTimeline:
         saved: _SavedJob = read_as(_SavedJob, read_json(path, "timelines of ranks", advice), str(path), advice)
         ranks: list[RankTimeline] = []
         for each in saved.ranks:
-            communications, stalls = (
-                [Communication(*row) for row in each.communications],
-                [Stall(*row) for row in each.stalls],
-            )
             timeline = Timeline.from_saved(each.timeline)
-            made: dict[str, Any] = {
-                "timeline": timeline,
-                "communications": tuple(communications),
-                "stalls": tuple(stalls),
-            }
+            communications = tuple(Communication(*row) for row in each.communications)
+            stalls = tuple(Stall(*row) for row in each.stalls)
+            made: dict[str, Any] = {"timeline": timeline, "communications": communications, "stalls": stalls}
             ranks.append(RankTimeline(**{**vars(each), **made}))
             named = {row.action for row in (*communications, *stalls)}
             if missing := sorted(named - {event.action for event in timeline.events}):

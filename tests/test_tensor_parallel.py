@@ -199,6 +199,14 @@ def test_views_of_a_rank() -> None:
     assert _local(tokens, (24,)) == ((4, 6), (6, 1), 0, Split(0, (4,)))
 
 
+def test_a_table_of_positions_longer_than_the_sequence_is_cut_in_each_run_of_that_length() -> None:
+    model = build_model("gpt", **{**SIZES, "max_seq_len": 64})
+    step = shard_tensors(lading.capture(model, batch(0, 0), next_byte_loss), parse_layout("tp2,sp"))
+    placements = {p.names[0]: p.placement for p in step.parameters if p.placement is not None}
+    assert placements["positions.weight"].lengths == (16,) * 4
+    assert all(sum(each.lengths) == each.shape[each.dim] for each in placements.values())
+
+
 def test_what_ranks_do_not_divide_is_refused_by_name() -> None:
     graph = lading.capture(build("gpt", torch.float32, 2), batch(0, 0), next_byte_loss)
     with pytest.raises(ConfigError, match=r"matrix that tp4 divides, found layers\.0\.qkv\.weight \(96, 32\)"):

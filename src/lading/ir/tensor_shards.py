@@ -735,7 +735,8 @@ class _Partitioner:
         split, placement = self._split_of(parameter), parameter.placement
         if split is not None:
             across, shape = dict(self.layout.across(self.axis)), self.whole[parameter.tensor].shape
-            placement = TensorPlacement(shape, split.dim, split.lengths, cast("str", across["over"]), self.ranks)
+            lengths = split.lengths * (shape[split.dim] // sum(split.lengths))
+            placement = TensorPlacement(shape, split.dim, lengths, cast("str", across["over"]), self.ranks)
         gradient = self.gradients.get(parameter.tensor, parameter.gradient)
         terms = self.terms.get(parameter.tensor, 1)
         return dataclasses.replace(parameter, gradient=gradient, placement=placement, gradient_terms=terms)

@@ -148,7 +148,7 @@ def test_what_is_not_searched_is_said(folder: Path) -> None:
     found = spread_model(asked(3), host(), cache=False)
     assert {str(way.layout) for way in found.ways} == {"pp3", "pp3,zero-bubble"}
     assert "dp3 and the like: 8 sequences are no multiple of 3 replicas" in found.left_out
-    assert {said.partition(":")[0] for said in found.left_out if said.startswith(("tp3", "cp3"))} == {"tp3", "cp3"}
+    assert {"tp3", "cp3"} <= {said.partition(":")[0] for said in found.left_out}
     assert any(said.startswith("pipelines of several chunks a rank: --pin schedule") for said in found.left_out)
 
 

@@ -152,12 +152,18 @@ def compare(make: Make, schedule: Callable[[torch.optim.Optimizer], Any], share:
     assert got == sorted(got, reverse=True) or len(set(got)) == STEPS
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+#: Optimizers whose kinds of states and settings the others share; the others are slow tests.
+QUICK = ("adamw fused", "amsgrad", "nesterov", "nadam", "rmsprop", "rprop", "asgd")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in QUICK)]
+)
 def test_any_elementwise_optimizer_gives_plain_pytorchs_bits(name: str) -> None:
     compare(OPTIMIZERS[name], SCHEDULERS["none"])
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "none"])
+@pytest.mark.parametrize("name", ["lambda", "cycle", "plateau", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
     compare(OPTIMIZERS["adamw"], SCHEDULERS[name])
 

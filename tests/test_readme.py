@@ -83,7 +83,18 @@ def test_examples_load(path: Path) -> None:
         assert load_run(path).optimization.steps > 0
 
 
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name.startswith("own_") and p.suffix == ".py"], ids=str)
+#: Examples whose page is run by tests/test_docs.py, too.
+ON_PAGES = ("own_loop.py",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in ON_PAGES else [])
+        for path in EXAMPLES
+        if path.name.startswith("own_") and path.suffix == ".py"
+    ],
+)
 def test_own_parts(path: Path, tmp_path: Path) -> None:
     """Each says what it did, and checks it."""
     process = start_script(tmp_path / "log", path)

@@ -28,16 +28,16 @@ MICRO = 4
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "dim": 32, "num_heads": 2, "num_layers": 4}
 MORE: dict[str, dict[str, Any]] = {"moe": {"num_experts": 4, "num_active": 2}}
 CASES = [
-    ("llama", "gpipe", 2, 1),
-    ("llama", "1f1b", 4, 1),
     ("llama", "interleaved", 2, 2),
     ("llama", "zero-bubble", 2, 1),
-    ("llama", "zbv", 2, 2),
     ("gpt", "1f1b", 4, 1),
     ("gpt", "zbv", 2, 2),
     ("moe", "1f1b", 2, 1),
-    ("skips", "1f1b", 2, 1),
     ("skips", "interleaved", 2, 2),
+    pytest.param("llama", "gpipe", 2, 1, marks=pytest.mark.slow),
+    pytest.param("llama", "1f1b", 4, 1, marks=pytest.mark.slow),
+    pytest.param("llama", "zbv", 2, 2, marks=pytest.mark.slow),
+    pytest.param("skips", "1f1b", 2, 1, marks=pytest.mark.slow),
 ]
 
 

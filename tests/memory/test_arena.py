@@ -69,8 +69,13 @@ def test_nothing_to_pack() -> None:
     assert peak_bytes([]) == 0
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        *(("llama", 1), ("gpt", 2), ("moe", 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", 2), ("gpt", 1), ("moe", 2))),
+    ],
+)
 def test_a_captured_step_loses_less_than_a_tenth(name: str, accumulation: int) -> None:
     graph = captured_step(name, accumulation=accumulation)
     emission = emit(graph, lifetimes(graph), {})

@@ -51,8 +51,14 @@ def executor_of(program: Program, folder: Path, api: FakeApi, **settings: object
     return Executor(program, optimizer=OPTIMIZER, folder=folder, device=device, poison=True, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "micro", "clip", "dropout"), STEPS)
-@pytest.mark.parametrize("machine", [TIERED, HOST_ONLY], ids=["host and disk", "host"])
+@pytest.mark.parametrize(
+    ("machine", "name", "micro", "clip", "dropout"),
+    [
+        *(pytest.param(TIERED, *step, id=f"host and disk-{step[0]}") for step in STEPS),
+        *(pytest.param(HOST_ONLY, *step, id=f"host-{step[0]}") for step in STEPS[:1]),
+        *(pytest.param(HOST_ONLY, *step, id=f"host-{step[0]}", marks=pytest.mark.slow) for step in STEPS[1:]),
+    ],
+)
 def test_equals_plain_pytorch(
     tmp_path: Path, api: FakeApi, name: str, micro: int, clip: float, dropout: float, machine: Machine
 ) -> None:

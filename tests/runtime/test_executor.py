@@ -48,8 +48,16 @@ def executor_of(program: Program, folder: Path, **settings: object) -> Executor:
     return Executor(program, optimizer=OPTIMIZER, folder=folder, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "micro", "clip", "dropout"), STEPS)
-@pytest.mark.parametrize("evict", ["nothing", "half", "all"])
+@pytest.mark.parametrize(
+    ("evict", "name", "micro", "clip", "dropout"),
+    [
+        *(("all", *step) for step in STEPS),
+        ("nothing", *STEPS[1]),
+        ("half", *STEPS[3]),
+        *(pytest.param("nothing", *STEPS[n], marks=pytest.mark.slow) for n in (0, 2, 3)),
+        *(pytest.param("half", *STEPS[n], marks=pytest.mark.slow) for n in (0, 1, 2)),
+    ],
+)
 def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, clip: float, dropout: float, evict: str) -> None:
     sizes = {"dropout": dropout} if dropout else {}
     graph = graph_of(name, micro=micro, clip=clip, **sizes)

@@ -378,25 +378,35 @@ def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowered]:
 def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
     """Smallest device budget in bytes that a plan is found for, with its choices and what they lower to."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    lowerings: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
+    best: tuple[int, dict[tuple[int, int], Option], Lowered] | None = None
     for last in (-1, 1):
         choices = {(c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates}
-        size, lowered = _shrink(step, choices)
-        lowerings.append((size, choices, lowered))
-    return min(lowerings, key=lambda row: row[0])
+        shrunk = _shrink(step, choices, best[0] if best else None)
+        if shrunk is not None and (best is None or shrunk[0] < best[0]):
+            best = shrunk[0], choices, shrunk[1]
+    assert best is not None
+    return best
 
 
-def _shrink(step: StepProblem, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
-    """Find the least device budget at which choices can be lowered, with less and less room for transfers under way."""
+def _shrink(
+    step: StepProblem, choices: dict[tuple[int, int], Option], below_bytes: int | None = None
+) -> tuple[int, Lowered] | None:
+    """Find the least device budget at which choices can be lowered, with less and less room for transfers under way.
+
+    Returns:
+        None where what the choices hold at once is no less than ``below_bytes``.
+    """
 
     def at(arena_bytes: int) -> Lowered:
         budgets = {**step.budgets, "device": arena_bytes + fixed_bytes(step.machine, step.costs)}
         return lower(step.graph, step.lives, step.machine, step.costs, choices, budgets, sparing=True)
 
-    high = at(1 << 60).arena_bytes
+    roomy = at(1 << 60)
+    high, low = roomy.arena_bytes, int(base_profile(step.graph, roomy.emission).max())
+    if below_bytes is not None and low + fixed_bytes(step.machine, step.costs) >= below_bytes:
+        return None
     while (best := at(high)).program is None:
         high += high // 50 + PAGE_BYTES
-    low = int(base_profile(step.graph, best.emission).max())
     while high - low > max(high // 50, PAGE_BYTES):
         middle = (low + high) // 2
         tried = at(middle)

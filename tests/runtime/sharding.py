@@ -94,7 +94,7 @@ def train(
 
 
 def peak_bytes(model: torch.nn.Module, layout: Layout, budget: int) -> int:
-    """Most bytes of tensors at once in a step, as the allocator counts them; the least of three steps if over budget.
+    """Most bytes of tensors at once in a step, as the allocator counts them; the least of five steps if over budget.
 
     Without gloo's own, and without the states of the processor's random numbers that each recomputed block keeps: where
     the device is another they are in host memory.
@@ -105,7 +105,7 @@ def peak_bytes(model: torch.nn.Module, layout: Layout, budget: int) -> int:
     held = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states, *model.buffers())]
     start = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
     peak = start + _most_added(model, layout, optimizer)
-    for _ in range(2):  # threads of gloo free late, at times
+    for _ in range(4):  # threads of gloo free late on a busy host
         over = torch.tensor(peak > budget, dtype=torch.int64)
         dist.all_reduce(over)
         if not over:

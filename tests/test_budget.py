@@ -13,7 +13,7 @@ import torch
 from lading.errors import BudgetWarning, ConfigError
 from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import Curve, Machine
 from lading.memory.restore import program_of
 from lading.optim.torch_update import rule_of_optimizer
 from lading.prepare import plan
@@ -52,6 +52,22 @@ def graph() -> StepGraph:
 
 def _here(overhead_bytes: int = 0) -> Machine:
     return dataclasses.replace(small_machine(overhead_bytes=overhead_bytes), host_id=host_id())
+
+
+def test_what_reducing_threads_may_keep_counts_in_the_budget_and_a_quarter_in_the_prediction(
+    graph: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = KernelMemory((0,) * len(expand(graph).ops), MiB, ())
+    monkeypatch.setattr("lading.prepare.kernel_memory", lambda *_, **__: measured)
+    curve = Curve(size=(1e3, 1e6), rate=(1e8, 1e9))
+    here = dataclasses.replace(_here(), collectives={"all_reduce.2": curve, "send.2": curve})
+    made = plan(graph, here, budget="100%", cache=False, layout="dp2")
+    program = program_of(made, graph)
+    largest = max(program.graph.ops[index].bytes_read for index in program.graph.collectives)
+    assert program.reducing_bytes == min(8 * MiB, 2 * largest) > 0
+    assert program.overhead_bytes > program.reducing_bytes + MiB
+    assert program.predicted_bytes == program.peak_bytes - program.reducing_bytes * 3 // 4 == made.peak_bytes["device"]
+    assert program.peak_bytes <= made.budgets["device"]
 
 
 def test_kernels_are_run_once_in_a_process_of_their_own(graph: StepGraph, tmp_path: Path) -> None:

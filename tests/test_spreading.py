@@ -19,7 +19,7 @@ from lading.cli.main import main
 from lading.config import run_from_dict
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.layout import Layout
-from lading.ir.machine import Curve, Machine
+from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.plan import Plan
 from lading.ir.request import Request
 from lading.prepare import check_spread_layout, plan_run
@@ -69,6 +69,21 @@ def asked(devices: int, batch: int = 8, layers: int = 1, **more: Any) -> Request
         seq_len=64,
         **more,
     )
+
+
+def test_ranks_are_timed_with_the_threads_that_they_have(folder: Path) -> None:
+    measured = host(where=host_id())
+    share = dataclasses.replace(measured.device, num_threads=3, memory_bandwidth_bytes_per_s=1e8, rates={})
+    whole = dataclasses.replace(share, num_threads=256, memory_bandwidth_bytes_per_s=1e10)
+    shared = Processes(cores=256, slowdown={"memory-bound": (1.0,)}, device=share)
+    both = dataclasses.replace(measured, device=whole, processes=shared)
+    alone = dataclasses.replace(both, device=share, processes=dataclasses.replace(shared, device=None))
+    asks = asked(2, pins={"dp": 2, "zero": 0})
+    elsewhere = dataclasses.replace(both, host_id="elsewhere")
+    runs = [spread_model(asks, machine, cache=False) for machine in (both, alone, elsewhere)]
+    assert len({run.ways[0].in_memory_s for run in runs}) == 1
+    assert runs[0].best.plan.step_s >= 0.99 * runs[0].ways[0].in_memory_s
+    assert not any("threads" in said for said in runs[2].best.plan.assumptions), "processors here are not those there"
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

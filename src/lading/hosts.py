@@ -94,14 +94,17 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
     from lading.runtime.probe_sharing import probe_sharing
 
     share = max(1, (threads or torch.get_num_threads()) // ranks)
-    of_rank = None
+    of_rank, sources = None, dict(machine.sources)
     if machine.device.kind == "cpu" and machine.device.num_threads != share:
-        of_rank = probe_processors(share, 0.7 * seconds, print)
+        of_rank, busy = probe_processors(share, 0.7 * seconds, print)
+        if busy:
+            sources["processes.device.load"] = busy
+            print(busy)
     print(f"collectives among 2 to {ranks} processes, and what they share")
     how = f"measured {machine.date} over gloo, mean of the faster half"
     return dataclasses.replace(
         machine,
         collectives=probe_ranks(ranks, seconds / 5),
         processes=dataclasses.replace(probe_sharing(ranks, seconds / 4, share), device=of_rank),
-        sources={**machine.sources, "collectives": how, "processes": how},
+        sources={**sources, "collectives": how, "processes": how},
     )

@@ -511,7 +511,7 @@ def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: 
         optimizer=chosen.optimizer,
         matrices=chosen.matrices,
     )
-    shared = machine.shared_by(devices)
+    shared = _with_threads(machine, devices, run.num_threads).shared_by(devices)
     layout, parts = _prepared_layout(step.captured, shared, spread, moved)
     steps = [step_of(step.captured, shared, **moved, layout=layout, choices=part) for part in parts]
     return in_memory(steps, shared)
@@ -605,10 +605,10 @@ def _memory_by_turns(
 def _with_threads(machine: Machine, here: int, threads: int = 0) -> Machine:
     """Make the machine of processes with so many threads, or those of this one where it is one of those that train.
 
-    Others have a rank's share of the host, as it was measured; machines elsewhere are taken as they are.
+    Others, and all on another host, have a rank's share of it, as it was measured; one process there has all of it.
     """
-    if here == 1 and machine.host_id != host_id():
-        return machine
+    if machine.host_id != host_id():
+        return machine if here == 1 else machine.with_threads()
     if not threads and (here == 1 or num_ranks()[0] > 1):
         threads = torch.get_num_threads()
     return machine.with_threads(threads)

@@ -363,7 +363,7 @@ class Program:
         """Device peak to be expected: as ``peak_bytes``, with a quarter of what equal runs vary by.
 
         Measured: runs of a dozen models took about a fifth of ``spare_bytes`` on average, from none to all
-        (benchmarks/predictions); of ``reducing_bytes`` 1 to 2 MiB of 8, once nearly all (benchmarks/ranks).
+        (benchmarks/predictions); of ``reducing_bytes`` 0 to 2 MiB of 8 in four (benchmarks/ranks).
         """
         step, saving = self.step_bytes - self.spare_bytes * 3 // 4, self.overhead_bytes + self.save_bytes
         return max(step, self.arena_bytes + saving) - self.reducing_bytes * 3 // 4

@@ -103,8 +103,11 @@ def probe(
     )
 
 
-def probe_processors(threads: int, seconds: float, progress: Progress | None = None) -> Device:
+def probe_processors(threads: int, seconds: float, progress: Progress | None = None) -> tuple[Device, str]:
     """Measure the host's processors with so many threads, as ``probe`` does those of a CPU.
+
+    Returns:
+        The processors, and the assumption that others who loaded them meanwhile make necessary; "" where none did.
 
     Args:
         threads: Intra-op threads to measure with, >= 1.
@@ -115,9 +118,9 @@ def probe_processors(threads: int, seconds: float, progress: Progress | None = N
     reuse_pages()
     with _threads(threads) as used:
         say(f"kernels with {used} threads")
-        measured = _probe_device(torch.device("cpu"), seconds, used, say)[0]
+        measured, _, _, load = _probe_device(torch.device("cpu"), seconds, used, say)
     trim()
-    return measured
+    return measured, _busy_sentence(load) if load > QUIET else ""
 
 
 def _busy_sentence(load: float) -> str:

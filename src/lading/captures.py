@@ -7,20 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lading.errors import ConfigError
+from lading import __version__
+from lading.errors import ConfigError, check_rate
 from lading.ir.frozen import Frozen
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.memory.restore import planned_step
+from lading.optim.registry import name_of
+from lading.optim.rule import ParameterRule
 from lading.runtime.custody import is_held
 from lading.runtime.named import Value, differences, dtype_of, first_few, tensors_of, values_of_ranks
 from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
+
+if TYPE_CHECKING:
+    from lading.runtime.job import Replicas
+    from lading.runtime.parameter_groups import ParameterGroups
 
 #: Loss function, as ``lading.capture`` takes it.
 Loss = Callable[[torch.nn.Module, Any], Any]
@@ -147,3 +154,70 @@ def of_this_rank(plan: Plan) -> Plan:
     from lading.runtime.job import start_job
 
     return plan.of_rank(start_job(plan.ranks))
+
+
+def join(
+    plan: Plan,
+    programs: Sequence[Program],
+    optimizer: ParameterRule,
+    model: torch.nn.Module | None,
+    groups: ParameterGroups | None,
+) -> Replicas:
+    """Join the other ranks of a plan, which must have been given the same.
+
+    Args:
+        programs: Those of this rank, that of the training step first.
+        groups: Parameter groups and states of the optimizer of torch that the plan was made for, if it was.
+
+    Raises:
+        ConfigError: they were not, or have not come; or the job has another number of ranks.
+    """
+    from lading.runtime.agreement import agree_on, digest, digests, structure
+    from lading.runtime.job import Replicas, sequences, start_job
+
+    start_job(plan.ranks)
+    facts: dict[str, Mapping[str, object]] = {
+        "plan": {"": plan.fingerprint},
+        "program": {"": "of each rank" if plan.peers else programs[0].fingerprint},
+        "optimizer": {"": repr(optimizer)},
+        "versions": {"torch": torch.__version__, "lading": __version__},
+    }
+    if model is not None:
+        facts |= {"model": structure(model), **digests(model)}
+    if groups is not None:
+        facts["states of the optimizer"] = {name: digest(state) for name, state in groups.filled().items()}
+    agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
+    return Replicas(plan.parsed_layout, sequences(programs))
+
+
+def step_rates(
+    plan: Plan, optimizer: ParameterRule, has_groups: bool, lr: float | None, matrix_lr: float | None
+) -> tuple[float, float]:
+    """Learning rates of a step's optimizer and of its rule for matrices.
+
+    Args:
+        has_groups: Whether the parameter groups of an optimizer of torch have them.
+        lr, matrix_lr: Those that were asked for; None takes what the optimizer and the plan say.
+
+    Raises:
+        ConfigError: they are none, or not those of this plan.
+    """
+    for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
+        if rate is not None:
+            check_rate(name, rate)
+    matrices = plan.request.matrices
+    if has_groups:
+        if lr is not None:
+            raise ConfigError("expected no lr: the optimizer's parameter groups have the rates; set them there")
+        return 0.0, float((matrices or {"lr": 0.0})["lr"] if matrix_lr is None else matrix_lr)
+    usual = optimizer.lr if lr is None else lr
+    if matrices is None:
+        if matrix_lr is not None:
+            raise ConfigError("expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices=")
+        return usual, 0.0
+    if (lr is None) != (matrix_lr is None):
+        beside = name_of(optimizer)
+        raise ConfigError(
+            f"expected lr and matrix_lr, or neither, as {matrices['rule']} moves matrices beside {beside}"
+        )
+    return usual, float(matrices["lr"] if matrix_lr is None else matrix_lr)

@@ -377,11 +377,14 @@ class CheckpointConfig:
         every_steps: Steps between two checkpoints; 0 saves none on the way.
         keep: Number of checkpoints that stay.
         at_end: Whether to save when the run ends, and when it is stopped.
+        wait: Whether training waits while checkpoints on the way are written. If not, a process writes them beside it,
+            where the memory budget has room to stage them; where it has none, training waits, and the run says so.
     """
 
     every_steps: int = 0
     keep: int = 2
     at_end: bool = True
+    wait: bool = False
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 0)
@@ -391,6 +394,11 @@ class CheckpointConfig:
     def saves(self) -> bool:
         """Whether anything is saved at all."""
         return self.at_end or self.every_steps > 0
+
+    @property
+    def stages(self) -> bool:
+        """Whether checkpoints on the way are to be written beside training."""
+        return self.every_steps > 0 and not self.wait
 
 
 @dataclass(frozen=True, kw_only=True)

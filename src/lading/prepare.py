@@ -22,6 +22,7 @@ from lading import __version__
 from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
+from lading.checkpoint.staging import staged_bytes
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import RunConfig, run_to_dict
 from lading.cost.compute import op_costs, send_s
@@ -47,6 +48,7 @@ from lading.planner.api import (
     OTHER_OPS,
     SAVE_BYTES,
     SPARE_BYTES,
+    STAGING_BYTES,
     Planned,
     best_buckets,
     in_memory,
@@ -62,6 +64,7 @@ from lading.runtime.cuda import Cuda
 from lading.runtime.host import host_id
 from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.kernel_memory import kernel_memory
+from lading.runtime.named import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 from lading.units import parse_bytes, share_of, share_or_bytes
@@ -461,6 +464,7 @@ def plan_run(
             "master_weights": float(has_masters(run)),
             "compile": float(run.optimization.compile),
             **memory.settings(_run_save_bytes(run, step.graph, machine)),
+            **_staging(run, step, machine),
         },
         workspace_bytes=memory.scratch_bytes,
     )
@@ -651,6 +655,16 @@ def _save_bytes(graph: StepGraph, machine: Machine) -> int:
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
     return _save_bytes(graph, machine) if run.kept_checkpoints else 0
+
+
+def _staging(run: RunConfig, step: CapturedRun, machine: Machine) -> dict[str, float]:
+    """Setting of a plan that stages checkpoints beside training, of a run that wants that of a CPU."""
+    if not run.checkpoint.stages or machine.device.kind != "cpu":
+        return {}
+    sizes = [value.size_bytes for value in values_of(step.graph).values()]
+    beside = torch.get_rng_state().numel()
+    frozen = sum(len(p.names[0]) + 1 for p in step.captured.parameters if p.gradient is None)
+    return {STAGING_BYTES: float(sum(map(staged_bytes, (*sizes, beside, frozen))))}
 
 
 def _limits(

@@ -422,6 +422,8 @@ def _loop(
     """
     out, total = Path(run.out), run.optimization.steps
     save = partial(trainer.save, out / _NEWEST, meta=meta, keep=run.checkpoint.keep)
+    if run.checkpoint.stages and (shortage := trainer.staging_shortage):
+        print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if ranks.is_first else None
@@ -434,6 +436,7 @@ def _loop(
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:
             with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
+                trainer.check_saved()
                 record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
                 mine = trainer.rank_timeline() if trainer.steps == total else None  # an evaluation is no step
                 excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
@@ -454,7 +457,7 @@ def _loop(
             if freezer is not None and (words := freezer.advance()):
                 progress.note(fitted(words))
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
-                path = save()
+                path = save(wait=bool(is_broken) or not run.checkpoint.stages or trainer.steps == total)
                 saved = trainer.steps
                 if is_broken:
                     progress.note(f"saved in {path}; the run goes on")
@@ -462,6 +465,7 @@ def _loop(
                 progress.note(fitted(validation.judge(record["validation_loss"])))
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
+        trainer.wait_saved()
     stop.number = int(asked)
     return stop, mine
 
@@ -627,6 +631,7 @@ class _Validation:
         self._measure = {"share": self._settings.share, **measure}
         self._meta, self._folder = meta, Path(run.out) / _BEST
         self._lowest: tuple[float, int] | None = None
+        self._waits = not run.checkpoint.stages
         self.note = self._remember() if trainer.steps else ""
 
     def _remember(self) -> str:
@@ -668,7 +673,8 @@ class _Validation:
         if not self._settings.keep_best:
             return f"{words}, the lowest so far"
         meta = {**self._meta, _VALIDATION: {"loss": loss, **self._measure}}
-        return f"{words}, the lowest so far; kept in {self._trainer.save(self._folder, meta=meta, keep=1)}"
+        path = self._trainer.save(self._folder, meta=meta, keep=1, wait=self._waits)
+        return f"{words}, the lowest so far; kept in {path}"
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:

@@ -15,16 +15,24 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
-from lading import __version__
 from lading.alone import check_only_rank
-from lading.captures import CapturedStep, Loss, checked_model, digest_of, of_stages, of_this_rank, step_for
-from lading.checkpoint.state import TensorSource
-from lading.checkpoint.store import open_checkpoint, save_checkpoint
-from lading.errors import BudgetWarning, ConfigError, check_rate, check_type
+from lading.captures import (
+    CapturedStep,
+    Loss,
+    checked_model,
+    digest_of,
+    join,
+    of_stages,
+    of_this_rank,
+    step_for,
+    step_rates,
+)
+from lading.checkpoint.store import open_checkpoint
+from lading.errors import BudgetWarning, ConfigError, StorageError, check_type
 from lading.ir.graph import StepGraph
 from lading.ir.job_timeline import JobTimeline, RankTimeline
 from lading.ir.plan import Plan, PlanKind, plan_for
@@ -57,13 +65,11 @@ from lading.runtime.named import (
     values_of,
 )
 from lading.runtime.parameter_groups import ParameterGroups
-from lading.runtime.resident import give_back, trim
+from lading.runtime.resident import trim
 from lading.runtime.update_kernels import check_planned
+from lading.saving import Saves, Snapshot
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
-
-if TYPE_CHECKING:
-    from lading.runtime.job import Replicas
 
 #: What a checkpoint has beside values: the random generator's state, and the names of frozen parameters as text.
 _RNG, _FROZEN = "torch.rng_state", "lading.frozen"
@@ -137,7 +143,7 @@ class Trainer:
         self.excess: list[str] = []
         self._given = ""  # hash of the values that were set since the model's, or a checkpoint's, and in which order
         self._half_loaded = ""  # what a load that ended half-way was to say
-        self._saved = ""  # the newest checkpoint
+        self._saves = Saves()
         self._paused: CarriedValues | None = None
         self._lock = threading.RLock()
         self._begin(plan, graph, others, shapes, program)
@@ -187,7 +193,7 @@ class Trainer:
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
-        self._replicas = self._joined(whole, programs, model) if whole.ranks > 1 else None
+        self._replicas = join(whole, programs, self.optimizer, model, self._groups) if whole.ranks > 1 else None
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
         smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
@@ -231,6 +237,13 @@ class Trainer:
     ) -> None:
         if isinstance(error, Exception) and self._replicas is not None:
             self._replicas.abandon(error)
+        try:
+            self._saves.close()
+        except StorageError as other:
+            if error is None:
+                self.close()
+                raise
+            error.add_note(f"{other}")
         self.close()
 
     def step(
@@ -262,7 +275,7 @@ class Trainer:
             StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
         feeds, shape = self._fed(batches, [n for n, each in enumerate(self._steps) if each.trains], loss)
-        rates = self._rates(lr, matrix_lr)
+        rates = step_rates(self.plan, self.optimizer, self._groups is not None, lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             self._notes.came_s = time.perf_counter()
             rules = {} if self._groups is None else self._groups.rules()
@@ -436,30 +449,6 @@ class Trainer:
             f"this step has not happened: all values are those after step {self.steps}{but}; go on if you like"
         )
 
-    def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
-        """Learning rates of the optimizer and of the rule for matrices."""
-        for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
-            if rate is not None:
-                check_rate(name, rate)
-        matrices = self.plan.request.matrices
-        if self._groups is not None:
-            if lr is not None:
-                raise ConfigError("expected no lr: the optimizer's parameter groups have the rates; set them there")
-            return 0.0, float((matrices or {"lr": 0.0})["lr"] if matrix_lr is None else matrix_lr)
-        usual = self.optimizer.lr if lr is None else lr
-        if matrices is None:
-            if matrix_lr is not None:
-                raise ConfigError(
-                    "expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices="
-                )
-            return usual, 0.0
-        if (lr is None) != (matrix_lr is None):
-            beside = name_of(self.optimizer)
-            raise ConfigError(
-                f"expected lr and matrix_lr, or neither, as {matrices['rule']} moves matrices beside {beside}"
-            )
-        return usual, float(matrices["lr"] if matrix_lr is None else matrix_lr)
-
     def timeline(self) -> Timeline:
         """Measured Timeline of the last step: when each action ran, and memory over time."""
         return self._executor.timeline()
@@ -551,57 +540,71 @@ class Trainer:
         trim()
         return notes
 
-    def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+    def save(
+        self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2, wait: bool = True
+    ) -> Path:
         """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
 
         Of several ranks the first writes all of it, also what is sharded over them; all call this.
 
+        Args:
+            wait: False lets training go on meanwhile: values are copied while the next step runs, and a process writes
+                them (``wait_saved``). That takes as much memory as the checkpoint has bytes; where the plan's budget
+                leaves less, training waits all the same, and a warning says so. A save under way ends first.
+
         Returns:
-            Its folder, for ``load``.
+            Its folder, for ``load``; without ``wait`` it is there once it is whole.
 
         Raises:
-            StorageError: the disk is full; older checkpoints are whole.
+            StorageError: the disk is full, or the save before failed beside training; older checkpoints are whole.
             ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
         """
-        if self._replicas is None:
-            return self._save(Path(folder), meta or {}, keep)
-        from lading.runtime.job import FIRST_RANK_S, by_first_rank
-
-        replicas = self._replicas
-
-        def write() -> str:
-            try:
-                return str(self._save(Path(folder), meta or {}, keep))
-            finally:
-                replicas.announce()
-
-        def meanwhile() -> None:
-            self._values.give(self._values.shared())
-            replicas.hear(0, FIRST_RANK_S)  # which ends with the first rank, as its store may not
-
         self._meet("save a checkpoint")
-        self._saved = by_first_rank("Trainer.save", write, meanwhile=meanwhile)
-        return Path(self._saved)
+        path = self._by_first_rank(
+            "Trainer.save",
+            lambda: str(self._saves.save(self._snapshot(), Path(folder), meta or {}, keep, wait=wait)),
+            lambda: self._values.give(self._values.shared()),
+        )
+        return Path(path)
 
-    def _save(self, folder: Path, meta: Mapping[str, Any], keep: int) -> Path:
+    def wait_saved(self) -> None:
+        """Wait until the checkpoint that is written beside training is whole; all ranks call this.
+
+        Raises:
+            StorageError: it could not be written; older ones are whole.
+        """
+        self._by_first_rank("Trainer.wait_saved", self._saves.waited, lambda: None)
+
+    def check_saved(self) -> None:
+        """Raise what the last save beside training has failed of, if that is known by now; as ``wait_saved``."""
+        self._saves.check()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank has a save beside training under way."""
+        return self._saves.is_under_way
+
+    @property
+    def staging_shortage(self) -> str:
+        """Say why ``save`` cannot go on beside training within the plan's budget; "" where it can."""
+        return self._snapshot().shortage if self._saves_here else ""
+
+    def _snapshot(self) -> Snapshot:
         self._check_whole()
-        state = generator_state(self._kind)
-        give_back()  # what steps freed leaves its room to the buffers of saving
-        self._executor.reset_peak()
-        left = self._values.shared()
-        sources: list[TensorSource] = [
-            (name, value.dtype, value.shape, self._values.chunks(name, left)) for name, value in self._values.items()
-        ]
-        rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
-        names = "\n".join(self._frozen).encode()
-        frozen: list[TensorSource] = [(_FROZEN, "uint8", (len(names),), [memoryview(names)])] if names else []
-        try:
-            path = save_checkpoint(folder, self.steps, [*sources, rng, *frozen], meta, keep)
-        finally:  # the others give all shards, whether or not they can be written
-            self._values.give(list(left))
-        self._saved = str(path)
-        self._executor.observe_peak()
-        return path
+        beside = {_RNG: generator_state(self._kind).numpy().tobytes()}
+        if self._frozen:
+            beside[_FROZEN] = "\n".join(self._frozen).encode()
+        programs = [step.program for step in self._steps]
+        return Snapshot(self.steps, self._executor, self._values, programs, beside)
+
+    @property
+    def _saves_here(self) -> bool:
+        """Whether this rank writes checkpoints."""
+        return self._replicas is None or self._replicas.rank == 0
+
+    def _by_first_rank(self, call: str, make: Callable[[], str], meanwhile: Callable[[], object]) -> str:
+        """Let the first rank make a text that all get, while the others take part in it; alone, make it."""
+        return make() if self._replicas is None else self._replicas.by_first(call, make, meanwhile)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
@@ -634,7 +637,7 @@ class Trainer:
                 self._values.fill(name, checkpoint.chunks, checkpoint.read)
         self._given = ""
         self._note_given(*(f"{name} {tensor.sha256}" for name, tensor in sorted(checkpoint.tensors.items())))
-        self._half_loaded, self._saved = "", str(path)
+        self._half_loaded, self._saves.newest = "", str(path)
         set_generator_state(self._kind, generator)
         self.steps = checkpoint.step
         self._executor.observe_peak()
@@ -644,11 +647,12 @@ class Trainer:
     def close(self) -> None:
         """Write the values back into the model and give all memory and disk space back. May be called twice.
 
-        Warns where they are of two steps (``unfinished``).
+        Waits for a save under way. Warns where values are of two steps (``unfinished``).
 
         Raises:
             StorageError: there is no memory for the values, and nothing has changed: free some and close again; or
-                values could not be read and are lost, and their tensors refuse to be used.
+                values could not be read and are lost, and their tensors refuse to be used; or the last save failed
+                beside training.
             ConfigError: called inside of a step, by a handler of a signal.
         """
         mixed = self._custody and (self._half_loaded or not self._executor.is_whole) and self._state()
@@ -664,6 +668,8 @@ class Trainer:
                 atexit.unregister(self._finalizer)
             if mixed:
                 warnings.warn(f"written back into the model: {mixed}", stacklevel=2)
+            if self._closed:
+                self._saves.close()
 
     def pause(self) -> None:
         """Give the model its values back, and keep what else a step needs, until ``resume`` goes on by another plan.
@@ -678,6 +684,7 @@ class Trainer:
         self._check_whole()
         with self._lock:
             self._meet("pause")
+            self.wait_saved()
             carried = CarriedValues(self._executor, self._values, self._custody.names, self._replicas)
             self.close()
             self._paused = carried
@@ -715,7 +722,8 @@ class Trainer:
 
     def _state(self) -> str:
         """Describe the values after a step or a load that left them in parts."""
-        newest = f"the newest checkpoint is {self._saved}" if self._saved else "this trainer has saved no checkpoint"
+        saved = self._saves.newest
+        newest = f"the newest checkpoint is {saved}" if saved else "this trainer has saved no checkpoint"
         if self._half_loaded:
             return f"{self._half_loaded}; {newest}"
         unfinished, parameters = self.unfinished, [p.names[0] for p in self.program.graph.parameters]
@@ -730,29 +738,6 @@ class Trainer:
             f"step {self.steps + 1} failed half-way, when it had begun to change values; of {len(parameters)} "
             f"parameters now {', '.join(parts)}; trainer.unfinished names all values; {newest}"
         )
-
-    def _joined(self, plan: Plan, programs: Sequence[Program], model: torch.nn.Module | None) -> Replicas:
-        """Join the other ranks of the plan, which must have been given the same.
-
-        Raises:
-            ConfigError: they were not, or have not come; or the job has another number of ranks.
-        """
-        from lading.runtime.agreement import agree_on, digest, digests, structure
-        from lading.runtime.job import Replicas, sequences, start_job
-
-        start_job(plan.ranks)
-        facts: dict[str, Mapping[str, object]] = {
-            "plan": {"": plan.fingerprint},
-            "program": {"": "of each rank" if plan.peers else self.program.fingerprint},
-            "optimizer": {"": repr(self.optimizer)},
-            "versions": {"torch": torch.__version__, "lading": __version__},
-        }
-        if model is not None:
-            facts |= {"model": structure(model), **digests(model)}
-        if self._groups is not None:
-            facts["states of the optimizer"] = {name: digest(state) for name, state in self._groups.filled().items()}
-        agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
-        return Replicas(plan.parsed_layout, sequences(programs))
 
     def _give_back_at_the_end(self) -> None:
         """Let the end of this trainer, or of the process, write the values back if nobody has closed it by then."""

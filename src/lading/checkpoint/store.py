@@ -158,7 +158,7 @@ def save_checkpoint(
     if step < 0 or keep < 1:
         raise ConfigError(f"expected step >= 0 and keep >= 1, got step {step} and keep {keep}")
     sources = checked_sources(tensors)
-    meta = _plain_json(meta)
+    meta = plain_json(meta)
     final = folder / f"step-{step:08d}"
     temporary = None
     try:
@@ -208,7 +208,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 # -- writing
 
 
-def _plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
+def plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy of a checkpoint's meta as it is read back.
+
+    Raises:
+        ConfigError: it has no JSON form.
+    """
     try:
         return json.loads(json.dumps(dict(meta), allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -297,6 +297,7 @@ class Program:
             an address.
         overhead_bytes: Bytes that the running process needs besides.
         save_bytes: Bytes that saving takes between two steps beside arena and overhead; 0 where nothing is saved.
+        staging_bytes: Bytes in which checkpoints are staged beside training; 0 where that waits for them.
         spare_bytes: Part of the workspace that some of equal runs take and others do not.
         reducing_bytes: Part of the overhead that threads which reduce may keep, each if it ever served a large tensor.
         tiers: The machine's tiers, nearest first; ``slots`` are in some of them.
@@ -317,6 +318,7 @@ class Program:
     budgets: dict[str, int] = field(default_factory=lambda: {})
     overhead_bytes: int = 0
     save_bytes: int = 0
+    staging_bytes: int = 0
     spare_bytes: int = 0
     reducing_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
@@ -356,7 +358,7 @@ class Program:
     @property
     def peak_bytes(self) -> int:
         """Highest device peak, of a step or of saving after it: what the budget has to cover."""
-        return max(self.step_bytes, self.arena_bytes + self.overhead_bytes + self.save_bytes)
+        return max(self.step_bytes, self.arena_bytes + self.overhead_bytes + self.save_bytes) + self.staging_bytes
 
     @property
     def predicted_bytes(self) -> int:
@@ -366,7 +368,7 @@ class Program:
         (benchmarks/predictions); of ``reducing_bytes`` 0 to 2 MiB of 8 in four (benchmarks/ranks).
         """
         step, saving = self.step_bytes - self.spare_bytes * 3 // 4, self.overhead_bytes + self.save_bytes
-        return max(step, self.arena_bytes + saving) - self.reducing_bytes * 3 // 4
+        return max(step, self.arena_bytes + saving) - self.reducing_bytes * 3 // 4 + self.staging_bytes
 
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""
@@ -478,8 +480,8 @@ _SIZES = MappingProxyType(
     {"arena": "arena_bytes", "workspace": "workspace_bytes", "overhead": "overhead_bytes", "save": "save_bytes"}
 )
 #: Those of them that are there where they are not 0.
-_VARYING = MappingProxyType({"spare": "spare_bytes", "reducing": "reducing_bytes"})
-_SIZE = re.compile(r"(arena|workspace|overhead|save|spare|reducing|budget \w+) (\d{1,18})\Z")
+_VARYING = MappingProxyType({"staging": "staging_bytes", "spare": "spare_bytes", "reducing": "reducing_bytes"})
+_SIZE = re.compile(r"(arena|workspace|overhead|save|staging|spare|reducing|budget \w+) (\d{1,18})\Z")
 _PLACES = re.compile(r"(resident|slots \w+) ([\d@,]*)\Z")
 
 

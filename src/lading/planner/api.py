@@ -64,6 +64,8 @@ _OF_SHARDS = frozenset(("reshard-every-unit", "reshard-and-checkpoint"))
 POLICIES = (*_POLICIES, "residency")
 #: Setting of a plan: what saving takes of the device beside arena and overhead.
 SAVE_BYTES = "save_bytes"
+#: Setting of a plan: what staging checkpoints beside training takes of the device, where the budget has room for it.
+STAGING_BYTES = "staging_bytes"
 #: Setting of a plan: what the kernels of its step were measured to leave behind in a process, once.
 KEPT_BYTES = "kept_bytes"
 #: Setting of a plan: part of the largest scratch that some of equal runs take and others do not.
@@ -131,8 +133,8 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
         budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
         budgets: Bytes allowed in tiers, by name; in others their capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
-        expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES and
-            SPARE_BYTES; recorded.
+        expansion: Settings that ``graph`` was expanded with, SAVE_BYTES, STAGING_BYTES and, where measured, KEPT_BYTES
+            and SPARE_BYTES; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         homes: Where values are between steps, for a step that takes turns with one planned before.
         progress: Is told what is being done.
@@ -157,6 +159,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     if policy == "residency" and homes is None:
         progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
+    chosen = _with_staging(chosen, int(settings.get(STAGING_BYTES, 0.0)))
     if policy == "residency":
         rows.append(_row(policy, chosen.found))
     plan = chosen.found
@@ -466,6 +469,15 @@ def _chosen(
         missing_bytes=missing,
         smallest_budget_bytes=smallest,
     )
+
+
+def _with_staging(chosen: Ordered, staging_bytes: int) -> Ordered:
+    """Let checkpoints be staged beside training in what the best plan leaves of the budget, if that is enough."""
+    program, budget = chosen.found.program, chosen.step.budgets[DEVICE]
+    if not 0 < staging_bytes <= budget - program.peak_bytes:
+        return chosen
+    program = dataclasses.replace(program, staging_bytes=staging_bytes)
+    return dataclasses.replace(chosen, found=dataclasses.replace(chosen.found, program=program))
 
 
 def _row(name: str, found: Found) -> PolicyRow:

@@ -6,14 +6,14 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol, cast
 
 import torch
 
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
-from lading.ir.graph import Op, OpKind
+from lading.ir.graph import Op, OpKind, Phase
 from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
 from lading.ir.reduction import (
     ALL_GATHER,
@@ -30,12 +30,13 @@ from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.draws import Draws
+from lading.runtime.fence import overwritten
 from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import BoundKernel, bind
 from lading.runtime.regions import FusibleRegion, Site
 from lading.runtime.resident import LARGEST_KEPT_BYTES
-from lading.runtime.streams import Entry, Jitter
+from lading.runtime.streams import Entry, Gate, Jitter
 from lading.runtime.tiers import HostBytes, TierBytes
 from lading.runtime.update_kernels import Rate
 
@@ -169,6 +170,24 @@ class Bound:
         ]
         return dataclasses.replace(self, entries=entries)
 
+    def fenced(self, writes: Mapping[int, frozenset[int]], wait: Callable[[frozenset[int]], object]) -> Bound:
+        """Copy of the queues in which actions wait for values that they write over (``lading.runtime.fence``).
+
+        Args:
+            writes: Values by the id of an action.
+            wait: Returns when these values may be written over.
+        """
+        entries = [
+            [
+                dataclasses.replace(entry, run=_after(partial(wait, writes[entry.action]), entry.run))
+                if entry.action in writes
+                else entry
+                for entry in queue
+            ]
+            for queue in self.entries
+        ]
+        return dataclasses.replace(self, entries=entries)
+
     def watched(self, stream: str, watch: Callable[[Entry], Call]) -> Bound:
         """Copy of the queues in which every action of a stream is run by the call that ``watch`` makes of it."""
         queues = [
@@ -176,6 +195,31 @@ class Bound:
             for name, queue in zip(self.streams, self.entries, strict=True)
         ]
         return dataclasses.replace(self, entries=queues)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Program that can be run at once.
+
+    Attributes:
+        plan: Number of the Program of whose actions and addresses it is; 0 is the executor's first.
+        caller: Its batches and losses.
+        constants: Pairs (offset in the arena, bytes) of its own constants, which no other step leaves there.
+        draws: Its random numbers, where it is of several ranks and draws some.
+    """
+
+    program: Program
+    bound: Bound
+    gate: Gate
+    plan: int
+    caller: CallerData
+    constants: tuple[tuple[int, bytes], ...] = ()
+    draws: Draws | None = None
+
+    @cached_property
+    def writes(self) -> dict[int, frozenset[int]]:
+        """Values that each action writes over (``lading.runtime.fence``)."""
+        return overwritten(self.program, self.bound.regions)
 
 
 class Binder:
@@ -485,6 +529,34 @@ def _minimal_waits(waits: list[tuple[int, int]], known: list[int], stream: int) 
     for other, count in needed.items():
         known[other] = count
     return tuple(needed.items())
+
+
+def actions_of(program: Program, *, updates: bool) -> frozenset[int]:
+    """Ids of the actions of deferred updates (``updates``), or else of the model and the caller; none of moves."""
+    deferred = frozenset(program.graph.deferred)
+    return frozenset(
+        a.id
+        for a in program.actions
+        if (a.op is not None and (a.op in deferred) == updates) or (not updates and CALLER in (a.source, a.target))
+    )
+
+
+def actions_beside_forward(program: Program) -> frozenset[int]:
+    """Ids of the actions of operations that forward, loss and what was deferred from the step before do not need."""
+    ops, deferred = program.graph.ops, frozenset(program.graph.deferred)
+    forward = [
+        a.id
+        for a in program.actions
+        if a.kind is ActionKind.COMPUTE and a.op is not None and ops[a.op].phase in (Phase.FORWARD, Phase.LOSS)
+    ]
+    last = max(forward, default=-1)
+    return frozenset(
+        a.id
+        for a in program.actions
+        if a.op is not None
+        and a.op not in deferred
+        and (ops[a.op].phase not in (Phase.FORWARD, Phase.LOSS) or (a.kind is ActionKind.RECOMPUTE and a.id > last))
+    )
 
 
 def checked_batches(

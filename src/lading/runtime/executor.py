@@ -11,7 +11,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from math import hypot
@@ -22,14 +21,24 @@ from typing import Self
 import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
-from lading.ir.action import CALLER, ActionKind
-from lading.ir.graph import DTYPE_BYTES, Phase, Role, StepGraph
+from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.optim.rule import ParameterRule
-from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, Reducer, checked_batches
-from lading.runtime.device import CpuDevice, DeviceDriver
+from lading.runtime.binding import (
+    Binder,
+    CallerData,
+    Place,
+    Rates,
+    Ready,
+    Reducer,
+    actions_beside_forward,
+    actions_of,
+    checked_batches,
+)
+from lading.runtime.device import CpuDevice, DeviceDriver, Lane
 from lading.runtime.draws import Draws
+from lading.runtime.fence import Fence
 from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
@@ -52,26 +61,6 @@ class _ExecutorState(Enum):
     IDLE = auto()
     RUNNING = auto()
     CLOSED = auto()
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """Program that can be run at once.
-
-    Attributes:
-        plan: Number of the Program of whose actions and addresses it is; 0 is the executor's first.
-        caller: Its batches and losses.
-        constants: Pairs (offset in the arena, bytes) of its own constants, which no other step leaves there.
-        draws: Its random numbers, where it is of several ranks and draws some.
-    """
-
-    program: Program
-    bound: Bound
-    gate: Gate
-    plan: int
-    caller: CallerData
-    constants: tuple[tuple[int, bytes], ...] = ()
-    draws: Draws | None = None
 
 
 class Executor:
@@ -136,6 +125,8 @@ class Executor:
         self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
         self._left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
         self._caller_bytes = 0  # taken by the caller between steps
+        self._fence: Fence | None = None  # of values that are copied while steps go on
+        self._lane: Lane | None = None  # on which they are
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
@@ -199,12 +190,12 @@ class Executor:
                     entry.run()
         self._device.end()  # before values come to lie where it wrote
 
-    def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> _Ready:
+    def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> Ready:
         """Bind a Program to the memory that all share."""
         caller = CallerData(results=self._places_of_results(program.graph))
         bound = self._binder(program, dataclasses.replace(self._place, caller=caller, draws=draws), fused=fused).bind()
         constants = self._constants(program) if plan else ()
-        return _Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
+        return Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
 
     def _places_of_results(self, graph: StepGraph) -> list[torch.Tensor]:
         """Places in host memory of a step's results: scalars, which the device fills without the host waiting.
@@ -230,12 +221,12 @@ class Executor:
         storages = program.graph.storages
         return tuple((at, data) for s, at in program.resident if s not in self.homes and (data := storages[s].data))
 
-    def _take_up(self, ready: _Ready) -> None:
+    def _take_up(self, ready: Ready) -> None:
         """Switch to a Program: it is the one that runs next."""
         self._now, self.program, self._bound, self._gate = ready, ready.program, ready.bound, ready.gate
         self._running, self._caller = ready.bound, ready.caller
 
-    def _change_to(self, ready: _Ready) -> None:
+    def _change_to(self, ready: Ready) -> None:
         """Go on with another Program; where its plan is another, updates that wait are made and its constants come."""
         if ready.plan != self._now.plan:
             self.flush()
@@ -255,6 +246,8 @@ class Executor:
     def close(self) -> None:
         """Stop the threads and give all memory and disk space back. May be called twice."""
         self._state = _ExecutorState.CLOSED
+        if self._fence is not None:
+            self._fence.wait()
         for ready in self._shapes:
             ready.bound.entries.clear()
         self._running = self._bound
@@ -319,7 +312,7 @@ class Executor:
         What lies in lower tiers moves as in a step. Updates that wait for the next step are made.
         """
         self._prepare(batches, shape)
-        return self._run(self._skipped() | _actions_beside_forward(self.program), self._end_flush)
+        return self._run(self._skipped() | actions_beside_forward(self.program), self._end_flush)
 
     def _prepare(self, batches: Sequence[Mapping[str, torch.Tensor]], shape: int) -> None:
         self._check_idle()
@@ -406,7 +399,7 @@ class Executor:
         self._left_bytes = None
         enabled, self._times.enabled = self._times.enabled, False
         try:
-            self._run_streams(self._skipped() | _actions_of(self.program, updates=False), self._end_flush)
+            self._run_streams(self._skipped() | actions_of(self.program, updates=False), self._end_flush)
         finally:
             self._times.enabled = enabled
 
@@ -471,8 +464,7 @@ class Executor:
         Raises:
             ConfigError: not persistent, or of another shape or dtype.
         """
-        self.flush()
-        self._left_bytes = None
+        self._before_writing()
         if self._ceiling is not None:
             self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
@@ -485,8 +477,7 @@ class Executor:
         Raises:
             ConfigError: not persistent. StorageError: lost, or a tier failed.
         """
-        self.flush()
-        self._left_bytes = None
+        self._before_writing()
         if self._ceiling is not None:
             self._ceiling.make_room(part.numel())
         self._values.write_part(storage, start, part)
@@ -504,9 +495,38 @@ class Executor:
         Raises:
             ConfigError: not persistent, or not as many bytes; some may have been written.
         """
+        self._before_writing()
+        self._values.write_chunks(storages, chunks)
+
+    def _before_writing(self) -> None:
+        """Come to the state between steps in which values may be set."""
         self.flush()
         self._left_bytes = None
-        self._values.write_chunks(storages, chunks)
+        if self._fence is not None:
+            self._fence.wait()
+
+    def can_stage(self, storage: int) -> bool:
+        """Whether ``stage`` copies a storage: its bytes are its tensor's elements in order, in memory."""
+        return self.takes_chunks(storage) and self._values.is_in_memory(storage)
+
+    def stage(self, rooms: Mapping[int, Sequence[torch.Tensor]], fresh_bytes: int = 0) -> Fence:
+        """Let values be copied into host memory while steps go on; whoever calls this runs the fence it returns.
+
+        Args:
+            rooms: Places for each storage's bytes, as uint8; ``can_stage`` is true of each storage.
+            fresh_bytes: Bytes of this process's memory that are used for the first time.
+        Raises:
+            ConfigError, StorageError: as ``flush``; or a value was lost.
+        """
+        self._before_writing()
+        if self._ceiling is not None:
+            self._ceiling.limit_bytes += fresh_bytes
+        self._lane = self._lane or self._device.lane("staging", blocking=True)
+        soon = dict.fromkeys(storage for written in self._now.writes.values() for storage in sorted(written))
+        order = dict.fromkeys([*(storage for storage in soon if storage in rooms), *rooms])
+        copies = {storage: partial(self._values.copy_out, storage, rooms[storage]) for storage in order}
+        self._fence = Fence(copies, self._lane)
+        return self._fence
 
     def read_storage(self, storage: int) -> torch.Tensor:
         """Copy a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
@@ -658,6 +678,8 @@ class Executor:
         """Run every stream once, then ``end`` if all came to their end; none still runs when this returns or raises."""
         self._state = _ExecutorState.RUNNING
         self._running = self._bound.without(skipped) if skipped else self._bound
+        if self._fence is not None and not self._fence.is_open:
+            self._running = self._running.fenced(self._now.writes, self._fence.wait)
         if self._peaks is not None:
             self._running = self._running.watched(COMPUTE_STREAM, self._peaks.watched)
         self._gate.reset()
@@ -699,6 +721,8 @@ class Executor:
             values.changed, values.lost, self._caught_up = {}, frozenset(self.homes), frozenset(graph.deferred)
             return
         self._drain()
+        if self._fence is not None:
+            self._fence.wait()
         homes = {storage: tier for storage, tier in self.homes.items() if storage in graph.persistent}
         salvaged = salvage(self.program, homes, self._running, reached, skipped)
 
@@ -761,34 +785,6 @@ class Executor:
         self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
         for storage, offset in self.program.resident:
             self._arena.bytes_at(offset, slot_bytes(self.program.graph.storages[storage].size_bytes)).zero_()
-
-
-def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
-    """Ids of the actions of deferred updates (``updates``), or else of the model and the caller; none of moves."""
-    deferred = frozenset(program.graph.deferred)
-    return frozenset(
-        a.id
-        for a in program.actions
-        if (a.op is not None and (a.op in deferred) == updates) or (not updates and CALLER in (a.source, a.target))
-    )
-
-
-def _actions_beside_forward(program: Program) -> frozenset[int]:
-    """Ids of the actions of operations that forward, loss and what was deferred from the step before do not need."""
-    ops, deferred = program.graph.ops, frozenset(program.graph.deferred)
-    forward = [
-        a.id
-        for a in program.actions
-        if a.kind is ActionKind.COMPUTE and a.op is not None and ops[a.op].phase in (Phase.FORWARD, Phase.LOSS)
-    ]
-    last = max(forward, default=-1)
-    return frozenset(
-        a.id
-        for a in program.actions
-        if a.op is not None
-        and a.op not in deferred
-        and (ops[a.op].phase not in (Phase.FORWARD, Phase.LOSS) or (a.kind is ActionKind.RECOMPUTE and a.id > last))
-    )
 
 
 def _set_threads(stack: ExitStack, threads: int | None) -> None:

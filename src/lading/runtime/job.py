@@ -430,6 +430,25 @@ class Replicas:
                         "replica plan.replica(r); nothing has run"
                     )
 
+    def by_first(self, call: str, make: Callable[[], str], meanwhile: Callable[[], object]) -> str:
+        """Let the first rank make a text that all get, as ``by_first_rank``; the others notice if it goes.
+
+        Args:
+            meanwhile: What the others do first: their part in it.
+        """
+
+        def made() -> str:
+            try:
+                return make()
+            finally:
+                self.announce()
+
+        def waited() -> None:
+            meanwhile()
+            self.hear(0, FIRST_RANK_S)  # which ends with the first rank, as its store may not
+
+        return by_first_rank(call, made, meanwhile=waited)
+
     def announce(self) -> None:
         """Tell all other ranks that what they wait for has ended; those that are gone do not matter."""
         for peer in range(self.ranks):

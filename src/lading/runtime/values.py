@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
+import numpy as np
 import torch
 
 from lading.errors import ConfigError, StorageError
@@ -16,7 +18,7 @@ from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.salvage import Location
-from lading.runtime.tiers import TierBytes
+from lading.runtime.tiers import HostBytes, TierBytes
 from lading.units import MiB
 
 #: Most of a storage that passes between a lower tier and the caller at once.
@@ -126,6 +128,26 @@ class Values:
                 piece = self._bounce.bytes_at(0, count)
                 self._tiers[home.tier].read(home.offset + start, piece)
             yield piece.cpu().numpy().data
+
+    def is_in_memory(self, storage: int) -> bool:
+        """Whether a storage lies between steps where its bytes can be addressed: on the device, or in host memory."""
+        home = self._home(storage)
+        return home.tier == DEVICE or isinstance(self._tiers[home.tier], HostBytes)
+
+    def copy_out(self, storage: int, rooms: Sequence[torch.Tensor]) -> None:
+        """Copy a storage that ``is_in_memory`` into places in host memory (uint8); one thread of the host does it.
+
+        Raises:
+            StorageError: the value is lost.
+        """
+        home, size = self._present(storage), self._graph.storages[storage].size_bytes
+        memory = self._arena if home.tier == DEVICE else cast("HostBytes", self._tiers[home.tier])
+        source = memory.bytes_at(home.offset, size)
+        for room in rooms:
+            if source.device.type == "cpu":
+                np.copyto(room.numpy(), source.numpy())  # without the threads of torch's copy, which are a step's
+            else:
+                room.copy_(source)
 
     def copy(self, storage: int, source: Location, target: Location) -> None:
         """Copy a storage from one place to another; neither need be where it lies between steps."""

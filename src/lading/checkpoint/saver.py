@@ -1,0 +1,204 @@
+"""The saver: a process beside training that writes, checksums and commits checkpoints out of staging memory.
+
+It imports no torch, so that it starts in a tenth of a second and takes some 20 MiB. It yields the processors to
+training (``_NICENESS``). Signals that ask a job to end are left to the training process, which waits for the save under
+way; where that process is gone, the saver ends at once, and what it had not committed is a leftover like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lading.checkpoint.staging import StagingMemory
+from lading.checkpoint.state import CHUNK_BYTES, TensorSource
+from lading.checkpoint.store import save_checkpoint
+from lading.errors import ConfigError, LadingError, StorageError
+
+#: How the saver begins: with the folders that the training process imports from, and no other.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lading.checkpoint.saver import main; main()"
+#: Beside a thread that computes without a pause, Linux gives a process of this niceness 3% of a processor.
+_NICENESS = 15
+#: Seconds that a saver without work has to end.
+_CLOSING_S = 10.0
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """Tensor of a checkpoint whose bytes lie in staging memory from ``start`` on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """One checkpoint to write, as ``save_checkpoint`` takes it; ``meta`` must be JSON."""
+
+    folder: str
+    step: int
+    meta: Mapping[str, Any]
+    keep: int
+    tensors: tuple[StagedTensor, ...]
+
+    @property
+    def path(self) -> Path:
+        """Folder that the checkpoint will have."""
+        return Path(self.folder) / f"step-{self.step:08d}"
+
+
+class Saver:
+    """A saver process, for one staging memory. Started by the first save, and again after it has died.
+
+    Args:
+        memory: Memory that the training process fills.
+    """
+
+    def __init__(self, memory: StagingMemory) -> None:
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process; None before the first save."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process, if none lives; returns it.
+
+        Raises:
+            StorageError: the system starts no process.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        arguments = [json.dumps(sys.path), str(self._memory.file), str(self._memory.size_bytes)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[self._memory.file],
+                process_group=0,  # not that of a terminal's Ctrl-C; in another session niceness could mean nothing
+            )
+        except OSError as error:
+            raise StorageError(
+                f"cannot start the process that saves: {error}; save with wait=True, which needs none"
+            ) from error
+        return self._process
+
+    def save(self, order: SaveOrder) -> list[str]:
+        """Have a checkpoint written, and wait until it is committed.
+
+        Returns:
+            Warnings of what went wrong beside it.
+        Raises:
+            ConfigError, StorageError: as ``save_checkpoint``; or the process died. Older checkpoints are whole.
+        """
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        if not answer.endswith(b"\n"):
+            raise StorageError(
+                f"cannot save checkpoint {order.path}: the process that saves ({process.pid}) has died "
+                f"({_ending(process.wait())}); older checkpoints are whole; look at the system's log for its memory, "
+                "and save again"
+            )
+        told = json.loads(answer)
+        if "failed" not in told:
+            return told["warnings"]
+        kind = ConfigError if told["kind"] == ConfigError.__name__ else StorageError
+        error = kind(told["failed"])
+        if isinstance(error, StorageError):
+            error.errno = told["errno"]
+        raise error
+
+    def kill(self) -> None:
+        """Stop the process at once: ``save``, on another thread, raises."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process, which has no save under way. May be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        try:
+            process.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _ending(code: int) -> str:
+    with suppress(ValueError):
+        return f"by {signal.Signals(-code).name}"
+    return f"with status {code}"
+
+
+def main() -> None:
+    """Run the saver: an order a line on standard input, an answer a line on standard output, both JSON."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    memory = StagingMemory(int(sys.argv[3]), int(sys.argv[2]))
+    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    while True:
+        told = _carry_out(json.loads(orders.get()), memory.memory)
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+
+
+def _listen(orders: queue.SimpleQueue[bytes]) -> None:
+    """Take orders until the training process closes or is gone; then end, whatever is under way."""
+    for line in sys.stdin.buffer:
+        orders.put(line)
+    os._exit(0)
+
+
+def _carry_out(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
+    """Write the checkpoint of an order; returns the answer."""
+    tensors = [_source(StagedTensor(**each), memory) for each in order["tensors"]]
+    told: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            save_checkpoint(Path(order["folder"]), order["step"], tensors, order["meta"], order["keep"])
+        except (LadingError, OSError, MemoryError) as error:
+            told |= {"failed": f"{error}" or type(error).__name__, "kind": type(error).__name__}
+            told["errno"] = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
+    return {**told, "warnings": [str(warning.message) for warning in caught]}
+
+
+def _source(tensor: StagedTensor, memory: memoryview) -> TensorSource:
+    def chunks() -> Iterator[memoryview]:
+        end = tensor.start + tensor.size_bytes
+        for start in range(tensor.start, end, CHUNK_BYTES):
+            yield memory[start : min(start + CHUNK_BYTES, end)]
+
+    return tensor.name, tensor.dtype, tuple(tensor.shape), chunks()

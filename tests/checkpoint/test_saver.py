@@ -1,0 +1,127 @@
+"""The saver process writes what is staged, says what failed, and takes nothing committed with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from lading.checkpoint.saver import SaveOrder, Saver, StagedTensor
+from lading.checkpoint.staging import StagingMemory
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.errors import ConfigError, StorageError
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[StagingMemory]:
+    made = StagingMemory(SIZE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def saver(memory: StagingMemory) -> Iterator[Saver]:
+    made = Saver(memory)
+    yield made
+    made.close()
+
+
+def order(folder: Path, step: int, size: int = SIZE) -> SaveOrder:
+    return SaveOrder(str(folder), step, {"step": step}, 2, (StagedTensor("w", "uint8", (size,), 0, size),))
+
+
+def wait_for(text: str, pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while text not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_writes_what_is_staged_and_yields_to_training(memory: StagingMemory, saver: Saver, tmp_path: Path) -> None:
+    for step in (1, 2):
+        memory.memory[:] = bytes([step]) * SIZE
+        assert saver.save(order(tmp_path, step)) == []
+        checkpoint = open_checkpoint(tmp_path / f"step-0000000{step}")
+        assert checkpoint.meta == {"step": step}
+        assert b"".join(map(bytes, checkpoint.chunks("w"))) == bytes([step]) * SIZE
+    assert saver.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 15
+    assert "torch" not in Path(f"/proc/{saver.pid}/maps").read_text()
+    assert os.getpgid(saver.pid) != os.getpgid(0)  # a terminal's Ctrl-C is for training
+
+
+def test_signals_that_end_a_job_are_left_to_training(saver: Saver, tmp_path: Path) -> None:
+    saver.save(order(tmp_path, 1))
+    assert saver.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(saver.pid, number)
+    pid = saver.pid
+    assert saver.save(order(tmp_path, 2)) == []
+    assert saver.pid == pid
+
+
+def test_its_errors_come_back(saver: Saver, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, before[1]))  # which the saver inherits
+    try:
+        saver.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(StorageError, match="step-00000001") as caught:
+        saver.save(order(tmp_path, 1))
+    assert caught.value.errno == errno.EFBIG
+    assert saver.save(order(tmp_path, 2, 1 << 10)) == []
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
+    with pytest.raises(ConfigError, match="a dtype among"):
+        saver.save(SaveOrder(str(tmp_path), 3, {}, 2, (StagedTensor("w", "text", (1,), 0, 1),)))
+
+
+def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> None:
+    saver.save(order(tmp_path, 1))
+    assert saver.pid is not None
+    os.kill(saver.pid, signal.SIGSTOP)
+    wait_for("(stopped)", saver.pid)
+    failures: list[Exception] = []
+
+    def save() -> None:
+        try:
+            saver.save(order(tmp_path, 2))
+        except StorageError as error:
+            failures.append(error)
+
+    saving = Thread(target=save)
+    saving.start()
+    dead = saver.pid
+    os.kill(dead, signal.SIGKILL)
+    saving.join(10)
+    assert f"step-00000002: the process that saves ({dead}) has died (by SIGKILL)" in str(failures[0])
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    assert saver.save(order(tmp_path, 3)) == []
+    assert saver.pid != dead
+
+
+def test_one_whose_training_process_is_gone_ends(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            saver = Saver(StagingMemory(SIZE))
+            saver.save(order(tmp_path, 1))
+            (tmp_path / "pid").write_text(f"{saver.pid}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"

@@ -1,0 +1,276 @@
+"""Checkpoints written beside training are those that training would have waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lading.checkpoint.saver import SaveOrder, Saver
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.config import load_run
+from lading.errors import BudgetWarning, ConfigError, StorageError
+from lading.hosts import machine_of
+from lading.ir.graph import StepGraph
+from lading.memory.restore import restore_program
+from lading.models.loss import next_byte_loss
+from lading.models.reference import build_model
+from lading.prepare import plan, plan_run
+from lading.tracing.trace import capture
+from lading.train import train_run
+from lading.trainer import Trainer
+from tests.machines import small_machine
+from tests.ranks import run_ranks
+from tests.runs import write_run
+from tests.test_replicas import machine
+
+SIZES: dict[str, Any] = {"dim": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model("gpt", **SIZES)
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"tokens": torch.randint(0, 256, (4, 33), generator=generator)}
+
+
+@cache
+def graph_of() -> StepGraph:
+    return capture(model_of(), batch_of(0), next_byte_loss)
+
+
+def trainer_of(folder: Path, budget: str | int = "1GB", **settings: Any) -> Trainer:
+    made = plan(graph_of(), small_machine(), budget=budget, **settings)
+    return Trainer(made, graph_of(), model_of(), folder=folder, threads=1)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    checkpoint = open_checkpoint(path)
+    return {name: b"".join(map(bytes, checkpoint.chunks(name))) for name in checkpoint.tensors}
+
+
+def test_a_checkpoint_beside_training_is_that_of_its_step_to_the_bit(tmp_path: Path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        trainer.step(batch_of(0))
+        waited = trainer.save(tmp_path / "waited", meta={"a": 1})
+        beside = trainer.save(tmp_path / "beside", meta={"a": 1}, wait=False)
+        losses = [trainer.step(batch_of(step)) for step in (1, 2)]
+        trainer.wait_saved()
+        assert beside.name == waited.name == "step-00000001"
+        assert contents(beside) == contents(waited)
+        assert open_checkpoint(beside).meta == {"a": 1}
+        later = trainer.save(tmp_path / "beside", wait=False)
+        third = trainer.step(batch_of(3))
+    with trainer_of(tmp_path) as trainer:
+        trainer.load(beside)
+        assert [trainer.step(batch_of(step)) for step in (1, 2)] == losses
+        trainer.load(later)  # which the end of the trainer has waited for
+        assert trainer.step(batch_of(3)) == third
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    save = Saver.save
+
+    def slow(self: Saver, wanted: SaveOrder) -> list[str]:
+        time.sleep(0.2)
+        told = save(self, wanted)
+        order.append(f"{wanted.step}")
+        return told
+
+    monkeypatch.setattr(Saver, "save", slow)
+    with trainer_of(tmp_path) as trainer:
+        for step in range(3):
+            trainer.step(batch_of(step))
+            trainer.save(tmp_path / "saved", wait=step == 2)
+            order.append(f"asked {step + 1}")
+    assert order == ["asked 1", "1", "asked 2", "2", "asked 3"]
+
+
+def test_without_room_in_the_budget_training_waits_and_says_so(tmp_path: Path) -> None:
+    with trainer_of(tmp_path, "100%") as trainer:
+        trainer.step(batch_of(0))
+        with pytest.warns(BudgetWarning, match="written while training waits: .* the memory budget leaves .* raise it"):
+            path = trainer.save(tmp_path / "saved", wait=False)
+        assert open_checkpoint(path).step == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.save(tmp_path / "saved", wait=False)  # said once
+
+
+def test_staging_memory_is_in_the_budget(tmp_path: Path) -> None:
+    """One byte less than what is needed is too little; what is measured is the plan's peak and that."""
+    with trainer_of(tmp_path, "100%") as trainer:
+        peak, shortage = trainer.program.peak_bytes, trainer.staging_shortage
+        needed = sum(value.nbytes for value in map(trainer.value, trainer._values))
+    assert "of memory would stage them" in shortage
+    with trainer_of(tmp_path, peak + needed) as trainer:  # lines are rounded up, and the generator's state comes beside
+        assert trainer.staging_shortage
+    with trainer_of(tmp_path, peak + needed + (1 << 16)) as trainer:
+        assert not trainer.staging_shortage
+
+
+class Stopped:
+    """A saver that writes nothing until it is let go on."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        trainer.save(folder, wait=False)
+        trainer.wait_saved()
+        saver = trainer._saves._background.saver
+        assert saver is not None
+        assert saver.pid is not None
+        self.pid = saver.pid
+        os.kill(self.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("told_by", ["save", "wait_saved", "check_saved", "end"])
+def test_a_saver_that_dies_is_told_by_whatever_comes_next(told_by: str, tmp_path: Path) -> None:
+    folder, words = tmp_path / "saved", r"the checkpoint of step 2, saved beside training, is not written: .*SIGKILL"
+    trainer = trainer_of(tmp_path)
+    trainer.step(batch_of(0))
+    stopped = Stopped(trainer, folder)
+    trainer.step(batch_of(1))
+    trainer.save(folder, wait=False)
+    trainer.check_saved()  # nothing is known yet
+    loss = trainer.step(batch_of(2))
+    os.kill(stopped.pid, signal.SIGKILL)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: trainer.save(folder),
+        "wait_saved": trainer.wait_saved,
+        "check_saved": lambda: checked_until(trainer),
+        "end": trainer.close,
+    }
+    with pytest.raises(StorageError, match=words):
+        calls[told_by]()
+    assert latest_checkpoint(folder) == folder / "step-00000001"
+    if told_by != "end":
+        path = trainer.save(folder, wait=False)  # the next may be tried
+        trainer.close()
+        assert latest_checkpoint(folder) == path
+        assert [each for each in folder.iterdir() if ".tmp-" in each.name] == []  # what the dead one left
+    with trainer_of(tmp_path) as again:
+        again.load(folder / "step-00000001")
+        assert [again.step(batch_of(step)) for step in (1, 2)][1] == loss
+
+
+def checked_until(trainer: Trainer) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        trainer.check_saved()
+        time.sleep(0.01)
+
+
+def failing_loop(tmp_path: Path, folder: Path, error: BaseException) -> None:
+    with trainer_of(tmp_path) as trainer:
+        trainer.step(batch_of(0))
+        trainer.save(folder, wait=False)
+        raise error
+
+
+def test_a_loop_that_fails_waits_for_its_save_and_keeps_its_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        failing_loop(tmp_path, tmp_path / "saved", KeyboardInterrupt())
+    assert latest_checkpoint(tmp_path / "saved") == tmp_path / "saved" / "step-00000001"
+    with pytest.raises(ValueError, match="mine") as caught:
+        failing_loop(tmp_path, Path("/proc/nowhere"), ValueError("mine"))
+    assert any("step 1, saved beside training" in note for note in caught.value.__notes__)
+
+
+def test_meta_is_refused_before_anything_is_staged(tmp_path: Path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        with pytest.raises(ConfigError, match="JSON"):
+            trainer.save(tmp_path / "saved", meta={"a": object()}, wait=False)
+        assert trainer._saves._background.memory is None
+
+
+def test_a_run_saves_beside_training_and_predicts_its_peak_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    short = ("optimization.steps=11", 'memory.budget="1GB"', "checkpoint.keep=9")
+    beside = plan_run(load_run(path, short))
+    waits = plan_run(load_run(path, (*short, "checkpoint.wait=true")))
+    staged = beside.program.staging_bytes
+    assert staged > 0 == waits.program.staging_bytes
+    assert beside.plan.peak_bytes["device"] == waits.plan.peak_bytes["device"] + staged
+    assert restore_program(beside.plan, beside.step.graph, machine_of(beside.run)).staging_bytes == staged
+    result = train_run(beside.plan)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert [each.name for each in sorted(checkpoints.glob("step-*"))] == [f"step-{n:08d}" for n in (5, 10, 11)]
+    assert result.peak_bytes <= beside.plan.peak_bytes["device"]
+    assert "while training waits" not in capsys.readouterr().out
+    other = tmp_path / "other"
+    assert (
+        train_run(plan_run(load_run(path, (*short, "checkpoint.wait=true", f"out={other}"))).plan).losses
+        == result.losses
+    )
+    for each in checkpoints.glob("step-*"):
+        assert contents(each) == contents(other / "checkpoints" / each.name)
+    train_run(load_run(path, ("optimization.steps=1", f"out={tmp_path / 'tight'}")))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "checkpoints are written while training waits" in told
+    assert "(checkpoint.wait = true in a run)" in told
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.test_saving import batch_of, trainer_of
+folder = Path(sys.argv[1])
+trainer = trainer_of(folder)
+trainer.step(batch_of(0))
+trainer.save(folder / "saved", wait=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_closing_waits_for_its_save(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, check=True, timeout=100)
+    assert latest_checkpoint(tmp_path / "saved") == tmp_path / "saved" / "step-00000001"
+
+
+def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
+    for number, layout in enumerate(layouts):
+        folder = Path(out) / f"{number}"
+        made = plan(graph_of(), machine(), budget="1GB", layout=layout, cache=False)
+        with Trainer(made, graph_of(), model_of(), folder=folder / f"{rank}", threads=1) as trainer:
+            trainer.step(batch_of(rank))
+            waited = trainer.save(folder / "waited")
+            beside = trainer.save(folder / "beside", wait=False)
+            trainer.step(batch_of(2 + rank))
+            trainer.wait_saved()
+            assert contents(beside) == contents(waited)
+            if rank == 0:
+                (folder / "blocked").write_text("")
+            trainer.save(folder / "blocked", wait=False)
+            with pytest.raises((StorageError, ConfigError), match="the checkpoint of step 2, saved beside training"):
+                trainer.wait_saved()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(2, ["dp2", "dp2,zero3"]), pytest.param(4, ["dp2,pp2", "zero1"], marks=pytest.mark.slow)]
+)
+def test_ranks_save_beside_training(ranks: int, layouts: list[str], tmp_path: Path) -> None:
+    run_ranks(_on_ranks, ranks, layouts, str(tmp_path))

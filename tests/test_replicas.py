@@ -114,10 +114,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     micro: int = 1
     plan: Callable[[], dict[str, Any]] = dict
+    layers: int = 2
 
     def train(self, layout: str, share: int, first: int, folder: Path, steps: int = 3) -> tuple[Any, list[float]]:
         """Train on ``share`` micro-batches a step from number ``first`` on; returns the values and the losses."""
-        model, graph = build(self.model, self.dtype), captured(self.model, self.dtype, share)
+        model = build(self.model, self.dtype, self.layers)
+        graph = captured(self.model, self.dtype, share, self.layers)
         asked = {"budget": "100%", "cache": False, **self.plan()}
         made = lading.plan(graph, machine(), layout=layout, **asked)
         with lading.Trainer(made, graph, model, folder=folder) as trainer:
@@ -146,29 +148,26 @@ def same(name: str, value: torch.Tensor, alone: torch.Tensor) -> bool:
     return torch.equal(value, alone)
 
 
-#: Cases that try something that no other of them tries; the others are slow tests.
+#: Cases that try something that no other of them tries, on one layer; the slow tests try all on two.
 QUICK = ("tied", "masters", "muon", "disk", "statistics")
 
 
-def _replica(rank: int, out: str, names: list[str]) -> None:
+def _replica(rank: int, out: str, names: list[str], layers: int) -> None:
     for name in names:
-        case = CASES[name]
+        case = dataclasses.replace(CASES[name], layers=layers)
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
         torch.save(case.train(f"dp2,bucket_bytes={BUCKET}", case.micro, rank * case.micro, folder), folder / "values")
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param([*QUICK], id="quick"),
-        pytest.param([n for n in CASES if n not in QUICK], id="rest", marks=pytest.mark.slow),
-    ],
+    ("names", "layers"),
+    [pytest.param([*QUICK], 1, id="quick"), pytest.param([*CASES], 2, id="every", marks=pytest.mark.slow)],
 )
-def test_two_ranks_train_as_one_process_to_the_bit(tmp_path: Path, names: list[str]) -> None:
-    run_ranks(_replica, 2, str(tmp_path), names)
+def test_two_ranks_train_as_one_process_to_the_bit(tmp_path: Path, names: list[str], layers: int) -> None:
+    run_ranks(_replica, 2, str(tmp_path), names, layers)
     for name in names:
-        case = CASES[name]
+        case = dataclasses.replace(CASES[name], layers=layers)
         alone, losses = case.train("dp1", 2 * case.micro, 0, tmp_path)
         for rank in range(2):
             values, told = torch.load(tmp_path / f"{name} {rank}" / "values")
@@ -336,7 +335,7 @@ def test_buckets_are_as_large_as_the_network_asks() -> None:
             lambda layout: reduce_gradients(alone, layout),
             dataclasses.replace(machine(), collectives={"all_reduce.2": curve}),
             Layout(dp=2),
-        ).bucket_bytes
+        )[0].bucket_bytes
         for curve in (quick, slow)
     ]
     assert sizes[0] < sizes[1]

@@ -8,15 +8,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lading import spreading
 from lading.catalog.load import save_machine
 from lading.cli.main import main
-from lading.config import run_from_dict
+from lading.config import RunConfig, run_from_dict
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Machine, Processes
@@ -24,9 +26,11 @@ from lading.ir.plan import Plan
 from lading.ir.request import Request
 from lading.prepare import check_spread_layout, plan_run
 from lading.report.metrics import read_metrics
+from lading.run import CapturedRun, Prepared, capture_run, sharing_batches
 from lading.runtime.host import host_id
 from lading.runtime.probe_ranks import OPS
 from lading.spreading import layouts_of_run, spread_model
+from lading.tracing.initial import Deferred
 from lading.train import train_run
 from tests.machines import small_machine
 from tests.runs import OVERHEAD_BYTES
@@ -47,6 +51,22 @@ def host(rate: float = 1e9, where: str = "elsewhere") -> Machine:
     curve = Curve(size=(1e3, 1e6), rate=(rate / 10, rate))
     machine = small_machine(overhead_bytes=OVERHEAD_BYTES)
     return dataclasses.replace(machine, host_id=where, collectives=dict.fromkeys(names, curve))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    """A run of one batch and as many micro-batches is captured once for all searches, whose layouts it is for."""
+    steps: dict[str, CapturedRun] = {}
+
+    def captured(run: RunConfig, machine: Machine, initial: Deferred | None = None) -> CapturedRun:
+        key = repr((run.model, run.data, run.optimization.accumulation))
+        if key not in steps:
+            steps[key] = capture_run(run, machine, initial)
+        return steps[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spreading, "capture_run", captured)
+        yield
 
 
 @pytest.fixture
@@ -104,7 +124,10 @@ def test_the_layouts_are_all_that_a_run_may_have(devices: int) -> None:
     assert {str(layout) for layout in layouts_of_run(devices, {})[0]} == found
 
 
-@pytest.mark.parametrize("rate", [1e6, 1e10], ids=["slow network", "fast network"])
+@pytest.mark.parametrize(
+    "rate",
+    [pytest.param(1e6, id="slow network"), pytest.param(1e10, id="fast network", marks=pytest.mark.slow)],
+)
 def test_the_first_is_the_fastest_of_all_when_each_is_planned(folder: Path, rate: float) -> None:
     machine = host(rate)
     request = asked(2)
@@ -115,7 +138,8 @@ def test_the_first_is_the_fastest_of_all_when_each_is_planned(folder: Path, rate
         moved = dataclasses.replace(moved, micro_batches=request.global_batch // way.micro_batch)
         data = dataclasses.replace(found.best.run.data, batch_size=way.micro_batch)
         run = dataclasses.replace(found.best.run, data=data, optimization=moved, layout=str(way.layout))
-        plan = plan_run(run, machine, devices=2).plan
+        step = spreading.capture_run(sharing_batches(run, 2), machine)
+        plan = plan_run(run, machine, step, devices=2).plan
         steps[str(way.layout)] = plan.step_s
         assert not any("c10d" in said or "collective" in said for said in plan.assumptions)  # they were measured
     assert len(steps) >= 6
@@ -126,12 +150,12 @@ def test_the_first_is_the_fastest_of_all_when_each_is_planned(folder: Path, rate
 
 def test_a_budget_chooses_other_layouts_and_what_does_not_fit_is_said(folder: Path) -> None:
     machine = host()
-    roomy = spread_model(asked(2), machine, cache=False)
+    pins = {"dp": 2, "zero": 0}
+    roomy = spread_model(asked(2, pins=pins), machine, cache=False)
     whole = roomy.best.plan.peak_bytes["device"]
     pinned = spread_model(asked(2, pins={"pp": 2, "schedule": "zbv", "vpp": 2}), machine, cache=False)
     assert [str(way.layout) for way in pinned.ways] == ["pp2,vpp2,zbv"]
     assert pinned.best.plan.ranks == 2
-    pins = {"dp": 2, "zero": 0}
     with pytest.raises(PlanInfeasible, match=r"none of 1 layouts fits 49.00 MiB a rank; the nearest is dp2: no plan"):
         spread_model(asked(2, pins=pins, budgets={"device": OVERHEAD_BYTES + (1 << 20)}), machine, cache=False)
     assert roomy.ways[0].micro_batch == 4
@@ -167,6 +191,22 @@ def test_what_is_not_searched_is_said(folder: Path) -> None:
     assert any(said.startswith("pipelines of several chunks a rank: --pin schedule") for said in found.left_out)
 
 
+def test_what_no_plan_can_hold_is_not_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of every layout needs more at once than the budget: one is planned, to say what is missing."""
+    planned: list[str] = []
+
+    def counted(run: RunConfig, *rest: Any, **more: Any) -> Prepared:
+        planned.append(run.layout)
+        return plan_run(run, *rest, **more)
+
+    monkeypatch.setattr(spreading, "plan_run", counted)
+    with pytest.raises(PlanInfeasible, match=r"none of \d+ layouts fits 100.00 KiB a rank; the nearest is ") as caught:
+        spread_model(asked(2, budgets={"device": 100 << 10}), host(), cache=False)
+    assert len(planned) == 1
+    assert f"the nearest is {planned[0]}: no plan fits a device budget of 100.00 KiB" in str(caught.value)
+    assert caught.value.smallest_budget_bytes > OVERHEAD_BYTES
+
+
 def test_a_machine_without_collectives_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="make one with: lading probe --ranks 2"):
         spread_model(asked(2), dataclasses.replace(host(), collectives={}), cache=False)
@@ -180,7 +220,7 @@ def plan_words(devices: int, batch: int, layers: int = 1) -> list[str]:
 def test_the_command_ends_with_the_line_that_runs_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*plan_words(2, 4), "--stack", "megatron-core"]) == 2
     assert "--stack belongs to a cluster" in " ".join(capsys.readouterr().err.split())
-    assert main(plan_words(2, 4)) == 0
+    assert main([*plan_words(2, 4), "--pin", "dp=2", "--pin", "zero=0"]) == 0
     said = capsys.readouterr().out
     line = "run it here by: torchrun --standalone --nproc-per-node 2 -m lading train --plan plan.json"
     assert said.splitlines()[-1] == line

@@ -49,6 +49,7 @@ from lading.planner.api import (
     SAVE_BYTES,
     SPARE_BYTES,
     STAGING_BYTES,
+    InMemory,
     Planned,
     best_buckets,
     in_memory,
@@ -152,64 +153,38 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
-    here = ranks_here() if num_ranks()[0] > 1 else spread.devices
-    here = min(here, spread.devices)
-    machine = _with_threads(machine, here).shared_by(here)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    uncut = _uncut(rule, others)
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
-    limits = _limits(machine, disk_budget, budgets)
-
-    moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
-
-    def plan_in(spread: Layout, budget: str | float) -> Plan:
-        layout, parts = _prepared_layout(graph, machine, spread, moved, groups)
-        each = [made(layout, budget, part) for part in parts]
-        return joined(each, machine) if spread.pp > 1 else each[0].plan
-
-    def made(layout: Layout, budget: str | float, part: Choices) -> Planned:
-        steps = [step_of(each, machine, **moved, layout=layout, choices=part) for each in (graph, *others)]
-        step, *rest = together(steps)
-        with planning_progress(after_s=_QUICK_S) as progress:
-            memory, others_scratch = _memory_by_turns(step, rest, machine, progress)
-            planned = cached_plan(
-                step,
-                machine,
-                folder=cache_folder() if cache else None,
-                progress=progress,
-                others=others_scratch,
-                budget=budget,
-                budgets=limits,
-                policy=policy,
-                expansion={
-                    "clip_norm": clip_norm,
-                    "master_weights": float(master_weights),
-                    "compile": float(compile),
-                    **memory.settings(_save_bytes(step, machine)),
-                },
-                workspace_bytes=memory.scratch_bytes,
-            )
-        plan = _told(planned.plan, memory, graph, rule, matrices, layout)
-        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
-        return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
+    planner = _LayoutPlanner(
+        graph=graph,
+        others=others,
+        machine=_shared_machine(machine, spread.devices),
+        limits=_limits(machine, disk_budget, budgets),
+        policy=policy,
+        moved=_MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices),
+        groups=groups,
+        compile=compile,
+        cache=cache,
+    )
 
     def make() -> Plan:
-        if layout or spread.devices == 1 or uncut:
-            return plan_in(spread, budget)
-        return _fastest(spread, plan_in, budget, graph.accumulation)
+        if layout or spread.devices == 1 or _uncut(rule, others):
+            return planner.plan(spread, budget)
+        return _fastest(spread, planner.plan, budget, graph.accumulation)
 
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
-    asked = {
-        "layout": layout,
-        "budget": budget,
-        "policy": getattr(policy, "__name__", policy),
-        "compile": compile,
-        **moved,
-    }
+    named = getattr(policy, "__name__", policy)
+    asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, **planner.moved}
     return _by_first_rank(make, [graph, *others], asked)
+
+
+def _shared_machine(machine: Machine, devices: int) -> Machine:
+    """Make the machine that each of so many ranks has: those of this job on this host share it, or all will."""
+    here = min(ranks_here() if num_ranks()[0] > 1 else devices, devices)
+    return _with_threads(machine, here).shared_by(here)
 
 
 class _MovedBy(TypedDict):
@@ -221,17 +196,73 @@ class _MovedBy(TypedDict):
     matrices: Matrices | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LayoutPlanner:
+    """Planner of one captured step and its others in any layout, as ``plan`` is asked for it.
+
+    Attributes:
+        machine: Machine that a rank has.
+        limits: Budgets of tiers by name.
+        groups: Parameters of each group of the optimizer but the first.
+        compile, cache: As of ``plan``.
+    """
+
+    graph: StepGraph
+    others: Sequence[StepGraph]
+    machine: Machine
+    limits: Mapping[str, str | float]
+    policy: str | Policy
+    moved: _MovedBy
+    groups: tuple[tuple[str, ...], ...]
+    compile: bool
+    cache: bool
+
+    def plan(self, spread: Layout, budget: str | float) -> Plan:
+        """Plan the step in a layout, with the ranks along a pipeline."""
+        layout, parts, _ = _prepared_layout(self.graph, self.machine, spread, self.moved, self.groups)
+        each = [self._planned(layout, budget, part) for part in parts]
+        return joined(each, self.machine) if spread.pp > 1 else each[0].plan
+
+    def _planned(self, layout: Layout, budget: str | float, part: Choices) -> Planned:
+        """Plan the step of a rank, whose choices begin with those of its part of the model."""
+        captures = (self.graph, *self.others)
+        steps = [step_of(each, self.machine, **self.moved, layout=layout, choices=part) for each in captures]
+        step, *rest = together(steps)
+        with planning_progress(after_s=_QUICK_S) as progress:
+            memory, others_scratch = _memory_by_turns(step, rest, self.machine, progress)
+            planned = cached_plan(
+                step,
+                self.machine,
+                folder=cache_folder() if self.cache else None,
+                progress=progress,
+                others=others_scratch,
+                budget=budget,
+                budgets=self.limits,
+                policy=self.policy,
+                expansion={
+                    "clip_norm": self.moved["clip_norm"],
+                    "master_weights": float(self.moved["master_weights"]),
+                    "compile": float(self.compile),
+                    **memory.settings(_save_bytes(step, self.machine)),
+                },
+                workspace_bytes=memory.scratch_bytes,
+            )
+        plan = _told(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
+        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
+        return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
+
+
 def _prepared_layout(
     graph: StepGraph, machine: Machine, spread: Layout, moved: _MovedBy, groups: tuple[tuple[str, ...], ...] = ()
-) -> tuple[Layout, list[Choices]]:
+) -> tuple[Layout, list[Choices], InMemory | None]:
     """Choose where a pipeline is cut, and the bytes of a bucket of gradients.
 
     Args:
         groups: Parameters of each group of the optimizer but the first.
 
     Returns:
-        The layout with its buckets, and the choices that the step of each rank along the pipeline begins with; one for
-        all ranks without a pipeline.
+        The layout with its buckets; the choices that the step of each rank along the pipeline begins with, one for all
+        ranks without a pipeline; and what their step takes in memory, where choosing predicted that.
     """
     parts = [Choices(groups=groups if spread.zero else ())]
     if spread.pp > 1:
@@ -241,7 +272,7 @@ def _prepared_layout(
         cuts = narrow_cuts(whole, pipeline_of(spread, graph.accumulation).stages, work, sending)
         parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
     if (spread.dp == 1 and not spread.zero) or spread.bucket_bytes or spread.cuts_parameters:
-        return spread, parts
+        return spread, parts, None
     alone = None
     if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:
         alone = step_of(graph, machine, **moved, layout=ALONE, widen=True)
@@ -251,7 +282,8 @@ def _prepared_layout(
             return step_of(graph, machine, **moved, layout=tried, choices=parts[0])
         return reduce_gradients(alone, tried)
 
-    return best_buckets(step_in, machine, spread), parts
+    layout, predicted = best_buckets(step_in, machine, spread)
+    return layout, parts, predicted if spread.pp == 1 else None
 
 
 def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], asked: Mapping[str, object]) -> Plan:
@@ -498,11 +530,8 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
     return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
 
 
-def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: int) -> tuple[float, int]:
+def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: int) -> InMemory:
     """Predict a captured run in its layout if ranks of one host keep everything in memory; nothing is searched.
-
-    Returns:
-        Seconds of a step, and bytes of the rank that holds most, what kernels take beside tensors left out.
 
     Raises:
         ConfigError: a run is not spread so, or this step cannot be.
@@ -516,9 +545,10 @@ def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: 
         matrices=chosen.matrices,
     )
     shared = _with_threads(machine, devices, run.num_threads).shared_by(devices)
-    layout, parts = _prepared_layout(step.captured, shared, spread, moved)
-    steps = [step_of(step.captured, shared, **moved, layout=layout, choices=part) for part in parts]
-    return in_memory(steps, shared)
+    layout, parts, predicted = _prepared_layout(step.captured, shared, spread, moved)
+    if predicted is not None:
+        return predicted
+    return in_memory([step_of(step.captured, shared, **moved, layout=layout, choices=part) for part in parts], shared)
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:

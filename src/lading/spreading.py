@@ -50,6 +50,7 @@ class SpreadLayout:
         micro_batches: Micro-batches of a replica in a step.
         in_memory_s: Seconds of a step if all of it stays in memory.
         in_memory_bytes: Bytes of the rank that then holds most.
+        working_bytes: Most bytes that one operation of a rank reads and writes: no plan needs fewer.
         prepared: The planned run; None where it was not planned, or does not fit.
         why: Reason that it does not fit; "" where it does, or was not planned.
     """
@@ -59,6 +60,7 @@ class SpreadLayout:
     micro_batches: int
     in_memory_s: float
     in_memory_bytes: int
+    working_bytes: int
     prepared: Prepared | None = None
     why: str = ""
 
@@ -248,15 +250,16 @@ class _SpreadSearch:
             run, step = self._captured(layout, size)
             if layout.zero == 1 and run.optimization.accumulation == 1 and "zero" not in self.request.pins:
                 continue  # as zero 2
-            seconds, peak = run_in_memory(run, self.machine, step, layout.devices)
+            predicted = run_in_memory(run, self.machine, step, layout.devices)
             way = SpreadLayout(
                 layout=layout,
                 micro_batch=size,
                 micro_batches=run.optimization.accumulation,
-                in_memory_s=seconds,
-                in_memory_bytes=peak,
+                in_memory_s=predicted.seconds,
+                in_memory_bytes=predicted.peak_bytes,
+                working_bytes=predicted.working_bytes,
             )
-            if peak <= self._budget_bytes:
+            if predicted.peak_bytes <= self._budget_bytes:
                 break
         return way
 
@@ -293,43 +296,77 @@ class _SpreadSearch:
         run = sharing_batches(sharing_processors(dataclasses.replace(sized, optimization=moved), ranks), ranks)
         key = size, run.optimization.accumulation
         if key not in self.captured:
-            self.captured[key] = capture_run(run, self.machine)
+            built = next((step.initial for step in self.captured.values()), None)  # of any batch it is the same model
+            self.captured[key] = capture_run(run, self.machine, built)
         return run, self.captured[key]
 
     def planned(self, ways: list[SpreadLayout]) -> tuple[SpreadLayout, ...]:
         """Plan ways until none that is left can be faster; the fastest first, then those that do not fit.
 
+        A way of which one operation alone needs more than the budget is not planned.
+
         Raises:
             PlanInfeasible: none fits.
         """
         fits: list[SpreadLayout] = []
-        over: list[SpreadLayout] = []
-        errors: list[PlanInfeasible] = []
+        hopeless: list[SpreadLayout] = []
+        over: list[tuple[SpreadLayout, PlanInfeasible]] = []
         rest = list(ways)
         while rest and not (fits and min(_step_s(way) for way in fits) <= rest[0].in_memory_s):
             way = rest.pop(0)
             self.progress.update(0.5 + 0.5 * (len(ways) - len(rest)) / len(ways), f"planning {way.layout}")
-            run, step = self._captured(way.layout, way.micro_batch)
-            try:
-                prepared = plan_run(run, self.machine, step, devices=way.layout.devices, cache=self.cache)
-                fits.append(dataclasses.replace(way, prepared=prepared))
-            except PlanInfeasible as error:
-                smaller = [size for size in self._sizes(way.layout) if size < way.micro_batch]
-                if (again := self._way(way.layout, smaller)) is not None:
-                    rest = sorted([*rest, again], key=_order)
+            is_hopeless, error = way.working_bytes > self._budget_bytes, None
+            if not is_hopeless:
+                try:
+                    fits.append(self._plan(way))
                     continue
-                errors.append(error)
-                over.append(dataclasses.replace(way, why=f"{format_bytes(error.missing_bytes)} over the budget"))
+                except PlanInfeasible as said:
+                    error = said
+            smaller = [size for size in self._sizes(way.layout) if size < way.micro_batch]
+            if (again := self._way(way.layout, smaller)) is not None:
+                rest = sorted([*rest, again], key=_order)
+            elif error is None:
+                hopeless.append(way)
+            else:
+                over.append((way, error))
         if not fits:
-            nearest = min(range(len(errors)), key=lambda at: errors[at].missing_bytes)
-            error = errors[nearest]
-            raise PlanInfeasible(
-                f"none of {len(over)} layouts fits {format_bytes(self._budget_bytes)} a rank; the nearest is "
-                f"{over[nearest].layout}: {error}",
-                missing_bytes=error.missing_bytes,
-                smallest_budget_bytes=error.smallest_budget_bytes,
-            ) from error
-        return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *rest, *over)
+            raise self._none_fits(hopeless, over)
+        unfit = [_over(way, error.missing_bytes) for way, error in over]
+        unfit += [_over(way, way.working_bytes - self._budget_bytes, "at least ") for way in hopeless]
+        return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *rest, *unfit)
+
+    def _plan(self, way: SpreadLayout) -> SpreadLayout:
+        """Plan a way within the budget; raises PlanInfeasible where it does not fit."""
+        run, step = self._captured(way.layout, way.micro_batch)
+        prepared = plan_run(run, self.machine, step, devices=way.layout.devices, cache=self.cache)
+        return dataclasses.replace(way, prepared=prepared)
+
+    def _none_fits(
+        self, hopeless: list[SpreadLayout], over: list[tuple[SpreadLayout, PlanInfeasible]]
+    ) -> PlanInfeasible:
+        """Make the error that no way fits, with what the nearest lacks: of hopeless ones that with least to work on."""
+        count = len(hopeless) + len(over)
+        if not over:
+            nearest = min(hopeless, key=lambda way: (way.working_bytes, _order(way)))
+            try:
+                self._plan(nearest)
+            except PlanInfeasible as error:
+                over = [(nearest, error)]
+        assert over, "what an operation needs at once is more than the budget"
+        nearest, error = min(over, key=lambda each: each[1].missing_bytes)
+        raised = PlanInfeasible(
+            f"none of {count} layouts fits {format_bytes(self._budget_bytes)} a rank; the nearest is "
+            f"{nearest.layout}: {error}",
+            missing_bytes=error.missing_bytes,
+            smallest_budget_bytes=error.smallest_budget_bytes,
+        )
+        raised.__cause__ = error
+        return raised
+
+
+def _over(way: SpreadLayout, missing_bytes: int, least: str = "") -> SpreadLayout:
+    """Say of a way how much is missing."""
+    return dataclasses.replace(way, why=f"{least}{format_bytes(missing_bytes)} over the budget")
 
 
 def _order(way: SpreadLayout) -> tuple[float, str]:

@@ -6,12 +6,14 @@ import dataclasses
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.captured import captured_step
 from tests.machines import small_machine
-from tests.planner.steps import step_of
+from tests.planner.steps import step_of, within
 from tests.runs import shorten_search
 
 from lading.errors import ConfigError, PlanInfeasible
@@ -23,9 +25,9 @@ from lading.ir.plan import Choices, Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
 from lading.memory.restore import apply_choices, predicted_timeline, restore_program
 from lading.memory.verify import verify
-from lading.planner import orders
+from lading.planner import linear, orders
 from lading.planner.api import POLICIES, Planned, make_plan
-from lading.planner.residency import smallest_budget_bytes
+from lading.planner.residency import StepProblem, smallest_budget_bytes
 from lading.tracing.trace import capture
 from lading.units import parse_bytes
 
@@ -111,10 +113,21 @@ def test_scratch_is_part_of_the_budget() -> None:
     assert not any("scratch" in text for text in made.plan.assumptions)
 
 
-@pytest.mark.parametrize(("name", "budget"), [("gpt", "65%"), pytest.param("gpt+", "75%", marks=pytest.mark.slow)])
-def test_planning_is_deterministic_and_plans_are_made_again(name: str, budget: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget", "searched"),
+    [
+        ("gpt", "65%", False),
+        pytest.param("gpt", "65%", True, marks=pytest.mark.slow),
+        pytest.param("gpt+", "75%", True, marks=pytest.mark.slow),
+    ],
+)
+def test_planning_is_deterministic_and_plans_are_made_again(
+    name: str, budget: str, searched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not searched:
+        shorten_search(monkeypatch.setattr)
     machine = small_machine(overhead_bytes=OVERHEAD)
-    first, second = planned(name, budget), make_plan(graph_of(name), machine, budget=budget)
+    first, second = (make_plan(graph_of(name), machine, budget=budget) for _ in range(2))
     first.plan.save(tmp_path / "first.json")
     second.plan.save(tmp_path / "second.json")
     assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
@@ -264,6 +277,38 @@ def test_without_a_disk_only_recomputing_is_left() -> None:
     assert set(made.plan.budgets) == {"device"}
     with pytest.raises(PlanInfeasible):
         make_plan(graph, machine, budget=needs // 2)
+
+
+@pytest.mark.usefixtures("first_that_fits")
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "device alone"])
+def test_what_no_plan_can_hold_is_refused_without_a_search(disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the error of the whole search; and what the least budget of a plan holds is searched for."""
+    graph, machine = graph_of("gpt"), small_machine(disk=disk)
+    step = step_of(graph, machine)
+    needs, solved = smallest_budget_bytes(step)[0], list[int]()
+    solve = linear.Relaxation.solve
+
+    def counted(self: linear.Relaxation, budget_bytes: int, extra: np.ndarray | None = None) -> Any:
+        solved.append(budget_bytes)
+        return solve(self, budget_bytes, extra)
+
+    monkeypatch.setattr(linear.Relaxation, "solve", counted)
+    tight = within(step, needs)
+    floor = needs - tight.arena_bytes + int(tight.bound_problem.base.max())
+    assert needs // 4 < floor <= needs
+    errors: list[str] = []
+    for hopeless in (True, False):
+        with monkeypatch.context() as patch:
+            if not hopeless:
+                patch.setattr(StepProblem, "is_hopeless", False)
+            with pytest.raises(PlanInfeasible) as raised:
+                make_plan(graph, machine, budget=floor - 1)
+        errors.append(f"{raised.value} {raised.value.smallest_budget_bytes}")
+        assert bool(solved) == (not hopeless)
+    assert errors[0] == errors[1]
+    solved.clear()
+    assert make_plan(graph, machine, budget=needs).plan.budgets["device"] == needs
+    assert solved
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.layout import Layout
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program, slot_sizes
 from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
@@ -299,39 +299,54 @@ def keep_all_bytes(
     return StepProblem(graph, lifetimes(graph), machine, costs, limits).needs({})
 
 
-def best_buckets(step_of: Callable[[Layout], StepGraph], machine: Machine, layout: Layout) -> Layout:
+@dataclass(frozen=True)
+class InMemory:
+    """Step of ranks that keep everything in memory, as predicted.
+
+    Attributes:
+        seconds: Seconds of the step.
+        peak_bytes: Most device bytes of a rank, scratch of kernels left out.
+        working_bytes: Most bytes that one operation of a rank reads and writes: no plan of the step needs fewer.
+    """
+
+    seconds: float
+    peak_bytes: int
+    working_bytes: int
+
+
+def best_buckets(step_of: Callable[[Layout], StepGraph], machine: Machine, layout: Layout) -> tuple[Layout, InMemory]:
     """Layout with the least bytes of a bucket with which a step takes the shortest time, all kept in memory.
 
     Small buckets are reduced early, and each costs a collective's latency.
 
     Args:
         step_of: Makes the whole step in a layout.
+
+    Returns:
+        The layout, and what its step takes.
+
     Raises:
         ConfigError: the step cannot be run by several ranks, or nothing is known of collectives among so many.
     """
-    limits = {DEVICE: _NO_LIMIT, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
-    seconds: dict[Layout, float] = {}
+    predicted: dict[Layout, InMemory] = {}
     counts = set[int]()
     for size in _BUCKETS:
         tried = dataclasses.replace(layout, bucket_bytes=size)
         graph = step_of(tried)
-        if len(graph.collectives) in counts:  # the buckets of a smaller size
-            continue
-        counts.add(len(graph.collectives))
-        problem = StepProblem(graph, lifetimes(graph), machine, step_costs(graph, machine), limits)
-        program = problem.lower({}).program
-        assert program is not None, "without a limit everything fits"
-        seconds[tried] = problem.seconds(program)
-    return min(seconds, key=lambda tried: (seconds[tried], tried.bucket_bytes))
+        if len(graph.collectives) not in counts:  # else the buckets of a smaller size
+            counts.add(len(graph.collectives))
+            predicted[tried] = in_memory([graph], machine)
+        if sum(graph.ops[index].bytes_read for index in graph.collectives) < size:
+            break  # one bucket has all gradients, and so has any larger one
+    best = min(predicted, key=lambda tried: (predicted[tried].seconds, tried.bucket_bytes))
+    return best, predicted[best]
 
 
-def in_memory(steps: Sequence[StepGraph], machine: Machine) -> tuple[float, int]:
+def in_memory(steps: Sequence[StepGraph], machine: Machine) -> InMemory:
     """Predict a step of ranks that keep everything in memory.
 
     Args:
         steps: Step of each rank along a pipeline; one where all ranks run the same.
-    Returns:
-        Seconds of the step, and the most device bytes of a rank, scratch of kernels left out.
     """
     limits = {DEVICE: _NO_LIMIT, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
     problems = [StepProblem(step, lifetimes(step), machine, step_costs(step, machine), limits) for step in steps]
@@ -341,7 +356,14 @@ def in_memory(steps: Sequence[StepGraph], machine: Machine) -> tuple[float, int]
         seconds = problems[0].seconds(programs[0])
     else:
         seconds = max(timeline.duration_s for timeline in simulate_ranks(programs, machine))
-    return seconds, max(program.predicted_bytes for program in programs)
+    return InMemory(seconds, max(program.predicted_bytes for program in programs), max(map(_working_bytes, steps)))
+
+
+def _working_bytes(step: StepGraph) -> int:
+    """Most bytes of the device that one operation of a step reads and writes."""
+    sizes = slot_sizes(step)
+    touched = ({*step.op_reads[op], *step.op_writes[op]} for op in range(len(step.ops)) if op not in step.on_host)
+    return max((sum(sizes[storage] for storage in storages) for storages in touched), default=0)
 
 
 def joined(each: Sequence[Planned], machine: Machine) -> Plan:

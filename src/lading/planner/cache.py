@@ -101,6 +101,16 @@ def cached_plan(
         changed: Asked = {"expansion": expansion, "budget": budget, "workspace_bytes": scratch, "homes": homes}
         return _cached(step, machine, folder, progress, {**asked, **changed})
 
+    def leaving(enough: int, less: int) -> tuple[Planned, int]:
+        """Plan the lead in ``less`` bytes below the limit, or as near to that as it fits, but above ``enough``."""
+        while True:
+            try:
+                return planned(lead, limit - less, None), less
+            except PlanInfeasible:
+                if less - enough <= PAGE_BYTES:
+                    raise
+                less = (enough + less) // 2
+
     first, plans, less = planned(lead, limit, None), list[Planned](), 0
     for attempt in range(_TRIES):
         homes = homes_of(first.program)
@@ -110,8 +120,8 @@ def cached_plan(
         except PlanInfeasible as error:
             if attempt == _TRIES - 1:
                 raise
-            less = 2 * less + error.missing_bytes + PAGE_BYTES
-        first = planned(lead, limit - less, None)  # leave more room to the others
+            more = 2 * less + error.missing_bytes + PAGE_BYTES
+            first, less = leaving(less, more)  # more room for the others
     mine, *rest = plans
     return Planned(
         dataclasses.replace(mine.plan, others=tuple(other.plan for other in rest)),

@@ -383,6 +383,72 @@ def _saving_bytes(costs: StepCosts) -> int:
     return costs.save_bytes + (scratch if scratch < _LARGEST_KEPT_BYTES else 0) if costs.save_bytes else 0
 
 
+class Lowering:
+    """Choices of a step, emitted, to be packed into arenas of any size.
+
+    Attributes:
+        emission: Items and residencies.
+        peak_bytes: Bytes resident at once if every transfer took no time: no arena is smaller.
+        peak_item: Number of the item at which that is.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        lives: Lifetimes,
+        machine: Machine,
+        costs: StepCosts,
+        choices: Choices,
+        item_seconds: Sequence[float] | None = None,
+    ) -> None:
+        """Emit choices; the arguments are those of ``lower``."""
+        self.graph, self.machine, self.costs, self.homes = graph, machine, costs, lives.homes
+        self.emission = emit(graph, lives, _one_tier(_at_home(lives, choices), machine), machine.host_tier)
+        self.seconds = [_item_seconds(graph, machine, costs, item) for item in self.emission.items]
+        if item_seconds:
+            timed = iter(item_seconds)
+            self.seconds = [0.0 if item.op in graph.beside else next(timed) for item in self.emission.items]
+        self._network = _network_seconds(graph, costs, self.emission)
+        base = base_profile(graph, self.emission)
+        self.peak_bytes, self.peak_item = int(base.max()), int(base.argmax())
+
+    def placed(self, soft_bytes: int, arena_bytes: int) -> PackedEmission:
+        """Give transfers ``soft_bytes`` of room, and find addresses: within the arena, or as low as they can be."""
+        room = stretch(
+            self.graph, self.machine, self.emission, self.seconds, soft_bytes,
+            repeats=self.homes is None, network_seconds=self._network,
+        )  # fmt: skip
+        cut, stretched = wrapped(self.emission, room)
+        return PackedEmission(cut, stretched, _pack(self.graph, cut, stretched, arena_bytes, self.homes))
+
+    def within(self, arena: int, *, sparing: bool) -> PackedEmission:
+        """Find addresses within an arena of so many bytes, or the nearest to it; arguments and how are of ``lower``."""
+        peak = self.peak_bytes
+        attempt, soft, step = self.placed(arena, arena), arena, max(1, arena // _STEPS)
+        if attempt.size_bytes > arena > peak:
+            tightest = self.placed(peak, arena)
+            while attempt.size_bytes > arena and attempt is not tightest:
+                soft -= max(attempt.size_bytes - arena, step)
+                step *= 2
+                attempt = self.placed(soft, arena) if soft > peak and tightest.size_bytes <= arena else tightest
+        for share in _SPARING if sparing else ():
+            if attempt.size_bytes > arena:
+                spared = self.placed(int(share * peak), arena)
+                attempt = min(attempt, spared, key=lambda placed: placed.size_bytes)
+        return attempt
+
+    def smallest_arena_bytes(self) -> int:
+        """Smallest arena, to within 2%, that ``within`` finds addresses in if it spares room."""
+        low, high = self.peak_bytes, self.placed(0, self.peak_bytes).size_bytes
+        while high - low > max(high // 50, PAGE_BYTES):
+            middle = (low + high) // 2
+            if self.within(middle, sparing=True).size_bytes > middle:
+                low = middle + 1
+            else:
+                high = middle
+        return high
+
+
 def lower(
     graph: StepGraph,
     lives: Lifetimes,
@@ -407,43 +473,19 @@ def lower(
         sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
             that end where nothing else begins leave holes. It takes several packings where nothing fits.
     """
-    homes = lives.homes
-    emission = emit(graph, lives, _one_tier(_at_home(lives, choices), machine), machine.host_tier)
-    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    if item_seconds:
-        timed = iter(item_seconds)
-        seconds = [0.0 if item.op in graph.beside else next(timed) for item in emission.items]
-    network = _network_seconds(graph, costs, emission)
-    arena = budgets[DEVICE] - fixed_bytes(machine, costs)
-    base = base_profile(graph, emission)
-    peak = int(base.max())
-    peak_item = int(base.argmax())
-    if peak > arena:
-        return Lowered(None, emission, peak - arena, peak_item, peak)
-
-    def placed(soft_bytes: int) -> _Placed:
-        room = stretch(graph, machine, emission, seconds, soft_bytes, repeats=homes is None, network_seconds=network)
-        cut, stretched = wrapped(emission, room)
-        return _Placed(cut, stretched, _pack(graph, cut, stretched, arena, homes))
-
-    attempt, soft, step = placed(arena), arena, max(1, arena // _STEPS)
-    if attempt.size_bytes > arena > peak:
-        tightest = placed(peak)
-        while attempt.size_bytes > arena and attempt is not tightest:
-            soft -= max(attempt.size_bytes - arena, step)
-            step *= 2
-            attempt = placed(soft) if soft > peak and tightest.size_bytes <= arena else tightest
-    for share in _SPARING if sparing else ():
-        if attempt.size_bytes > arena:
-            attempt = min(attempt, placed(int(share * peak)), key=lambda placed: placed.size_bytes)
+    lowering = Lowering(graph, lives, machine, costs, choices, item_seconds)
+    arena, emission, peak_item = budgets[DEVICE] - fixed_bytes(machine, costs), lowering.emission, lowering.peak_item
+    if lowering.peak_bytes > arena:
+        return Lowered(None, emission, lowering.peak_bytes - arena, peak_item, lowering.peak_bytes)
+    attempt = lowering.within(arena, sparing=sparing)
     if attempt.size_bytes > arena:
         return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
-    program = _program(graph, attempt, budgets, machine, costs, homes)
+    program = _program(graph, attempt, budgets, machine, costs, lives.homes)
     return Lowered(program, emission, 0, peak_item, attempt.size_bytes)
 
 
 @dataclass(frozen=True)
-class _Placed:
+class PackedEmission:
     """Residencies with some room for their transfers, and their addresses."""
 
     emission: Emission
@@ -539,7 +581,7 @@ def _pack(
 
 def _program(
     graph: StepGraph,
-    placed: _Placed,
+    placed: PackedEmission,
     budgets: dict[str, int],
     machine: Machine,
     costs: StepCosts,

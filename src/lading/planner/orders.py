@@ -335,9 +335,12 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
             deferred_step(step, count),
             _within(progress, index / len(counts) / 3, 1 / len(counts) / 3, count),
         )
+        search = ResidencySearch(ordered, () if count else others)
+        searches.append((count, search))
+        if search.best is None and ordered.is_hopeless:
+            continue
         tell(0.0, "a time that no plan can beat")
         bound_s = min(bound_s, lower_bound_s(ordered))
-        search = ResidencySearch(ordered, () if count else others)
         tell(0.3, "a first plan")
         search.advance()
         tell(0.6, "plans that only move, or only evict")
@@ -346,7 +349,7 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
             search.offer(plan)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)
-        searches.append((count, search))
+    bound_s = bound_s if bound_s < float("inf") else 0.0
     count, plan = _finished(searches, bound_s, progress)
     progress.update(0.9, "the fastest plan with single choices changed")
     plan = polished(plan, bound_s)

@@ -40,7 +40,7 @@ from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
 from lading.planner.fluid import flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
-from lading.planner.lower import Lowered, StepCosts, fixed_bytes, lower, unlimited_bytes
+from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.device_step import simulate, step_times
@@ -158,6 +158,16 @@ class StepProblem:
         """Bytes of the device's budget that tensors may use."""
         return self.budgets["device"] - fixed_bytes(self.machine, self.costs)
 
+    @cached_property
+    def bound_problem(self) -> ResidencyProblem:
+        """Problem that offers every choice, of which a bound on all plans is made."""
+        return _problem(self, every=True)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether an operation needs more bytes at once than the arena has, whatever is chosen: no plan fits."""
+        return int(self.bound_problem.base.max(initial=0)) > self.arena_bytes
+
     def lower(self, choices: dict[tuple[int, int], Option], retimed: int = 0) -> Lowered:
         """Lower choices against the budgets of all tiers.
 
@@ -268,6 +278,8 @@ def good_enough(found: Found, bound_s: float) -> bool:
 class ResidencySearch:
     """Search for the fastest plan of one step, which can be left after its first plan.
 
+    Nothing is searched of a step that is hopeless: ``finish`` then says what it needs.
+
     Attributes:
         best: The fastest plan so far.
         looked_at: Candidates looked at, of ``num_candidates`` at most where one of them fits.
@@ -277,7 +289,7 @@ class ResidencySearch:
         self.step = step
         self.looked_at, self.num_candidates = 0, len(aims(len(step.graph.ops))[0])
         self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
-        self._candidates = iter(_candidates(step, Relaxations(step)))
+        self._candidates = iter(() if step.is_hopeless else _candidates(step, Relaxations(step)))
 
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
@@ -312,7 +324,7 @@ class ResidencySearch:
             tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
             if not self.advance():
                 break
-        if self.best is None and not self.step.sparing:
+        if self.best is None and not (self.step.sparing or self.step.is_hopeless):
             tell(self.num_candidates / (self.num_candidates + 1), "plans with less room for transfers, as none fits")
             again = ResidencySearch(dataclasses.replace(self.step, sparing=True), ())
             while again.best is None and again.advance():
@@ -338,7 +350,7 @@ def _improved(step: StepProblem, found: Found) -> Found:
         program = step.lower(choices, found.retimed).program
         return None if program is None else step.seconds(program)
 
-    choices = improve(found.choices, found.step_s, _problem(step, every=True), seconds_of)
+    choices = improve(found.choices, found.step_s, step.bound_problem, seconds_of)
     if choices is found.choices:
         return found
     program = step.lower(choices, found.retimed).program
@@ -348,7 +360,7 @@ def _improved(step: StepProblem, found: Found) -> Found:
 
 def lower_bound_s(step: StepProblem) -> float:
     """Lower bound, in seconds, over all plans within the budget, as modelled; 0.0 where no plan exists."""
-    problem = _problem(step, every=True)
+    problem = step.bound_problem
     folding = fold(step.graph, problem.candidates, _CLASSES)
     if folding is not None:
         return dual_bound_s(problem, folding, step.arena_bytes)
@@ -361,60 +373,35 @@ def flow_bound_s(step: StepProblem) -> float:
 
     0.0 where there is none.
     """
-    flowing = flow(_problem(step, every=True), step.arena_bytes, _FLOW_WINDOWS)
+    flowing = flow(step.bound_problem, step.arena_bytes, _FLOW_WINDOWS)
     return flowing.step_s if flowing is not None else 0.0
 
 
-def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowered]:
+def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowering]:
     """Find the smallest device budget in bytes that there is a plan for: all that can leave the device leaves it.
 
     Returns:
-        Bytes, and the plan's lowering.
+        Bytes, and the choices of the plan, emitted.
     """
-    size, _, lowered = _tightest(step)
-    return size, lowered
+    size, _, lowering = _tightest(step)
+    return size, lowering
 
 
-def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
-    """Smallest device budget in bytes that a plan is found for, with its choices and what they lower to."""
+def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowering]:
+    """Smallest device budget in bytes that a plan is found for, with its choices and what they are emitted to."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    best: tuple[int, dict[tuple[int, int], Option], Lowered] | None = None
+    fixed = fixed_bytes(step.machine, step.costs)
+    best: tuple[int, dict[tuple[int, int], Option], Lowering] | None = None
     for last in (-1, 1):
         choices = {(c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates}
-        shrunk = _shrink(step, choices, best[0] if best else None)
-        if shrunk is not None and (best is None or shrunk[0] < best[0]):
-            best = shrunk[0], choices, shrunk[1]
+        lowering = Lowering(step.graph, step.lives, step.machine, step.costs, choices)
+        if best is not None and lowering.peak_bytes + fixed >= best[0]:
+            continue  # what it holds at once is no less
+        size = lowering.smallest_arena_bytes() + fixed
+        if best is None or size < best[0]:
+            best = size, choices, lowering
     assert best is not None
     return best
-
-
-def _shrink(
-    step: StepProblem, choices: dict[tuple[int, int], Option], below_bytes: int | None = None
-) -> tuple[int, Lowered] | None:
-    """Find the least device budget at which choices can be lowered, with less and less room for transfers under way.
-
-    Returns:
-        None where what the choices hold at once is no less than ``below_bytes``.
-    """
-
-    def at(arena_bytes: int) -> Lowered:
-        budgets = {**step.budgets, "device": arena_bytes + fixed_bytes(step.machine, step.costs)}
-        return lower(step.graph, step.lives, step.machine, step.costs, choices, budgets, sparing=True)
-
-    roomy = at(1 << 60)
-    high, low = roomy.arena_bytes, int(base_profile(step.graph, roomy.emission).max())
-    if below_bytes is not None and low + fixed_bytes(step.machine, step.costs) >= below_bytes:
-        return None
-    while (best := at(high)).program is None:
-        high += high // 50 + PAGE_BYTES
-    while high - low > max(high // 50, PAGE_BYTES):
-        middle = (low + high) // 2
-        tried = at(middle)
-        if tried.program is None:
-            low = middle + 1
-        else:
-            best, high = tried, middle
-    return high + fixed_bytes(step.machine, step.costs), best
 
 
 def _problem(step: StepProblem, *, every: bool = False, moving: bool = False, across: bool = False) -> ResidencyProblem:
@@ -604,12 +591,12 @@ def _smallest(step: StepProblem) -> Found:
     Raises:
         PlanInfeasible: it does not fit; says what binds.
     """
-    size, choices, lowered = _tightest(step)
+    size, choices, lowering = _tightest(step)
     if size > step.budgets["device"]:
-        raise infeasible(step, size, lowered)
+        raise infeasible(step, size, lowering)
     again = lower(step.graph, step.lives, step.machine, step.costs, choices, step.budgets, sparing=True)
     if again.program is None:
-        raise infeasible(step, size, lowered)
+        raise infeasible(step, size, lowering)
     _check_tiers(again.program)
     return step.retimed(Found(choices, again.program, step), MOST_RETIMED)
 
@@ -623,7 +610,7 @@ def _check_tiers(program: Program) -> None:
             )
 
 
-def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeasible:
+def infeasible(step: StepProblem, smallest: int, lowered: Lowered | Lowering) -> PlanInfeasible:
     """Error that names the moment that binds, what is alive there, and the smallest budget that would do.
 
     Args:

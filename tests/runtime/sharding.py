@@ -96,8 +96,9 @@ def train(
 def peak_bytes(model: torch.nn.Module, layout: Layout, budget: int) -> int:
     """Most bytes of tensors at once in a step, as the allocator counts them; the least of five steps if over budget.
 
-    Without gloo's own, and without the states of the processor's random numbers that each recomputed block keeps: where
-    the device is another they are in host memory.
+    Without gloo's own, without what an operation takes only while it runs (``_scratch_of_operations``), and without the
+    states of the processor's random numbers that each recomputed block keeps: where the device is another they are in
+    host memory.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, layout, None, optimizer, stock=False)  # makes what stays
@@ -117,20 +118,41 @@ def peak_bytes(model: torch.nn.Module, layout: Layout, budget: int) -> int:
 def _most_added(model: torch.nn.Module, layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     with torch.profiler.profile(profile_memory=True) as profiled:
         train(model, layout, None, optimizer, stock=False)
+    every = _in_order(profiled.profiler.kineto_results.experimental_event_tree())
+    events = [event for event in every if event.tag == torch._C._profiler._EventType.Allocation]
+    scratch = _scratch_of_operations(events)
     now = peak = 0
     live: dict[int, int] = {}
-    for event in _in_order(profiled.profiler.kineto_results.experimental_event_tree()):
-        if event.tag != torch._C._profiler._EventType.Allocation:
-            continue
+    for number, event in enumerate(events):
         size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
         if size > 0:
             now -= live.pop(address, 0)  # freed by a thread that is not told of
-            live[address] = 0 if size == _RANDOM_BYTES or _within(event, _OF_GLOO) else size
+            is_counted = number not in scratch and size != _RANDOM_BYTES and not _within(event, _OF_GLOO)
+            live[address] = size if is_counted else 0
             now += live[address]
         else:
             now -= live.pop(address, -size)
         peak = max(peak, now)
     return peak
+
+
+def _scratch_of_operations(events: Sequence[Any]) -> set[int]:
+    """Numbers of the allocations that an operation of torch makes itself and gives back before it ends.
+
+    A plan counts tensors, and what libraries take beside them as a workspace of the device that it is for. On a CPU,
+    oneDNN takes it from the same allocator, as much as it takes to block a product for the processor's instructions: at
+    the peak of one plan 148,608 bytes with AVX512_BF16, 131,200 with AVX512 alone and none with AVX2, torch 2.13.
+    """
+    begun: dict[int, int] = {}
+    scratch = set[int]()
+    for number, event in enumerate(events):
+        if event.extra_fields.alloc_size > 0:
+            begun[event.extra_fields.ptr] = number
+        elif (first := begun.pop(event.extra_fields.ptr, None)) is not None:
+            maker, last = events[first].parent, event.parent
+            if maker is not None and last is not None and maker.id == last.id and maker.name.startswith("aten::"):
+                scratch.add(first)
+    return scratch
 
 
 def _within(event: Any, names: Sequence[str]) -> bool:

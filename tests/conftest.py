@@ -13,10 +13,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.runs import shorten_search
+from tests.runs import YOUNG_OBJECTS, shorten_search
 
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lading")
+
+# Tests make many small objects, of which few are garbage: it is looked for less often, as in what they start.
+gc.set_threshold(YOUNG_OBJECTS)
 
 # Where bytecode is not written, pytest rewrites each file of tests in every run, and processes compile the package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

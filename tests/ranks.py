@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from tests.runs import YOUNG_OBJECTS
+
 
 def run_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Call ``function(rank, *args)`` in each process of a group; a failing one fails all.
@@ -25,6 +27,7 @@ def run_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
 
 def _run(rank: int, ranks: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=rank, world_size=ranks)
     try:

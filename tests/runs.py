@@ -23,6 +23,8 @@ from lading.planner import residency
 from lading.units import MiB
 from tests.machines import small_machine
 
+#: New objects among which garbage is looked for, in tests and the processes that they start; 700 as Python comes.
+YOUNG_OBJECTS = 10_000
 #: What a small process grows by, generously: no run here breaks its budget unless a test makes it.
 OVERHEAD_BYTES = 48 * MiB
 
@@ -107,6 +109,7 @@ def shorten_search(patch: Callable[[object, str, object], None]) -> None:
 def set_up(log: Path) -> None:
     """Set a process up as tests/conftest.py does theirs, and write its output to ``log``."""
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     residency._WORK = 0
     os.environ["COLUMNS"] = "500"  # what this is forked from may be older than the test
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

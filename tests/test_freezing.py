@@ -24,6 +24,7 @@ from lading.report.metrics import read_steps
 from lading.run import built_whole, dataset_of, layers_to_freeze, loss_of
 from lading.train import plain_step, train_run
 from lading.trainer import Trainer
+from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.runs import RUN, write_run
@@ -251,8 +252,10 @@ def _phases(
     model = build(torch.float64)
 
     def again(layout: str) -> tuple[lading.Plan, StepGraph]:
-        replicas = parse_layout(layout).dp
-        graph = lading.capture(model, batch(0, 0), loss, accumulation=4 // replicas)
+        share = 4 // parse_layout(layout).dp
+        frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+        make = partial(lading.capture, model, batch(0, 0), loss, accumulation=share)
+        graph = shared_capture(make, "phases of freezing", frozen, share)
         asked = {"budget": "100%", "cache": False, "policy": "keep-all", "optimizer": ADAMW}
         return lading.plan(graph, connected(), layout=layout, **asked), graph
 

@@ -23,7 +23,9 @@ from lading.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.test_matrices import KINDS, Model, cut, give, gradients, groups_of
 
-TRIP = (("own", 2), ("fsdp-tp", 4), ("own", 3))
+#: How the model is cut, one way after another, and on how many ranks; FSDP2 on two ranks that are tensor parallel cuts
+#: by one.
+TRIP, SHORT = (("own", 2), ("fsdp-tp", 4), ("own", 3)), (("own", 2), ("fsdp-tp", 2), ("own", 1))
 
 
 def build(kind: str, mode: str, ranks: int) -> tuple[Any, Any]:
@@ -44,7 +46,7 @@ def updates(model: Any, optimizer: Any, first: int) -> None:
 
 def _through_torch(kind: str, model: Any, optimizer: Any, place: Path) -> tuple[Any, Any]:
     """Copy of a model and its optimizer, by torch's functions for states of any optimizer, and a checkpoint."""
-    other, second = build(kind, "fsdp-tp", 4)
+    other, second = build(kind, "fsdp-tp", dist.get_world_size())
     save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=place)
     for options in (None, StateDictOptions(flatten_optimizer_state_dict=True)):
         states = get_optimizer_state_dict(other, second, options=options)
@@ -56,8 +58,10 @@ def _through_torch(kind: str, model: Any, optimizer: Any, place: Path) -> tuple[
     return other, second
 
 
-def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
-    mode, ranks = TRIP[number]
+def _leg(
+    rank: int, trip: tuple[tuple[str, int], ...], number: int, folder: Path, expected: dict[str, list[torch.Tensor]]
+) -> None:
+    mode, ranks = trip[number]
     for kind, whole in expected.items():
         model, optimizer = build(kind, mode, ranks)
         if number:
@@ -75,24 +79,30 @@ def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Te
             assert isinstance(saving, Future)
             updates(model, optimizer, 2)
             saving.result()
-        if number == len(TRIP) - 1:
+        if number == len(trip) - 1:
             for ours, theirs in zip(model.parameters(), whole, strict=True):
                 assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, theirs), kind
 
 
-@pytest.mark.parametrize("kind", ["soap", pytest.param("muon", marks=pytest.mark.slow)])
-def test_from_replicas_to_shards_and_back(kind: str, tmp_path: Path):
-    """ZeRO-1 on two ranks, FSDP2 and tensor parallel on four, ZeRO-1 on three: the bits of one that never stops."""
+@pytest.mark.parametrize(
+    ("kind", "trip"),
+    [
+        pytest.param("soap", SHORT, id="two ranks"),
+        *(pytest.param(kind, TRIP, id=f"{kind}, four ranks", marks=pytest.mark.slow) for kind in ("soap", "muon")),
+    ],
+)
+def test_from_replicas_to_shards_and_back(kind: str, trip: tuple[tuple[str, int], ...], tmp_path: Path):
+    """ZeRO-1, FSDP2 with tensor parallel, ZeRO-1 on other ranks: the bits of one that never stops."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Model()
     optimizer = KINDS[kind](groups_of(model), stagger=True)
-    for number in range(len(TRIP)):
+    for number in range(len(trip)):
         updates(model, optimizer, 2 * number)
     expected = {kind: [p.detach() for p in model.parameters()]}
     torch.set_num_threads(threads)
-    for number, (_, ranks) in enumerate(TRIP):
-        run_ranks(_leg, ranks, number, tmp_path, expected)
+    for number, (_, ranks) in enumerate(trip):
+        run_ranks(_leg, ranks, trip, number, tmp_path, expected)
 
 
 def test_a_state_dict_of_one_process_is_taken_over():

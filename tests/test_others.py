@@ -104,14 +104,14 @@ def test_steps_that_take_turns_give_plain_pytorchs_bits(tmp_path: Path) -> None:
         capture(start, batch(0, mask=True), left_loss),
     ]
     shapes = [capture(start, batch(0, 20), left_loss, evaluation=True), capture(start, batch(0, 30), left_loss)]
+    budget: str | int = "100%"
     for tight in (False, True):
         ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
         mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs))
         asked: dict[str, Any] = {"optimizer": mine, "clip_norm": 0.5, "others": others, "cache": False}
-        whole = plan(graph, MACHINE, budget="100%", **asked)
-        program = programs_of(whole, graph, others)[0]
-        made = plan(graph, MACHINE, budget=budget_for(program, 0.6), **asked) if tight else whole
+        made = plan(graph, MACHINE, budget=budget, **asked)
         programs = programs_of(made, graph, others)
+        budget = budget_for(programs[0], 0.6)
         assert bool(homes_of(programs[0]).slots) == tight
         assert all(each.peak_bytes <= made.budgets["device"] for each in programs)
         with Trainer(made, graph, ours, optimizer=mine, others=others, shapes=shapes, folder=tmp_path) as trainer:

@@ -96,13 +96,18 @@ CASES = {
 }
 
 
-#: Cases that try something that no other of them tries; the others are slow tests.
-QUICK = ("torch", "zero bubble", "V", "masters", "disk", "dropout and statistics")
+#: What no other case tries, two at a time; each case by itself is a slow test.
+QUICK = {
+    "torch": CASES["torch"],
+    "zero bubble and masters": dataclasses.replace(CASES["masters"], layout="pp2,zero-bubble"),
+    "V and disk": dataclasses.replace(CASES["disk"], layout="pp2,vpp2,zbv"),
+    "dropout and statistics": CASES["dropout and statistics"],
+}
 
 
 def _stage(rank: int, out: str, names: list[str]) -> None:
     for name in names:
-        case = CASES[name]
+        case = {**CASES, **QUICK}[name]
         folder = Path(out) / f"{name} {rank}"
         folder.mkdir()
         torch.save(case.train(case.layout, folder), folder / "values")
@@ -118,7 +123,7 @@ def _stage(rank: int, out: str, names: list[str]) -> None:
 def test_two_stages_train_as_one_process_to_the_bit(tmp_path: Path, names: list[str]) -> None:
     run_ranks(_stage, 2, str(tmp_path), names)
     for name in names:
-        case = CASES[name]
+        case = {**CASES, **QUICK}[name]
         alone, losses = case.train("dp1", tmp_path)
         for rank in range(2):
             values, told = torch.load(tmp_path / f"{name} {rank}" / "values")

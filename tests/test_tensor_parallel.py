@@ -98,7 +98,10 @@ class Case:
             assert close, f"{name} is off by {(value - alone[0][name]).abs().max():.1e}"
 
 
-FAST = {"tied": Case(plan=lambda: {"clip_norm": 0.1})}
+FAST = {
+    "tied": Case(plan=lambda: {"clip_norm": 0.1}),
+    "clipped sequence": Case("tp2,sp", "llama", micro=2, plan=lambda: {"clip_norm": 0.1}),
+}
 CASES = {
     "twenty": Case(plan=lambda: {"clip_norm": 0.1}, steps=20),
     "sequence": Case("tp2,sp", micro=2),
@@ -108,7 +111,7 @@ CASES = {
     "recomputed": Case(plan=lambda: {"policy": "checkpoint-every-block"}),
 }
 #: Cases that try something that no other of them tries; the others are slow tests.
-QUICK = ("tied", "llama", "masters")
+QUICK = ("tied", "clipped sequence", "masters")
 FOUR = {
     "replicas": Case("dp2,tp2", micro=2, plan=lambda: {"clip_norm": 0.1}),
     "shards": Case("dp2,tp2,zero3", "llama", micro=2, torch_optimizer=True),

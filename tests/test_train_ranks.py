@@ -82,6 +82,7 @@ def numbers(found: list[dict[str, Any]]) -> list[tuple[float, ...]]:
     return [(r["step"], r["loss"], r["lr"], r.get("validation_loss", 0.0)) for r in found]
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     path, out = written(tmp_path), tmp_path / "ranks"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -90,19 +91,29 @@ def test_torchrun_trains_as_one_process_to_the_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     whole = alone(path)
     assert numbers(records(out)) == numbers(whole)
-    saved, other = (open_checkpoint(folder / "checkpoints/step-00000004") for folder in (out, tmp_path / "alone"))
-    for name in saved.tensors:
-        assert torch.equal(saved.read(name), other.read(name)), name
-    assert saved.meta["ranks"] == 2
+    check_saved(out, tmp_path / "alone")
     assert sorted(p.name for p in out.iterdir() if p.suffix in (".html", ".jsonl")) == ["metrics.jsonl", "report.html"]
     assert done.stdout.count("loss ") == 2  # of the result: in training and in validation
     assert done.stderr.count("step 1/4") == 1
     assert Plan.load(out / "plan.json").replicas == 2
-    # Both ranks are in the report, each beside its own prediction, and it is written again from what is left.
+    check_report(out, done.stdout)
+
+
+def check_saved(out: Path, alone: Path) -> None:
+    """Two ranks saved the values of one process."""
+    saved, other = (open_checkpoint(folder / "checkpoints/step-00000004") for folder in (out, alone))
+    assert saved.tensors.keys() == other.tensors.keys()
+    for name in saved.tensors:
+        assert torch.equal(saved.read(name), other.read(name)), name
+    assert saved.meta["ranks"] == 2
+
+
+def check_report(out: Path, said: str) -> None:
+    """Both ranks are in the report, each beside its own prediction, and it is written again from what is left."""
     job = JobTimeline.load(out / "ranks.json")
     for each in job.ranks:
         peak, budget, predicted = map(format_bytes, (each.peak_bytes, each.budget_bytes, each.predicted_bytes))
-        assert f"rank {each.rank}: {peak} of {budget} (predicted {predicted})" in done.stdout
+        assert f"rank {each.rank}: {peak} of {budget} (predicted {predicted})" in said
     assert max(each.peak_bytes for each in job.ranks) >= max(r["memory_bytes"] for r in records(out))
     (out / "report.html").unlink()
     assert main(["report", str(out)]) == 0
@@ -298,10 +309,18 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     whole_stages = numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
     assert numbers(records(tmp_path / "stages")) == numbers(records(tmp_path / "planned")) == whole_stages
 
+    out = tmp_path / "stages"
+    assert sorted(p.name for p in out.iterdir() if p.suffix in (".html", ".jsonl")) == ["metrics.jsonl", "report.html"]
+    assert first["stages"][1].count("loss ") == 2  # of the result: in training and in validation
+    assert first["stages"][2].count("step 1/4") == 1
+    assert Plan.load(out / "plan.json").ranks == 2
+    check_report(out, first["stages"][1])
+
     # And from one process to two ranks, of which the first alone speaks.
     assert first["grown"][0] == second["grown"][0] == 0, first
     assert second["grown"][1:] == ["", ""]
     assert numbers(records(tmp_path / "growing")) == whole
+    check_saved(tmp_path / "growing", tmp_path / "alone")
     assert "ranks (was 1, is 2)" in " ".join(first["grown"][1].split())
 
 

@@ -157,7 +157,7 @@ class Trainer:
         program: Program | None = None,
     ) -> None:
         """Take the model's values over and be ready for steps by a plan; the arguments are those of the class."""
-        optimizer, folder, threads, device, independent = self._settings
+        optimizer, *_, independent = self._settings
         whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
         if whole.ranks == 1 and not independent:
             check_only_rank()
@@ -174,10 +174,8 @@ class Trainer:
         for op in chain.from_iterable(each.graph.ops for each in programs):
             if isinstance(rule_of(op), ParameterRule):
                 check_planned(op, self.optimizer)
-        step_graph = self.program.graph
-        captures = (graph, *others, *shapes)
-        self._random = any(op.random for each in captures for op in each.ops)
-        values, stages = of_stages(whole, graph, plan.choices.rank) or (values_of(step_graph), [])
+        self._random = any(op.random for each in (graph, *others, *shapes) for op in each.ops)
+        values, stages = of_stages(whole, graph, plan.choices.rank) or (values_of(self.program.graph), [])
         if self._paused is not None:
             self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -186,18 +184,37 @@ class Trainer:
         self._frozen = [p.names[0] for p in graph.parameters if p.gradient is None]
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
-        graphs = [each.graph for each in programs]
-        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
-        if self._groups is None and isinstance(self.optimizer, TorchUpdate):
+        if stock is None and isinstance(self.optimizer, TorchUpdate):
             raise ConfigError(
                 f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
                 "groups have the numbers, got None; give it to the Trainer too"
             )
+        graphs = [each.graph for each in programs]
+        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
         self._replicas = join(whole, programs, self.optimizer, model, self._groups) if whole.ranks > 1 else None
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
-        smaller = [smaller_program(plan, programs, captured, others) for captured in shapes]
-        runs = zip((*programs, *(each for each, _ in smaller)), captures, strict=True)
+        self._start_executor(programs, (graph, *others), shapes, model)
+        self._values = NamedValues(values, self._first_name, self.program.graph, self._executor, self._replicas)
+        self._kind, self._custody = self._executor.kind, Custody()
+        self._give_back_at_the_end()
+        try:
+            self._take_over(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_executor(
+        self,
+        programs: Sequence[Program],
+        captures: Sequence[StepGraph],
+        shapes: Sequence[StepGraph],
+        model: torch.nn.Module | None,
+    ) -> None:
+        """Bind the Programs of a plan's captures, and of ``shapes``, to one executor, and know the batches of each."""
+        _, folder, threads, device, _ = self._settings
+        smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
+        runs = zip((*programs, *(each for each, _ in smaller)), (*captures, *shapes), strict=True)
         self._steps = [
             CapturedStep(number, captured.trains, captured.output_names, each, captured.frozen, model)
             for number, (each, captured) in enumerate(runs)
@@ -208,22 +225,14 @@ class Trainer:
             optimizer=self.optimizer,
             folder=folder,
             threads=threads,
-            device=device or device_of(plan.request.machine_table["device"]["kind"]),
-            fuse=plan.compiled,
+            device=device or device_of(self.plan.request.machine_table["device"]["kind"]),
+            fuse=self.plan.compiled,
             replicas=self._replicas,
             others=programs[1:],
-            draws=[self._draws(each) for each in (graph, *others)],
+            draws=[self._draws(each) for each in captures],
         )
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
-        self._values = NamedValues(values, self._first_name, step_graph, self._executor, self._replicas)
-        self._kind, self._custody = self._executor.kind, Custody()
-        self._give_back_at_the_end()
-        try:
-            self._take_over(model)
-        except BaseException:
-            self.close()
-            raise
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.steps} steps done"

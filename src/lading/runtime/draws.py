@@ -44,18 +44,24 @@ class Draws:
         words = [_counted(op, captured, known) for op in captured.ops if op.random]
         self._first, self._operations = first, len(words)
         self._ends = [0, *accumulate(words * micro_batches)]
-        self._own, self._highest = set[int](), -1
+        self._begins, self._before, self._highest = set[int](), -2, -1
         self._states: dict[int, torch.Tensor] = {}
         self._last = torch.get_rng_state()
 
     def bound(self, draw: tuple[int, int], run: Call) -> Call:
         """Make the call that runs an operation of this rank on its own numbers.
 
+        Calls are made in the order in which they run. Where one does not go on with the numbers of the one before, as
+        where a rank's next chunk of the model runs behind another micro-batch, the generator is set to where its own
+        begin.
+
         Args:
             draw: As ``lading.ir.graph.Op.draw``.
         """
         number = (self._first + draw[1]) * self._operations + draw[0]
-        self._own.add(number)
+        if number != self._before + 1:
+            self._begins.add(number)
+        self._before = number
         self._highest = max(self._highest, number)
 
         def drawing() -> None:
@@ -68,13 +74,12 @@ class Draws:
         return drawing
 
     def begin(self) -> None:
-        """Find where this rank's numbers begin, before a step."""
+        """Find where each run of this rank's numbers begins, before a step."""
         self._states = {}
         self._last, at = torch.get_rng_state(), 0
-        for number in sorted(self._own):
-            if number - 1 not in self._own:
-                self._last = _skipped(self._last, self._ends[number] - at)
-                self._states[number], at = self._last, self._ends[number]
+        for number in sorted(self._begins):
+            self._last = _skipped(self._last, self._ends[number] - at)
+            self._states[number], at = self._last, self._ends[number]
 
     def end(self) -> None:
         """Leave the generator where the step of one process would."""

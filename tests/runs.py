@@ -133,12 +133,18 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def failing(function: Callable[..., Any], calls: int, code: int) -> Callable[..., Any]:
-    """``function``, whose call number ``calls`` and all later ones fail."""
+def failing(function: Callable[..., Any], calls: int, code: int, file: str = "") -> Callable[..., Any]:
+    """``function``, whose call number ``calls`` and all later ones fail.
+
+    Args:
+        file: Only calls are counted whose first argument is a descriptor of a file of this name; "" counts all.
+    """
     count = 0
 
     def call(*args: Any) -> Any:
         nonlocal count
+        if file and not os.readlink(f"/proc/self/fd/{args[0]}").endswith(f"/{file}"):
+            return function(*args)
         count += 1
         if count >= calls:
             raise OSError(code, os.strerror(code))

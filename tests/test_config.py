@@ -133,6 +133,11 @@ def test_a_mistake_in_the_file_is_named(run_file: str, old: str, new: str, expec
         ("optimization.steps=0", "command line: optimization.steps: expected an integer >= 1, got 0"),
         ("optimization.schedule=linear", "expected 'constant' or 'cosine', got 'linear'"),
         ("threads.x=1", "command line: cannot set 'threads.x': 'threads' is not a table"),
+        (
+            "checkpoint={every_steps=4, keep_every_steps=6}",
+            "checkpoint.keep_every_steps: expected a multiple of every_steps (4), as only what is saved can be kept",
+        ),
+        ("checkpoint.keep_every_steps=6", "expected a multiple of every_steps (0)"),
         ("steps", "command line: expected key=value such as optimization.steps=20, got 'steps'"),
         ("optimization.=3", "command line: expected key=value"),
         ('out="open', "is not a TOML value"),
@@ -141,6 +146,13 @@ def test_a_mistake_in_the_file_is_named(run_file: str, old: str, new: str, expec
 )
 def test_a_mistake_on_the_command_line_is_named(run_file: str, override: str, expected: str) -> None:
     assert expected in message(run_file, override)
+
+
+def test_checkpoints_that_stay_are_counted(run_file: str) -> None:
+    """Of 20 steps: the two newest, and those of steps 5, 10, 15 and 20."""
+    run = load_run(run_file, ["checkpoint={every_steps=1, keep_every_steps=5}"])
+    assert run.kept_checkpoints == 2 + 4
+    assert load_run(run_file, ["checkpoint.every_steps=1"]).kept_checkpoints == 2
 
 
 def test_the_file_is_blamed_for_what_the_command_line_did_not_set(run_file: str) -> None:

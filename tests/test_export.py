@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lading.prepare import plan_run
 from lading.train import train_plain, train_run
 from tests.models.test_hugging_face import saved
 from tests.plans import some_plan
+from tests.power_cuts import DiskLog
 from tests.runs import write_run
 from tests.test_files import nothing_fits
 
@@ -117,6 +119,24 @@ def test_a_full_disk(tmp_path: Path) -> None:
         export_run(Path(run.out), tmp_path / "after")
     assert sorted(tmp_path.iterdir()) == before
     assert (export_run(Path(run.out), tmp_path / "after") / "config.json").is_file()
+
+
+def test_a_power_cut(tmp_path: Path) -> None:
+    """At any moment the export is whole or not there, with what transformers writes; once it is said, it is there."""
+    run, _ = saved_reference(tmp_path, "gpt", {})
+    (tmp_path / "disk").mkdir()
+    log = DiskLog(tmp_path / "disk")
+    with log.on():
+        target = export_run(Path(run.out), tmp_path / "disk" / "exports" / "after", shard_bytes=40_000)
+        log.mark("exported")
+    whole = {f"exports/after/{path.name}": path.read_bytes() for path in target.iterdir()}
+    assert len(whole) > 3
+    there = list[bool]()
+    for tree, promises in log.states(random.Random(0)):
+        there.append("exports/after" in tree)
+        assert there[-1] or not promises
+        assert not there[-1] or whole.items() <= tree.items()
+    assert 0 < sum(there) < len(there)
 
 
 def saved_reference(root: Path, name: str, sizes: dict[str, Any]) -> tuple[Any, torch.nn.Module]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,7 +21,9 @@ from lading.errors import StorageError
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import MetricsLog, read_metrics, read_steps
+from lading.train import train_run
 from lading.units import MiB
+from tests.power_cuts import DiskLog
 from tests.runs import num_lines, saved_plan, start, wait_until, write_run
 
 STEPS = 60
@@ -55,6 +61,32 @@ def assert_goes_on(made: Plan, out: Path, log: Path) -> None:
     assert [r["loss"] for r in read_steps(out / "metrics.jsonl")] == [
         r["loss"] for r in read_steps(whole / "metrics.jsonl")
     ]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_power_cut(tmp_path: Path) -> None:
+    """At any moment there is the plan of the checkpoints, and the records of all steps before the newest of them."""
+    path = write_run(tmp_path)
+    (tmp_path / "disk").mkdir()
+    settings = [
+        "optimization={steps=4, warmup_steps=0}",
+        "checkpoint={every_steps=2, wait=true}",
+        f"out={tmp_path}/disk/out",
+    ]
+    log = DiskLog(tmp_path / "disk")
+    with log.on():
+        train_run(load_run(path, [*settings, "memory={policy='keep-all', budget='100%'}"]))
+        log.mark(4)
+    plan, newest = (tmp_path / "disk/out/plan.json").read_bytes(), Counter[int]()
+    for tree, promises in log.states(random.Random(0)):
+        steps = [int(found[1]) for name in tree if (found := re.fullmatch(r"out/checkpoints/step-(\d{8})", name))]
+        newest[max(steps, default=0)] += 1
+        assert max(steps, default=0) >= max(promises, default=0)
+        if steps:
+            assert tree["out/plan.json"] == plan
+            records = (tree["out/metrics.jsonl"] or b"").split(b"\n")[: max(steps)]
+            assert [json.loads(record)["step"] for record in records] == [*range(max(steps))]
+    assert sorted(newest) == [0, 2, 4]
 
 
 def swap_file(process: BaseProcess) -> Path:

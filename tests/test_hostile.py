@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tools.validate.rows import read_rows
 from lading.catalog.fleets import FLEETS, load_fleet
 from lading.catalog.load import load_machine, machine_to_toml
 from lading.catalog.stacks import stack_by_name
+from lading.checkpoint.manifest import CHECKPOINT_FORMAT, manifest_bytes
 from lading.checkpoint.state import tensor_source
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import load_run
@@ -95,8 +95,9 @@ def open_altered(path: Path) -> None:
     saved, content = path.parent / "step-00000001", b"" if path.is_dir() else path.read_bytes()
     try:
         data = json.loads(content)
-        data["sha256"] = hashlib.sha256(json.dumps(data["body"], sort_keys=True).encode()).hexdigest()
-        (saved / "manifest.json").write_text(json.dumps(data))
+        if {key: data[key] for key in ("kind", "format")} != {"kind": "lading checkpoint", "format": CHECKPOINT_FORMAT}:
+            raise ValueError("another kind of file")
+        (saved / "manifest.json").write_bytes(manifest_bytes(data["body"]))
     except (ValueError, TypeError, KeyError, RecursionError):
         (saved / "manifest.json").write_bytes(content)
     opened = open_checkpoint(saved)

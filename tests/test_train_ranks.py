@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lading.catalog.load import save_machine
-from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import STATE, latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run
 from lading.errors import ConfigError, StorageError
@@ -216,7 +216,7 @@ def _limits(rank: int, root: str) -> None:
     told["blocked"] = _train(folder, "blocked")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr("lading.checkpoint.state.os.fsync", failing_after(os.fsync, 9, errno.ENOSPC))
+            patch.setattr(os, "fsync", failing_after(os.fsync, 3, errno.ENOSPC, STATE))
         told["full"] = _train(folder, "full", "validation.every_steps=4")
     (folder / f"told {rank}").write_text(json.dumps(told))
 

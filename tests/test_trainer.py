@@ -302,6 +302,26 @@ def test_saving_while_updates_wait_for_the_next_step(
         assert [trainer.step(batch(2)), trainer.step(batch(3))] == wanted[2:]
 
 
+def test_two_trainers_save_into_one_folder(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
+    """The second is refused while the first is open; what the first has saved stays."""
+    with Trainer(*planned, net(), folder=tmp_path) as trainer:
+        saved = trainer.save(tmp_path / "saved", keep=1, keep_every_steps=2)
+        (tmp_path / "other").mkdir()
+        with Trainer(*planned, net(), folder=tmp_path / "other") as other:
+            other.load(saved)
+            with pytest.raises(StorageError, match=rf"expected {tmp_path}/saved to be free, found another"):
+                other.save(tmp_path / "saved")
+            other.save(tmp_path / "others")
+        for step in range(3):
+            trainer.step(batch(step))
+            trainer.save(tmp_path / "saved", keep=1, keep_every_steps=2)
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == [
+        f"step-{step:08d}" for step in (0, 2, 3)
+    ]
+    with Trainer(*planned, net(), folder=tmp_path) as trainer:
+        trainer.save(tmp_path / "saved")
+
+
 def test_a_checkpoint_of_another_model(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
     with Trainer(*planned, net(), folder=tmp_path) as trainer:
         saved = trainer.save(tmp_path / "saved")

@@ -375,7 +375,8 @@ class CheckpointConfig:
 
     Attributes:
         every_steps: Steps between two checkpoints; 0 saves none on the way.
-        keep: Number of checkpoints that stay.
+        keep: Number of checkpoints that stay, the newest ones.
+        keep_every_steps: Keep every checkpoint of a multiple of so many steps, too; 0 keeps none for that.
         at_end: Whether to save when the run ends, and when it is stopped.
         wait: Whether training waits while checkpoints on the way are written. If not, a process writes them beside it,
             where the memory budget has room to stage them; where it has none, training waits, and the run says so.
@@ -383,12 +384,19 @@ class CheckpointConfig:
 
     every_steps: int = 0
     keep: int = 2
+    keep_every_steps: int = 0
     at_end: bool = True
     wait: bool = False
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 0)
         _integer("keep", self.keep, 1)
+        _integer("keep_every_steps", self.keep_every_steps, 0)
+        if self.keep_every_steps and (not self.every_steps or self.keep_every_steps % self.every_steps):
+            raise ConfigError(
+                f"keep_every_steps: expected a multiple of every_steps ({self.every_steps}), as only what is saved can "
+                f"be kept, got {self.keep_every_steps}"
+            )
 
     @property
     def saves(self) -> bool:
@@ -460,9 +468,13 @@ class RunConfig:
 
     @property
     def kept_checkpoints(self) -> int:
-        """Number of checkpoints that stay: the newest ones, and the best; 0 where nothing is saved."""
+        """Number of checkpoints that stay: the newest ones, those of every so many steps, and the best.
+
+        0 where nothing is saved.
+        """
         best = self.validation is not None and self.validation.keep_best
-        return self.checkpoint.keep * self.checkpoint.saves + best
+        saved, every = self.checkpoint, self.checkpoint.keep_every_steps
+        return saved.keep * saved.saves + (self.optimization.steps // every if every else 0) + best
 
     @property
     def num_threads(self) -> int:

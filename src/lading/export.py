@@ -12,8 +12,6 @@ is a GPT2LMHeadModel, whose products keep their weights turned. A diffusion tran
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ from torch import nn
 
 from lading import __version__
 from lading.checkpoint.state import TensorSource, checked_sources, source_bytes, tensor_source, write_state
-from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, read_checkpoint
 from lading.config import RunConfig, run_from_dict
 from lading.errors import ConfigError, StorageError
-from lading.files import write_text
+from lading.files import write_folder_aside, write_text
 from lading.ir.plan import Plan
 from lading.models import hugging_face
 from lading.models.gpt import GPT, GptConfig
@@ -65,37 +63,36 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000, 
         raise ConfigError(
             f"--to: expected a folder that does not exist, got {str(target)!r}; remove it or name another"
         )
-    run, checkpoint = _run_and_checkpoint(folder, best=best)
+    run, path = _run_and_checkpoint(folder, best=best)
     module = defer(lambda: build(run.model, run.optimization.precision)).model
     twin = None if run.model.is_hugging_face else twin_of(module)
-    sources = list(_sources(module, checkpoint, twin))
-    aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(6)}")
-    try:
-        aside.mkdir(parents=True)
-        _write_files(aside, sources, shard_bytes, checkpoint.step)
-        _write_config(aside, run, module, twin)
-        os.rename(aside, target)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot export to {target}: {error}; free some space, or name another folder") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with read_checkpoint(path) as checkpoint:
+        sources = list(_sources(module, checkpoint, twin))
+        try:
+            with write_folder_aside(target) as aside:
+                _write_files(aside, sources, shard_bytes, checkpoint.step)
+                _write_config(aside, run, module, twin)
+        except StorageError:
+            raise
+        except OSError as error:
+            advice = "free some space, or name another folder"
+            raise StorageError(f"cannot export to {target}: {error}; {advice}") from error
     return target
 
 
-def _run_and_checkpoint(folder: Path, *, best: bool) -> tuple[RunConfig, Checkpoint]:
+def _run_and_checkpoint(folder: Path, *, best: bool) -> tuple[RunConfig, Path]:
+    """Settings of a run, and its newest checkpoint or the best."""
     if not (folder / "plan.json").is_file():
         raise ConfigError(f"expected the out folder of a run, found no plan.json in {str(folder)!r}")
     plan = Plan.load(folder / "plan.json")
     if plan.request.run is None:
         raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
-    where = folder / ("best" if best else "checkpoints")
+    where = folder / (BEST if best else NEWEST)
     path = latest_checkpoint(where)
     if path is None:
         advice = "validation data (a table [validation] in the run's file)" if best else "checkpoint.at_end true"
         raise ConfigError(f"expected a checkpoint in {where}, found none; train with {advice}")
-    return run_from_dict(plan.request.run, "the plan's run"), open_checkpoint(path)
+    return run_from_dict(plan.request.run, "the plan's run"), path
 
 
 def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None) -> Iterator[TensorSource]:

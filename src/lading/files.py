@@ -1,16 +1,28 @@
 """Files: written whole or not at all, and read as JSON or TOML; whatever goes wrong is an error of Lading's own.
 
-A file is written aside, synced and renamed, so that a reader, a kill or a full disk finds the old file or the new one.
+    plan.json                                   the file
+    plan.json.tmp-3f9a01bc-1234-5be0a1c2        being written (or deleted) by process 1234 of a host
+
+[Note: written aside] What is written lies aside until it is whole and on disk, then it is renamed, then its folder is
+synced: a reader, a kill, a full disk or a power cut finds the old file or the new one, and once the call has returned
+only the new one. What a process that is gone has left aside is deleted when the same name is written again. Of a
+process of another host, or of another container with the same disk, it is not known whether it is gone: what nothing
+has changed for a day is taken as left.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
+import socket
+import time
 import tomllib
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +38,12 @@ _ADVICE = {
     errno.EISDIR: "name a file",
 }
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+#: Name of what is written aside: that of the target, a host in eight digits (none in earlier versions), a process.
+_ASIDE = re.compile(r"(?P<name>.+)\.tmp-(?:(?P<host>[0-9a-f]{8})-)?(?P<pid>\d+)(?:-\w+)?\Z")
+#: Seconds after which what another host has not touched is left.
+_ABANDONED_S = 86_400.0
+#: What a file system says that cannot wait for the names of a folder (some network and FUSE file systems).
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
@@ -46,9 +64,39 @@ def make_folder(path: Path) -> None:
         StorageError: it cannot be made, or a file has its name.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_durable_folder(path)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def make_durable_folder(path: Path) -> None:
+    """Make a folder and those above it, unless they exist; those that were made are there after a power cut, too.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(made):
+        sync_folder(each.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk; before, a power cut may undo what was made, renamed or deleted.
+
+    A file system that has no such wait is left alone.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(fd)
 
 
 def remove_file(path: Path) -> None:
@@ -64,13 +112,14 @@ def remove_file(path: Path) -> None:
 
 
 def rename_file(path: Path, target: Path) -> None:
-    """Give a file another name, whose file it replaces.
+    """Give a file another name, whose file it replaces; it has that name after a power cut, too.
 
     Raises:
         StorageError: it cannot be renamed.
     """
     try:
         os.replace(path, target)
+        sync_folder(target.parent)
     except OSError as error:
         raise cannot_write(target, error) from error
 
@@ -92,22 +141,128 @@ def write_aside(path: Path) -> Generator[BinaryIO]:
             with target.open("wb") as file:
                 yield file
             return
-        aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(6)}")  # of this call: threads share a process
+        for left in leftovers(target.parent, re.compile(re.escape(target.name))):
+            remove_leftover(left)
+        aside = name_aside(target)  # of this call: threads share a process
         try:
             with aside.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, target)
+            sync_folder(target.parent)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
     except StorageError:
         raise
     except OSError as error:
-        if error.filename is not None and str(error.filename) not in (str(path), str(target), str(aside)):
+        if error.filename is not None and Path(error.filename) not in (path, target, aside, target.parent):
             raise  # about another file, which the block reads
         raise cannot_write(path, error) from error
+
+
+@contextmanager
+def write_folder_aside(target: Path) -> Generator[Path]:
+    """Make a folder to fill, which gets the name ``target`` when the block ends; removed if the block raises.
+
+    Raises:
+        OSError: as the file system says, or ``target`` is there.
+    """
+    make_durable_folder(target.parent)
+    for left in leftovers(target.parent, re.compile(re.escape(target.name))):
+        remove_leftover(left)
+    aside = name_aside(target)
+    aside.mkdir()
+    try:
+        yield aside
+        sync_tree(aside)
+        os.rename(aside, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)  # or by the next call
+        raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all files of a folder, and of those inside, are on disk with their names.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    sync_folder(folder)
+
+
+def name_aside(path: Path) -> Path:
+    """Find a name beside ``path`` that only this call uses, for what is written before it gets that name."""
+    return path.with_name(f"{path.name}.tmp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def leftovers(folder: Path, name: re.Pattern[str], *, own: bool = False) -> list[Path]:
+    """List what processes that are gone have left aside in ``folder``, of targets whose whole name matches.
+
+    Args:
+        own: Whether this process writes nothing there now, so that what bears its number is of an earlier one.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    matches = [(path, _ASIDE.match(path.name)) for path in folder.iterdir()]
+    return [
+        path
+        for path, match in matches
+        if match and name.fullmatch(match["name"]) and _is_left(path, match["host"], int(match["pid"]), own=own)
+    ]
+
+
+def remove_leftover(path: Path) -> None:
+    """Delete a file or folder that lies aside, or as much of it as can be; warns of what cannot."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        warnings.warn(f"cannot delete {path}: {error}; the next save tries again", stacklevel=2)
+
+
+def _host() -> str:
+    """Eight digits for this host, or container: processes of another may have the same numbers."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")  # containers may share the name of their host
+    except OSError:  # no Linux
+        numbers = ""
+    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
+
+
+def _is_left(path: Path, host: str | None, pid: int, *, own: bool) -> bool:
+    """Whether nobody writes a file or folder any more; one without a host's name is of an earlier version."""
+    if host in (None, _host()):
+        return own if pid == os.getpid() else not _is_alive(pid)
+    try:
+        newest = max(each.stat().st_mtime for each in (path, *path.glob("*")))
+    except OSError:  # its owner deletes or renames it
+        return False
+    return time.time() - newest > _ABANDONED_S
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from lading.checkpoint.lock import SaveLocks
 from lading.checkpoint.saver import SaveOrder, Saver, StagedTensor
 from lading.checkpoint.staging import StagingMemory, staged_bytes
 from lading.checkpoint.state import TensorSource, checked_sources, source_bytes
-from lading.checkpoint.store import plain_json, save_checkpoint
-from lading.errors import BudgetWarning, ConfigError, StorageError
+from lading.checkpoint.store import check_retention, plain_json, save_checkpoint
+from lading.errors import BudgetWarning, StorageError
 from lading.ir.action import DEVICE
 from lading.ir.machine import MEMORY
 from lading.ir.program import Program
@@ -139,27 +140,37 @@ class Saves:
     """
 
     newest: str = ""
+    _locks: SaveLocks = field(default_factory=SaveLocks)
     _background: _Background = field(default_factory=_Background)
     _warned: bool = False
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self._background.end)
 
-    def save(self, snapshot: Snapshot, folder: Path, meta: Mapping[str, Any], keep: int, *, wait: bool) -> Path:
+    def save(
+        self,
+        snapshot: Snapshot,
+        folder: Path,
+        meta: Mapping[str, Any],
+        keep: int,
+        keep_every_steps: int = 0,
+        *,
+        wait: bool,
+    ) -> Path:
         """Write a checkpoint; without ``wait`` beside training, if the budget has room. One under way ends first.
 
         Returns:
             Its folder, which is there once it is committed.
         Raises:
-            StorageError: it cannot be written, or the one before could not be.
-            ConfigError: ``meta`` has no JSON form, or keep < 1.
+            StorageError: it cannot be written, another trainer saves there, or the one before could not be written.
+            ConfigError: ``meta`` has no JSON form, keep < 1 or keep_every_steps < 0.
         """
         left = snapshot.values.shared()
         try:
             self.wait()
+            self._locks.take(folder)
             meta = plain_json(meta)
-            if keep < 1:
-                raise ConfigError(f"expected keep >= 1, got {keep}")
+            check_retention(keep, keep_every_steps)
             if not wait and (shortage := snapshot.shortage):
                 wait = True
                 self._warn(shortage)
@@ -167,9 +178,9 @@ class Saves:
             snapshot.executor.reset_peak()
             sources = snapshot.sources(left)
             if not wait:
-                path = self._begin(snapshot, checked_sources(sources), folder, meta, keep)
+                path = self._begin(snapshot, checked_sources(sources), folder, meta, keep, keep_every_steps)
             else:
-                path = save_checkpoint(folder, snapshot.step, sources, meta, keep)
+                path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps)
                 self.newest = str(path)
         finally:  # the others give all shards, whether or not they can be written
             snapshot.values.give(list(left))
@@ -183,7 +194,13 @@ class Saves:
         self._warned = True
 
     def _begin(
-        self, snapshot: Snapshot, sources: Sequence[TensorSource], folder: Path, meta: Mapping[str, Any], keep: int
+        self,
+        snapshot: Snapshot,
+        sources: Sequence[TensorSource],
+        folder: Path,
+        meta: Mapping[str, Any],
+        keep: int,
+        keep_every_steps: int,
     ) -> Path:
         """Copy what has to be copied now, and start a thread that does the rest."""
         memory, fresh_bytes = self._memory(snapshot.staging_bytes)
@@ -199,7 +216,7 @@ class Saves:
             else:
                 _fill(memory, start, size, (name, dtype, shape, chunks))
             start += staged_bytes(size)
-        job = _Job(SaveOrder(str(folder.absolute()), snapshot.step, meta, keep, tuple(tensors)))
+        job = _Job(SaveOrder(str(folder.absolute()), snapshot.step, meta, keep, tuple(tensors), keep_every_steps))
         fence = snapshot.executor.stage(rooms, fresh_bytes)
         saver = self._background.saver = self._background.saver or Saver(memory)
         job.thread = threading.Thread(target=_run, args=(job, fence, saver), name="lading-saving")
@@ -280,6 +297,7 @@ class Saves:
                     self._background.saver.kill()
                 self._background.end()
             self._background.close()
+            self._locks.close()
 
 
 def _run(job: _Job, fence: Fence, saver: Saver) -> None:

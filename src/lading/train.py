@@ -26,7 +26,7 @@ import torch
 from lading.alone import launcher, num_ranks
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
-from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import CheckpointConfig, FreezeConfig, Optimization, RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
 from lading.files import make_folder, remove_file, rename_file
@@ -81,8 +81,6 @@ _CHANGEABLE = frozenset(
         "matrices.lr",
     )
 ) | {"ranks"}
-#: Folders of a run's checkpoints: the newest ones, and the one of the lowest validation loss.
-_NEWEST, _BEST = "checkpoints", "best"
 #: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen.
 _VALIDATION, _FREEZING = "validation", "freezing"
 
@@ -327,9 +325,9 @@ def _result(
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=fullest.predicted_bytes,
         base_bytes=process_base_bytes(prepared.plan, steps),
-        checkpoint=str(latest_checkpoint(out / _NEWEST) or ""),
+        checkpoint=str(latest_checkpoint(out / NEWEST) or ""),
         validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
-        best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / _BEST)) or ""),
+        best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / BEST)) or ""),
         rank_peaks=() if job is None else tuple(Peak.of_rank(each) for each in job.ranks),
         slow_rank="" if job is None or job.slow is None else slow_words(job.slow),
     )
@@ -356,7 +354,7 @@ def _newest_path(run: RunConfig, data: Dataset | None, ranks: RunRanks, *, resum
 
 def _latest(out: Path) -> Path | None:
     """Find the newest checkpoint of a run, be it one that was due or the best one; None without any."""
-    paths = [path for name in (_NEWEST, _BEST) if (path := latest_checkpoint(out / name)) is not None]
+    paths = [path for name in (NEWEST, BEST) if (path := latest_checkpoint(out / name)) is not None]
     return max(paths, key=lambda path: (len(path.name), path.name), default=None)
 
 
@@ -421,7 +419,6 @@ def _loop(
         The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
     out, total = Path(run.out), run.optimization.steps
-    save = partial(trainer.save, out / _NEWEST, meta=meta, keep=run.checkpoint.keep)
     if run.checkpoint.stages and (shortage := trainer.staging_shortage):
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
@@ -433,6 +430,7 @@ def _loop(
         stop = stack.enter_context(StopRequest(tells=ranks.is_first))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", BudgetWarning)  # said by progress
+        save = partial(_save, trainer, run, meta, log)
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:
             with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
@@ -462,12 +460,24 @@ def _loop(
                 if is_broken:
                     progress.note(f"saved in {path}; the run goes on")
             if validation is not None and "validation_loss" in record:
+                if log is not None:
+                    log.sync()
                 progress.note(fitted(validation.judge(record["validation_loss"])))
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
         trainer.wait_saved()
     stop.number = int(asked)
     return stop, mine
+
+
+def _save(
+    trainer: Trainer, run: RunConfig, meta: Mapping[str, Any], log: MetricsLog | None, *, wait: bool = True
+) -> Path:
+    """Write a checkpoint, when the records of what led to it are on disk; returns its folder."""
+    if log is not None:
+        log.sync()
+    kept = {"keep": run.checkpoint.keep, "keep_every_steps": run.checkpoint.keep_every_steps}
+    return trainer.save(Path(run.out) / NEWEST, meta=meta, **kept, wait=wait)
 
 
 def _tell(record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], progress: Progress) -> None:
@@ -629,7 +639,7 @@ class _Validation:
         count = self._settings.batches * self._micro * ranks.replicas
         measure = {"content": data.fingerprint, "micro_batches": count}
         self._measure = {"share": self._settings.share, **measure}
-        self._meta, self._folder = meta, Path(run.out) / _BEST
+        self._meta, self._folder = meta, Path(run.out) / BEST
         self._lowest: tuple[float, int] | None = None
         self._waits = not run.checkpoint.stages
         self.note = self._remember() if trainer.steps else ""

@@ -31,7 +31,7 @@ from lading.captures import (
     step_for,
     step_rates,
 )
-from lading.checkpoint.store import open_checkpoint
+from lading.checkpoint.store import Checkpoint, read_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_type
 from lading.ir.graph import StepGraph
 from lading.ir.job_timeline import JobTimeline, RankTimeline
@@ -550,13 +550,21 @@ class Trainer:
         return notes
 
     def save(
-        self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2, wait: bool = True
+        self,
+        folder: str | Path,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        keep: int = 2,
+        keep_every_steps: int = 0,
+        wait: bool = True,
     ) -> Path:
         """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
 
         Of several ranks the first writes all of it, also what is sharded over them; all call this.
 
         Args:
+            keep: How many of the newest stay. One that is being read stays until a later save.
+            keep_every_steps: Those of every so many steps stay, too; 0 for none.
             wait: False lets training go on meanwhile: values are copied while the next step runs, and a process writes
                 them (``wait_saved``). That takes as much memory as the checkpoint has bytes; where the plan's budget
                 leaves less, training waits all the same, and a warning says so. A save under way ends first.
@@ -565,13 +573,14 @@ class Trainer:
             Its folder, for ``load``; without ``wait`` it is there once it is whole.
 
         Raises:
-            StorageError: the disk is full, or the save before failed beside training; older checkpoints are whole.
+            StorageError: the disk is full, another trainer saves there, or the save before failed; older ones stay.
             ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
         """
         self._meet("save a checkpoint")
+        kept = keep, keep_every_steps
         path = self._by_first_rank(
             "Trainer.save",
-            lambda: str(self._saves.save(self._snapshot(), Path(folder), meta or {}, keep, wait=wait)),
+            lambda: str(self._saves.save(self._snapshot(), Path(folder), meta or {}, *kept, wait=wait)),
             lambda: self._values.give(self._values.shared()),
         )
         return Path(path)
@@ -624,31 +633,28 @@ class Trainer:
         Raises:
             StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
         """
-        checkpoint = open_checkpoint(Path(path))
+        with read_checkpoint(Path(path)) as checkpoint:
+            return self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         beside = (_RNG, _FROZEN, *(f"{name}." for name in self._frozen))
         frozen = bytes(checkpoint.read(_FROZEN).tolist()).decode().split("\n") if _FROZEN in checkpoint.tensors else []
         thawed = {name for name in self._values.states_of(frozen) if name not in checkpoint.tensors}
-        saved = {
-            name: (tensor.dtype, tensor.shape)
-            for name, tensor in checkpoint.tensors.items()
-            if not name.startswith(beside)
-        }
+        saved = {n: (each.dtype, each.shape) for n, each in checkpoint.tensors.items() if not n.startswith(beside)}
         wanted = {name: value for name, value in self._values.items() if name not in thawed}
-        check_saved(path, saved, wanted, name_of(self.optimizer))
-        scalars = [name for name, value in wanted.items() if not value.shape]
-        check_numbers(self._values, {name: checkpoint.read(name) for name in scalars})
+        check_saved(checkpoint.path, saved, wanted, name_of(self.optimizer))
+        check_numbers(self._values, {name: checkpoint.read(name) for name, value in wanted.items() if not value.shape})
         generator = checkpoint.read(_RNG)
-        self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
+        self._half_loaded = f"loading {checkpoint.path} failed half-way: some values are its, the others from before"
         for name in self._values:  # masters come after their parameters
             if name in thawed:
                 self._values.begin(name, checkpoint.read)
             else:
                 self._values.fill(name, checkpoint.chunks, checkpoint.read)
         self._given = ""
-        self._note_given(*(f"{name} {tensor.sha256}" for name, tensor in sorted(checkpoint.tensors.items())))
-        self._half_loaded, self._saves.newest = "", str(path)
+        self._note_given(*(f"{name} {tensor.digest}" for name, tensor in sorted(checkpoint.tensors.items())))
         set_generator_state(self._kind, generator)
-        self.steps = checkpoint.step
+        self._half_loaded, self._saves.newest, self.steps = "", str(checkpoint.path), checkpoint.step
         self._executor.observe_peak()
         trim()
         return checkpoint.meta

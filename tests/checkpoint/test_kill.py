@@ -64,10 +64,11 @@ def assert_complete(folder: Path, reported: int) -> None:
     assert hashlib.sha256(b"".join(checkpoint.chunks("w"))).hexdigest() == expected
 
 
-def test_killed_at_random_instants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     chance = random.Random(0)
     saved = 0
-    for _ in range(10):
+    for _ in range(kills):
         saver = start(tmp_path, saved + 1, 1_000_000, 0)
         assert saver.stdout is not None
         saver.stdout.readline()  # it is at work
@@ -78,7 +79,7 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
         latest = latest_checkpoint(tmp_path)
         assert latest is not None
         saved = open_checkpoint(latest).step
-    assert saved >= 10
+    assert saved >= kills
     save_checkpoint(tmp_path, saved + 1, [], {}, 1)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{saved + 1:08d}"]
 

@@ -14,7 +14,20 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("", "fit", "plan", "simulate", "place", "train", "report", "export", "probe", "doctor", "demo")
+COMMANDS = (
+    "",
+    "fit",
+    "plan",
+    "simulate",
+    "place",
+    "train",
+    "report",
+    "export",
+    "checkpoint",
+    "probe",
+    "doctor",
+    "demo",
+)
 GOLDEN = Path(__file__).parent / "help.txt"
 FRAMES = re.compile("[╭─╮│╰╯]|-----+")
 CODE = """

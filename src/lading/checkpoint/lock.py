@@ -1,14 +1,24 @@
-"""One run per folder."""
+"""Locks: one run in a folder, one trainer that saves into a folder, and no checkpoint deleted while it is read.
+
+All end with the process that has them, however that ends. Folders of checkpoints are locked by themselves, so that no
+file is left in them.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lading.errors import StorageError
+from lading.files import make_durable_folder
+
+#: What a file system says that has no locks, or none of folders.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 
 
 @contextmanager
@@ -22,7 +32,7 @@ def run_lock(folder: Path, agents: Sequence[str] = ()) -> Iterator[None]:
         StorageError: another run is writing there, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_durable_folder(folder)
         file = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise _cannot_use(folder, error) from error
@@ -42,6 +52,100 @@ def agents_of(folder: Path) -> list[str]:
     """Names of the processes that started the last run in ``folder``, as ``run_lock`` was given them."""
     path = folder / "run.lock"
     return path.read_text().splitlines()[1:] if path.is_file() else []
+
+
+class SaveLocks:
+    """Locks of the folders that a trainer saves into, each taken when it is first asked for, held until ``close``."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+
+    def take(self, folder: Path) -> None:
+        """Keep other trainers from saving into a folder, which is made if need be; again does nothing.
+
+        A file system that has no locks of folders lets them. A folder that cannot be made is for the save to tell.
+
+        Raises:
+            StorageError: another one saves there.
+        """
+        if (whole := folder.absolute()) in self._files:
+            return
+        try:
+            make_durable_folder(whole)
+            file = os.open(whole, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(file)
+                if not isinstance(error, BlockingIOError):
+                    raise StorageError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
+                raise StorageError(
+                    f"expected {folder} to be free, found another trainer that saves there; close it or wait for its "
+                    "process, or choose another folder"
+                ) from error
+        self._files[whole] = file
+
+    def close(self) -> None:
+        """Let others save into the folders; may be called twice."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextmanager
+def read_lock(path: Path) -> Iterator[int]:
+    """Keep a checkpoint's folder from being deleted while the block reads it.
+
+    Yields:
+        A descriptor of the folder, which is still this one when its name is taken by another.
+    Raises:
+        StorageError: it is being deleted.
+        OSError: it is missing or cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            gone = not path.exists() or os.stat(path).st_ino != os.fstat(file).st_ino
+        except BlockingIOError:
+            gone = True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            gone = False
+            warnings.warn(f"nothing keeps {path} from being deleted while it is read: {error.strerror}", stacklevel=4)
+        if gone:
+            raise StorageError(f"{path} is being deleted or replaced; open another checkpoint")
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def delete_lock(path: Path) -> Iterator[bool]:
+    """Tell whether a checkpoint may be deleted during the block, as nobody reads it, and keep readers out meanwhile.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield free
+    finally:
+        os.close(file)
 
 
 def _lock(file: int, folder: Path, agents: Sequence[str]) -> None:

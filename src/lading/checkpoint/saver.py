@@ -54,6 +54,7 @@ class SaveOrder:
     meta: Mapping[str, Any]
     keep: int
     tensors: tuple[StagedTensor, ...]
+    keep_every_steps: int = 0
 
     @property
     def path(self) -> Path:
@@ -188,7 +189,8 @@ def _carry_out(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            save_checkpoint(Path(order["folder"]), order["step"], tensors, order["meta"], order["keep"])
+            kept = order["keep"], order["keep_every_steps"]
+            save_checkpoint(Path(order["folder"]), order["step"], tensors, order["meta"], *kept)
         except (LadingError, OSError, MemoryError) as error:
             told |= {"failed": f"{error}" or type(error).__name__, "kind": type(error).__name__}
             told["errno"] = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)

@@ -1,4 +1,9 @@
-"""The state file of a checkpoint: the safetensors format, written in a stream in constant memory."""
+"""State file of a checkpoint: the safetensors format, written and read in a stream in constant memory.
+
+[Note: checksums of chunks] Each ``CHUNK_BYTES`` of a tensor, and of the header, have a sha256, which says whether
+they are what was saved, before anybody sees them. They also have an adler32, whose two sums over the bytes give the
+place and the value of a single byte that was altered; the sha256 of the bytes with that one put back proves it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,10 @@ import hashlib
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,19 +40,173 @@ _SAFETENSORS = {
 TensorSource = tuple[str, str, Sequence[int], Iterable[memoryview]]
 
 
+#: Modulus of the two sums of an adler32.
+_ADLER = 65521
+
+
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """Place of a tensor in the state file, in bytes, and the hash of its bytes."""
+class SavedBytes:
+    """Place of a run of bytes in a file, and the checksums of its chunks, in order.
+
+    Attributes:
+        start: Its first byte in the file.
+        sha256: In hexadecimal digits; one for each chunk.
+        adler32: One for each chunk; none where the file is of format 1.
+    """
+
+    start: int
+    size_bytes: int
+    sha256: tuple[str, ...]
+    adler32: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "the header"
+
+    def part(self, start: int, end: int, chunk_bytes: int) -> SavedBytes:
+        """Find the chunks that hold the bytes from ``start`` up to ``end`` of this run."""
+        first, last = start // chunk_bytes, -(-min(end, self.size_bytes) // chunk_bytes)
+        size_bytes = max(0, min(last * chunk_bytes, self.size_bytes) - first * chunk_bytes)
+        chunks = slice(first, last)
+        return SavedBytes(self.start + first * chunk_bytes, size_bytes, self.sha256[chunks], self.adler32[chunks])
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor(SavedBytes):
+    """Place of a tensor in the state file, in bytes, and the checksums of its chunks."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    size_bytes: int
-    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """Hash of the tensor's bytes, by that of its chunks."""
+        return hashlib.sha256(" ".join(self.sha256).encode()).hexdigest()
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} ({self.dtype} {list(self.shape)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes of a file that are not those that were saved, or are missing.
+
+    Attributes:
+        start: The first of them in the file.
+        end: The byte after the last.
+        words: What was expected there, and what was found.
+    """
+
+    start: int
+    end: int
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class _Checksums:
+    """Checksums of a stream of bytes, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.sha256, self.adler32 = list[str](), list[int]()
+        self._digest, self._adler, self._filled = hashlib.sha256(), 1, 0
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            part = data[: CHUNK_BYTES - self._filled]
+            self._digest.update(part)
+            self._adler = zlib.adler32(part, self._adler)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == CHUNK_BYTES:
+                self._end()
+
+    def end(self) -> dict[str, Any]:
+        """End the last chunk; returns the fields of ``SavedBytes`` that are checksums."""
+        if self._filled:
+            self._end()
+        return {"sha256": tuple(self.sha256), "adler32": tuple(self.adler32)}
+
+    def _end(self) -> None:
+        self.sha256.append(self._digest.hexdigest())
+        self.adler32.append(self._adler)
+        self._digest, self._adler, self._filled = hashlib.sha256(), 1, 0
+
+
+def checksums_of(data: bytes) -> tuple[str, int]:
+    """Compute the two checksums of one chunk: sha256 in hexadecimal digits, and adler32."""
+    return hashlib.sha256(data).hexdigest(), zlib.adler32(data)
+
+
+def read_chunks(file: FileIO, saved: SavedBytes, chunk_bytes: int) -> Iterator[tuple[memoryview, Damage | None]]:
+    """Read a run of bytes in pieces of at most ``CHUNK_BYTES``, each with the damage that is known by then.
+
+    A piece is valid until the next is asked for. Chunks of at most ``CHUNK_BYTES`` are compared before they are
+    yielded, larger ones at their end. What is missing at the end of the file is one damage, and the last.
+
+    Args:
+        chunk_bytes: Bytes that each checksum is for, the last chunk's are fewer.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    buffer, done = memoryview(bytearray(min(saved.size_bytes, CHUNK_BYTES))), 0
+    digest = hashlib.sha256()
+    file.seek(saved.start)
+    while done < saved.size_bytes:
+        number = done // chunk_bytes
+        first, end = number * chunk_bytes, min(saved.size_bytes, (number + 1) * chunk_bytes)
+        piece = buffer[: min(CHUNK_BYTES, end - done)]
+        if (count := _fill(file, piece)) < len(piece):
+            at, last = saved.start + done + count, saved.start + saved.size_bytes
+            missing = f"expected bytes {at} to {last - 1} of the file, found its end"
+            yield piece[:count], Damage(at, last, missing)
+            return
+        digest.update(piece)
+        done += count
+        damage = None
+        if done == end:
+            if digest.hexdigest() != saved.sha256[number]:
+                adler32 = saved.adler32[number] if saved.adler32 else None
+                whole = piece if len(piece) == end - first else None
+                damage = locate_damage(whole, saved.start + first, end - first, saved.sha256[number], adler32)
+            digest = hashlib.sha256()
+        yield piece, damage
+
+
+def _fill(file: FileIO, target: memoryview) -> int:
+    """Read until ``target`` is full or the file ends; returns the bytes read."""
+    count = 0
+    while count < len(target) and (more := file.readinto(target[count:])):
+        count += more
+    return count
+
+
+def locate_damage(data: memoryview | None, start: int, size_bytes: int, sha256: str, adler32: int | None) -> Damage:
+    """Tell which bytes of a chunk are not those of its checksums: the one that was altered, or else the whole chunk.
+
+    Args:
+        data: The chunk as it was found; None where it is too large to have been kept.
+        start: Its first byte in the file.
+    """
+    words = f"expected bytes {start} to {start + size_bytes - 1} of the file of sha256 {sha256[:16]}, found others"
+    if data is None or adler32 is None or size_bytes > CHUNK_BYTES:
+        return Damage(start, start + size_bytes, words)
+    found = zlib.adler32(data)
+    low, high = ((found & 0xFFFF) - (adler32 & 0xFFFF)) % _ADLER, ((found >> 16) - (adler32 >> 16)) % _ADLER
+    excess = low if low < 256 else low - _ADLER  # of the altered byte
+    if excess and abs(excess) < 256:
+        repaired = bytearray(data)
+        for from_end in range(high * pow(excess, -1, _ADLER) % _ADLER, size_bytes + 1, _ADLER):
+            at = size_bytes - from_end
+            if from_end and 0 <= (saved := data[at] - excess) < 256:
+                repaired[at] = saved
+                if hashlib.sha256(repaired).hexdigest() == sha256:
+                    words = f"expected byte {start + at} of the file to be 0x{saved:02x}, found 0x{data[at]:02x}"
+                    return Damage(start + at, start + at + 1, words)
+                repaired[at] = data[at]
+    return Damage(start, start + size_bytes, words)
 
 
 def tensor_source(name: str, tensor: torch.Tensor) -> TensorSource:
@@ -163,31 +324,33 @@ def write_state(path: Path, sources: Sequence[TensorSource], step: int) -> dict[
         StorageError: the chunks of a tensor do not add up to its size.
         OSError: as the file system says.
     """
-    header = _header(sources, step)
+    header = memoryview(_header(sources, step))
+    checksums = _Checksums()
+    checksums.update(header)
     output = _Output(path)
     try:
-        output.write(memoryview(header))
+        output.write(header)
         saved = [asdict(_write_tensor(output, source)) for source in sources]
         output.sync()
     finally:
         output.close()
     return {
+        "chunk_bytes": CHUNK_BYTES,
         "state_bytes": output.size_bytes,
-        "header_bytes": len(header),
-        "header_sha256": hashlib.sha256(header).hexdigest(),
+        "header": asdict(SavedBytes(0, len(header), **checksums.end())),
         "tensors": saved,
     }
 
 
 def _write_tensor(output: _Output, source: TensorSource) -> SavedTensor:
     name, dtype, shape, chunks = source
-    start, digest = output.size_bytes, hashlib.sha256()
+    start, checksums = output.size_bytes, _Checksums()
     for chunk in chunks:
         if chunk.nbytes:
             data = chunk.cast("B")
-            digest.update(data)
+            checksums.update(data)
             output.write(data)
     found, expected = output.size_bytes - start, source_bytes(source)
     if found != expected:
         raise StorageError(f"tensor {name!r} ({dtype} {list(shape)}): expected {expected} bytes to save, got {found}")
-    return SavedTensor(name, dtype, tuple(shape), start, expected, digest.hexdigest())
+    return SavedTensor(start, expected, **checksums.end(), name=name, dtype=dtype, shape=tuple(shape))

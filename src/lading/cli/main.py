@@ -20,6 +20,7 @@ from typing import TextIO
 import tyro
 
 from lading import __version__
+from lading.cli.checkpoint_command import CheckpointCommand
 from lading.cli.demo_command import DemoCommand
 from lading.cli.doctor_command import DoctorCommand
 from lading.cli.export_command import ExportCommand
@@ -57,7 +58,7 @@ lading --version        prints the version
 exit codes: 0 done, 1 an error inside Lading, 2 what was asked is wrong,
             3 no plan fits, 4 a run broke its budget, 130 Ctrl-C"""
 #: Columns of a command's name in the help.
-_NAMED = 10
+_NAMED = 12
 _COMMANDS: dict[str, type[Command]] = {
     "fit": FitCommand,
     "plan": PlanCommand,
@@ -66,6 +67,7 @@ _COMMANDS: dict[str, type[Command]] = {
     "train": TrainCommand,
     "report": ReportCommand,
     "export": ExportCommand,
+    "checkpoint": CheckpointCommand,
     "probe": ProbeCommand,
     "doctor": DoctorCommand,
     "demo": DemoCommand,

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from lading.errors import ConfigError, StorageError
-from lading.files import cannot_read, cannot_write, write_text
+from lading.files import cannot_read, cannot_write, read_bytes, sync_folder, write_text
 
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
@@ -25,16 +25,19 @@ _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "base_bytes": (0,
 class MetricsLog:
     """Log that appends records to a file, each given to the system before ``log`` returns. Usable in ``with``.
 
-    A killed process loses nothing that was logged; a machine that stops loses a few seconds of it. Opening
-    cuts off a last line that a killed run left without its newline.
+    A killed process loses nothing that was logged; a machine that stops loses a few seconds of it, but nothing from
+    before ``sync``. Opening cuts off a last line that a killed run left without its newline.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if path.exists():
+            is_new = not path.exists()
+            if not is_new:
                 _cut_torn_line(path)
             self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk is noticed
+            if is_new:
+                sync_folder(path.parent)
         except OSError as error:
             raise cannot_write(path, error) from error
         self._synced_s = time.monotonic()
@@ -57,7 +60,22 @@ class MetricsLog:
                 self._sync()
         except OSError as error:
             self._failed = True
-            raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume") from error
+            raise self._cannot_write(error) from error
+
+    def sync(self) -> None:
+        """Wait until all that was logged is on disk, where a machine that stops does not lose it.
+
+        Raises:
+            StorageError: the disk fails.
+        """
+        try:
+            self._sync()
+        except OSError as error:
+            self._failed = True
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume")
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -73,7 +91,7 @@ class MetricsLog:
             if not (self._failed or self._file.closed):
                 self._sync()
         except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume") from error
+            raise self._cannot_write(error) from error
         finally:
             self._file.close()
 
@@ -128,16 +146,29 @@ def truncate_after(path: Path, step: int) -> int:
     """Drop the records of steps after ``step``, as a run that resumes there will write them again.
 
     Writes aside and renames, so that a kill leaves either the old file or the new one. A record without a step stays.
+    Once the record of ``step`` was read, a line that is none, as a machine that stopped may leave behind, and what
+    follows it are dropped, too.
 
     Returns:
-        Number of records dropped.
+        Number of lines dropped.
     Raises:
         ConfigError: as for ``read_metrics``.
     """
-    records = read_metrics(path)
-    remaining = [record for record in records if "step" not in record or record["step"] <= step]
+    if not path.exists():
+        raise ConfigError(f"expected metrics at {path}, found no file")
+    lines, remaining, reached = read_bytes(path).split(b"\n")[:-1], list[dict[str, Any]](), step < 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = _parse(line, f"{path}, line {number}")
+        except ConfigError:
+            if not reached:
+                raise
+            break
+        reached |= record.get("step", -1) >= step
+        if "step" not in record or record["step"] <= step:
+            remaining.append(record)
     write_text(path, "".join(json.dumps(record) + "\n" for record in remaining))
-    return len(records) - len(remaining)
+    return len(lines) - len(remaining)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

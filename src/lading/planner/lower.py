@@ -422,7 +422,7 @@ class Lowering:
         return PackedEmission(cut, stretched, _pack(self.graph, cut, stretched, arena_bytes, self.homes))
 
     def within(self, arena: int, *, sparing: bool) -> PackedEmission:
-        """Find addresses within an arena of so many bytes, or the nearest to it; arguments and how are of ``lower``."""
+        """Find addresses in ``arena`` bytes, or as near to them as they can be, in the way that ``lower`` says."""
         peak = self.peak_bytes
         attempt, soft, step = self.placed(arena, arena), arena, max(1, arena // _STEPS)
         if attempt.size_bytes > arena > peak:

@@ -143,18 +143,22 @@ class Executor:
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
                 make_room=self._ceiling and self._ceiling.make_room,
             )  # fmt: skip
-            rows = enumerate(zip(self._programs, fused, draws or [None] * len(fused), strict=True))
-            self._shapes = [self._ready(each, number, drawn, regions) for number, (each, regions, drawn) in rows]
-            self._take_up(self._shapes[0])
-            count = max(len(each.actions) for each in self._programs)
-            self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
-            beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
-            self._workers = Workers([*beside], self._run_stream)
-            stack.callback(self._workers.close)
+            self._bind_programs(stack, fused, draws or [None] * len(fused))
             if self._ceiling is not None and not (poison or jitter):
                 self._pack_largest()
             self._values.write_constants(self.homes)
             self._cleanup = stack.pop_all()
+
+    def _bind_programs(self, stack: ExitStack, fused: Sequence[Sequence[Fused]], draws: Sequence[Draws | None]) -> None:
+        """Bind every Program to the memory that all share, and start a thread for each stream beside computing."""
+        rows = enumerate(zip(self._programs, fused, draws, strict=True))
+        self._shapes = [self._ready(each, number, drawn, regions) for number, (each, regions, drawn) in rows]
+        self._take_up(self._shapes[0])
+        count = max(len(each.actions) for each in self._programs)
+        self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
+        beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
+        self._workers = Workers([*beside], self._run_stream)
+        stack.callback(self._workers.close)
 
     def _open_memory(self, stack: ExitStack, folder: Path) -> None:
         self._meter = self._device.meter()

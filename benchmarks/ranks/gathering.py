@@ -50,8 +50,11 @@ _PLANNED = ("zero3", "at zero3's", "half way", "zero2")
 
 
 def probe_to(path: Path, machine: str) -> None:
-    """Write the machine with the network that joins the ranks of this job as it is now."""
-    known = load_machine(Path(machine))
+    """Write the machine with the network that joins the ranks of this job as it is now.
+
+    Its hosts are of this machine, whose processors they share.
+    """
+    known = load_machine(Path(machine)).with_threads().shared_by(dist.get_world_size())
     curves, busy = probe_job(6.0, _SIZES)
     shared = known.processes
     if shared is not None:

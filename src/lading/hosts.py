@@ -101,10 +101,11 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
             sources["processes.device.load"] = busy
             print(busy)
     print(f"collectives among 2 to {ranks} processes, and what they share")
-    how = f"measured {machine.date} over gloo, mean of the faster half"
+    how = f"measured {machine.date} over gloo, mean of all but the slowest tenth, each after some computing"
+    sharing = f"measured {machine.date} over gloo, mean of the faster half"
     return dataclasses.replace(
         machine,
         collectives=probe_ranks(ranks, seconds / 5),
         processes=dataclasses.replace(probe_sharing(ranks, seconds / 4, share), device=of_rank),
-        sources={**sources, "collectives": how, "processes": how},
+        sources={**sources, "collectives": how, "processes": sharing},
     )

@@ -140,8 +140,7 @@ def _keeps_last_dim(graph: StepGraph, op: Op) -> bool:
 
 #: Collectives of shards as ``lading.runtime.job`` does them, and those of a library that send as many bytes.
 _GATHERS, _SCATTERS = ("gather_shards", "all_gather"), ("sum_shards", "all_to_all", "reduce_scatter")
-#: Least share of a processor's time that computing is taken to have beside a collective of the same processors.
-_LEAST_LEFT = 0.05
+PRODUCT_KINDS = (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
 #: What Python takes for a step of a torch optimizer on one parameter, and for each of its operations. Measured: 38 to
 #: 110 us for 3 to 19 operations, torch 2.13 (benchmarks/optimizers/torch_updates.py).
 _UPDATE_S, _CALL_S = 25e-6, 4.5e-6
@@ -195,7 +194,7 @@ def fused_costs(graph: StepGraph, device: Device) -> list[float]:
 def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:
     """Seconds of each operation on the machine's device, and of each collective between ranks of the step.
 
-    Ranks that are processes of one host take its processors in turns (``Machine.processes``).
+    Where ranks are processes of one host, the machine is what one of them has (``Machine.shared_by``).
 
     Raises:
         ConfigError: as ``op_costs``, or nothing is known of collectives among so many ranks.
@@ -204,20 +203,32 @@ def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> 
     ranks = ranks_of(graph)
     if ranks == 1:
         return costs
-    shared = machine.processes
-    for index, op in enumerate(graph.ops):
-        if index in graph.collectives:
-            name, count = _collective_of(op, machine)
-            if not machine.links and f"{name}.{count}" not in machine.collectives:
-                raise ConfigError(
-                    f"{machine.name}: expected the speed of collectives among {count} ranks, the machine says nothing "
-                    f"of it ({name}); measure it with: lading probe --ranks {ranks}"
-                )
-            costs[index] = collective_s(name, op.bytes_written, group_of_ranks(count, machine), machine)
-        elif shared is not None:
-            product = op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
-            costs[index] *= shared.slower("products" if product else "memory-bound", ranks)
+    for index in graph.collectives:
+        op = graph.ops[index]
+        name, count = _collective_of(op, machine)
+        if not machine.links and f"{name}.{count}" not in machine.collectives:
+            raise ConfigError(
+                f"{machine.name}: expected the speed of collectives among {count} ranks, the machine says nothing of "
+                f"it ({name}); measure it with: lading probe --ranks {ranks}"
+            )
+        costs[index] = collective_s(name, op.bytes_written, group_of_ranks(count, machine), machine)
     return costs
+
+
+def crowding(machine: Machine) -> dict[bool, tuple[float, ...]]:
+    """Factors on seconds of kernels while 1, 2, ... of the host's processes compute, where all of them are priced at 1.
+
+    Returns:
+        Factors by whether a kernel is a product; none where the machine is not what one of several processes has.
+    """
+    shared = machine.processes
+    if shared is None or shared.computing == 1 or machine.device.kind != "cpu":
+        return {}
+    factors: dict[bool, tuple[float, ...]] = {}
+    for product, cause in ((True, "products"), (False, "memory-bound")):
+        slower = [shared.slower(cause, number) for number in range(1, shared.computing + 1)]
+        factors[product] = tuple(each / slower[-1] for each in slower)
+    return factors
 
 
 def send_s(size_bytes: int, machine: Machine) -> float:
@@ -240,17 +251,19 @@ def _collective_of(op: Op, machine: Machine) -> tuple[str, int]:
 
 
 def slower_beside(graph: StepGraph, machine: Machine) -> dict[int, float]:
-    """Share by which a rank's computing takes longer beside each collective of a step, by operation.
+    """Share by which a rank's computing and a collective of the step take longer beside each other, by operation.
 
-    Where ranks are processes of one host, the collectives of all groups are work of the same processors.
+    Where ranks are processes of one host, the collectives of all groups are work of the same processors, which all
+    threads that are ready take in turns.
     """
     shared, slower = machine.processes, dict[int, float]()
     if shared is None:
         return slower
+    computing = shared.computing * max(1, machine.device.num_threads if machine.device.kind == "cpu" else 1)
     for index in graph.collectives:
         name, count = _collective_of(graph.ops[index], machine)
         busy = shared.busy.get(f"{name}.{count}", float(count)) * ranks_of(graph) / count
-        slower[index] = 1.0 / max(_LEAST_LEFT, 1.0 - busy / shared.cores) - 1.0
+        slower[index] = max(0.0, (computing + busy) / max(computing, shared.cores) - 1.0)
     return slower
 
 
@@ -329,10 +342,30 @@ def kernel_of(graph: StepGraph, op: Op) -> Kernel:
         detail = _attention(graph, op)
     dtype = _dtype(graph, op) if detail else _low_dtype(graph, op) or _dtype(graph, op)
     written = min(size, written)
+    name = "aten.clone.default" if _copies_in_order(graph, op) else op.name
     return Kernel(
-        op.name, op.kind, stage, op.module, dtype, size - written, written, op.inputs, op.outputs, detail,
+        name, op.kind, stage, op.module, dtype, size - written, written, op.inputs, op.outputs, detail,
         strided=path.strided, runs=path.runs,
     )  # fmt: skip
+
+
+def _copies_in_order(graph: StepGraph, op: Op) -> bool:
+    """Whether an operation joins tensors whose memory is copied whole, one after another, as a clone copies one."""
+    dim = op.args[1] if len(op.args) > 1 else 0
+    if base_name(op.name) != "cat" or not isinstance(dim, int):
+        return False
+    tensors = [graph.tensors[t] for t in (*op.inputs, *op.outputs)]
+    joined = graph.tensors[op.outputs[0]].shape
+    return prod(joined[: dim % len(joined)]) == 1 and all(map(_is_contiguous, tensors))
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _attention(graph: StepGraph, op: Op) -> Attention | None:

@@ -323,6 +323,7 @@ class Processes:
         cores: Processors of the host.
         device: The host's processors as one such process has them, alone, with its share of the threads; None where the
             machine's device was measured with as many.
+        computing: Number of processes, all computing, of which the machine's device is one (``Machine.shared_by``).
     """
 
     cores: int
@@ -330,10 +331,13 @@ class Processes:
     busy: dict[str, float] = field(default_factory=lambda: {})
     overhead_s: dict[str, float] = field(default_factory=lambda: {})
     device: Device | None = None
+    computing: int = 1
 
     def __post_init__(self) -> None:
         if self.cores < 1 or not self.slowdown:
             raise ConfigError(f"processes: expected cores >= 1 and a slowdown, got {self.cores} and {self.slowdown}")
+        if self.computing < 1:
+            raise ConfigError(f"processes: expected computing >= 1, got {self.computing}")
         for cause, times in self.slowdown.items():
             if not times or min(times) <= 0:
                 raise ConfigError(f"processes.slowdown.{cause}: expected positive factors from one process on")
@@ -464,6 +468,10 @@ class Machine:
         """
         if ranks == 1:
             return self
+        if self.processes is not None and self.processes.computing > 1:
+            raise ConfigError(
+                f"{self.name}: expected a whole host, found what one of {self.processes.computing} ranks of one has"
+            )
         share = f"assumption: {ranks} on this host compute and move at once, each at its share of the rates"
         tiers = tuple(_share_of_tier(tier, ranks) for tier in self.tiers)
         device = self.device
@@ -471,7 +479,9 @@ class Machine:
             device = dataclasses.replace(device, memory_bytes=device.memory_bytes // ranks)
             if self.processes is not None:
                 device = _share_of_processors(device, self.processes, ranks)
-        return dataclasses.replace(self, device=device, tiers=tiers, sources={**self.sources, "ranks": share})
+        processes = None if self.processes is None else dataclasses.replace(self.processes, computing=ranks)
+        sources = {**self.sources, "ranks": share}
+        return dataclasses.replace(self, device=device, tiers=tiers, processes=processes, sources=sources)
 
     @property
     def fingerprint(self) -> str:

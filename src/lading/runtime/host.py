@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 from lading.errors import ConfigError
-from lading.units import GiB
+from lading.units import GiB, KiB
 
 
 def host_id() -> str:
@@ -35,6 +35,16 @@ def check_host(host: str) -> None:
 def memory_bytes() -> int:
     """Bytes of physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cache_bytes(level: int) -> int:
+    """Bytes of the first processor's cache of a level, 0 where the system does not say; of several the largest."""
+    found = [0]
+    for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        size = (cache / "size").read_text().strip() if (cache / "size").is_file() else ""
+        if size.endswith("K") and size[:-1].isdigit() and (cache / "level").read_text().strip() == f"{level}":
+            found.append(int(size[:-1]) * KiB)
+    return max(found)
 
 
 def usable_bytes() -> int:

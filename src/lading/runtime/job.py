@@ -31,6 +31,7 @@ from lading.ir.layout import AXES, Layout
 from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
 from lading.runtime.agreement import Meeting, listed, run_number
+from lading.runtime.batch_threads import batch_threads
 from lading.runtime.binding import Mailbox
 from lading.runtime.interrupts import ending_at_once
 from lading.runtime.shard_exchange import exchange_parts, gather_shards, sum_shards
@@ -85,7 +86,7 @@ def _connect() -> None:
     """Make the process group of the ranks that a launcher has started; raises as ``start_job``."""
     count, limit = os.environ["WORLD_SIZE"], timedelta(seconds=TIMEOUT_S)
     try:
-        with ending_at_once():
+        with ending_at_once(), batch_threads():
             store, rank, ranks = next(rendezvous("env://", timeout=limit))
             started = distributed_c10d.PrefixStore(_start_of(store, rank, ranks), store)
             dist.init_process_group("gloo", store=started, rank=rank, world_size=ranks, timeout=limit)
@@ -231,7 +232,7 @@ class Replicas:
         ranks = layout.devices
         self.ranks, self.rank, self._timeout_s = ranks, start_job(ranks), timeout_s
         try:
-            with ending_at_once():
+            with ending_at_once(), batch_threads():
                 made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StorageError(f"lost the other ranks while they connected: {_first_line(error)}") from error
@@ -260,7 +261,8 @@ class Replicas:
                     )
             made = self._group
             if len(groups) > 1:
-                made = dist.new_subgroups_by_enumeration([[*ranks] for ranks in groups], limit, "gloo")[0]
+                with batch_threads():
+                    made = dist.new_subgroups_by_enumeration([[*ranks] for ranks in groups], limit, "gloo")[0]
             self._groups[over] = cast("dist.ProcessGroup", made), self._layout.group(self.rank, over)
             self.mean_(first, over)
             self.all_gather(first, first[: len(first) // len(self._groups[over][1])].clone(), over)

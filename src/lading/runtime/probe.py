@@ -30,7 +30,16 @@ from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.runtime.kernel_calls import Call
-from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, low_cases, rate_cases, runs_case
+from lading.runtime.probe_cases import (
+    Case,
+    Pool,
+    Stopwatch,
+    bind_call,
+    low_cases,
+    product_and_pass,
+    rate_cases,
+    runs_case,
+)
 from lading.runtime.probe_disk import DiskProbe, probe_disk
 from lading.runtime.resident import reuse_pages, trim
 from lading.units import MiB
@@ -80,7 +89,7 @@ def probe(
     reuse_pages()  # as the executor does: temporaries find their pages touched
     with _threads(threads) as used:
         say(f"disk under {folder}")
-        disk = probe_disk(folder, 0.15 * seconds, _block() if target.type == "cpu" else None)
+        disk = probe_disk(folder, 0.15 * seconds, product_and_pass() if target.type == "cpu" else None)
         say(f"kernels with {used} threads")
         measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
     trim()
@@ -147,17 +156,6 @@ def _sources(target: torch.device, how: str, today: str, disk: DiskProbe, with_h
         "device.memory_bytes": "the operating system",
         **(host if with_host else {}),
     }
-
-
-def _block() -> Callable[[], object]:
-    """Make a call of one product and one pass over memory, in about the shares they have in a training step."""
-    a, b, out = torch.rand(512, 512), torch.rand(512, 1024), torch.empty(512, 1024)
-
-    def run() -> None:
-        torch.mm(a, b, out=out)
-        torch.mul(out, 0.5, out=out)
-
-    return run
 
 
 @contextmanager

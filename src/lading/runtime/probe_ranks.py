@@ -16,7 +16,10 @@ from torch.multiprocessing.spawn import start_processes
 from lading.alone import num_ranks
 from lading.errors import ConfigError
 from lading.ir.machine import Curve
+from lading.runtime.batch_threads import batch_threads
 from lading.runtime.job import start_job
+from lading.runtime.probe_cases import product_and_pass
+from lading.runtime.resident import reuse_pages
 from lading.runtime.shard_exchange import gather_shards, sum_shards
 
 #: Operations of torch's, and those of Lading's own shards (``lading.runtime.job``).
@@ -34,7 +37,10 @@ OPS = (
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 #: Bytes of the collectives whose processors are counted.
 _BUSY_BYTES = 8 << 20
-_FASTEST_SHARE = 0.5
+#: Operations in which a rank may be done before another has begun.
+_ONE_WAY = ("broadcast", "send")
+#: Calls that are timed, at least.
+_FEWEST = 8
 
 
 def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES) -> dict[str, Curve]:
@@ -91,7 +97,9 @@ def _curves(times: dict[str, list[float]], count: int, sizes: tuple[int, ...]) -
 def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: float) -> None:
     """Run one process: every operation at every size; the first process writes the times of all."""
     torch.set_num_threads(max(1, (os.cpu_count() or count) // count))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    reuse_pages()
+    with batch_threads():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
         times = _times(rank, count, sizes, seconds)
         if rank == 0:
@@ -103,14 +111,14 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
 def _times(rank: int, count: int, sizes: tuple[int, ...], seconds: float) -> dict[str, list[float]]:
     """Seconds of every operation at every size, the same on all ranks."""
     share = seconds / len(OPS) / len(sizes)
-    return {op: [_seconds(call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
+    return {op: [_seconds(op, call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
 
 
 def call_of(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
     """Make the call of one collective of ``size`` bytes on rank ``rank`` of ``count``."""
-    whole = torch.zeros(max(count, size // 4 // count * count))
-    part = torch.zeros(whole.numel() // count)
-    other = torch.zeros_like(whole)
+    whole = torch.rand(max(count, size // 4 // count * count))  # of pages of its own: those never written are one
+    part = torch.rand(whole.numel() // count)
+    other = torch.rand(whole.numel())
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls: dict[str, Callable[[], object]] = {
@@ -149,20 +157,29 @@ def _send(tensor: torch.Tensor, rank: int) -> None:
         dist.recv(tensor, 0)
 
 
-def _seconds(call: Callable[[], object], share_s: float) -> float:
-    """Mean of the faster half of the slowest rank's times; the number of calls is agreed on."""
+def _seconds(op: str, call: Callable[[], object], share_s: float) -> float:
+    """Mean seconds of a call, the slowest tenth left out, each after some computing as in a step.
+
+    It takes the time of the rank that came last, which waits for nobody; of an operation in which ranks do not all wait
+    for each other, that of the slowest from a barrier on. The number of calls is agreed on.
+    """
+    compute, waits = product_and_pass(), op not in _ONE_WAY
     call()
     start = time.perf_counter()
+    compute()
     call()
     once = torch.tensor([time.perf_counter() - start])
     dist.all_reduce(once, dist.ReduceOp.MAX)
-    rounds = max(3, min(200, int(share_s / max(float(once), 1e-6))))
+    rounds = max(_FEWEST, min(200, int(share_s / max(float(once), 1e-6))))
     times = torch.zeros(rounds, dtype=torch.float64)
     for index in range(rounds):
-        dist.barrier()
+        compute()
+        if not waits:
+            dist.barrier()
         start = time.perf_counter()
         call()
         times[index] = time.perf_counter() - start
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    fastest = times.sort().values[: max(1, int(rounds * _FASTEST_SHARE))]
-    return float(fastest.mean())
+        if not waits:
+            dist.barrier()  # nobody computes while others still wait
+    dist.all_reduce(times, dist.ReduceOp.MIN if waits else dist.ReduceOp.MAX)
+    return float(times.sort().values[: rounds - rounds // 10].mean())

@@ -21,12 +21,15 @@ from torch.multiprocessing.spawn import start_processes
 
 from lading.errors import ConfigError
 from lading.ir.machine import Processes
+from lading.runtime.batch_threads import batch_threads
 from lading.runtime.probe_ranks import OPS, busy_processors
 
 #: Longer than a scheduler takes to spread three processes over two processors.
 _ROUND_S = 0.1
 #: Rows, columns and depth of the product that stands for all.
 PRODUCT = (512, 1408, 512)
+#: Elements of each tensor of the pass that stands for all that memory bounds: about those of a step on a few processes.
+_PASS_ELEMENTS = 1 << 18
 _FASTEST_SHARE = 0.5
 #: Layers of the tiny models, and kernels of one: a product with its bias and a GELU, and four on the way back.
 _LAYERS, _KERNELS = 12, 6
@@ -66,7 +69,8 @@ def probe_sharing(ranks: int, seconds: float = 12.0, threads: int = 1) -> Proces
 def _run(rank: int, count: int, threads: int, folder: str, seconds: float) -> None:
     """Run one of the processes that share the host; the first of them writes the times of all."""
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    with batch_threads():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
         lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
         if count > 1:
@@ -90,7 +94,7 @@ def kernels_s(seconds: float) -> dict[str, float]:
     """
     m, n, k = PRODUCT
     a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)
-    wide, other, made = (torch.rand(1 << 20) for _ in range(3))
+    wide, other, made = (torch.rand(_PASS_ELEMENTS) for _ in range(3))
     calls: dict[str, Callable[[], object]] = {
         "products": lambda: torch.mm(a, b, out=out),
         "memory-bound": lambda: torch.mul(wide, other, out=made),

@@ -6,6 +6,10 @@ transfers its bytes; while a tier's two directions transfer at once each gets it
 transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
 starts or stops. Same Program, same Machine: same Timeline, to the bit.
 
+[Note: processors of ranks] Where ranks are processes of one host, its processors are shared: computing and a collective
+beside it take longer both (``lading.cost.compute.slower_beside``), and kernels take as long as they do among as many
+processes as compute at the moment (``crowding``): all of them where ranks do the same, fewer along a pipeline.
+
 Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
 they share: a byte moved counts against the host's memory bandwidth once where the tier is that memory, else twice, as
 its bytes go through it to the device.
@@ -22,7 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from lading.catalog.load import as_machine
-from lading.cost.compute import placed_costs, slower_beside
+from lading.cost.compute import PRODUCT_KINDS, crowding, placed_costs, slower_beside
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
@@ -149,7 +153,7 @@ def simulate_ranks(
     shared = [kind is not ActionKind.FREE for cost in costs for kind in cost.actions.kind]
     run = StreamRun(queues, waits, seconds, shared)
     parts = [_TierResources(cost, seconds[base:]) for cost, base in zip(costs, bases, strict=False)]
-    if stuck := run.run(_Devices(parts, bases, firsts)):
+    if stuck := run.run(_Devices(parts, bases, firsts, costs[0].processes)):
         first = min(stuck)
         rank = bisect_right(bases, first) - 1
         raise deadlock(programs[rank], [first - bases[rank]])
@@ -175,23 +179,37 @@ def _pairs(costs: Sequence[_Costs], bases: Sequence[int]) -> Iterator[tuple[int,
 
 
 class _Devices:
-    """Tiers of several devices; actions and streams are numbered one device after another."""
+    """Tiers of several devices; actions and streams are numbered one device after another.
 
-    def __init__(self, parts: Sequence[_TierResources], bases: Sequence[int], firsts: Sequence[int]) -> None:
-        self._parts, self._bases, self._firsts = parts, bases, firsts
+    ``processes``: Of one host, all that these devices stand for; 1 where devices are no such processes.
+    """
+
+    def __init__(
+        self, parts: Sequence[_TierResources], bases: Sequence[int], firsts: Sequence[int], processes: int
+    ) -> None:
+        self._parts, self._bases, self._firsts, self._processes = parts, bases, firsts, processes
 
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an action on its device."""
         device = bisect_right(self._firsts, stream) - 1
         self._parts[device].begin(action - self._bases[device], stream - self._firsts[device], start_s)
+        self._count_computing(start_s)
 
     def advance(self) -> Sequence[tuple[int, float]]:
         """Go on to the next end on any device."""
         while (next_s := min(part.next_s() for part in self._parts)) < float("inf"):
             device = next(d for d, part in enumerate(self._parts) if part.next_s() == next_s)
             if ended := self._parts[device].go_on():
+                self._count_computing(next_s)
                 return [(self._firsts[device] + stream, end_s) for stream, end_s in ended]
         return ()
+
+    def _count_computing(self, now_s: float) -> None:
+        """Let all operations under way take as long as among the devices that compute now."""
+        if self._processes > 1:
+            computing = sum(part.computes for part in self._parts) * self._processes // len(self._parts)
+            for part in self._parts:
+                part.among(max(1, computing), now_s)
 
 
 def stall_s(timeline: Timeline, program: Program) -> float:
@@ -215,8 +233,9 @@ class _Costs:
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
-        #: By how much longer computing takes beside each collective of the same processors.
+        #: Share by which computing, and each collective of the same processors, take longer beside each other.
         self.beside_collective = slower_beside(program.graph, machine)
+        self.crowded = crowding(machine)
         self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
             raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
@@ -238,8 +257,18 @@ class _Costs:
         raise SimulationError(f"action {number} [{line}] has no cost; expected an op, a MOVE or a FREE")
 
     def slower_beside(self, number: int) -> float:
-        """Share by which computing takes longer beside an action of the network."""
+        """Share by which computing and an action of the network take longer beside each other."""
         return self.beside_collective.get(self.actions.op[number], 0.0)
+
+    def crowding(self, number: int) -> tuple[float, ...]:
+        """Factors on an operation's seconds while 1, 2, ... processes of the host compute; () where that is unknown."""
+        op = self.actions.op[number]
+        return self.crowded[self.graph.ops[op].kind in PRODUCT_KINDS] if self.crowded and op >= 0 else ()
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of the host among which operations are priced; 1 where that does not matter."""
+        return len(self.crowded.get(True, (1.0,)))
 
     def on_tier(self, number: int) -> bool:
         """Whether an action is a move between the device and a lower tier."""
@@ -310,11 +339,15 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Work:
-    """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``."""
+    """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``.
+
+    ``crowding``: as ``_Costs.crowding``.
+    """
 
     remaining_s: float
     since_s: float
     slowdown: float
+    crowding: tuple[float, ...] = ()
 
 
 class _TierResources:
@@ -338,7 +371,8 @@ class _TierResources:
         self._moving: dict[int, tuple[str, bool]] = {}  # by stream
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: dict[int, _Work] = {}  # by stream
-        self._beside = 0.0  # share that computing takes longer beside the collective under way
+        self._beside = 0.0  # share that computing and the collective under way take longer beside each other
+        self._crowd = 0  # processes that compute, where that is known; 0: as many as the operations are priced at
 
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an operation, or the latency of a move."""
@@ -346,9 +380,11 @@ class _TierResources:
         if self._computing[stream]:
             if stream == NETWORK:
                 self._beside = self._costs.slower_beside(action)
-                self._retime_work()
-            self._work[stream] = work = _Work(self._seconds[action], start_s, self._slowdown(stream))
+            crowding = self._costs.crowding(action) if stream == COMPUTE else ()
+            self._work[stream] = work = _Work(self._seconds[action], start_s, 0.0, crowding)
+            work.slowdown = self._slowdown(stream)
             self._expect_work(stream, work)
+            self._retime_beside_network(stream)
         else:
             self._latency[stream] = action
             self._expect(start_s + self._seconds[action], stream)
@@ -377,23 +413,38 @@ class _TierResources:
             self._end_transfer(stream)
         else:
             del self._work[stream]
+            self._retime_beside_network(stream)
             if stream == NETWORK:
                 self._beside = 0.0
-                self._retime_work()
         return ((stream, time_s),)
 
+    @property
+    def computes(self) -> bool:
+        """Whether the compute stream runs an operation."""
+        return COMPUTE in self._work
+
+    def among(self, crowd: int, now_s: float) -> None:
+        """Let operations take as long as while so many processes compute, from now on."""
+        self._now_s = max(self._now_s, now_s)
+        if crowd != self._crowd:
+            self._crowd = crowd
+            self._retime_work()
+
     def _slowdown(self, stream: int) -> float:
-        """Share by which an operation takes longer beside the transfers of this moment."""
-        beside = self._beside if stream == COMPUTE else 0.0
-        if not self._transfers or stream == NETWORK:
-            return beside
+        """Share by which an operation takes longer beside what else runs at this moment."""
         running = self._transfers
         if stream == self._host:
             return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
-        return beside + sum(
+        other = {COMPUTE: NETWORK, NETWORK: COMPUTE}.get(stream, -1)
+        beside = self._beside if other in self._work else 0.0
+        if stream == NETWORK:
+            return beside
+        beside += sum(
             moving.slowdowns[(tier, not read) in running] / self._sharing(moving, read)
             for (tier, read), moving in running.items()
         )
+        crowding = self._work[stream].crowding
+        return (1.0 + beside) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else beside
 
     def _sharing(self, transfer: _Transfer, read: bool) -> int:
         """Number of tiers that transfer over a tier's wire in its direction now."""
@@ -402,15 +453,24 @@ class _TierResources:
     def _expect_work(self, stream: int, work: _Work) -> None:
         self._expect(self._now_s + work.remaining_s * (1.0 + work.slowdown), stream)
 
+    def _retime_beside_network(self, stream: int) -> None:
+        """Time again a collective, or what it runs beside, as the other of them began or ended on ``stream``."""
+        other = {COMPUTE: NETWORK, NETWORK: COMPUTE}.get(stream, -1)
+        if self._beside and other in self._work:
+            self._retime(other, self._work[other])
+
     def _retime_work(self) -> None:
-        """Time operations under way again, as the set of transfers has changed."""
+        """Time operations under way again, as what runs beside them has changed."""
         for stream, work in self._work.items():
-            slowdown = self._slowdown(stream)
-            if work.slowdown == slowdown:
-                continue
-            done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
-            work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
-            self._expect_work(stream, work)
+            self._retime(stream, work)
+
+    def _retime(self, stream: int, work: _Work) -> None:
+        slowdown = self._slowdown(stream)
+        if work.slowdown == slowdown:
+            return
+        done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
+        work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
+        self._expect_work(stream, work)
 
     def _expect(self, time_s: float, stream: int) -> None:
         self._tickets += 1
@@ -442,9 +502,9 @@ class _TierResources:
         """Time again what a transfer that began or ended shares its tier or its wire with."""
         for key in ((tier, not read), *((other, read) for other in transfer.wired if other != tier)):
             if key in self._transfers:
-                self._retime(*key)
+                self._retime_transfer(*key)
 
-    def _retime(self, tier: str, read: bool) -> None:
+    def _retime_transfer(self, tier: str, read: bool) -> None:
         transfer = self._transfers[tier, read]
         done_bytes = (self._now_s - transfer.since_s) * transfer.rate
         transfer.remaining_bytes = max(0.0, transfer.remaining_bytes - done_bytes)

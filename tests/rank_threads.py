@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -106,20 +106,9 @@ class _Mailbox:
         values.copy_(self.queue.get(timeout=STUCK_S).view_as(values))
 
 
-def play(
-    plan: Plan,
-    captured: StepGraph,
-    initial: Mapping[str, torch.Tensor],
-    batches: Callable[[int, int], Sequence[Mapping[str, torch.Tensor]]],
-    steps: int,
-    folder: Path,
-) -> list[tuple[dict[str, torch.Tensor], list[list[float]]]]:
-    """Run steps of a plan on all its ranks, and give each one's values and the losses that it was told.
-
-    Args:
-        initial: Parameters and buffers by name.
-        batches: Gives the micro-batches of a step and a replica.
-    """
+@contextmanager
+def opened(plan: Plan, captured: StepGraph, folder: Path) -> Generator[list[tuple[NamedValues, Executor]], None, None]:
+    """Open the values and the executor of every rank of a plan."""
     layout, mail = plan.parsed_layout, Mail()
     stages = [planned_step(each, captured) for each in (plan, *plan.peers)] if plan.peers else []
     with ExitStack() as stack:
@@ -136,12 +125,30 @@ def play(
             first = {alias: p.names[0] for p in captured.parameters for alias in p.names}
             named = NamedValues(values_here(values, others), first, program.graph, executor, others)  # type: ignore[arg-type]
             ranks.append((named, executor))
+        yield ranks
+
+
+def play(
+    plan: Plan,
+    captured: StepGraph,
+    initial: Mapping[str, torch.Tensor],
+    batches: Callable[[int, int], Sequence[Mapping[str, torch.Tensor]]],
+    steps: int,
+    folder: Path,
+) -> list[tuple[dict[str, torch.Tensor], list[list[float]]]]:
+    """Run steps of a plan on all its ranks, and give each one's values and the losses that it was told.
+
+    Args:
+        initial: Parameters and buffers by name.
+        batches: Gives the micro-batches of a step and a replica.
+    """
+    with opened(plan, captured, folder) as ranks:
 
         def run(rank: int) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
             named, executor = ranks[rank]
             for name, value in initial.items():
                 named.write(name, value)
-            replica = layout.replica(rank)
+            replica = plan.parsed_layout.replica(rank)
             lr = planned_optimizer(plan).lr
             losses = [executor.step(batches(step, replica), lr=lr) for step in range(steps)]
             return {name: named.read(name) for name in sorted(named)}, [[float(x) for x in each] for each in losses]

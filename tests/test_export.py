@@ -56,7 +56,7 @@ def test_from_pretrained_loads_what_was_trained(name: str, tmp_path: Path) -> No
     (root / "digits").write_bytes(bytes(range(1, 31)) * 9)
     losses = train_run(run).losses
     assert losses == train_plain(run, root).losses
-    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--shard", "8KB"]) == 0
+    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--max-shard-size", "8KB"]) == 0
     assert len(list((tmp_path / "after").glob("model-*-of-*.safetensors"))) > 1
     after = getattr(hf, name).from_pretrained(tmp_path / "after")
     newest = latest_checkpoint(Path(run.out) / "checkpoints")
@@ -97,7 +97,7 @@ def test_a_reference_model_is_loaded_as_the_one_of_transformers(
 ) -> None:
     """The same logits, but for rounding: rotations and norms are written in other operations there."""
     run, model = saved_reference(tmp_path, name, sizes)
-    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--shard", "8KB"]) == 0
+    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--max-shard-size", "8KB"]) == 0
     loaded, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "after", output_loading_info=True)
     assert type(loaded).__name__ == twin
     assert not any(info.values())

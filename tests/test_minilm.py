@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lading.catalog.load import save_machine
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.config import RunConfig
 from lading.export import export_run
+from lading.importing import import_run
 from lading.units import MiB
 from tests.machines import small_machine
 
@@ -47,4 +49,24 @@ def test_fine_tuned_at_half_its_memory_to_the_bit(tmp_path: Path, monkeypatch: p
     with torch.no_grad():
         assert exported.eval()(**ids).last_hidden_state.isfinite().all()
     assert (folder / "1_Pooling" / "config.json").is_file()
+    sys.modules.pop("finetune_minilm")
+
+
+@pytest.mark.slow
+def test_imported_within_half_its_memory_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has the checkpoint's configuration alone, and its tokenizer."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune_minilm as example  # type: ignore[import-not-found]
+
+    theirs = Path(package.get_model_path())
+    save_machine(small_machine(overhead_bytes=40 * MiB), tmp_path / "machine.toml")
+    run: RunConfig = example.configured(tmp_path / "out", steps=4, machine=str(tmp_path / "machine.toml"))
+    model = dataclasses.replace(run.model, name=str(theirs / "config.json"), task="contrastive")
+    data = dataclasses.replace(run.data, tokenizer=str(theirs / "tokenizer.json"))
+    run = dataclasses.replace(run, model=model, data=data)
+    checkpoint = open_checkpoint(import_run(run, theirs))
+    before: Any = hf.AutoModel.from_pretrained(theirs)
+    assert all(torch.equal(checkpoint.read(name), value) for name, value in before.named_parameters())
+    after: Any = hf.AutoModel.from_pretrained(export_run(tmp_path / "out", tmp_path / "export"))
+    assert all(torch.equal(after.state_dict()[name], value) for name, value in before.state_dict().items())
     sys.modules.pop("finetune_minilm")

@@ -130,6 +130,18 @@ def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> f
     return peak * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def short_of_peak(optimization: Optimization) -> str | None:
+    """Note that a run ends within its warm-up; None for any other run."""
+    steps, warmup = optimization.steps, optimization.warmup_steps
+    if steps >= warmup:
+        return None
+    last = lr_at(optimization, steps - 1)
+    return (
+        f"the run ends within its warm-up, at step {steps} of {warmup}: the learning rate\n"
+        f"rises to {last:g} of {optimization.optimizer.lr:g}; optimization.warmup_steps shortens it"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Settings of which model is trained, and what it learns.
@@ -191,6 +203,8 @@ class DataConfig:
         label_field: Field that has the label (an integer from 0); for classification.
         tokenizer: A tokenizer.json, or a folder that holds one; "bytes" for one token a byte; "auto" is the model
             folder's, or bytes where it has none.
+        sampling: "random" draws each sample from all of the data; "epochs" takes every sample once, in random order,
+            before it takes any again. Then samples of a text are sequences side by side.
     """
 
     sequence_length: int = 0
@@ -202,9 +216,17 @@ class DataConfig:
     text_field: str = "text"
     label_field: str = "label"
     tokenizer: str = "auto"
+    sampling: Literal["random", "epochs"] = "random"
 
     def __post_init__(self) -> None:
         _text("source", self.source)
+        _choice("sampling", self.sampling, ("random", "epochs"))
+        if self.sampling == "epochs" and (self.kind == "random" or self.source == SYNTHETIC):
+            made = "data.kind 'random'" if self.kind == "random" else f"data.source {SYNTHETIC!r}"
+            raise ConfigError(
+                f"sampling: expected 'random' for {made}, whose samples are made up as they are asked for, got "
+                "'epochs'; leave it out"
+            )
         _choice("format", self.format, get_args(TextFormat))
         _text("text_field", self.text_field)
         _text("label_field", self.label_field)

@@ -31,9 +31,12 @@ from lading.ir.together import together
 from lading.memory.restore import predicted_timeline, programs_of, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
+from lading.models.hugging_face import Fill, Sink
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model, model_class
 from lading.models.tasks import LOSSES
+from lading.models.twins import load_named
+from lading.models.weight_files import FileTensor
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
@@ -379,26 +382,42 @@ def _latents(run: RunConfig) -> LatentDataset:
     return LatentDataset(shape, sizes.num_classes, batch_size=run.data.batch_size, seed=run.seed)
 
 
-def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
-    """Hand the weights of a model's folder to ``sink``; returns notes on what was done with them.
+def load_weights(
+    model: ModelConfig, module: torch.nn.Module, sink: Sink, fill: Fill | None = None, folder: str = ""
+) -> list[str]:
+    """Hand the weights of a folder to ``sink`` and ``fill``; returns notes on what was done with them.
 
     Args:
         module: The model, which may be fake.
-        sink: Called with each name and value; it must copy what it keeps.
+        sink, fill: As ``lading.models.hugging_face.load_weights`` takes them.
+        folder: Folder of the weights; "" is the model's own.
+
+    Raises:
+        ConfigError, StorageError: as those of ``lading.models``.
     """
-    drawn = hugging_face.load_weights(model, module, sink)
+    if model.is_hugging_face:
+        drawn = hugging_face.load_weights(model, module, sink, fill=fill, folder=folder)
+    else:
+        drawn = list[str]()
+        load_named(Path(folder), module, sink, fill)
     names = ", ".join(drawn[:3]) + (f" and {len(drawn) - 3} more" if len(drawn) > 3 else "")
-    dtypes = hugging_face.weights_dtype(model)
-    return [f"weights from {model.weights} ({dtypes})", *([f"drawn, as the files lack them: {names}"] if drawn else [])]
+    dtypes = hugging_face.weights_dtype(model, folder)
+    read = f"weights from {folder or model.weights} ({dtypes})"
+    return [read, *([f"drawn, as the files lack them: {names}"] if drawn else [])]
 
 
-def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
-    """Hand the values that a run starts from to ``sink``, one after another; returns notes on where they come from.
+def initial_values(
+    run: RunConfig, initial: Deferred, sink: Sink, *, fill: Fill | None = None, folder: str = ""
+) -> list[str]:
+    """Hand the values that a run starts from on, one after another; returns notes on where they come from.
 
     What a folder holds comes from there, the rest is made as building the model would make it. Random numbers of the
     steps start from the seed again after weights were loaded, however many it took to build the model.
+
+    Args:
+        folder: Folder of the weights; "" is the model's own, if it has one.
     """
-    if not run.model.weights:
+    if not (folder or run.model.weights):
         initial.materialize(run.seed, sink)
         return []
     loaded: set[str] = set()
@@ -407,7 +426,12 @@ def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch
         loaded.add(name)
         sink(name, value)
 
-    notes = load_weights(run.model, initial.model, take)
+    def take_from(name: str, numbers: FileTensor) -> None:
+        assert fill is not None, "asked for only where it is given"
+        loaded.add(name)
+        fill(name, numbers)
+
+    notes = load_weights(run.model, initial.model, take, None if fill is None else take_from, folder)
     initial.keeping(initial.named.keys() - loaded).materialize(run.seed, sink)
     torch.manual_seed(run.seed)
     return notes

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from lading.alone import launcher, num_ranks
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
-from lading.config import CheckpointConfig, FreezeConfig, Optimization, RunConfig, lr_at, run_to_dict
+from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
 from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
-from lading.files import make_folder, remove_file, rename_file
+from lading.files import make_folder
 from lading.freezing import Freezing
 from lading.hosts import machine_of
 from lading.ir.job_timeline import JobTimeline, RankTimeline, slow_words
@@ -38,7 +38,7 @@ from lading.ir.update_ops import grouped
 from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
 from lading.report.lines import fitted
-from lading.report.metrics import MetricsLog, read_steps, truncate_after
+from lading.report.metrics import MetricsLog, keep_figures, read_steps
 from lading.report.progress import Progress, planning_progress, training_progress
 from lading.report.promises import budget_remedy
 from lading.run import (
@@ -56,7 +56,8 @@ from lading.run import (
 )
 from lading.run_ranks import RunRanks
 from lading.runtime.cuda import check_available
-from lading.runtime.data import Dataset
+from lading.runtime.data import Dataset, from_the_beginning
+from lading.runtime.epochs import DataPosition
 from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
@@ -81,8 +82,9 @@ _CHANGEABLE = frozenset(
         "matrices.lr",
     )
 ) | {"ranks"}
-#: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen.
-_VALIDATION, _FREEZING = "validation", "freezing"
+#: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen; how far
+#: data without replacement were read.
+_VALIDATION, _FREEZING, _POSITION = "validation", "freezing", "data.position"
 
 
 def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = False) -> RunResult:
@@ -107,6 +109,13 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
             or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
+    with begun(what, resume=resume, cache=cache) as (prepared, ranks, goes_on):
+        return _run(prepared, ranks, resume=goes_on)
+
+
+@contextmanager
+def begun(what: RunConfig | Plan, *, resume: bool, cache: bool) -> Iterator[tuple[Prepared, RunRanks, bool]]:
+    """Join the ranks of a run, plan it, and take its folder for this job; gives whether it goes on, too."""
     ranks = RunRanks.of_job()
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
@@ -116,9 +125,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         again, agents = ranks.started_again(_out_of(what))
         resume = resume or again
         if isinstance(what, RunConfig):
-            what = sharing_batches(what, ranks.count)
-        if isinstance(what, RunConfig):
-            run = what
+            run = what = sharing_batches(what, ranks.count)
             ranks.by_first(lambda: _newest_path(run, None, ranks, resume=resume))  # refuses before it plans
             prepared = _planned(run, cache=cache)
         else:
@@ -128,7 +135,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
             ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out), agents)) or "")
-            return _run(prepared, ranks, resume=resume)
+            yield prepared, ranks, resume
 
 
 def _out_of(what: RunConfig | Plan) -> Path:
@@ -139,19 +146,21 @@ def _out_of(what: RunConfig | Plan) -> Path:
 def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
     """Train a planned run in its folder, which this job has for itself; raises as ``train_run``."""
     run, out = prepared.run, Path(prepared.run.out)
-    data, held_out = ranks.opened(partial(_opened, run, prepared.step.initial.model))
-    if (note := _short_of_peak(run.optimization)) is not None:
+    data, held_out = ranks.opened(partial(opened_data, run, prepared.step.initial.model))
+    if (note := short_of_peak(run.optimization)) is not None:
         print(note, flush=True)
     if run.data.kind == "random":
         print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
     path = ranks.by_first(lambda: _newest_path(run, data, ranks, resume=resume))
     newest = open_checkpoint(Path(path)) if path else None
+    position = position_of(run, newest, ranks)
     if resume:
         print(fitted(_resuming(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
-    prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks)
+    data, meta = data.continued(position), meta_of(run, data, ranks, position)
+    prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks, meta)
     return _checked(_told(ranks, partial(_reported, prepared, job, first, peak)))
 
 
@@ -178,7 +187,7 @@ def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
     return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs, "rank_peaks": peaks})
 
 
-def _opened(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
+def opened_data(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
     """Open the data of a run, and its validation data if it has some."""
     return dataset_of(run, model), dataset_of(run, model, held_out=True) if run.validation else None
 
@@ -190,25 +199,19 @@ def _planned(run: RunConfig, *, cache: bool) -> Prepared:
         return plan_run(run, cache=cache, progress=progress)
 
 
-def _short_of_peak(optimization: Optimization) -> str | None:
-    """Note that a run ends within its warm-up; None for any other run."""
-    steps, warmup = optimization.steps, optimization.warmup_steps
-    if steps >= warmup:
-        return None
-    last = lr_at(optimization, steps - 1)
-    return (
-        f"the run ends within its warm-up, at step {steps} of {warmup}: the learning rate\n"
-        f"rises to {last:g} of {optimization.optimizer.lr:g}; optimization.warmup_steps shortens it"
-    )
-
-
 def _trained(
-    prepared: Prepared, data: Dataset, held_out: Dataset | None, newest: Checkpoint | None, ranks: RunRanks
+    prepared: Prepared,
+    data: Dataset,
+    held_out: Dataset | None,
+    newest: Checkpoint | None,
+    ranks: RunRanks,
+    meta: dict[str, Any],
 ) -> tuple[Prepared, int, JobTimeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
     Args:
         held_out: Validation data; None for a run without.
+        meta: What checkpoints of the run say of it.
 
     Returns:
         The run by its last plan, the first step, the timelines of all ranks for the last (on the first rank), and the
@@ -218,24 +221,18 @@ def _trained(
     with ExitStack() as stack:
         # Loggers first: what they import does not count as memory of the run.
         loggers = stack.enter_context(_loggers(run, newest.step if newest else 0)) if ranks.is_first else []
-        trainer = stack.enter_context(_trainer(prepared, ranks))
+        trainer = stack.enter_context(trainer_of(prepared, ranks))
         stack.enter_context(ranks.ending_together())  # told before the trainer's connections close
-        meta = _meta(run, data, ranks)
         freezer = None if run.freeze is None else _Freezer(prepared, trainer, run.freeze, meta)
         if freezer is not None and (words := freezer.begin(newest)):
             print(fitted(words), flush=True)
         if newest is None:
-            for note in trainer.initialize(partial(initial_values, run, prepared.step.initial)):
+            for note in trainer.initialize(partial(initial_values, run, prepared.step.initial, fill=trainer.fill)):
                 print(note, flush=True)
-            if ranks.is_first and (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
-                rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
-            if ranks.is_first:
-                remove_file(out / "measured.json")
-                remove_file(out / "ranks.json")
         else:
             trainer.load(newest.path)
-            if ranks.is_first:
-                truncate_after(out / "metrics.jsonl", trainer.steps - 1)
+        if ranks.is_first:
+            keep_figures(out, trainer.steps)
         first = trainer.steps
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
@@ -262,7 +259,8 @@ def _going_on(out: Path) -> str:
     return f"saved in {newest}\ngo on with: {start}lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
-def _trainer(prepared: Prepared, ranks: RunRanks) -> Trainer:
+def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:
+    """Make the trainer of a rank of a run, with files in the run's folder."""
     run = prepared.run
     folder = Path(run.memory.folder or run.out)
     if not ranks.is_first:
@@ -360,8 +358,9 @@ def _latest(out: Path) -> Path | None:
 
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
-    now, before = {"ranks": 1, **_meta(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
-    keys = (now.keys() | before.keys()) - {_VALIDATION, _FREEZING, *([] if data is not None else ["data.source"])}
+    now, before = {"ranks": 1, **meta_of(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
+    beside = {_VALIDATION, _FREEZING, _POSITION, *([] if data is not None else ["data.source"])}
+    keys = (now.keys() | before.keys()) - beside
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
 
 
@@ -383,7 +382,20 @@ def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> str
     return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
 
 
-def _meta(run: RunConfig, data: Dataset | None, ranks: RunRanks) -> dict[str, Any]:
+def position_of(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> DataPosition:
+    """Tell how far a run has read its data when it begins, or goes on from a checkpoint.
+
+    Raises:
+        StorageError: the checkpoint does not say it.
+    """
+    fresh = from_the_beginning(run.data, run.optimization.accumulation * ranks.replicas)
+    if newest is None or run.data.sampling == "random":
+        return fresh
+    before = DataPosition.from_dict(newest.meta.get(_POSITION), str(newest.path))
+    return before.going_on(newest.step, fresh.step_samples)
+
+
+def meta_of(run: RunConfig, data: Dataset | None, ranks: RunRanks, at: DataPosition | None = None) -> dict[str, Any]:
     """Everything that the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
     settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
@@ -392,6 +404,10 @@ def _meta(run: RunConfig, data: Dataset | None, ranks: RunRanks) -> dict[str, An
     count = {"ranks": ranks.count} if ranks.count > 1 else {}
     if not run.optimization.micro_batches:
         del settings["optimization.micro_batches"]
+    if run.data.sampling == "random":
+        del settings["data.sampling"]
+    elif at is not None:
+        settings[_POSITION] = at.to_dict()
     settings |= _flat({"freeze": config["freeze"]}) if run.freeze else {}
     return {**settings, **share, **count, "data.source": source, "threads": run.num_threads}
 
@@ -576,7 +592,7 @@ class _Freezer:
 
     def begin(self, newest: Checkpoint | None) -> str:
         """Freeze what is frozen when a run begins or goes on, before it has values; returns this in words, or ""."""
-        if newest is None:
+        if newest is None or newest.step == 0:  # which was imported
             self._rule.advance(0, self._trainer)
         else:
             self._rule.load(newest.meta[_FREEZING])
@@ -695,6 +711,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     torch.set_num_threads(run.num_threads)
     run = sharing_batches(resolved(run), 1)
     loss_fn, data = loss_of(run.model), dataset_of(run, defer(lambda: build(run.model)).model)
+    data = data.continued(from_the_beginning(run.data, run.optimization.accumulation))
     trim()
     baseline, meter = resident_bytes(), PeakMeter()
     model = built_whole(run)

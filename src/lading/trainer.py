@@ -66,6 +66,7 @@ from lading.runtime.named import (
 )
 from lading.runtime.parameter_groups import ParameterGroups
 from lading.runtime.resident import trim
+from lading.runtime.shard_reads import ReadableValue
 from lading.runtime.update_kernels import check_planned
 from lading.saving import Saves, Snapshot
 from lading.tracing.side_effects import as_written
@@ -523,6 +524,11 @@ class Trainer:
 
             self._note_given(name, digest(value))
 
+    def fill(self, name: str, numbers: ReadableValue) -> None:
+        """Set a parameter or buffer, and its master, from what reads its numbers; a rank reads those that it has."""
+        self._values.fill_first(name, numbers.bytes_as)
+        self._note_given(name)
+
     def _note_given(self, *what: str) -> None:
         """Note that values were set, for ranks to compare when they meet next."""
         self._given = hashlib.sha256(" ".join((self._given, *what)).encode()).hexdigest()
@@ -627,8 +633,7 @@ class Trainer:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
 
-        States of parameters that are frozen now are left where they are; those of parameters that were frozen then, and
-        are trained now, begin anew.
+        States of what is frozen now stay as they are; those of what was frozen then, and is trained now, begin anew.
 
         Raises:
             StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
@@ -644,14 +649,9 @@ class Trainer:
         wanted = {name: value for name, value in self._values.items() if name not in thawed}
         check_saved(checkpoint.path, saved, wanted, name_of(self.optimizer))
         check_numbers(self._values, {name: checkpoint.read(name) for name, value in wanted.items() if not value.shape})
-        generator = checkpoint.read(_RNG)
+        generator, self._given = checkpoint.read(_RNG), ""
         self._half_loaded = f"loading {checkpoint.path} failed half-way: some values are its, the others from before"
-        for name in self._values:  # masters come after their parameters
-            if name in thawed:
-                self._values.begin(name, checkpoint.read)
-            else:
-                self._values.fill(name, checkpoint.chunks, checkpoint.read)
-        self._given = ""
+        self._values.load(checkpoint, thawed)
         self._note_given(*(f"{name} {tensor.digest}" for name, tensor in sorted(checkpoint.tensors.items())))
         set_generator_state(self._kind, generator)
         self._half_loaded, self._saves.newest, self.steps = "", str(checkpoint.path), checkpoint.step

@@ -23,6 +23,7 @@ COMMANDS = (
     "train",
     "report",
     "export",
+    "import",
     "checkpoint",
     "probe",
     "doctor",

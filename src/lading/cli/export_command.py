@@ -19,12 +19,12 @@ class ExportCommand:
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder, such as out/llama.")]
     to: Annotated[Path, arg(metavar="FOLDER", help="Folder to make.")]
-    shard: Annotated[str, arg(metavar="SIZE", help="Largest size of one file.")] = "5GB"
+    max_shard_size: Annotated[str, arg(metavar="SIZE", help="Largest size of one file.")] = "5GB"
     best: Annotated[FlagCreatePairsOff[bool], flag("Take the checkpoint of the lowest validation loss.")] = False
 
     def run(self) -> None:
         """Export the newest checkpoint, or the best."""
-        shard_bytes = parse_bytes(self.shard, "--shard")
+        shard_bytes = parse_bytes(self.max_shard_size, "--max-shard-size")
         from lading.export import OWN_CONFIG, export_run
 
         folder = export_run(self.folder, self.to, shard_bytes=shard_bytes, best=self.best)

@@ -25,6 +25,7 @@ from lading.cli.demo_command import DemoCommand
 from lading.cli.doctor_command import DoctorCommand
 from lading.cli.export_command import ExportCommand
 from lading.cli.fit_command import FitCommand
+from lading.cli.import_command import ImportCommand
 from lading.cli.options import Command
 from lading.cli.place_command import PlaceCommand
 from lading.cli.plan_command import PlanCommand
@@ -68,12 +69,13 @@ _COMMANDS: dict[str, type[Command]] = {
     "report": ReportCommand,
     "export": ExportCommand,
     "checkpoint": CheckpointCommand,
+    "import": ImportCommand,
     "probe": ProbeCommand,
     "doctor": DoctorCommand,
     "demo": DemoCommand,
 }
 #: Commands that all ranks of a job run together.
-_OF_JOBS = (PlanCommand, TrainCommand, ProbeCommand)
+_OF_JOBS = (PlanCommand, TrainCommand, ImportCommand, ProbeCommand)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

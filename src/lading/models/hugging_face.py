@@ -5,8 +5,6 @@ A configuration or folder is read from this machine's disk only, and no code tha
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -15,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from lading.config import ModelConfig
-from lading.errors import CaptureError, ConfigError, LadingError, StorageError
+from lading.errors import CaptureError, ConfigError, LadingError
 from lading.files import parse_json
 from lading.models.common import MOST_REPEATED, check_repeated
+from lading.models.weight_files import FileTensor, WeightFiles, said, shortened
 
 #: Settings that count what a model, or its configuration, has an object for each of; and how many there may be.
 _REPEATED = (
@@ -31,9 +29,10 @@ _REPEATED = (
     (re.compile(r"^num_labels$"), 100 * MOST_REPEATED),
 )
 
+#: Takes a name and its value, of which it copies what it keeps.
 Sink = Callable[[str, torch.Tensor], None]
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+#: Takes a name and what reads its value.
+Fill = Callable[[str, FileTensor], None]
 
 #: Task -> the table of transformers that lists its classes by model type, and what a class of its own ends with.
 _AUTO = {
@@ -60,7 +59,7 @@ def read_config(model: ModelConfig) -> Any:
         _check_repeated(data)
         config = auto.for_model(**data)
     except Exception as error:  # each class of transformers checks its settings in its own way
-        raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {_said(error)}") from error
+        raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {said(error)}") from error
     _check_repeated(model.sizes)
     for key, value in model.sizes.items():
         if not hasattr(config, key):
@@ -68,7 +67,7 @@ def read_config(model: ModelConfig) -> Any:
         try:
             setattr(config, key, value)
         except Exception as error:
-            raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {_said(error)}") from error
+            raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {said(error)}") from error
     return config
 
 
@@ -132,13 +131,15 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
         raise CaptureError(f"model.name {model.name!r}: {error}") from error
     except Exception as error:  # what a constructor says of sizes that do not go together
         raise ConfigError(
-            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {_said(error)}; mend its "
+            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {said(error)}; mend its "
             "config.json, or model.sizes"
         ) from error
 
 
-def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> list[str]:
-    """Hand the weights of the model's folder to ``sink``, by the first name of each parameter and buffer, in turn.
+def load_weights(
+    model: ModelConfig, module: torch.nn.Module, sink: Sink, *, fill: Fill | None = None, folder: str = ""
+) -> list[str]:
+    """Hand the weights of a folder to ``sink``, by the first name of each parameter and buffer, in turn.
 
     Only what one of them is made of is in memory at a time. Names and layouts of older files are converted as
     transformers does. A tensor that the model does not save (a table it computes) is passed over.
@@ -146,6 +147,8 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> lis
     Args:
         module: Module from ``build_from``; its tensors may be fake.
         sink: Called with each name and value, in the parameter's dtype; it must copy what it keeps.
+        fill: Called instead with each name and tensor of the files that is the value as it is, but for its dtype.
+        folder: Folder of the weights; "" is the model's own.
 
     Returns:
         The first names of the parameters that the files lack, which ``model.new_head`` allows.
@@ -154,18 +157,30 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> lis
         ConfigError: the files are of another model; names what is missing, not expected or of another shape.
         StorageError: a file is damaged.
     """
-    files, names = _Files(Path(model.weights)), tied_names(module)
+    files, names = WeightFiles(Path(folder or model.weights)), tied_names(module)
     matched, strangers = _matched(files, module)
     wanted = {names[name][0]: tensor for name, tensor in module.state_dict().items()}
     ties: dict[str, str] = {}  # first name -> the name under which its value was found
     misshapen: list[str] = []
-    for first, mapping in matched.items():
+
+    def fits(target: str, shape: tuple[int, ...]) -> bool:
+        expected = tuple(wanted[names[target][0]].shape)
+        if shape != expected:
+            misshapen.append(f"{target} (expected {expected}, found {shape})")
+        return not misshapen
+
+    for first, (mapping, keys) in matched.items():
+        name = names[first][0]
+        if fill is not None and len(keys) == 1 and _only_renames(mapping):
+            if fits(first, files.shape(keys[0])):
+                numbers = FileTensor(files, keys[0], (wanted[name].dtype,))
+                _check_tie(ties, name, first, numbers, matched, files)
+                fill(name, numbers)
+            continue
         for target, value in _converted(mapping, first, module).items():
             name = names[target][0]
-            if tuple(value.shape) != tuple(wanted[name].shape):
-                misshapen.append(f"{target} (expected {tuple(wanted[name].shape)}, found {tuple(value.shape)})")
-            elif not misshapen:
-                _check_tie(ties, name, target, value, files)
+            if fits(target, tuple(value.shape)):
+                _check_tie(ties, name, target, value, matched, files)
                 sink(name, value.to(wanted[name].dtype))
     missing = sorted(wanted.keys() - ties.keys()) if not misshapen else []
     if not model.new_head or misshapen or not ties:
@@ -173,9 +188,9 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> lis
     return missing
 
 
-def weights_dtype(model: ModelConfig) -> str:
-    """Name the dtypes of the folder's files, as text: ``"bfloat16"``."""
-    files = _Files(Path(model.weights))
+def weights_dtype(model: ModelConfig, folder: str = "") -> str:
+    """Name the dtypes of a folder's files, as text: ``"BF16"``; "" is the model's own."""
+    files = WeightFiles(Path(folder or model.weights))
     return ", ".join(sorted({files.dtype(key) for key in files.names()}))
 
 
@@ -221,7 +236,7 @@ def _architecture(model: ModelConfig, config: Any) -> str:
         return ""
     if not isinstance(named, list) or not isinstance(named[0], str):
         raise ConfigError(
-            f"model.name {model.name!r}: expected names of classes as architectures, got {_short(named)}; such as "
+            f"model.name {model.name!r}: expected names of classes as architectures, got {shortened(named)}; such as "
             "architectures = ['LlamaForCausalLM']"
         )
     return named[0]
@@ -233,110 +248,8 @@ def _class_of(name: str) -> Any:
     return made if isinstance(made, type) and issubclass(made, _transformers().PreTrainedModel) else None
 
 
-def _said(error: Exception) -> str:
-    """Message of an error of transformers or safetensors, in one line of moderate length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-class _Files:
-    """Tensors of a folder's safetensors files; each is read when it is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        homes: dict[str, list[str]] = {}
-        listed = self._index()
-        for name in sorted(set(listed.values())) or [SINGLE]:
-            try:
-                _check_header(folder / name)
-                # Read, not mapped: pages of a mapped file would count as memory of the run.
-                self._files[name] = safe_open(folder / name, framework="pt", backend="pread")
-            except (OSError, SafetensorError, ValueError) as error:
-                raise StorageError(
-                    f"expected a safetensors file at {folder / name}: {_said(error)}; download it again"
-                ) from error
-            for key in self._files[name].keys():  # noqa: SIM118 - no dict
-                homes.setdefault(key, []).append(name)
-        self._where = {
-            key: names[0] if len(names) == 1 else self._home(key, names, listed) for key, names in homes.items()
-        }
-
-    def _home(self, key: str, names: list[str], listed: Mapping[str, str]) -> str:
-        """Name of the file that has a tensor; where several have it, the one that the index says."""
-        if listed.get(key) not in names:
-            raise StorageError(
-                f"{self.folder}: expected each tensor once, found {_short(key)} in {names[0]} and in {names[1]}; "
-                f"remove one of them, or name its file in {INDEX}"
-            )
-        return listed[key]
-
-    def _index(self) -> dict[str, str]:
-        """File of each tensor, as the index says; empty for a single file."""
-        index = self.folder / INDEX
-        if not index.is_file():
-            if not (self.folder / SINGLE).is_file():
-                raise ConfigError(f"model.name: expected {SINGLE} or {INDEX} in {self.folder}, found neither")
-            return {}
-        try:
-            listed = parse_json(index.read_bytes())["weight_map"]
-            if not isinstance(listed, dict) or not listed:
-                raise ValueError(f"expected names of tensors and files as weight_map, got {_short(listed)}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"expected the index of safetensors files at {index}: {_said(error)}; download it again"
-            ) from error
-        for key, name in listed.items():
-            if not _is_file_name(name):
-                raise StorageError(
-                    f"expected the index of safetensors files at {index}: weight_map[{_short(key)}]: expected the name "
-                    f"of a file in its folder, got {_short(name)}; download it again"
-                )
-        return listed
-
-    def names(self) -> list[str]:
-        return sorted(self._where)
-
-    def dtype(self, key: str) -> str:
-        return str(self._files[self._where[key]].get_slice(key).get_dtype())
-
-    def read(self, key: str) -> torch.Tensor:
-        name = self._where[key]
-        try:
-            return self._files[name].get_tensor(key)
-        except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-            # a type that torch lacks, or a size that it cannot have
-            raise StorageError(f"{self.folder / name}: cannot read {_short(key)}: {_said(error)}") from error
-
-
-def _is_file_name(name: object) -> bool:
-    """Whether a text names a file of the folder itself, as all file systems take it."""
-    if not isinstance(name, str) or not 0 < len(name.encode()) < 256 or "\0" in name:
-        return False
-    return Path(name).name == name and name != ".."
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a header that names a tensor twice, of which safetensors reads the last.
-
-    Raises:
-        ValueError: as ``parse_json``. OSError: the file cannot be read.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length <= path.stat().st_size:
-            parse_json(file.read(length))
-
-
-def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
-    """Match parameters to keys of the files: how transformers makes each, and keys without a parameter."""
+def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
+    """Match parameters to keys of the files: how transformers makes each, of which; list keys without a parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -347,7 +260,7 @@ def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     ignored = [*(module._keys_to_ignore_on_load_unexpected or ())]
-    matched: dict[str, Any] = {}
+    matched: dict[str, tuple[Any, list[str]]] = {}
     strangers: list[str] = []
     for key in sorted(files.names(), key=_natural):
         target, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, known)
@@ -355,7 +268,8 @@ def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
             target, pattern = key, None
         if target in saved:
             made_of = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(key, target)
-            mapping = matched.setdefault(target, made_of)
+            mapping, keys = matched.setdefault(target, (made_of, []))
+            keys.append(key)
             mapping.add_tensor(target, key, pattern or key, partial(files.read, key))
         elif target not in known and not any(re.search(rule, target) for rule in ignored):
             strangers.append(key)
@@ -369,7 +283,7 @@ def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]
     except LadingError:
         raise
     except Exception as error:  # tensors of shapes that do not go together
-        raise ConfigError(f"model.name: cannot make {first} of the tensors in the files: {_said(error)}") from error
+        raise ConfigError(f"model.name: cannot make {first} of the tensors in the files: {said(error)}") from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -379,26 +293,59 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if n else (1, 0, part) for n, part in zip(numbers, key.split("."), strict=True)]
 
 
-def _check_tie(ties: dict[str, str], name: str, target: str, value: torch.Tensor, files: _Files) -> None:
+def _only_renames(mapping: Any) -> bool:
+    """Whether a parameter is one tensor of the files as it is."""
+    from transformers.core_model_loading import WeightRenaming
+
+    return type(mapping) is WeightRenaming and mapping.quantization_operation is None
+
+
+def _check_tie(
+    ties: dict[str, str],
+    name: str,
+    target: str,
+    value: torch.Tensor | FileTensor,
+    matched: Mapping[str, tuple[Any, list[str]]],
+    files: WeightFiles,
+) -> None:
     """Refuse files in which two names of one parameter bring two values."""
     before = ties.setdefault(name, target)
-    if before != target and not torch.equal(files.read(before), value):
+    if before == target:
+        return
+    key = matched[before][1][0] if before in matched else before
+    if isinstance(value, FileTensor):
+        is_same = value.equals(FileTensor(files, key, value.dtypes))
+    else:
+        is_same = torch.equal(files.read(key), value)
+    if not is_same:
         raise ConfigError(
             f"{files.folder}: {before!r} and {target!r} are one parameter in config.json and differ in the files; "
             "set tie_word_embeddings = false in model.sizes"
         )
 
 
-def _check(model: ModelConfig, strangers: list[str], misshapen: list[str], missing: list[str]) -> None:
-    """Refuse files that are not the model's."""
+def check_found(what: str, strangers: list[str], misshapen: list[str], missing: list[str], advice: str) -> None:
+    """Refuse files that are not a model's.
+
+    Args:
+        what: Beginning of the error: which weights were expected, and where.
+        advice: End of it: what to change.
+
+    Raises:
+        ConfigError: there are strangers, or tensors are missing or of another shape.
+    """
     wrong = {"of another shape": misshapen, "missing": missing, "not expected": strangers}
-    texts = [f"{what}: {', '.join(names[:3])}{_more(names)}" for what, names in wrong.items() if names]
-    if not texts:
-        return
+    texts = [f"{how}: {', '.join(names[:3])}{_more(names)}" for how, names in wrong.items() if names]
+    if texts:
+        raise ConfigError(f"{what}, found {'; '.join(texts)}; {advice}")
+
+
+def _check(model: ModelConfig, strangers: list[str], misshapen: list[str], missing: list[str]) -> None:
+    """Refuse files that are not those of a model of transformers."""
     advice = "give the model.task that the files are for"
     if not misshapen:
         advice += ", or model.new_head = true to draw what is missing and leave out what is not expected"
-    raise ConfigError(f"{model.name}: expected the weights of its config.json, found {'; '.join(texts)}; {advice}")
+    check_found(f"{model.name}: expected the weights of its config.json", strangers, misshapen, missing, advice)
 
 
 def _more(names: list[str]) -> str:

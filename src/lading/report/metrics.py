@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from lading.errors import ConfigError, StorageError
-from lading.files import cannot_read, cannot_write, read_bytes, sync_folder, write_text
+from lading.files import cannot_read, cannot_write, read_bytes, remove_file, rename_file, sync_folder, write_text
 
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
@@ -196,3 +196,18 @@ def _check(record: dict[str, Any], key: str, kind: type, where: str) -> None:
     if type(value) is not kind or (key in _LIMITS and not low <= cast(float, value) < high):
         expected = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{where}: expected {expected} as {key!r}, got {repr(value)[:60]}; mend or remove the line")
+
+
+def keep_figures(out: Path, steps: int) -> None:
+    """Leave of the figures in a run's folder those of its first ``steps`` steps; with none, put its metrics aside.
+
+    Raises:
+        ConfigError: as ``truncate_after``. StorageError: a file cannot be renamed or deleted.
+    """
+    if steps:
+        truncate_after(out / "metrics.jsonl", steps - 1)
+        return
+    if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
+        rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
+    remove_file(out / "measured.json")
+    remove_file(out / "ranks.json")

@@ -28,8 +28,9 @@ from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json, write_aside, write_text
 from lading.inputs import Input, parse_input
-from lading.runtime.data import Batch, Places, check_part, split_spans, whole
+from lading.runtime.data import Batch, Sampler, check_part, from_the_beginning, split_spans, whole
 from lading.runtime.documents import files_of, fingerprint_of
+from lading.runtime.epochs import DataPosition
 
 _LAYOUT = 2
 _WINDOWS = 0
@@ -100,9 +101,13 @@ class RandomDataset:
         _check_place(step, micro)
         return made_up(self._columns, self._rows, self._seed, step, micro)
 
+    def continued(self, position: DataPosition) -> Self:
+        """Return these data: they are drawn."""
+        return self
+
 
 class ArrayDataset:
-    """Random rows of arrays in files.
+    """Rows of arrays in files.
 
     Args:
         folder: Folder of the run, where the rows are cached. They are made anew when a file changes.
@@ -124,7 +129,7 @@ class ArrayDataset:
         self._num_rows, self.fingerprint = int(facts["rows"]), str(facts["sha256"])[:16]
         if not self._num_rows:
             raise ConfigError(f"data.source {config.source!r}: expected rows, found none")
-        self._places = Places(whole(self._num_rows))
+        self._sampler = Sampler(config, seed, whole(self._num_rows), 1, 1, from_the_beginning(config))
 
     def __len__(self) -> int:
         """Number of all rows."""
@@ -142,25 +147,28 @@ class ArrayDataset:
             ConfigError: there are none on that side.
         """
         rows, other = self._num_rows, copy.copy(self)
-        other._places = Places(split_spans(rows, share, held_out=held_out, most_pieces=rows))
-        check_part(other._places, share, rows, "rows")
+        other._sampler = self._sampler.within(split_spans(rows, share, held_out=held_out, most_pieces=rows))
+        check_part(other._sampler.places, share, rows, "rows")
+        return other
+
+    def continued(self, position: DataPosition) -> Self:
+        """Copy of the data as a run reads it from a position on."""
+        other = copy.copy(self)
+        other._sampler = self._sampler.continued(position)
         return other
 
     def batch(self, step: int, micro: int) -> Batch:
-        """Batch of micro-batch ``micro`` of step ``step``: rows drawn as windows of a text are.
+        """Batch of micro-batch ``micro`` of step ``step``: rows chosen as windows of a text are.
 
         Raises:
+            ConfigError: ``step`` or ``micro`` is negative.
             StorageError: the cache is gone, cut short or cannot be read.
         """
-        _check_place(step, micro)
-        raw = np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, _WINDOWS]).random_raw(
-            self._config.batch_size
-        )
-        size = self.row_bytes
+        chosen, size = self._sampler.chosen(step, micro), self.row_bytes
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                rows = [os.pread(file, size, row * size) for row in self._places.chosen(raw)]
+                rows = [os.pread(file, size, row * size) for row in chosen]
             finally:
                 os.close(file)
         except OSError as error:

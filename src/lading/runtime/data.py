@@ -1,8 +1,9 @@
-"""Batches of a run: a pure function of (seed, step, micro-batch), so that resuming needs no state."""
+"""Batches of a run: a function of (seed, step, micro-batch), and without replacement of how many samples were taken."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -11,6 +12,7 @@ import torch
 
 from lading.config import DataConfig
 from lading.errors import ConfigError
+from lading.runtime.epochs import DataPosition, Epochs
 from lading.runtime.framing import Arrays, framed, padded, window_tokens
 from lading.runtime.tokens import load_tokenizer, open_store
 
@@ -34,6 +36,10 @@ class Dataset(Protocol):
         """Batch of micro-batch ``micro`` of step ``step``, both from 0."""
         ...
 
+    def continued(self, position: DataPosition) -> Self:
+        """Copy of the data as a run reads it from a position on; data that are drawn with replacement have none."""
+        ...
+
 
 class Places:
     """Places in a row of elements at which something of a given length can begin, without touching what is left out.
@@ -41,12 +47,13 @@ class Places:
     Args:
         spans: Start and length of each run of elements that may be used, int64 (runs, 2), in order.
         length: Elements of what begins there, >= 1.
+        stride: Elements from one place of a run to the next.
     """
 
-    def __init__(self, spans: np.ndarray, length: int = 1) -> None:
-        counts = np.maximum(spans[:, 1] - length + 1, 0)
+    def __init__(self, spans: np.ndarray, length: int = 1, stride: int = 1) -> None:
+        counts = np.maximum((spans[:, 1] - length + stride) // stride, 0)
         self._ends = np.cumsum(counts)
-        self._shifts = spans[:, 0] - (self._ends - counts)
+        self._firsts, self._starts, self._stride = self._ends - counts, spans[:, 0], stride
 
     def __len__(self) -> int:
         """Number of places."""
@@ -54,8 +61,71 @@ class Places:
 
     def chosen(self, raw: np.ndarray) -> list[int]:
         """Places that random 64-bit words choose, one each."""
-        numbers = (raw % np.uint64(len(self))).astype(np.int64)
-        return (numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]).tolist()
+        return self.numbered((raw % np.uint64(len(self))).astype(np.int64))
+
+    def numbered(self, numbers: np.ndarray) -> list[int]:
+        """Places of these numbers, int64 [n], counted from 0."""
+        runs = np.searchsorted(self._ends, numbers, side="right")
+        return (self._starts[runs] + (numbers - self._firsts[runs]) * self._stride).tolist()
+
+
+class Sampler:
+    """Choice of the places where the samples of each batch begin: with replacement, or each once an epoch.
+
+    Args:
+        spans: Elements that may be used, as ``Places`` takes them.
+        length: Elements of a sample.
+        stride: Elements from a sample to the next where samples are not to be drawn again within an epoch.
+        position: How far a run has read.
+    """
+
+    def __init__(
+        self, config: DataConfig, seed: int, spans: np.ndarray, length: int, stride: int, position: DataPosition
+    ) -> None:
+        self._config, self._seed, self._length, self._stride = config, seed, length, stride
+        self._in_epochs = config.sampling == "epochs"
+        self.places = Places(spans, length, stride if self._in_epochs else 1)
+        self._epochs = Epochs(len(self.places), seed, position)
+
+    def within(self, spans: np.ndarray) -> Sampler:
+        """Sampler of some of the elements."""
+        return Sampler(self._config, self._seed, spans, self._length, self._stride, self._epochs.position)
+
+    def continued(self, position: DataPosition) -> Sampler:
+        """Sampler of a run that goes on from a position."""
+        other = copy.copy(self)
+        other._epochs = dataclasses.replace(self._epochs, position=position)
+        return other
+
+    def chosen(self, step: int, micro: int) -> list[int]:
+        """Places of the samples of a batch.
+
+        Source: Philox counters (Salmon et al., SC'11): step and micro-batch are the high words of the counter, so no
+            two batches share a random number; its raw words do not change between numpy versions.
+
+        Raises:
+            ConfigError: ``step`` or ``micro`` is negative.
+        """
+        if step < 0 or micro < 0:
+            raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
+        count = self._config.batch_size
+        if self._in_epochs:
+            return self.places.numbered(self._epochs.samples(step, micro, count))
+        return self.places.chosen(words_of(self._seed, _WINDOWS, step, micro, count))
+
+
+def words_of(seed: int, purpose: int, step: int, micro: int, count: int) -> np.ndarray:
+    """Random 64-bit words of a batch for one purpose: uint64 [count]."""
+    return np.random.Philox(counter=[0, 0, micro, step], key=[seed, purpose]).random_raw(count)
+
+
+def from_the_beginning(config: DataConfig, micro_batches: int = 1) -> DataPosition:
+    """Position of a run that begins.
+
+    Args:
+        micro_batches: Those of a step, of all replicas together.
+    """
+    return DataPosition(0, 0, config.batch_size * micro_batches)
 
 
 def whole(count: int) -> np.ndarray:
@@ -91,7 +161,7 @@ def split_spans(count: int, share: float, *, held_out: bool, most_pieces: int) -
 
 
 class TextDataset:
-    """Random windows of a text, made into the batches of a task.
+    """Windows of a text, made into the batches of a task.
 
     Args:
         config: Source, tokenizer, sequence length T and batch size B.
@@ -119,16 +189,19 @@ class TextDataset:
         self._store = open_store(config, load_tokenizer(tokenizer), folder, labelled=task == "classification")
         self.specials = self._store.specials
         self._window = window_tokens(task, config.sequence_length, self.specials)
-        if self.task == "classification":
-            self._places = Places(whole(len(self._store.documents)))
+        labelled = self.task == "classification"
+        count = len(self._store.documents) if labelled else self._store.count
+        window = 1 if labelled else self._window
+        # A causal sequence ends with the token that the next one begins with: each is predicted once.
+        stride = window - 1 if task == "causal-lm" else window
+        self._sampler = Sampler(config, seed, whole(count), window, stride, from_the_beginning(config))
+        if labelled:
             self._check_labels(num_labels)
-        else:
-            self._places = Places(whole(self._store.count), self._window)
-            if not len(self._places):
-                raise ConfigError(
-                    f"data.source {config.source!r}: expected at least {self._window} tokens of text, "
-                    f"got {self._store.count}; give more text or a smaller data.sequence_length"
-                )
+        elif not len(self._sampler.places):
+            raise ConfigError(
+                f"data.source {config.source!r}: expected at least {self._window} tokens of text, "
+                f"got {self._store.count}; give more text or a smaller data.sequence_length"
+            )
         if vocabulary is not None:
             self._check_vocabulary(vocabulary)
 
@@ -152,33 +225,33 @@ class TextDataset:
         pieces = count if labelled else max(1, min(_MOST_PIECES, int(count * share) // _PIECE_TOKENS))
         window = 1 if labelled else self._window
         other = copy.copy(self)
-        other._places = Places(split_spans(count, share, held_out=held_out, most_pieces=pieces), window)
-        check_part(other._places, share, count, "texts" if labelled else f"tokens, of which a sequence takes {window}")
+        other._sampler = self._sampler.within(split_spans(count, share, held_out=held_out, most_pieces=pieces))
+        elements = "texts" if labelled else f"tokens, of which a sequence takes {window}"
+        check_part(other._sampler.places, share, count, elements)
+        return other
+
+    def continued(self, position: DataPosition) -> Self:
+        """Copy of the data as a run reads it from a position on."""
+        other = copy.copy(self)
+        other._sampler = self._sampler.continued(position)
         return other
 
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``.
 
-        Source: Philox counters (Salmon et al., SC'11): step and micro-batch are the high words of the counter, so no
-            two batches share a random number; its raw words do not change between numpy versions.
         Raises:
             ConfigError: ``step`` or ``micro`` is negative.
             StorageError: the cache file is gone, cut short or cannot be read.
         """
-        if step < 0 or micro < 0:
-            raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
-        chosen = self._places.chosen(self._words(_WINDOWS, step, micro, self.config.batch_size))
+        chosen = self._sampler.chosen(step, micro)
         if self.task == "classification":
             return _tensors(self._labelled(chosen))
         windows = np.stack(self._store.read((start, self._window) for start in chosen))
 
         def words(count: int) -> np.ndarray:
-            return self._words(_MASKS, step, micro, count)
+            return words_of(self._seed, _MASKS, step, micro, count)
 
         return _tensors(framed(self.task, windows, self.config.sequence_length, self.specials, words))
-
-    def _words(self, purpose: int, step: int, micro: int, count: int) -> np.ndarray:
-        return np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, purpose]).random_raw(count)
 
     def _labelled(self, chosen: list[int]) -> Arrays:
         rows = self._store.documents[chosen]
@@ -186,7 +259,7 @@ class TextDataset:
         return padded(texts, rows[:, 2].tolist(), self.config.sequence_length, self.specials)
 
     def _check_labels(self, num_labels: int | None) -> None:
-        if not len(self._places):
+        if not len(self._sampler.places):
             raise ConfigError(f"data.source {self.config.source!r}: expected texts with labels, found none")
         highest = int(self._store.documents[:, 2].max())
         if num_labels is not None and highest >= num_labels:
@@ -236,14 +309,17 @@ class LatentDataset:
         if step < 0 or micro < 0:
             raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
         channels, rows, columns = self._shape
-        numbers = np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, _WINDOWS])
-        raw = numbers.random_raw(self._batch_size * (1 + channels * rows * columns))
+        raw = words_of(self._seed, _WINDOWS, step, micro, self._batch_size * (1 + channels * rows * columns))
         labels = (raw[: self._batch_size] % np.uint64(self._num_classes)).astype(np.int64)
         noise = (raw[self._batch_size :] >> np.uint64(11)).reshape(-1, *self._shape) * 2.0**-52 - 1.0
         channel, row, column = np.meshgrid(*map(np.arange, self._shape), indexing="ij")
         turns = (labels[:, None, None, None] + 1) * (row / rows + column / columns) / 2 + channel / channels
         latents = np.sin(2 * np.pi * turns) + 0.1 * noise
         return _tensors({"latents": latents.astype(np.float32), "labels": labels})
+
+    def continued(self, position: DataPosition) -> Self:
+        """Return these data: they are drawn."""
+        return self
 
 
 def example_batch(task: str, config: DataConfig, tokenizer: Path | None) -> Batch:

@@ -473,18 +473,18 @@ class Executor:
             self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
 
-    def write_part(self, storage: int, start: int, part: torch.Tensor) -> None:
-        """Set the bytes of a persistent storage from byte ``start`` on between steps, wherever it lives.
+    def write_part(self, storage: int, start: int, part: torch.Tensor, *, anew: bool = False) -> None:
+        """Set the bytes of a persistent storage from byte ``start`` on between steps: ``part`` (uint8, one dim).
 
         Args:
-            part: Bytes (uint8, one dim).
+            anew: Whether all other bytes are set, too, so that the value may have been lost.
         Raises:
             ConfigError: not persistent. StorageError: lost, or a tier failed.
         """
         self._before_writing()
         if self._ceiling is not None:
             self._ceiling.make_room(part.numel())
-        self._values.write_part(storage, start, part)
+        self._values.write_part(storage, start, part, anew=anew)
 
     def takes_chunks(self, storage: int) -> bool:
         """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""

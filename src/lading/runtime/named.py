@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from lading.ir.update_ops import matrix_rule_of
 from lading.optim.registry import optimizers_with
 from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
+from lading.runtime.shard_reads import ByteRange, own_runs, read_range, read_runs
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
@@ -176,16 +178,6 @@ def local_value(value: Value) -> Value:
     return dataclasses.replace(value, shape=tuple(shape), placement=None)
 
 
-def own_runs(tensor: torch.Tensor, placement: TensorPlacement, rank: int) -> torch.Tensor:
-    """Copy the runs of a rank out of a whole tensor.
-
-    Args:
-        rank: Number of the rank among those along ``placement.over``.
-    """
-    parts = tensor.detach().split(placement.lengths, placement.dim)
-    return torch.cat([part.chunk(placement.ranks, placement.dim)[rank] for part in parts], placement.dim)
-
-
 def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torch.Tensor:
     """Copy a value that a rank of a pipeline holds to all ranks."""
     assert ranks is not None
@@ -239,6 +231,18 @@ def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: in
             part = flat[low - value.start : high - value.start]
             executor.write_part(storage, (low - begin) * flat.element_size(), part.view(torch.uint8))
         begin += count
+
+
+class SavedValues(Protocol):
+    """Values by name that were saved whole."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a whole value into memory of its own."""
+        ...
+
+    def chunks(self, name: str, start: int, end: int) -> Iterable[memoryview]:
+        """Read the bytes of a value from ``start`` up to ``end``."""
+        ...
 
 
 class NamedValues(Mapping[str, Value]):
@@ -328,16 +332,80 @@ class NamedValues(Mapping[str, Value]):
         for storage, part in zip(target.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
 
-    def fill(
-        self, name: str, chunks: Callable[[str], Iterable[memoryview]], read: Callable[[str], torch.Tensor]
-    ) -> None:
-        """Set a value from ``chunks`` of its bytes in order, or from ``read`` where this rank has a part of them."""
+    def fill(self, name: str, chunks: ByteRange) -> None:
+        """Set a value from the bytes of the whole one, of which only those are asked for that this rank has.
+
+        Its master is left as it is. Of values that share a storage all are to be set so.
+        """
         value = self._values[name]
-        streams = value.start is None and value.placement is None and value.storages
-        if streams and all(map(self._executor.takes_chunks, value.storages)):
-            self._executor.write_chunks(value.storages, chunks(name))
+        if not value.storages:  # another rank has it
+            return
+        takes = value.start is not None or all(map(self._executor.takes_chunks, value.storages))
+        if takes and value.start is None and value.placement is None:
+            self._executor.write_chunks(value.storages, chunks(0, value.size_bytes))
+            return
+        local = value if value.placement is None else local_value(value)
+        low, high = self._own_range(local) if takes else (0, local.size_bytes)
+        if value.placement is None:
+            pieces = read_range(low, high, chunks)
         else:
-            self.write(name, read(name))
+            number, item_bytes = self._number(value.placement.over), DTYPE_BYTES[value.dtype]
+            pieces = read_runs(value.placement, number, item_bytes, low, high, chunks)
+        if takes:
+            for at, piece in pieces:
+                self._write_bytes(local, at, piece)
+            return
+        flat = torch.empty(local.size_bytes, dtype=torch.uint8)  # to be laid out anew
+        for at, piece in pieces:
+            flat[at : at + piece.numel()] = piece
+        self._write_whole(name, local, flat.view(getattr(torch, value.dtype)).view(local.shape))
+
+    def fill_first(self, name: str, bytes_as: Callable[[str], ByteRange]) -> None:
+        """Set a parameter or buffer, and its master, which begins as the parameter is.
+
+        Args:
+            bytes_as: Gives the bytes of the value as numbers of a dtype.
+        """
+        for each in (name, f"{name}.master"):
+            if each in self._values:
+                self.fill(each, bytes_as(self._values[each].dtype))
+
+    def load(self, saved: SavedValues, begun: Container[str]) -> None:
+        """Set all values from saved ones, but for states that begin anew."""
+        for name in self._values:  # masters come after their parameters
+            if name in begun:
+                self.begin(name, saved.read)
+            else:
+                self.fill(name, partial(saved.chunks, name))
+
+    def _number(self, over: str) -> int:
+        return 0 if self._ranks is None else self._ranks.number(over)
+
+    def _own_range(self, value: Value) -> tuple[int, int]:
+        """First byte and end of what this rank's storages have of a value without placement."""
+        if value.start is None:
+            return 0, value.size_bytes
+        shift = self._shift_bytes(value)
+        return max(0, -shift), min(value.size_bytes, sum(self._sizes(value)) - shift)
+
+    def _shift_bytes(self, value: Value) -> int:
+        """Byte of this rank's storages, one after another, at which a value begins; below 0 on an earlier rank."""
+        if value.start is None:
+            return 0
+        earlier = self._number(value.over) * sum(self._sizes(value)) if value.ranks > 1 else 0
+        return value.start * DTYPE_BYTES[value.dtype] - earlier
+
+    def _sizes(self, value: Value) -> list[int]:
+        return [self._graph.storages[storage].size_bytes for storage in value.storages]
+
+    def _write_bytes(self, value: Value, at: int, piece: torch.Tensor) -> None:
+        """Set the bytes of a value from byte ``at`` on, all of which this rank has."""
+        begin = self._shift_bytes(value) + at
+        for storage, size in zip(value.storages, self._sizes(value), strict=True):
+            low, high = max(0, begin), min(size, begin + piece.numel())
+            if low < high:
+                self._executor.write_part(storage, low, piece[low - begin : high - begin], anew=True)
+            begin -= size
 
     def states_of(self, parameters: Iterable[str]) -> list[str]:
         """Names of the optimizer states of these parameters."""
@@ -347,6 +415,8 @@ class NamedValues(Mapping[str, Value]):
     def begin(self, state: str, read: Callable[[str], torch.Tensor]) -> None:
         """Set a state as training begins with it: a master to its parameter, which ``read`` gives, others to zero."""
         value, (parameter, _, last) = self._values[state], state.rpartition(".")
+        if not value.storages:  # another rank has it
+            return
         zeros = torch.zeros(value.shape, dtype=getattr(torch, value.dtype))
         self.write(state, read(parameter).to(zeros.dtype) if last == "master" else zeros)
 

@@ -18,6 +18,7 @@ from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.salvage import Location
+from lading.runtime.shard_reads import ByteStream
 from lading.runtime.tiers import HostBytes, TierBytes
 from lading.units import MiB
 
@@ -66,9 +67,9 @@ class Values:
             self.changed.pop(storage, None)
             self.lost -= {storage}
 
-    def write_part(self, storage: int, start: int, part: torch.Tensor) -> None:
+    def write_part(self, storage: int, start: int, part: torch.Tensor, *, anew: bool = False) -> None:
         """Set the bytes of a persistent storage from byte ``start`` on (uint8, one dim); as ``Executor.write_part``."""
-        home, end = self._present(storage), start + part.numel()
+        home, end = self._home(storage) if anew else self._present(storage), start + part.numel()
         with HeldInterrupts():
             for begin, stop in _pieces(home, self._graph.storages[storage].size_bytes):
                 low, high = max(begin, start), min(stop, end)
@@ -78,10 +79,12 @@ class Values:
                     self._put(home, low, part[low - start : high - start])
                     continue
                 room = self._bounce.bytes_at(0, stop - begin)  # a lower tier takes whole pages
-                self._tiers[home.tier].read(home.offset + begin, room)
+                if (low, high) != (begin, stop):
+                    self._tiers[home.tier].read(home.offset + begin, room)
                 room[low - begin : high - begin] = part[low - start : high - start]
                 self._tiers[home.tier].write(home.offset + begin, room)
             self.changed.pop(storage, None)
+            self.lost -= {storage}
 
     def takes_chunks(self, storage: int) -> bool:
         """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
@@ -90,7 +93,7 @@ class Values:
 
     def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
         """Set persistent storages from bytes in the order of their elements; as ``Executor.write_chunks``."""
-        source = _Stream(chunks)
+        source = ByteStream(chunks)
         for storage in storages:
             home, size = self._home(storage), self._graph.storages[storage].size_bytes
             with HeldInterrupts():
@@ -217,32 +220,6 @@ class Values:
         copy = torch.zeros(item.size_bytes, dtype=torch.uint8, device="cpu")
         view_of(copy, wanted).copy_(tensor)
         return copy
-
-
-class _Stream:
-    """Chunks of bytes, read as if they were one."""
-
-    def __init__(self, chunks: Iterable[memoryview]) -> None:
-        self._chunks, self._left = iter(chunks), memoryview(b"")
-
-    def fill(self, room: memoryview) -> None:
-        """Fill ``room`` with the next bytes.
-
-        Raises:
-            ConfigError: there are fewer.
-        """
-        while room:
-            self._left = self._left or next(self._chunks, memoryview(b""))
-            if not self._left:
-                raise ConfigError(f"expected {len(room)} more bytes of a value, found none")
-            count = min(len(room), len(self._left))
-            room[:count] = self._left[:count]
-            room, self._left = room[count:], self._left[count:]
-
-    def end(self) -> None:
-        """Refuse bytes that are left; a source that checks its bytes does so here."""
-        if self._left or next(self._chunks, None) is not None:
-            raise ConfigError("expected the bytes of a value to end, found more")
 
 
 def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:

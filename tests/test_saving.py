@@ -32,7 +32,7 @@ from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.ranks import run_ranks
 from tests.runs import write_run
-from tests.test_replicas import machine
+from tests.test_pipelines import connected
 
 SIZES: dict[str, Any] = {"dim": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1}
 
@@ -122,26 +122,28 @@ def test_without_room_in_the_budget_training_waits_and_says_so(tmp_path: Path) -
 def test_staging_memory_is_in_the_budget(tmp_path: Path) -> None:
     """One byte less than what is needed is too little; what is measured is the plan's peak and that."""
     with trainer_of(tmp_path, "100%") as trainer:
-        peak, shortage = trainer.program.peak_bytes, trainer.staging_shortage
+        peak, shortage = trainer.program.peak_bytes, trainer.staging_shortage()
         needed = sum(value.nbytes for value in map(trainer.value, trainer._values))
     assert "of memory would stage them" in shortage
     with trainer_of(tmp_path, peak + needed) as trainer:  # lines are rounded up, and the generator's state comes beside
-        assert trainer.staging_shortage
+        assert trainer.staging_shortage()
     with trainer_of(tmp_path, peak + needed + (1 << 16)) as trainer:
-        assert not trainer.staging_shortage
+        assert not trainer.staging_shortage()
 
 
-class Stopped:
-    """A saver that writes nothing until it is let go on."""
+def stopped(trainer: Trainer) -> int:
+    """Number of the process that saves, which writes nothing until it is killed."""
+    saver = trainer._saves._background.saver
+    assert saver is not None
+    assert saver.pid is not None
+    os.kill(saver.pid, signal.SIGSTOP)
+    return saver.pid
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
-        trainer.save(folder, wait=False)
-        trainer.wait_saved()
-        saver = trainer._saves._background.saver
-        assert saver is not None
-        assert saver.pid is not None
-        self.pid = saver.pid
-        os.kill(self.pid, signal.SIGSTOP)
+
+def kill(pid: int) -> None:
+    """Kill a process that saves, when it has been told what."""
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("told_by", ["save", "wait_saved", "check_saved", "end"])
@@ -149,12 +151,14 @@ def test_a_saver_that_dies_is_told_by_whatever_comes_next(told_by: str, tmp_path
     folder, words = tmp_path / "saved", r"the checkpoint of step 2, saved beside training, is not written: .*SIGKILL"
     trainer = trainer_of(tmp_path)
     trainer.step(batch_of(0))
-    stopped = Stopped(trainer, folder)
+    trainer.save(folder, wait=False)
+    trainer.wait_saved()
+    pid = stopped(trainer)
     trainer.step(batch_of(1))
     trainer.save(folder, wait=False)
     trainer.check_saved()  # nothing is known yet
     loss = trainer.step(batch_of(2))
-    os.kill(stopped.pid, signal.SIGKILL)
+    kill(pid)
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: trainer.save(folder),
         "wait_saved": trainer.wait_saved,
@@ -181,20 +185,27 @@ def checked_until(trainer: Trainer) -> None:
         time.sleep(0.01)
 
 
-def failing_loop(tmp_path: Path, folder: Path, error: BaseException) -> None:
+def failing_loop(tmp_path: Path, error: BaseException, *, dies: bool = False) -> None:
     with trainer_of(tmp_path) as trainer:
         trainer.step(batch_of(0))
-        trainer.save(folder, wait=False)
+        trainer.save(tmp_path / "saved", wait=False)
+        if dies:
+            trainer.wait_saved()
+            trainer.step(batch_of(1))
+            pid = stopped(trainer)
+            trainer.save(tmp_path / "saved", wait=False)
+            kill(pid)
         raise error
 
 
 def test_a_loop_that_fails_waits_for_its_save_and_keeps_its_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        failing_loop(tmp_path, tmp_path / "saved", KeyboardInterrupt())
+        failing_loop(tmp_path, KeyboardInterrupt())
     assert latest_checkpoint(tmp_path / "saved") == tmp_path / "saved" / "step-00000001"
     with pytest.raises(ValueError, match="mine") as caught:
-        failing_loop(tmp_path, Path("/proc/nowhere"), ValueError("mine"))
-    assert any("step 1, saved beside training" in note for note in caught.value.__notes__)
+        failing_loop(tmp_path, ValueError("mine"), dies=True)
+    assert any("step 2, saved beside training" in note for note in caught.value.__notes__)
+    assert latest_checkpoint(tmp_path / "saved") == tmp_path / "saved" / "step-00000001"
 
 
 def test_meta_is_refused_before_anything_is_staged(tmp_path: Path) -> None:
@@ -251,26 +262,38 @@ def test_a_process_that_ends_without_closing_waits_for_its_save(tmp_path: Path) 
     assert latest_checkpoint(tmp_path / "saved") == tmp_path / "saved" / "step-00000001"
 
 
+#: Number of ranks beside the first that have something of a checkpoint, by layout.
+OTHERS = {"dp2": 0, "dp2,zero3": 1, "dp2,pp2": 1, "dp4,zero1": 3}
+
+
 def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
     for number, layout in enumerate(layouts):
         folder = Path(out) / f"{number}"
-        made = plan(graph_of(), machine(), budget="1GB", layout=layout, cache=False)
+        made = plan(graph_of(), connected(), budget="1GB", layout=layout, cache=False)
         with Trainer(made, graph_of(), model_of(), folder=folder / f"{rank}", threads=1) as trainer:
-            trainer.step(batch_of(rank))
+            trainer.step(batch_of(made.replica(rank)))
             waited = trainer.save(folder / "waited")
             beside = trainer.save(folder / "beside", wait=False)
-            trainer.step(batch_of(2 + rank))
+            trainer.step(batch_of(2 + made.replica(rank)))
             trainer.wait_saved()
             assert contents(beside) == contents(waited)
-            if rank == 0:
-                (folder / "blocked").write_text("")
-            trainer.save(folder / "blocked", wait=False)
+            share = trainer._saves._share
+            assert share is not None
+            assert share.gathered == []
+            assert len(share.others) == (OTHERS[layout] if rank == 0 else 0)
+            again = trainer.save(folder / "beside", wait=False)
+            trainer.wait_saved()
+            assert contents(again) == contents(trainer.save(folder / "waited"))
+            pid = stopped(trainer) if rank == 0 else 0
+            trainer.save(folder / "beside", wait=False)
+            if pid:
+                kill(pid)
             with pytest.raises((StorageError, ConfigError), match="the checkpoint of step 2, saved beside training"):
                 trainer.wait_saved()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layouts"), [(2, ["dp2", "dp2,zero3"]), pytest.param(4, ["dp2,pp2", "zero1"], marks=pytest.mark.slow)]
+    ("ranks", "layouts"), [(2, ["dp2", "dp2,zero3"]), pytest.param(4, ["dp2,pp2", "dp4,zero1"], marks=pytest.mark.slow)]
 )
 def test_ranks_save_beside_training(ranks: int, layouts: list[str], tmp_path: Path) -> None:
     run_ranks(_on_ranks, ranks, layouts, str(tmp_path))

@@ -1,21 +1,26 @@
 """Saving: the checkpoints of a trainer, written while it waits, or beside training by the saver process.
 
 [Note: beside training] A save beside training copies every value into staging memory, which is made once, and hands it
-to ``lading.checkpoint.saver``, a process that writes, checksums and commits it. Values that lie in memory as they are
-written are copied on a thread while the next step runs, in the order in which the step will write over them, and held
-by a fence until then (``lading.runtime.fence``). What is shared with other ranks, lies in a file or has another order
-in memory is copied before training goes on. Where the budget leaves no room for staging memory, training waits.
+to ``lading.checkpoint.saver``, a process that writes, checksums and commits it. What lies in memory as it is saved is
+copied on a thread while the next step runs, in the order in which the step will write over it, and held by a fence
+until then (``lading.runtime.fence``). Each rank of a host stages its own shards so, in memory of its own; the first
+one's saver maps them all, and begins when every rank has noted that its copies are made. Runs of tensor parallel, what
+lies in a file, or has another order in memory, and shards of another host, are gathered by the first rank before
+training goes on. Where a rank's budget leaves no room for its staging memory, training waits.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,13 +31,23 @@ from lading.checkpoint.state import TensorSource, checked_sources, source_bytes
 from lading.checkpoint.store import check_retention, plain_json, save_checkpoint
 from lading.errors import BudgetWarning, StorageError
 from lading.ir.action import DEVICE
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import MEMORY
 from lading.ir.program import Program
 from lading.runtime.executor import Executor
 from lading.runtime.fence import Fence
+from lading.runtime.host import clock_id
 from lading.runtime.named import NamedValues, Value
 from lading.runtime.resident import give_back
 from lading.units import format_bytes
+
+if TYPE_CHECKING:
+    from lading.runtime.job import Replicas
+
+#: Seconds that the first rank waits for the copies of the others, and between two looks.
+_COPIES_S, _PAUSE_S = 600.0, 0.01
+#: Bytes of a value: (first of them, storage, first byte there, how many).
+Run = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class Snapshot:
     Attributes:
         programs: Programs that take turns over the values.
         beside: Further tensors (name, bytes), saved as uint8.
+        ranks: Ranks that have some of the values, or shards of them; None alone.
     """
 
     step: int
@@ -49,6 +65,7 @@ class Snapshot:
     values: NamedValues
     programs: Sequence[Program]
     beside: Mapping[str, bytes]
+    ranks: Replicas | None = None
 
     def sources(self, left: list[str]) -> list[TensorSource]:
         """List the tensors of a checkpoint; reading one that ranks share takes its name from ``left``."""
@@ -58,19 +75,48 @@ class Snapshot:
         more: list[TensorSource] = [(n, "uint8", (len(data),), [memoryview(data)]) for n, data in self.beside.items()]
         return named + more
 
-    def can_stage(self, value: Value) -> bool:
-        """Whether a value's bytes lie in this process's memory as they are saved, so that a thread can copy them."""
-        if value.start is not None or value.is_shared:
-            return False
-        storages = self.executor.program.graph.storages
-        is_whole = sum(storages[storage].size_bytes for storage in value.storages) == value.size_bytes
-        return is_whole and all(map(self.executor.can_stage, value.storages))
+    def runs(self) -> tuple[dict[str, list[Run]], list[str]]:
+        """Find what this rank stages: runs of bytes of values by name, and the values that have to be gathered."""
+        runs, gathered = dict[str, list[Run]](), list[str]()
+        for name, value in self.values.items():
+            if not self._stages(value):
+                continue
+            found = self._runs_of(value)
+            if found is None or not all(self.executor.can_stage(storage) for _, storage, _, _ in found):
+                gathered.append(name)
+            else:
+                runs[name] = found
+        return runs, gathered
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of staging memory that a checkpoint takes."""
-        sizes = [*(value.size_bytes for value in self.values.values()), *map(len, self.beside.values())]
-        return sum(map(staged_bytes, sizes))
+    def _stages(self, value: Value) -> bool:
+        """Whether this rank is the first that has a value, or this shard of it."""
+        if self.ranks is None:
+            return True
+        if not _is_spread(value):
+            return self.ranks.rank == 0
+        if value.owner is not None:
+            return self.ranks.first_of(value.owner, value.owners) == self.ranks.rank
+        return self.ranks.first_of(self.ranks.number(value.over), value.over) == self.ranks.rank
+
+    def _runs_of(self, value: Value) -> list[Run] | None:
+        """Runs of bytes of a value that lie in this rank's storages; None where that is not how it lies."""
+        if value.placement is not None or (value.owner is not None and value.ranks > 1):
+            return None
+        storages, item, runs = self.executor.program.graph.storages, DTYPE_BYTES[value.dtype], list[Run]()
+        sizes = [storages[storage].size_bytes for storage in value.storages]
+        if value.start is None and sum(sizes) != value.size_bytes:
+            return None
+        first = (value.start or 0) * item
+        begin = 0
+        if value.ranks > 1:
+            assert self.ranks is not None, "a plan for one process has no shards"
+            begin = self.ranks.number(value.over) * sum(sizes)
+        for storage, size in zip(value.storages, sizes, strict=True):
+            low, high = max(begin, first), min(begin + size, first + value.size_bytes)
+            if low < high:
+                runs.append((low - first, storage, low - begin, high - low))
+            begin += size
+        return runs
 
     @property
     def room_bytes(self) -> int:
@@ -81,18 +127,79 @@ class Snapshot:
         host = next((tier.name for tier in self.programs[0].tiers if tier.kind == MEMORY), "")
         return max(0, min(p.budgets.get(host, 0) - p.tier_bytes(host) for p in self.programs))
 
-    @property
-    def shortage(self) -> str:
-        """Say why a checkpoint cannot be staged beside training; "" where it can."""
-        needed, room = self.staging_bytes, self.room_bytes
-        if needed <= room:
+
+def _is_spread(value: Value) -> bool:
+    """Whether ranks have a value in parts that are runs of its bytes, or one of them has all of it."""
+    if value.placement is not None:
+        return False
+    return (value.owner is not None) != (value.ranks > 1)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Contents of one rank's staging memory.
+
+    Attributes:
+        places: First byte of each storage that is copied there.
+        runs: Runs of values by name: (first byte of the value, first byte here, bytes).
+        gathered: First byte of each tensor that is gathered first, by name.
+        size_bytes: Bytes of all.
+    """
+
+    places: Mapping[int, int]
+    runs: Mapping[str, Sequence[tuple[int, int, int]]]
+    gathered: Mapping[str, int]
+    size_bytes: int
+
+    @staticmethod
+    def of(snapshot: Snapshot, runs: Mapping[str, list[Run]], gathered: Iterable[tuple[str, int]]) -> _Staging:
+        """Lay out what a rank stages.
+
+        Args:
+            gathered: Names and bytes of the tensors that it gathers.
+        """
+        places, starts, end = dict[int, int](), dict[str, int](), 0
+        storages = snapshot.executor.program.graph.storages
+        for storage in dict.fromkeys(storage for each in runs.values() for _, storage, _, _ in each):
+            places[storage], end = end, end + staged_bytes(storages[storage].size_bytes)
+        for name, size in gathered:
+            starts[name], end = end, end + staged_bytes(size)
+        laid = {name: [(at, places[s] + start, size) for at, s, start, size in each] for name, each in runs.items()}
+        return _Staging(places, laid, starts, end)
+
+    def shortage(self, snapshot: Snapshot) -> str:
+        """Say why this cannot be staged beside training; "" where it can."""
+        room = snapshot.room_bytes
+        if self.size_bytes <= room:
             return ""
-        what = "memory budget" if self.executor.kind == "cpu" else "host tier's budget"
+        what = "memory budget" if snapshot.executor.kind == "cpu" else "host tier's budget"
         return (
-            f"checkpoints are written while training waits: to write them beside it, {format_bytes(needed)} of memory "
-            f"would stage them, and the {what} leaves {format_bytes(room)}; raise it by {format_bytes(needed - room)}, "
-            "or wait for them (checkpoint.wait = true in a run)"
+            f"checkpoints are written while training waits: to write them beside it, {format_bytes(self.size_bytes)} "
+            f"of memory would stage them, and the {what} leaves {format_bytes(room)}; raise it by "
+            f"{format_bytes(self.size_bytes - room)}, or wait for them (checkpoint.wait = true in a run)"
         )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Part that a rank takes in every save beside training.
+
+    Attributes:
+        gathered: Names of the values that the first rank gathers, in order.
+        tensors: Those of a checkpoint, on the first rank.
+        others: Ranks whose memory its saver reads, too.
+    """
+
+    staging: _Staging
+    gathered: Sequence[str]
+    memory: StagingMemory
+    tensors: tuple[StagedTensor, ...] = ()
+    others: tuple[int, ...] = ()
+
+    def rooms(self, snapshot: Snapshot) -> dict[int, list[torch.Tensor]]:
+        """Places in staging memory by the storage that is copied there."""
+        storages = snapshot.executor.program.graph.storages
+        return {s: [_bytes_of(self.memory, at, storages[s].size_bytes)] for s, at in self.staging.places.items()}
 
 
 @dataclass(eq=False)
@@ -100,7 +207,7 @@ class _Job:
     """One save beside training."""
 
     order: SaveOrder
-    thread: threading.Thread | None = None
+    thread: threading.Thread
     failure: Exception | None = None
     warnings: list[str] = field(default_factory=lambda: [])
 
@@ -115,20 +222,27 @@ class _Background:
 
     def end(self) -> None:
         """Wait for the save under way, for want of anybody else who does; what failed is warned of."""
-        if self.job is not None and self.job.thread is not None:
+        if self.job is not None:
             self.job.thread.join()
             if self.job.failure is not None:
                 warnings.warn(_words(self.job), stacklevel=2)
         self.job = None
         self.close()
 
-    def close(self) -> None:
-        """End the saver, and give the memory back."""
+    def close_saver(self) -> None:
+        """End the saver, and let go of the memories of other ranks."""
         if self.saver is not None:
             self.saver.close()
+            for memory in self.saver.memories[1:]:
+                memory.close()
+        self.saver = None
+
+    def close(self) -> None:
+        """End the saver, and give the memory back."""
+        self.close_saver()
         if self.memory is not None:
             self.memory.close()
-        self.saver = self.memory = None
+        self.memory = None
 
 
 @dataclass(eq=False)
@@ -143,83 +257,62 @@ class Saves:
     _locks: SaveLocks = field(default_factory=SaveLocks)
     _background: _Background = field(default_factory=_Background)
     _warned: bool = False
+    _number: int = 0
+    _laid: tuple[_Staging, list[str], str] | None = None
+    _share: _Share | None = None
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self._background.end)
 
     def save(
-        self,
-        snapshot: Snapshot,
-        folder: Path,
-        meta: Mapping[str, Any],
-        keep: int,
-        keep_every_steps: int = 0,
-        *,
-        wait: bool,
+        self, snapshot: Snapshot, folder: Path, meta: Mapping[str, Any], keep: int, keep_every_steps: int = 0
     ) -> Path:
-        """Write a checkpoint; without ``wait`` beside training, if the budget has room. One under way ends first.
+        """Write a checkpoint while training waits; the other ranks give what they share. One under way ends first.
 
         Returns:
-            Its folder, which is there once it is committed.
+            Its folder.
         Raises:
             StorageError: it cannot be written, another trainer saves there, or the one before could not be written.
             ConfigError: ``meta`` has no JSON form, keep < 1 or keep_every_steps < 0.
         """
         left = snapshot.values.shared()
         try:
-            self.wait()
-            self._locks.take(folder)
-            meta = plain_json(meta)
-            check_retention(keep, keep_every_steps)
-            if not wait and (shortage := snapshot.shortage):
-                wait = True
-                self._warn(shortage)
+            self._checked(folder, meta, keep, keep_every_steps)
             give_back()  # what steps freed leaves its room to the buffers of saving
             snapshot.executor.reset_peak()
-            sources = snapshot.sources(left)
-            if not wait:
-                path = self._begin(snapshot, checked_sources(sources), folder, meta, keep, keep_every_steps)
-            else:
-                path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps)
-                self.newest = str(path)
+            path = save_checkpoint(folder, snapshot.step, snapshot.sources(left), meta, keep, keep_every_steps)
         finally:  # the others give all shards, whether or not they can be written
             snapshot.values.give(list(left))
+        self.newest = str(path)
         snapshot.executor.observe_peak()
         return path
 
-    def _warn(self, shortage: str) -> None:
-        """Warn once that training waits."""
-        if not self._warned:
-            warnings.warn(BudgetWarning(shortage), stacklevel=5)
-        self._warned = True
+    def begin(
+        self, snapshot: Snapshot, folder: Path, meta: Mapping[str, Any], keep: int, keep_every_steps: int = 0
+    ) -> Path | None:
+        """Begin a checkpoint beside training, if every rank's budget has room; all ranks call this.
 
-    def _begin(
-        self,
-        snapshot: Snapshot,
-        sources: Sequence[TensorSource],
-        folder: Path,
-        meta: Mapping[str, Any],
-        keep: int,
-        keep_every_steps: int,
-    ) -> Path:
-        """Copy what has to be copied now, and start a thread that does the rest."""
-        memory, fresh_bytes = self._memory(snapshot.staging_bytes)
-        tensors: list[StagedTensor] = []
-        rooms: dict[int, list[torch.Tensor]] = {}
-        start = 0
-        for name, dtype, shape, chunks in sources:
-            size = source_bytes((name, dtype, shape, chunks))
-            tensors.append(StagedTensor(name, dtype, tuple(shape), start, size))
-            value = snapshot.values.get(name)
-            if size and value is not None and snapshot.can_stage(value):
-                self._place(snapshot, value.storages, memory, start, rooms)
-            else:
-                _fill(memory, start, size, (name, dtype, shape, chunks))
-            start += staged_bytes(size)
-        job = _Job(SaveOrder(str(folder.absolute()), snapshot.step, meta, keep, tuple(tensors), keep_every_steps))
-        fence = snapshot.executor.stage(rooms, fresh_bytes)
-        saver = self._background.saver = self._background.saver or Saver(memory)
-        job.thread = threading.Thread(target=_run, args=(job, fence, saver), name="lading-saving")
+        One under way ends first.
+
+        Returns:
+            Its folder, which is there once it is committed; None where training has to wait, which is warned of once.
+        Raises:
+            StorageError: the one before could not be written, another trainer saves there, or there is no memory.
+            ConfigError: ``meta`` has no JSON form, keep < 1 or keep_every_steps < 0.
+        """
+        ranks = snapshot.ranks
+        self.settle()
+        _by_first(ranks, lambda: self._checked(folder, meta, keep, keep_every_steps))
+        if shortage := self.shortage(snapshot):
+            self._warn(shortage)
+            return None
+        share = self._share or self._shared(snapshot)
+        snapshot.executor.reset_peak()
+        self._gather(snapshot, share)
+        fence = snapshot.executor.stage(share.rooms(snapshot), 0 if self._share else share.staging.size_bytes)
+        self._share, self._number = share, self._number + 1
+        order = SaveOrder(str(folder.absolute()), snapshot.step, meta, keep, share.tensors, keep_every_steps)
+        job = _Job(order, threading.Thread(target=self._run, args=(fence, ranks, f"staged {self._number}")))
         self._background.job = job
         try:
             job.thread.start()
@@ -227,36 +320,120 @@ class Saves:
             self._background.job = None
             fence.open()
             raise
-        return folder / job.order.path.name
+        return folder / order.path.name
 
-    def _memory(self, size_bytes: int) -> tuple[StagingMemory, int]:
-        """Staging memory of so many bytes at least, and how many of them nobody has touched."""
-        memory = self._background.memory
-        if memory is not None and memory.size_bytes >= size_bytes:
-            return memory, 0
+    def _checked(self, folder: Path, meta: Mapping[str, Any], keep: int, keep_every_steps: int) -> str:
+        """Wait for the save before, keep others out of the folder, and refuse what means nothing; returns a text."""
+        self.wait()
+        self._locks.take(folder)
+        plain_json(meta)
+        check_retention(keep, keep_every_steps)
+        return "it may be saved"
+
+    def shortage(self, snapshot: Snapshot) -> str:
+        """Say why a checkpoint cannot be staged beside training; "" where it can. All ranks call this."""
+        if self._laid is None:
+            staging, gathered = self._laid_out(snapshot)
+            mine, every = staging.shortage(snapshot), None
+            if snapshot.ranks is not None:
+                every = snapshot.ranks.gather(mine)
+            told = mine if every is None else next((f"rank {r}: {text}" for r, text in enumerate(every) if text), "")
+            self._laid = staging, gathered, json.loads(_by_first(snapshot.ranks, lambda: json.dumps(told)))
+        return self._laid[2]
+
+    def _laid_out(self, snapshot: Snapshot) -> tuple[_Staging, list[str]]:
+        """Lay out this rank's staging memory; returns the names of the values that ranks gather, too, in order."""
+        ranks, (runs, gathered) = snapshot.ranks, snapshot.runs()
+        if ranks is not None:
+            host = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
+            every = ranks.gather((host, gathered)) or []
+            is_one_host = len({each for each, _ in every}) <= 1
+            spread = [] if is_one_host else [name for name, value in snapshot.values.items() if _is_spread(value)]
+            names = dict.fromkeys([*(name for _, names in every for name in names), *spread])
+            gathered = json.loads(_by_first(ranks, lambda: json.dumps([*names])))
+        runs = {name: each for name, each in runs.items() if name not in gathered}
+        sizes: list[tuple[str, int]] = []
+        if ranks is None or ranks.rank == 0:
+            sizes = [(name, snapshot.values[name].size_bytes) for name in gathered]
+            sizes += [(name, len(data)) for name, data in snapshot.beside.items()]
+        return _Staging.of(snapshot, runs, sizes), gathered
+
+    def _shared(self, snapshot: Snapshot) -> _Share:
+        """Allocate this rank's staging memory; the first rank maps those of the others, and starts its saver."""
+        assert self._laid is not None, "its size was compared with the budget"
+        staging, gathered, _ = self._laid
+        ranks = snapshot.ranks
         self._background.close()
-        memory = self._background.memory = StagingMemory(size_bytes)
-        return memory, size_bytes
+        memory = self._background.memory = StagingMemory(max(1, staging.size_bytes))
+        parts = [((os.getpid(), memory.file, memory.size_bytes), staging.runs)]
+        if ranks is not None:
+            parts = ranks.gather(parts[0])
+            if parts is None:
+                return _Share(staging, gathered, memory)
+        others = [rank for rank, (_, runs) in enumerate(parts) if rank and runs]
+        self._background.saver = Saver(memory, *(StagingMemory.of_process(*parts[rank][0]) for rank in others))
+        pieces: dict[str, list[tuple[int, int, int, int]]] = {}
+        for number, rank in enumerate([0, *others]):
+            for name, runs in parts[rank][1].items():
+                pieces.setdefault(name, []).extend((at, number, start, size) for at, start, size in runs)
+        sources = checked_sources(snapshot.sources([]))
+        for source in sources:
+            if (start := staging.gathered.get(source[0])) is not None:
+                pieces[source[0]] = [(0, 0, start, source_bytes(source))]
+        tensors = tuple(_staged(source, pieces.get(source[0], [])) for source in sources)
+        return _Share(staging, gathered, memory, tensors, tuple(others))
 
-    def _place(
-        self,
-        snapshot: Snapshot,
-        storages: Sequence[int],
-        memory: StagingMemory,
-        start: int,
-        rooms: dict[int, list[torch.Tensor]],
-    ) -> None:
-        """Find the places that storages of one value, one after another, have in staging memory."""
-        for storage in storages:
-            size = snapshot.executor.program.graph.storages[storage].size_bytes
-            rooms.setdefault(storage, []).append(_bytes_of(memory, start, size))
-            start += size
+    def _gather(self, snapshot: Snapshot, share: _Share) -> None:
+        """Copy now what cannot be copied while a step runs; ranks take part in what they share."""
+        give_back()  # what steps freed leaves its room to the buffers of saving
+        left = [name for name in share.gathered if snapshot.values[name].is_shared]
+        if snapshot.ranks is not None and snapshot.ranks.rank > 0:
+            snapshot.values.give(left)
+            return
+        sources = {source[0]: source for source in snapshot.sources(left)}
+        for name, start in share.staging.gathered.items():
+            _fill(share.memory, start, sources[name])
+
+    def _run(self, fence: Fence, ranks: Replicas | None, mark: str) -> None:
+        """Carry this rank's part of a save out, on a thread of its own."""
+        job, saver, share = self._background.job, self._background.saver, self._share
+        assert job is not None
+        assert share is not None
+        try:
+            try:
+                fence.run()
+            except BaseException:
+                if ranks is not None and saver is None:
+                    ranks.note(f"not {mark}")
+                raise
+            if saver is None:
+                assert ranks is not None, "alone there is a saver"
+                ranks.note(mark)
+                return
+            saver.start()
+            if ranks is not None:
+                _wait_for(ranks, mark, share.others)
+            job.warnings = saver.save(job.order)
+        except Exception as error:
+            job.failure = error
+
+    def _warn(self, shortage: str) -> None:
+        """Warn once that training waits."""
+        if not self._warned:
+            warnings.warn(BudgetWarning(shortage), stacklevel=4)
+        self._warned = True
 
     @property
     def is_under_way(self) -> bool:
         """Whether a save beside training has not ended."""
         job = self._background.job
-        return job is not None and job.thread is not None and job.thread.is_alive()
+        return job is not None and job.thread.is_alive()
+
+    def settle(self) -> None:
+        """Return once this rank's part of a save is done."""
+        job = self._background.job
+        if job is not None:
+            job.thread.join()
 
     def check(self) -> None:
         """Raise what a save beside training has failed of, if it is known by now; as ``wait``."""
@@ -272,7 +449,6 @@ class Saves:
         job = self._background.job
         if job is None:
             return
-        assert job.thread is not None
         job.thread.join()  # where a signal ends the wait, the save goes on
         self._background.job = None
         for text in job.warnings:
@@ -280,7 +456,8 @@ class Saves:
         if job.failure is not None:
             number = getattr(job.failure, "errno", None)
             raise StorageError(_words(job), errno=number) from job.failure
-        self.newest = str(job.order.path)
+        if job.order.tensors:  # of the rank that writes
+            self.newest = str(job.order.path)
 
     def waited(self) -> str:
         """Path of the newest checkpoint, or words for none, once no save is under way; raises as ``wait``."""
@@ -297,23 +474,48 @@ class Saves:
                     self._background.saver.kill()
                 self._background.end()
             self._background.close()
-            self._locks.close()
+            self._laid = self._share = None
 
 
-def _run(job: _Job, fence: Fence, saver: Saver) -> None:
-    """Carry a save out, on its thread."""
-    try:
-        try:
-            saver.start()  # which comes up meanwhile
-        finally:
-            fence.run()
-        job.warnings = saver.save(job.order)
-    except Exception as error:
-        job.failure = error
+def _wait_for(ranks: Replicas, mark: str, others: Sequence[int]) -> None:
+    """Wait until other ranks have made their copies.
+
+    Raises:
+        StorageError: they have not.
+    """
+    deadline = time.monotonic() + _COPIES_S
+    while not ranks.noted(mark, others):
+        if failed := [rank for rank in others if ranks.noted(f"not {mark}", [rank])]:
+            raise StorageError(f"rank {failed[0]} could not copy its part; look at its output")
+        if time.monotonic() > deadline:
+            raise StorageError(f"expected the copies of ranks {others} within {_COPIES_S:g} s; see whether they live")
+        time.sleep(_PAUSE_S)
+
+
+def _staged(source: TensorSource, pieces: Sequence[tuple[int, int, int, int]]) -> StagedTensor:
+    """Put the pieces of a tensor (first byte of it, memory, first byte there, bytes) in order.
+
+    Raises:
+        StorageError: they are not all of it.
+    """
+    (name, dtype, shape, _), size = source, source_bytes(source)
+    ordered, end = sorted(pieces), 0
+    for at, _, _, count in ordered:
+        if at != end:
+            break
+        end += count
+    if end != size:
+        raise StorageError(f"tensor {name!r}: expected {size} bytes of all ranks, got those before {end}")
+    return StagedTensor(name, dtype, tuple(shape), tuple((memory, start, count) for _, memory, start, count in ordered))
 
 
 def _words(job: _Job) -> str:
     return f"the checkpoint of step {job.order.step}, saved beside training, is not written: {job.failure}"
+
+
+def _by_first(ranks: Replicas | None, make: Callable[[], str]) -> str:
+    """Let the first rank make a text that all get, with its errors; alone, make it."""
+    return make() if ranks is None else ranks.by_first("Trainer.save", make, lambda: None)
 
 
 def _bytes_of(memory: StagingMemory, start: int, size_bytes: int) -> torch.Tensor:
@@ -322,13 +524,13 @@ def _bytes_of(memory: StagingMemory, start: int, size_bytes: int) -> torch.Tenso
     return torch.frombuffer(memory.memory, dtype=torch.uint8, count=size_bytes, offset=start)
 
 
-def _fill(memory: StagingMemory, start: int, size_bytes: int, source: TensorSource) -> None:
+def _fill(memory: StagingMemory, start: int, source: TensorSource) -> None:
     """Copy a tensor's chunks into staging memory.
 
     Raises:
         StorageError: they do not add up to its size.
     """
-    name, dtype, shape, chunks = source
+    (name, dtype, shape, chunks), size_bytes = source, source_bytes(source)
     end, at = start + size_bytes, start
     for chunk in chunks:
         data = chunk.cast("B") if chunk.nbytes else b""

@@ -435,7 +435,7 @@ def _loop(
         The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
     out, total = Path(run.out), run.optimization.steps
-    if run.checkpoint.stages and (shortage := trainer.staging_shortage):
+    if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
     with ExitStack() as stack:

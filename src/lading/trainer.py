@@ -572,8 +572,9 @@ class Trainer:
             keep: How many of the newest stay. One that is being read stays until a later save.
             keep_every_steps: Those of every so many steps stay, too; 0 for none.
             wait: False lets training go on meanwhile: values are copied while the next step runs, and a process writes
-                them (``wait_saved``). That takes as much memory as the checkpoint has bytes; where the plan's budget
-                leaves less, training waits all the same, and a warning says so. A save under way ends first.
+                them (``wait_saved``). That takes as much memory as the checkpoint has bytes, of each rank for what it
+                alone has; where a plan's budget leaves less, training waits all the same, and a warning says so. A save
+                under way ends first.
 
         Returns:
             Its folder, for ``load``; without ``wait`` it is there once it is whole.
@@ -583,13 +584,15 @@ class Trainer:
             ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
         """
         self._meet("save a checkpoint")
-        kept = keep, keep_every_steps
-        path = self._by_first_rank(
+        asked = Path(folder), meta or {}, keep, keep_every_steps
+        if not wait and (path := self._saves.begin(self._snapshot(), *asked)) is not None:
+            return path
+        self._saves.newest = self._by_first_rank(
             "Trainer.save",
-            lambda: str(self._saves.save(self._snapshot(), Path(folder), meta or {}, *kept, wait=wait)),
+            lambda: str(self._saves.save(self._snapshot(), *asked)),
             lambda: self._values.give(self._values.shared()),
         )
-        return Path(path)
+        return Path(self._saves.newest)
 
     def wait_saved(self) -> None:
         """Wait until the checkpoint that is written beside training is whole; all ranks call this.
@@ -608,10 +611,9 @@ class Trainer:
         """Whether this rank has a save beside training under way."""
         return self._saves.is_under_way
 
-    @property
     def staging_shortage(self) -> str:
-        """Say why ``save`` cannot go on beside training within the plan's budget; "" where it can."""
-        return self._snapshot().shortage if self._saves_here else ""
+        """Say why ``save`` has no room beside training in the plan's budget; "" where it has. All ranks call this."""
+        return self._saves.shortage(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         self._check_whole()
@@ -619,15 +621,11 @@ class Trainer:
         if self._frozen:
             beside[_FROZEN] = "\n".join(self._frozen).encode()
         programs = [step.program for step in self._steps]
-        return Snapshot(self.steps, self._executor, self._values, programs, beside)
-
-    @property
-    def _saves_here(self) -> bool:
-        """Whether this rank writes checkpoints."""
-        return self._replicas is None or self._replicas.rank == 0
+        return Snapshot(self.steps, self._executor, self._values, programs, beside, self._replicas)
 
     def _by_first_rank(self, call: str, make: Callable[[], str], meanwhile: Callable[[], object]) -> str:
         """Let the first rank make a text that all get, while the others take part in it; alone, make it."""
+        self._saves.settle()  # its thread and this one have one connection to the store
         return make() if self._replicas is None else self._replicas.by_first(call, make, meanwhile)
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def saver(memory: StagingMemory) -> Iterator[Saver]:
 
 
 def order(folder: Path, step: int, size: int = SIZE) -> SaveOrder:
-    return SaveOrder(str(folder), step, {"step": step}, 2, (StagedTensor("w", "uint8", (size,), 0, size),))
+    return SaveOrder(str(folder), step, {"step": step}, 2, (StagedTensor("w", "uint8", (size,), ((0, 0, size),)),))
 
 
 def wait_for(text: str, pid: int) -> None:
@@ -57,6 +57,19 @@ def test_it_writes_what_is_staged_and_yields_to_training(memory: StagingMemory, 
     assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 15
     assert "torch" not in Path(f"/proc/{saver.pid}/maps").read_text()
     assert os.getpgid(saver.pid) != os.getpgid(0)  # a terminal's Ctrl-C is for training
+
+
+def test_it_puts_pieces_of_several_memories_together(tmp_path: Path) -> None:
+    memories = [StagingMemory(SIZE), StagingMemory(SIZE)]
+    memories[0].memory[:4], memories[1].memory[8:12] = b"abcd", b"efgh"
+    saver = Saver(memories[0], StagingMemory.of_process(os.getpid(), memories[1].file, SIZE))
+    pieces = ((1, 10, 2), (0, 0, 4), (1, 8, 1))
+    assert saver.save(SaveOrder(str(tmp_path), 1, {}, 2, (StagedTensor("w", "uint8", (7,), pieces),))) == []
+    saver.close()
+    assert b"".join(map(bytes, open_checkpoint(tmp_path / "step-00000001").chunks("w"))) == b"ghabcde"
+    memories[1].close()
+    with pytest.raises(StorageError, match="see whether it lives"):
+        StagingMemory.of_process(os.getpid(), 1 << 20, SIZE)
 
 
 def test_signals_that_end_a_job_are_left_to_training(saver: Saver, tmp_path: Path) -> None:
@@ -82,7 +95,7 @@ def test_its_errors_come_back(saver: Saver, tmp_path: Path) -> None:
     assert saver.save(order(tmp_path, 2, 1 << 10)) == []
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
     with pytest.raises(ConfigError, match="a dtype among"):
-        saver.save(SaveOrder(str(tmp_path), 3, {}, 2, (StagedTensor("w", "text", (1,), 0, 1),)))
+        saver.save(SaveOrder(str(tmp_path), 3, {}, 2, (StagedTensor("w", "text", (1,), ((0, 0, 1),)),)))
 
 
 def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,13 +36,16 @@ _CLOSING_S = 10.0
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """Tensor of a checkpoint whose bytes lie in staging memory from ``start`` on."""
+    """Tensor of a checkpoint, whose bytes lie in staging memories.
+
+    Attributes:
+        pieces: (number of the memory, first byte there, bytes), one after another.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    size_bytes: int
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,14 @@ class SaveOrder:
 
 
 class Saver:
-    """A saver process, for one staging memory. Started by the first save, and again after it has died.
+    """A saver process. Started by the first save, and again after it has died.
 
     Args:
-        memory: Memory that the training process fills.
+        memories: Memories that training processes of this host fill.
     """
 
-    def __init__(self, memory: StagingMemory) -> None:
-        self._memory = memory
+    def __init__(self, *memories: StagingMemory) -> None:
+        self.memories = memories
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,13 +90,13 @@ class Saver:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        arguments = [json.dumps(sys.path), str(self._memory.file), str(self._memory.size_bytes)]
+        places = [(memory.file, memory.size_bytes) for memory in self.memories]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, *arguments],
+                [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(places)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=[self._memory.file],
+                pass_fds=[file for file, _ in places],
                 process_group=0,  # not that of a terminal's Ctrl-C; in another session niceness could mean nothing
             )
         except OSError as error:
@@ -166,11 +169,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    memory = StagingMemory(int(sys.argv[3]), int(sys.argv[2]))
+    memories = [StagingMemory(size_bytes, file).memory for file, size_bytes in json.loads(sys.argv[2])]
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     while True:
-        told = _carry_out(json.loads(orders.get()), memory.memory)
+        told = _carry_out(json.loads(orders.get()), memories)
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
 
@@ -182,9 +185,9 @@ def _listen(orders: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def _carry_out(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
+def _carry_out(order: dict[str, Any], memories: Sequence[memoryview]) -> dict[str, Any]:
     """Write the checkpoint of an order; returns the answer."""
-    tensors = [_source(StagedTensor(**each), memory) for each in order["tensors"]]
+    tensors = [_source(StagedTensor(**each), memories) for each in order["tensors"]]
     told: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -197,10 +200,11 @@ def _carry_out(order: dict[str, Any], memory: memoryview) -> dict[str, Any]:
     return {**told, "warnings": [str(warning.message) for warning in caught]}
 
 
-def _source(tensor: StagedTensor, memory: memoryview) -> TensorSource:
+def _source(tensor: StagedTensor, memories: Sequence[memoryview]) -> TensorSource:
     def chunks() -> Iterator[memoryview]:
-        end = tensor.start + tensor.size_bytes
-        for start in range(tensor.start, end, CHUNK_BYTES):
-            yield memory[start : min(start + CHUNK_BYTES, end)]
+        for number, first, size_bytes in tensor.pieces:
+            end = first + size_bytes
+            for start in range(first, end, CHUNK_BYTES):
+                yield memories[number][start : min(start + CHUNK_BYTES, end)]
 
     return tensor.name, tensor.dtype, tuple(tensor.shape), chunks()

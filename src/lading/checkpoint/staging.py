@@ -46,6 +46,24 @@ class StagingMemory:
             ) from error
         self.memory = memoryview(self._map)
 
+    @staticmethod
+    def of_process(pid: int, file: int, size_bytes: int) -> StagingMemory:
+        """Map the memory that another process of this host has made; it lasts as long as anybody has it.
+
+        Args:
+            file: Descriptor in that process.
+        Raises:
+            StorageError: the process is gone, or is not of this user.
+        """
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(
+                f"expected the memory in which process {pid} stages its part of a checkpoint, found none ({error}); "
+                "see whether it lives"
+            ) from error
+        return StagingMemory(size_bytes, opened)
+
     def close(self) -> None:
         """Give the memory back; views of it must not be used any more. May be called twice."""
         if self.file < 0:

@@ -432,6 +432,18 @@ class Replicas:
                         "replica plan.replica(r); nothing has run"
                     )
 
+    def note(self, what: str) -> None:
+        """Let any rank know that this one has come so far (``noted``); does not wait, and may be called on any thread.
+
+        Raises:
+            RuntimeError: the process that keeps the job's store is gone.
+        """
+        self._store.set(f"{what} {self.rank}", "")
+
+    def noted(self, what: str, ranks: Sequence[int]) -> bool:
+        """Whether ranks have come so far; on any thread, with errors as ``note``."""
+        return all(self._store.check([f"{what} {rank}"]) for rank in ranks)
+
     def by_first(self, call: str, make: Callable[[], str], meanwhile: Callable[[], object]) -> str:
         """Let the first rank make a text that all get, as ``by_first_rank``; the others notice if it goes.
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lading.checkpoint.listing import verify_checkpoint
+from lading.checkpoint.lock import read_lock
 from lading.checkpoint.state import CHUNK_BYTES, TensorSource
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.cli.main import main
@@ -169,7 +171,12 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert f"whole    {first}" in text
     assert f"damaged  {second}/state.safetensors: tensor 'flags' (bool [3]): expected byte" in text
     assert "1 of 2 checkpoints is damaged" in text
-    assert said("list", str(second)).splitlines()[2].endswith("  no")  # what was noted of it no longer holds
+    assert said("list", str(second)).splitlines()[2].endswith("  damaged: 1 place, found by lading checkpoint verify")
+    save(tmp_path / "checkpoints", 12)  # anew: what was noted no longer holds
+    assert said("list", str(second)).splitlines()[2].endswith("  no")
+    with pytest.MonkeyPatch.context() as patch:  # a save of a run deletes it before its turn
+        patch.setattr("lading.checkpoint.listing.read_lock", lambda path: shutil.rmtree(path) or read_lock(path))
+        assert said("verify", str(best)) == f"deleted  {best}, by a save meanwhile\n"
     (second / "manifest.json").write_text("{")
     assert "damaged: " in said("list", str(second))
     assert "expected a checkpoint, a folder of checkpoints or the out folder of a run, found none in" in said(

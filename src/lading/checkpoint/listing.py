@@ -1,6 +1,6 @@
 """Lists of checkpoints: which are there, what they take, and whether their bytes were verified since they were saved.
 
-step-00000050/verified.json     when all bytes were read and found to be those that were saved, and of which manifest
+step-00000050/verified.json     when all bytes were read, by which manifest, and how many places were damaged
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lading.checkpoint.lock import read_lock
 from lading.checkpoint.manifest import MANIFEST
 from lading.checkpoint.store import BEST, NEWEST, checkpoint_folders, described_checkpoint, open_checkpoint, step_of
 from lading.errors import ConfigError, StorageError
-from lading.files import parse_json, remove_file, write_text
+from lading.files import parse_json, write_text
 
 VERIFIED = "verified.json"
 
@@ -28,8 +28,8 @@ class ListedCheckpoint:
     Attributes:
         size_bytes: Bytes of its files.
         saved_s: When it was saved, in seconds since 1970.
-        verified_s: When its bytes were last found to be whole; None if nobody has looked since.
-        damage: What is wrong with its manifest, header or size; "" where nothing is, and for other bytes nobody knows.
+        verified_s: When all its bytes were last read and compared; None if nobody has looked since it was saved.
+        damage: What is wrong with its manifest, header or size, or was found when it was verified; "" where nothing is.
     """
 
     path: Path
@@ -75,7 +75,10 @@ def list_checkpoint(path: Path) -> ListedCheckpoint:
         saved_s = (manifest if manifest.exists() else path).stat().st_mtime
     except OSError as error:
         raise StorageError(f"cannot look at {path}: {error.strerror}; check its permissions") from error
-    return ListedCheckpoint(path, step, size_bytes, saved_s, _verified_s(path), damage)
+    verified_s, places = _verified(path)
+    if places and not damage:
+        damage = f"{places} place{'s' * (places > 1)}, found by lading checkpoint verify"
+    return ListedCheckpoint(path, step, size_bytes, saved_s, verified_s, damage)
 
 
 def unfinished_bytes(folder: Path) -> int:
@@ -90,23 +93,23 @@ def unfinished_bytes(folder: Path) -> int:
 def verify_checkpoint(path: Path) -> Iterator[str]:
     """Read all bytes of a checkpoint, and name those that are not what was saved: file, tensor and place in the file.
 
-    Notes beside it that it was whole, or takes such a note away. Where nothing can be written there, there is none.
+    Notes the result beside it, for a list; where nothing can be written there, there is none. Of one that a save has
+    deleted meanwhile nothing is said.
     """
-    damaged = False
+    damaged = 0
     try:
         with read_lock(path) as folder:
             for words in replace(described_checkpoint(path), folder=folder).damages():
-                damaged = True
+                damaged += 1
                 yield words
     except OSError as error:
-        damaged = True
-        yield str(error)
+        if path.exists():
+            damaged += 1
+            yield str(error)
     try:
-        if damaged:
-            remove_file(path / VERIFIED)
-        else:
-            write_text(path / VERIFIED, json.dumps({"manifest": _digest(path), "at_s": time.time()}) + "\n")
-    except StorageError:  # of a read-only disk or another user: it has been verified all the same
+        note = {"manifest": _digest(path), "at_s": time.time(), "damaged": damaged}
+        write_text(path / VERIFIED, json.dumps(note) + "\n")
+    except OSError:  # of a read-only disk or another user, or without a manifest: it has been verified all the same
         return
 
 
@@ -114,12 +117,14 @@ def _digest(path: Path) -> str:
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
 
 
-def _verified_s(path: Path) -> float | None:
-    """When a checkpoint's bytes were found whole; None without a note of that, of this manifest."""
+def _verified(path: Path) -> tuple[float | None, int]:
+    """When a checkpoint's bytes were last verified, and the places that were damaged; None without a note of that."""
     try:
         noted = parse_json((path / VERIFIED).read_bytes())
         same = isinstance(noted, dict) and noted.get("manifest") == _digest(path)
     except (OSError, ValueError):
-        return None
-    at_s = noted.get("at_s") if same else None
-    return at_s if type(at_s) is float and 0 <= at_s < 1e11 else None
+        return None, 0
+    at_s, damaged = (noted.get("at_s"), noted.get("damaged")) if same else (None, 0)
+    if type(at_s) is not float or not 0 <= at_s < 1e11 or type(damaged) is not int:
+        return None, 0
+    return at_s, damaged

@@ -65,7 +65,9 @@ def _verify(paths: list[Path]) -> None:
                 print(fitted(f"damaged  {words}"))
         if count > _SHOWN:
             print(f"         and {count - _SHOWN} more places of {path}")
-        if not count:
+        if not path.exists():
+            print(f"deleted  {path}, by a save meanwhile")
+        elif not count:
             print(f"whole    {path}")
         damaged += bool(count)
     if damaged:

@@ -27,7 +27,7 @@ OTHERS = {
     "no replacement": ("data.sampling=epochs", "data.batch_size=30"),
     "frozen": ("freeze={layers=['tokens positions', 'layers.0'], every_steps=2, schedule=[0, 1, 2]}",),
     "validation": ("validation={share=0.25, every_steps=2, batches=2}",),
-    "on disk": ("memory.policy=residency", "memory.budget=90%"),
+    "less memory": ("memory.policy=residency", "memory.budget=99%"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from lading import __version__
 from lading.alone import agent, launcher, num_ranks, rank_number, restarts
 from lading.checkpoint.lock import agents_of
 from lading.config import RunConfig, run_to_dict
-from lading.errors import ConfigError
+from lading.errors import BudgetWarning, ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.plan import Plan
+from lading.report.metrics import MetricsLog
+from lading.report.progress import Progress, training_progress
 from lading.runtime.data import Dataset
+from lading.runtime.interrupts import StopRequest
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,30 @@ class RunRanks:
             if not self.is_first:
                 stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
             yield
+
+    @contextmanager
+    def recording(
+        self, out: Path, budget_bytes: int, first_step: int, steps: int
+    ) -> Generator[tuple[MetricsLog | None, Progress, StopRequest], None, None]:
+        """Open what records the steps of a run and shows them, which the first rank does, and listen to signals.
+
+        Args:
+            out: Folder of the run.
+            budget_bytes: Budget of the device.
+            first_step: Steps that were run before.
+            steps: Steps of the run in all.
+
+        Yields:
+            The log of the first rank, None on others; the progress, which others show nowhere; and the request to stop.
+        """
+        with ExitStack() as stack:
+            log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if self.is_first else None
+            shown = None if self.is_first else stack.enter_context(open(os.devnull, "w"))
+            progress = stack.enter_context(training_progress(steps, budget_bytes, shown, first_step=first_step))
+            stop = stack.enter_context(StopRequest(tells=self.is_first))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", BudgetWarning)  # said by progress
+            yield log, progress, stop
 
     @contextmanager
     def ending_together(self) -> Generator[None, None, None]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shlex
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +26,7 @@ from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
-from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
+from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import make_folder
 from lading.freezing import Freezing
 from lading.hosts import machine_of
@@ -434,18 +432,11 @@ def _loop(
     Returns:
         The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
-    out, total = Path(run.out), run.optimization.steps
+    total = run.optimization.steps
     if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
-    with ExitStack() as stack:
-        log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if ranks.is_first else None
-        shown = None if ranks.is_first else stack.enter_context(open(os.devnull, "w"))
-        budget_bytes = trainer.plan.budgets["device"]
-        progress = stack.enter_context(training_progress(total, budget_bytes, shown, first_step=trainer.steps))
-        stop = stack.enter_context(StopRequest(tells=ranks.is_first))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", BudgetWarning)  # said by progress
+    with ranks.recording(Path(run.out), trainer.plan.budgets["device"], trainer.steps, total) as (log, progress, stop):
         save = partial(_save, trainer, run, meta, log)
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:
@@ -464,9 +455,7 @@ def _loop(
                 finally:
                     if log is not None:
                         log.log(record)
-            _tell(record, run, loggers, progress)
-            for sentence in excess:
-                (progress.note if ranks.is_first else partial(print, f"rank {ranks.rank}:", file=sys.stderr))(sentence)
+            _tell(record, run, loggers, progress, ranks)
             told = len(trainer.excess)
             if freezer is not None and (words := freezer.advance()):
                 progress.note(fitted(words))
@@ -496,8 +485,10 @@ def _save(
     return trainer.save(Path(run.out) / NEWEST, meta=meta, **kept, wait=wait)
 
 
-def _tell(record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], progress: Progress) -> None:
-    """Hand the figures of a step to loggers and to the terminal."""
+def _tell(
+    record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], progress: Progress, ranks: RunRanks
+) -> None:
+    """Hand the figures of a step to loggers and to the terminal, and say what memory was not predicted."""
     step, losses = record["step"], record.get("losses", {})
     if step % run.logging.every_steps == 0 or step + 1 == run.optimization.steps or "validation_loss" in record:
         names = ("loss", "lr", "step_s", "tokens_per_s", "memory_bytes", "validation_loss")
@@ -512,6 +503,8 @@ def _tell(record: Mapping[str, Any], run: RunConfig, loggers: Sequence[Logger], 
         tokens_per_s=record["tokens_per_s"],
         memory_bytes=record["memory_bytes"],
     )
+    for sentence in record.get("excess", ()):
+        (progress.note if ranks.is_first else partial(print, f"rank {ranks.rank}:", file=sys.stderr))(sentence)
 
 
 @contextmanager

@@ -178,4 +178,5 @@ def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert bytes_of(again) == bytes_of(made)
     monkeypatch.setattr(Path, "iterdir", denied)
     _, (said,) = ask(tmp_path, budget="3MB")
-    assert "not kept in the cache: [Errno 13] Permission denied" in said
+    assert "not kept in the cache: " in said
+    assert "Permission denied" in said

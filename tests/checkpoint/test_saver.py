@@ -55,6 +55,7 @@ def test_it_writes_what_is_staged_and_yields_to_training(memory: StagingMemory, 
         assert b"".join(map(bytes, checkpoint.chunks("w"))) == bytes([step]) * SIZE
     assert saver.pid is not None
     assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 15
+    assert os.sched_getscheduler(saver.pid) == os.SCHED_IDLE
     assert "torch" not in Path(f"/proc/{saver.pid}/maps").read_text()
     assert os.getpgid(saver.pid) != os.getpgid(0)  # a terminal's Ctrl-C is for training
 

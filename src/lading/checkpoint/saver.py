@@ -1,8 +1,9 @@
 """The saver: a process beside training that writes, checksums and commits checkpoints out of staging memory.
 
 It imports no torch, so that it starts in a tenth of a second and takes some 20 MiB. It yields the processors to
-training (``_NICENESS``). Signals that ask a job to end are left to the training process, which waits for the save under
-way; where that process is gone, the saver ends at once, and what it had not committed is a leftover like any other.
+training: whatever wakes interrupts it at once (SCHED_IDLE of Linux). Signals that ask a job to end are left to the
+training process, which waits for the save under way; where that process is gone, the saver ends at once, and what it
+had not committed is a leftover like any other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lading.errors import ConfigError, LadingError, StorageError
 
 #: How the saver begins: with the folders that the training process imports from, and no other.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lading.checkpoint.saver import main; main()"
-#: Beside a thread that computes without a pause, Linux gives a process of this niceness 3% of a processor.
+#: For a system that knows no idle work: Linux gives it 3% of a processor beside a thread that never pauses.
 _NICENESS = 15
 #: Seconds that a saver without work has to end.
 _CLOSING_S = 10.0
@@ -169,6 +170,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(PermissionError):  # a sandbox that allows no choice
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     memories = [StagingMemory(size_bytes, file).memory for file, size_bytes in json.loads(sys.argv[2])]
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()

@@ -4,7 +4,7 @@
 
 Nothing of Lading is in the model: ``lading.capture`` runs it once on fake tensors and writes down what it did. What a
 plan then does to it (move, recompute, update) it does to those operations, so new layers need no code in Lading.
-``lading train`` takes such a model too: ``model.name = "own_model:build"`` in the run's TOML, for byte data.
+``lading train --trust`` takes such a model too: ``model.name = "own_model:build"`` in the run's TOML, for byte data.
 
 Where to look: src/lading/tracing/trace.py (what is written down), src/lading/ir/graph.py (how).
 """

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from lading.permissions import Permissions, granting
 from tests.runs import YOUNG_OBJECTS, shorten_search
 
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
@@ -41,6 +42,13 @@ multiprocessing.set_forkserver_preload(
         *("lading.cli.train_command", "lading.prepare", "lading.matrices"),
     ]
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of one test may name those of another, as where a run of one folder goes on in a second."""
+    with granting(Permissions(folders=(tmp_path_factory.getbasetemp().resolve(),))):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,8 @@
 """Reference interpreter: runs a Program in one interleaving, cell by cell, on symbolic values, and looks for faults.
 
-A cell is the bytes between two neighbouring ends of the ranges that the program names in a memory.
+A cell is the bytes between two neighbouring ends of the ranges that the program names in a memory. Slots of a lower
+tier are whole pages at multiples of the tier's alignment, within its budget, each of one storage; only those of what is
+staged for the host's processors may lie over each other, and their cells then show who wrote last.
 
 Every action has a start and an end with others between. A value is the tag (storage, writes so far); a write leaves
 garbage at its start and the tag at its end; a read must find its tag at the start and the same cells untouched at the
@@ -56,6 +58,8 @@ class Execution:
         }
 
     def run(self) -> None:
+        for tier in self.program.tiers:
+            self._check_slots(tier.name, tier.alignment_bytes)
         resident = dict(self.program.resident)
         for storage, offset in resident.items():
             self._own(storage, offset)
@@ -81,7 +85,7 @@ class Execution:
     def _homes(self, resident: dict[int, int]) -> dict[int, str]:
         """Each persistent storage that is not resident, and its farthest slot."""
         homes: dict[int, str] = {}
-        for tier in ("host", "disk"):
+        for tier in [tier.name for tier in self.program.tiers]:
             for storage, _ in self.program.slots.get(tier, ()):
                 if storage not in resident and self.graph.storages[storage].role in PERSISTENT:
                     homes[storage] = tier
@@ -111,8 +115,30 @@ class Execution:
                 ended.add(index)
                 self._end(action)
 
+    def _check_slots(self, tier: str, alignment: int) -> None:
+        """Every page of a tier is of one storage, unless all that have it pass through for the host."""
+        owners: dict[int, int] = {}
+        passing = self._passing(tier)
+        for storage, offset in self.program.slots.get(tier, ()):
+            pages = range(offset // PAGE, self._page_after(storage, offset))
+            end = offset + slot_bytes(self.graph.storages[storage].size_bytes)
+            if offset < 0 or offset % alignment or end > self.program.budgets.get(tier, 0):
+                raise Fault(f"slot of {storage} at {offset} of {tier} is outside or not aligned")
+            for page in pages:
+                other = owners.setdefault(page, storage)
+                if other != storage and not {other, storage} <= passing:
+                    raise Fault(f"slots of {other} and {storage} share page {page} of {tier}")
+
+    def _passing(self, tier: str) -> set[int]:
+        """Storages that are on the host only to be worked on, and go again before the step ends."""
+        if not any(one.name == tier and one.host_computes for one in self.program.tiers):
+            return set()
+        used = {self.graph.storage_of(t) for op in self.graph.hosted for t in (*self.graph.ops[op].inputs,
+                *self.graph.ops[op].outputs, *self.graph.ops[op].mutates)}  # fmt: skip
+        return {s for s in used if self.graph.storages[s].role not in PERSISTENT}
+
     def _slot(self, tier: str, storage: int) -> list[object]:
-        """Cells of a lower tier; slots may overlap."""
+        """Cells of a lower tier; slots of what passes through may overlap."""
         offset = dict(self.program.slots.get(tier, ()))[storage]
         pages = self.pages[tier]
         cells = range(bisect_left(pages, offset // PAGE), bisect_left(pages, self._page_after(storage, offset)))

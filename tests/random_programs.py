@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from lading.ir.action import ActionKind
@@ -167,15 +168,35 @@ def random_program(rng: Random) -> Program:
     return RandomLowering(random_graph(rng), rng).program()
 
 
+def shift_slot(program: Program, rng: Random) -> Program:
+    """With a slot of a lower tier a page or a line away from where it was, in a budget with room for that."""
+    tier = rng.choice([tier for tier, rows in program.slots.items() if rows])
+    rows = list(program.slots[tier])
+    which, by = rng.randrange(len(rows)), rng.choice((-4096, -64, 64, 4096))
+    rows[which] = rows[which][0], rows[which][1] + by
+    budgets = {**program.budgets, tier: program.budgets[tier] + 4096}
+    return replace(program, slots={**program.slots, tier: tuple(rows)}, budgets=budgets)
+
+
 def random_mutation(program: Program, rng: Random) -> tuple[str, Program]:
     """Its name, and a program with one random change of the kind the name says."""
     actions = program.actions
     waiting = [a for a in actions if a.waits]
     placing = [a for a in actions if a.places]
     frees = [a.id for a in actions if a.kind is ActionKind.FREE]
-    kinds = ["drop action", "swap", *(["drop wait"] * 4 if waiting else []), "shift address", "other free stream"]
+    slots = ["shift slot"] if any(program.slots.values()) else []
+    kinds = [
+        "drop action",
+        "swap",
+        *slots,
+        *(["drop wait"] * 4 if waiting else []),
+        "shift address",
+        "other free stream",
+    ]
     kind = rng.choice([*kinds, *(["drop free", "repeat free", "late free"] if frees else [])])
     index = rng.choice(frees) if frees else 0
+    if kind == "shift slot":
+        return kind, shift_slot(program, rng)
     if kind == "drop wait":
         action = rng.choice(waiting)
         return kind, drop_wait(program, action.id, rng.choice(action.waits))

@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from lading.catalog.load import save_machine
 from lading.cli.main import main
 from lading.ir.plan import Plan
 from lading.ir.program import Program
+from lading.permissions import Permissions, granting
 from lading.planner import residency
 from lading.units import MiB
 from tests.machines import small_machine
@@ -90,7 +92,8 @@ def _started(log: Path, function: Callable[..., None], argument: object) -> Base
 def _command(log: Path, argv: tuple[str, ...]) -> None:
     set_up(log)
     shorten_search(setattr)
-    sys.exit(main(argv))
+    with granting(Permissions(folders=(Path(tempfile.gettempdir()).resolve(),))):  # as tests/conftest.py
+        sys.exit(main(argv))
 
 
 def _script(log: Path, path: Path) -> None:

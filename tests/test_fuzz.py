@@ -34,7 +34,7 @@ from lading.report.metrics import read_metrics, truncate_after
 from lading.run import Prepared, prepare_plan
 from lading.runtime.arrays import ArrayDataset
 from lading.summary import finish_run
-from tests.fuzz import damaged_bytes, damaged_document
+from tests.fuzz import Watch, damaged_bytes, damaged_document
 from tests.runs import write_run
 
 T = TypeVar("T")
@@ -54,25 +54,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         assert main(["train", str(path), "optimization.steps=4", "optimization.warmup_steps=1"]) == 0
     return path.parent / "out"
-
-
-class Watch:
-    """Refuses, while it is on, to start a program and to unpickle anything."""
-
-    #: What Python audits when a program is started, and when a pickle names what it wants to have or call.
-    EVENTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"})
-
-    def __init__(self) -> None:
-        self.on = False
-        self.seen: list[str] = []
-
-    def refuse(self, *args: object, **_: object) -> None:
-        self.seen.append(str(args))
-        raise AssertionError(f"executed {args}")
-
-    def audit(self, event: str, args: tuple[object, ...]) -> None:
-        if self.on and event in self.EVENTS:
-            self.refuse(event, *args)
 
 
 @pytest.fixture(scope="module")

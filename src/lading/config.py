@@ -583,7 +583,8 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
     table = cast("dict[str, object]", data)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     for key in [key for key in table if key not in fields]:
-        raise ConfigError(f"{origin.of(prefix + key)}: unknown key {prefix + key!r}{_nearest_key(prefix, key)}")
+        short = key[:60]
+        raise ConfigError(f"{origin.of(prefix + key)}: unknown key {prefix + short!r}{_nearest_key(prefix, short)}")
     hints = get_type_hints(cls)
     values = {key: _convert(hints[key], value, prefix + key, origin) for key, value in table.items()}
     required = [n for n, f in fields.items() if f.default is MISSING and f.default_factory is MISSING]

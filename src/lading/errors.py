@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast
+
+#: Words longer than any path or number that somebody wrote; the rest of one says nothing more.
+_LONG_WORD = re.compile(r"(\S{160})\S{240,}")
 
 
 class LadingError(Exception):
     """Base of every deliberate error; any can be copied, pickled, and raised again in another process."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(_LONG_WORD.sub(r"\1...", message))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild the error from its message and its keyword arguments, each an attribute of the same name."""

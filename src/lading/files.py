@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lading.errors import ConfigError, StorageError
 
@@ -44,6 +44,13 @@ _ASIDE = re.compile(r"(?P<name>.+)\.tmp-(?:(?P<host>[0-9a-f]{8})-)?(?P<pid>\d+)(
 _ABANDONED_S = 86_400.0
 #: What a file system says that cannot wait for the names of a folder (some network and FUSE file systems).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+#: Characters that a terminal obeys instead of showing them, or that turn the order in which it shows others; of those
+#: that begin a new line only the ones that begin it somewhere else.
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+#: Bytes of JSON in which one of these may be.
+_CONTROL_BYTES = re.compile(
+    rb"\\u00[0189]|\\u007[fF]|\\[bf]|\\u20[26]|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81[\xa6-\xa9]"
+)
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
@@ -302,15 +309,16 @@ def read_json(path: Path | str, what: str, advice: str) -> Any:
         raise ConfigError(f"expected {what} in JSON at {path}: {error}; {advice}") from error
 
 
-def parse_json(data: bytes, *, finite: bool = True) -> Any:
+def parse_json(data: bytes, *, finite: bool = True, controls: bool = False) -> Any:
     """Parse JSON.
 
     Args:
         finite: Whether NaN and infinities, which Python writes and JSON lacks, are refused.
+        controls: Whether texts may have control characters, as those of a tokenizer, which are no names.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, a number is not finite, a text is none, an object has a key twice, or it is
-            nested too deeply.
+        ValueError: it is not JSON in UTF-8, a number is not finite, a text is none or has control characters, an object
+            has a key twice, or it is nested too deeply.
     """
     constant = _no_constant if finite else None
     try:
@@ -319,7 +327,27 @@ def parse_json(data: bytes, *, finite: bool = True) -> Any:
         raise ValueError("it is nested too deeply") from error
     if _SURROGATE.search(data):  # half a pair of them is no character: no file system or terminal takes it
         json.dumps(value, ensure_ascii=False).encode("utf-8")
+    if not controls and _CONTROL_BYTES.search(data):
+        _check_texts(value)
     return value
+
+
+def _check_texts(value: object) -> None:
+    """Refuse control characters in the texts of a document: names are printed, and a terminal would obey them.
+
+    Raises:
+        ValueError: a text has one.
+    """
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            if found := CONTROL_CHARACTERS.search(item):
+                raise ValueError(f"the text {item[:80]!a} has the control character U+{ord(found[0]):04X}")
+        elif isinstance(item, dict):
+            left += (*cast("dict[object, object]", item), *cast("dict[object, object]", item).values())
+        elif isinstance(item, list):
+            left += cast("list[object]", item)
 
 
 def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
@@ -330,11 +358,13 @@ def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
         advice: How to get it, or nothing.
 
     Raises:
-        ConfigError: no such file, it cannot be read, or it is not TOML in UTF-8.
+        ConfigError: no such file, it cannot be read, it is not TOML in UTF-8, or a text has control characters.
     """
     ending = f"; {advice}" if advice else ""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        _check_texts(table)
+        return table
     except FileNotFoundError as error:
         raise ConfigError(f"expected {what} at {path}, found no file{ending}") from error
     except RecursionError as error:

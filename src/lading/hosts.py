@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from lading.alone import num_ranks, rank_number, ranks_here
-from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml, save_machine
+from lading.catalog.load import load_machine, machine_from_dict, machine_names, machine_to_toml, save_machine
 from lading.config import RunConfig, processors
 from lading.files import make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
+from lading.permissions import check_path
 from lading.runtime.host import host_id
 from lading.runtime.probe import probe, probe_processors
 
@@ -21,8 +22,11 @@ from lading.runtime.probe import probe, probe_processors
 def machine_of(run: RunConfig) -> Machine:
     """Find the machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
     if run.machine != "probe":
+        if run.machine not in machine_names():
+            check_path(run.machine, "machine")
         return load_machine(run.machine)
     folder = Path(run.memory.folder or run.out)
+    check_path(folder, "memory.folder" if run.memory.folder else "out")
     make_folder(folder)
     name = f"cpu-{run.num_threads}-threads-folder-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
     path = Path.home() / ".cache" / "lading" / name

@@ -37,6 +37,7 @@ from lading.models.reference import build_model, model_class
 from lading.models.tasks import LOSSES
 from lading.models.twins import load_named
 from lading.models.weight_files import FileTensor
+from lading.permissions import check_code, check_path
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
@@ -235,6 +236,7 @@ def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
         return build_model(model.name, **model.sizes)
     if model.is_hugging_face:
         return hugging_face.build_from(model, dtype)
+    check_code(model.name, "model.name")
     module, _, function = model.name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(**model.sizes)
@@ -283,6 +285,7 @@ def tokenizer_of(run: RunConfig) -> Path | None:
     if run.data.tokenizer == "bytes":
         return None
     if run.data.tokenizer != "auto":
+        check_path(run.data.tokenizer, "data.tokenizer")
         return Path(run.data.tokenizer)
     if not run.model.is_hugging_face:
         return None

@@ -78,7 +78,8 @@ def test_an_index_that_names_no_file_beside_it(folder: Path, name: Any) -> None:
         folder / INDEX, index_with(folder, "lm_head.weight", name), lambda: loaded(ModelConfig(name=str(folder)))
     )
     assert f"{folder / INDEX}: " in text
-    assert "weight_map['lm_head.weight']: expected the name of a file" in text
+    what = "weight_map['lm_head.weight']: expected the name of a file"
+    assert ("control character U+0000" if name == "a\0b" else what) in text
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,12 @@ def test_a_damaged_configuration(kind: str, tmp_path_factory: pytest.TempPathFac
         ({"model_type": "\ud800"}, "surrogates not allowed"),
         ({"hidden_size": -16}, "negative dimension -16"),
         ({"num_attention_heads": 0}, ""),
+        (
+            {"attn_implementation": "someone/kernel"},
+            "attn_implementation: expected an implementation that transformers",
+        ),
+        ({"_attn_implementation": {"": "a/b@main"}}, "which is code on the Hub"),
+        ({"sub_configs": [{"text_config": {"_experts_implementation": "a/b"}}]}, "which is code on the Hub"),
     ],
 )
 def test_a_configuration_of_nothing(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:

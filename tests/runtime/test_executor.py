@@ -39,6 +39,7 @@ from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, StepGraph
 from lading.ir.program import Program
 from lading.runtime.executor import Executor
+from lading.runtime.host_arena import Arena
 from lading.tracing.trace import capture
 
 STEPS = [("gpt", 1, 0.0, 0.0), ("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
@@ -355,6 +356,25 @@ def test_one_run_per_folder(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads
     executor_of(program, tmp_path).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_gone_when_the_step_ends_is_in_its_peak(tmp_path: Path) -> None:
+    """An operation takes 64 MiB for a moment: the present at the end of the step would not show it."""
+    program, size = keep_all(graph_of("gpt")), 64 << 20
+    middle = len(program.actions) // 2
+
+    def take(action: Action) -> None:
+        if action.id == middle:
+            arena = Arena(size)
+            arena.bytes_at(0, size).fill_(1)
+            arena.close()
+
+    with executor_of(program, tmp_path, jitter=take) as executor:
+        load(executor, model_of("gpt"))
+        executor.step(batches_of(1, 1)[0], lr=1e-3)
+        peak, timeline = executor.step_peak_bytes, executor.timeline()
+    assert size * 3 // 4 < peak < size + program.arena_bytes + (64 << 20)
+    assert timeline.peak_bytes == peak == executor.peak_resident_bytes
 
 
 MEMORY = """

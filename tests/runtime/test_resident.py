@@ -1,11 +1,18 @@
-"""Gaps that are left in the heap do not keep what a large temporary touched."""
+"""Gaps of the heap do not keep what a large temporary touched; meters give the mark of memory, not the present."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+
+from lading.runtime import resident
+from lading.runtime.cuda import CudaMeter
+from lading.runtime.host_arena import Arena
+from lading.runtime.resident import PeakMeter
 
 #: A process frees 20 MiB that lie below a piece still in use, then has a temporary of 16 MiB.
 _GAP = """
@@ -36,3 +43,32 @@ for _ in range(2):  # what was given back is taken again
 def test_large_temporaries_lie_in_no_gap_of_the_heap(gaps: str, kept_mib: str) -> None:
     done = subprocess.run([sys.executable, "-c", _GAP, gaps], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [kept_mib, "0"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("exact", [True, False], ids=["mark of the kernel", "samples"])
+def test_the_peak_is_the_highest_since_the_reset(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    if not exact:
+        monkeypatch.setattr(resident, "_reset_kernel_mark", lambda: False)
+    size, meter, arena = 64 << 20, PeakMeter(period_s=1e-3), Arena(64 << 20)
+    assert meter.exact or not exact
+    meter.reset()
+    before = meter.now_bytes()
+    arena.bytes_at(0, size).fill_(1)
+    if not meter.exact:  # until a sample was taken
+        ends = time.monotonic() + 10
+        while meter.__dict__["_peak"] < before + size // 2 and time.monotonic() < ends:
+            time.sleep(1e-3)
+    arena.close()
+    assert meter.now_bytes() - before < size // 4
+    assert meter.peak_bytes() - before > size * 3 // 4
+    meter.reset()
+    assert meter.peak_bytes() - before < size // 4
+    meter.close()
+
+
+def test_the_peak_of_a_gpu_is_what_its_allocator_had_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 7)
+    meter = CudaMeter(0)
+    assert (meter.now_bytes(), meter.peak_bytes()) == (3, 7)

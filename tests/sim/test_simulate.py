@@ -38,6 +38,22 @@ def test_shares_add_up(layout: str) -> None:
     assert min(found.shares_s.values()) >= -1e-9
 
 
+@pytest.mark.parametrize("layout", ["tp8", "tp8,pp4"])
+def test_a_reduction_that_nothing_overlaps_makes_the_step_longer(layout: str) -> None:
+    """Four replicas take longer than one by the reduction of all that a rank has trained, and by what noise adds."""
+    one, four = (
+        step(f"{layout},gb8", stack="megatron-core").step,
+        step(f"{layout},dp4,gb32", stack="megatron-core").step,
+    )
+    assert four.listed is not None
+    held, prices = four.listed.ranks, four.listed.prices
+    reductions = [sum(prices.reduce_s(stage.trained) for stage in stages) for stages in held]
+    longer = four.step_s - one.step_s
+    assert min(reductions) > 0.01 * one.step_s
+    assert min(reductions) * (1 - 1e-6) <= longer < 1.15 * max(reductions)
+    assert min(reductions) * (1 - 1e-6) <= four.shares_s["data-parallel communication"] < 1.15 * max(reductions)
+
+
 def test_the_same_twice() -> None:
     assert step(LAYOUTS[1]).prediction == step(LAYOUTS[1]).prediction
 

@@ -205,6 +205,8 @@ def _checked(
 def _is(value: object, types: tuple[type, ...]) -> bool:
     if isinstance(value, bool):
         return bool in types
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # no count, and more than a float holds
+        return False
     return isinstance(value, types) and not (isinstance(value, float) and math.isnan(value))
 
 

@@ -34,6 +34,7 @@ from lading.errors import ConfigError, did_you_mean
 from lading.files import read_toml
 from lading.ir.fleet import Fleet, Join, Member, fleet_of
 from lading.ir.reading import read_as
+from lading.permissions import check_path
 
 FLEETS = Path(__file__).parent / "fleets"
 _ADVICE = "lading.catalog.fleets has the keys of such a file"
@@ -99,7 +100,11 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
 
 def _member(device: _FleetDevice, path: Path) -> Member:
     beside = path.parent / device.machine
-    machine = load_machine(beside if device.machine not in machine_names() and beside.is_file() else device.machine)
+    name: str | Path = device.machine
+    if name not in machine_names():
+        name = beside if beside.is_file() else name
+        check_path(name, f"{path}: machine of device {device.name}")
+    machine = load_machine(name)
     memory = machine.device.memory_bytes if device.memory_bytes is None else device.memory_bytes
     return Member(name=device.name, machine=machine, memory_bytes=memory)
 

@@ -33,7 +33,7 @@ def run_lock(folder: Path, agents: Sequence[str] = ()) -> Iterator[None]:
     """
     try:
         make_durable_folder(folder)
-        file = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise _cannot_use(folder, error) from error
     try:

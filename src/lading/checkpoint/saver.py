@@ -94,7 +94,7 @@ class Saver:
         places = [(memory.file, memory.size_bytes) for memory in self.memories]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(places)],
+                [sys.executable, "-P", "-c", _START, json.dumps(sys.path), json.dumps(places)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[file for file, _ in places],

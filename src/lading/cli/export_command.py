@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from lading.cli.options import flag
+from lading.cli.options import Trust, flag
 from lading.report.lines import fitted
 from lading.units import parse_bytes
 
@@ -21,6 +21,7 @@ class ExportCommand:
     to: Annotated[Path, arg(metavar="FOLDER", help="Folder to make.")]
     max_shard_size: Annotated[str, arg(metavar="SIZE", help="Largest size of one file.")] = "5GB"
     best: Annotated[FlagCreatePairsOff[bool], flag("Take the checkpoint of the lowest validation loss.")] = False
+    trust: Trust = False
 
     def run(self) -> None:
         """Export the newest checkpoint, or the best."""

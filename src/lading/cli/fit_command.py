@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from lading.cli.options import MODEL_HELP, Overrides, RunFile, optional
+from lading.cli.options import MODEL_HELP, Overrides, RunFile, Trust, optional
 from lading.config import load_run
 from lading.errors import ConfigError
 from lading.report.lines import fitted
@@ -55,6 +55,7 @@ class FitCommand:
     keep: Annotated[
         int | None, optional("N", "Checkpoints that stay on disk while another is written. 0 saves none.")
     ] = None
+    trust: Trust = False
 
     def run(self) -> None:
         """Print the fit table."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from lading.cli.options import Overrides, RunOptions
+from lading.cli.options import Overrides, RunOptions, Trust, check_paths
 from lading.config import load_run
 from lading.report.lines import fitted
 
@@ -20,6 +20,7 @@ class ImportCommand:
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="Folder of model.safetensors, or of its shards.")]
     run_file: Annotated[Positional[Path], arg(metavar="RUN.toml", help="Run file, such as examples/llama.toml.")]
     overrides: Overrides = ()
+    trust: Trust = False
     with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
 
     def run(self) -> None:
@@ -28,6 +29,7 @@ class ImportCommand:
         from lading.alone import launcher, num_ranks, rank_number
         from lading.importing import import_run
 
+        check_paths(what)
         path = import_run(what, self.folder, cache=not self.with_run.no_cache)
         if rank_number() == 0:
             again = " ".join([str(self.run_file), *self.overrides])

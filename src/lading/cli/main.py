@@ -42,6 +42,7 @@ from lading.errors import (
     StorageError,
     did_you_mean,
 )
+from lading.permissions import granting, permissions_of
 from lading.report.lines import fitted
 
 #: What a disk or a device says that takes no more.
@@ -99,7 +100,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         command = parse(argv)
         _check_ranks(command)
-        with _terminable():
+        with _terminable(), granting(permissions_of(command)):
             command.run()
         sys.stdout.flush()
     except LadingError as error:
@@ -208,7 +209,7 @@ def _fitted_output() -> Generator[None, None, None]:
         with redirect_stdout(said):
             yield
     finally:
-        print(fitted(said.getvalue()))
+        print(fitted(said.getvalue(), styled=True))
 
 
 def _help() -> str:

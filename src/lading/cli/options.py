@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from lading.config import STDLIB, SYNTHETIC, RunConfig, run_from_dict
 from lading.errors import ConfigError
 from lading.ir.plan import Plan, PlanKind
 from lading.optim.registry import DEFAULT, rule_names
+from lading.permissions import check_path
 
 if TYPE_CHECKING:
     from lading.ir.request import Request
@@ -51,6 +53,12 @@ Overrides = Annotated[
 TraceFile = Annotated[Path | None, optional("FILE.pftrace", "Also write a timeline that ui.perfetto.dev opens.")]
 JsonFile = Annotated[Path | None, optional("FILE.json", "Also write the figures as JSON.")]
 _EACH, _WHOLE = ", ".join(rule_names(matrices=False)), " or ".join(rule_names(parameters=False))
+Trust = Annotated[
+    FlagCreatePairsOff[bool],
+    flag(
+        "Trust what is read: import code that a file names (module:function), and follow its paths wherever they lead."
+    ),
+]
 SeqLen = Annotated[
     int | None, optional("N", "Tokens of a sequence. If not given, the model's longest, but at most 8192.")
 ]
@@ -183,6 +191,23 @@ def check_targets(**targets: Path | None) -> None:
         if path in seen:
             raise ConfigError(f"--{seen[path]} and --{name}: expected different files, got {str(path)!r} twice")
         seen[path] = name
+
+
+def check_paths(what: RunConfig | Plan) -> None:
+    """Refuse a run, or a plan of one, that reads or writes where the user did not grant it.
+
+    Raises:
+        ConfigError: says which setting (``lading.permissions``).
+    """
+    if isinstance(what, Plan):
+        if what.request.run is None:
+            return  # refused as no run
+        what = run_from_dict(what.request.run, "the plan's run")
+    check_path(what.out, "out")
+    sources = {"data.source": what.data.source, "validation.source": what.validation.source if what.validation else ""}
+    for name, path in {"memory.folder": what.memory.folder, **sources}.items():
+        if path and path not in (STDLIB, SYNTHETIC):
+            check_path(path, name)
 
 
 def load_plan(path: Path, overrides: tuple[str, ...]) -> Plan:

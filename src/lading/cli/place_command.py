@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from lading.cli.options import MODEL_HELP, JsonFile, TraceFile, check_targets, first_given, optional
+from lading.cli.options import MODEL_HELP, JsonFile, TraceFile, Trust, check_targets, first_given, optional
 from lading.errors import ConfigError
 from lading.files import write_text
+from lading.permissions import check_path
 from lading.report.lines import line_columns, say, say_list
 from lading.units import format_seconds
 
@@ -63,6 +65,7 @@ class PlaceCommand:
         Path | None,
         optional("FILE.json", "Simulate a placement that was written before, on its devices or on --machine's."),
     ] = None
+    trust: Trust = False
 
     def run(self) -> None:
         """Print the placement, what limits it, and every policy beside it."""
@@ -78,7 +81,7 @@ class PlaceCommand:
 
     def _simulate(self, path: Path) -> None:
         """Simulate the placement of a file, on the devices it was made for or others."""
-        self._refuse("plan", ("machine", "trace", "json", "plan"))
+        self._refuse("plan", ("machine", "trace", "json", "plan", "trust"))
         from lading.catalog.fleets import load_fleet
         from lading.ir.plan import Plan, PlanKind
         from lading.placing import replayed
@@ -86,6 +89,9 @@ class PlaceCommand:
         from lading.planner.placement.relaxed import relax
 
         plan = Plan.load(path, PlanKind.PLACEMENT)
+        for key in ("model", "stack", *(() if self.machine else ("machine",))):
+            if os.path.exists(name := str(getattr(plan.request, key))):
+                check_path(name, f"{path}: request.{key}")
         fleet = load_fleet(self.machine or plan.request.machine)
         problem, placement = replayed(plan, fleet)
         relaxed = relax(problem)
@@ -154,7 +160,7 @@ class PlaceCommand:
 
     def _problem(self) -> tuple[PlacementProblem, Fleet | None]:
         if self.graph is not None:
-            self._refuse("graph", ("graph", "policy", "effort", "trace", "json"))
+            self._refuse("graph", ("graph", "policy", "effort", "trace", "json", "trust"))
             from lading.planner.placement.from_file import read_problem
 
             return read_problem(self.graph), None
@@ -183,7 +189,7 @@ def print_contest(found: Contest, *, latency: bool) -> None:
     from lading.report.placement_table import devices_table, limit, parts_table, policies_table
 
     problem, best = found.problem, found.best
-    console = Console(width=line_columns(), highlight=False)
+    console = Console(width=line_columns(), highlight=False, markup=False)  # names are of files
     what = "one pass" if latency else "a step"
     if problem.micro_batches > 1:
         what += f" of {problem.micro_batches} micro-batches"

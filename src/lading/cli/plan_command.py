@@ -18,6 +18,7 @@ from lading.cli.options import (
     Overrides,
     RunFile,
     RunOptions,
+    Trust,
     check_asked,
     check_targets,
     first_given,
@@ -118,6 +119,7 @@ class PlanCommand:
     run_file: RunFile = None
     overrides: Overrides = ()
     out: Annotated[Path, arg(metavar="FILE", help="File to write the plan to.")] = Path("plan.json")
+    trust: Trust = False
     with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
     with_model: Annotated[ModelOptions, OmitArgPrefixes, arg(name="model")] = field(default_factory=ModelOptions)
     search: Annotated[SearchOptions, OmitArgPrefixes, arg(name="search")] = field(default_factory=SearchOptions)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from lading.cli.options import Trust
 from lading.errors import ConfigError
 
 
@@ -16,6 +17,7 @@ class ReportCommand:
     """Write report.html: what a run did beside what was predicted."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder, such as out/llama.")]
+    trust: Trust = False
 
     def run(self) -> None:
         """Write report.html into the folder."""

@@ -18,6 +18,7 @@ from lading.cli.options import (
     Overrides,
     RunOptions,
     TraceFile,
+    Trust,
     check_asked,
     check_targets,
     load_plan,
@@ -102,6 +103,7 @@ class SimulateCommand:
         Path | None,
         optional("FILE.pickle", "Also write what memory holds over the step, for pytorch.org/memory_viz."),
     ] = None
+    trust: Trust = False
     with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
     with_model: Annotated[ModelOptions, OmitArgPrefixes, arg(name="model")] = field(default_factory=ModelOptions)
     spread: Annotated[LayoutOptions, OmitArgPrefixes, arg(name="layout")] = field(default_factory=LayoutOptions)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
-from lading.cli.options import Overrides, RunOptions, flag, load_plan, optional, refuse_run_options
+from lading.cli.options import Overrides, RunOptions, Trust, check_paths, flag, load_plan, optional, refuse_run_options
 from lading.config import load_run
 from lading.errors import ConfigError
 from lading.report.lines import fitted
@@ -26,6 +26,7 @@ class TrainCommand:
     resume: Annotated[FlagCreatePairsOff[bool], flag("Go on from the newest checkpoint in the run's out folder.")] = (
         False
     )
+    trust: Trust = False
     with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
 
     def run(self) -> None:
@@ -42,6 +43,7 @@ class TrainCommand:
         from lading.alone import rank_number
         from lading.train import train_run
 
+        check_paths(what)
         result = train_run(what, resume=self.resume, cache=not self.with_run.no_cache)
         if rank_number() == 0:
             print(fitted(str(result)))

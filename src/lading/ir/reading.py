@@ -37,9 +37,10 @@ def read_as(hint: Any, value: Any, where: str, advice: str = "plan again") -> An
         return {key: read_as(inner[1], item, f"{where}.{key[:40]}", advice) for key, item in table.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _read_fields(kind, cast("dict[str, Any]", value), where, advice)
-    if isinstance(kind, EnumType) and value in [option.value for option in cast("type[StrEnum]", kind)]:
-        return kind(value)
-    if isinstance(kind, type) and issubclass(kind, str) and isinstance(value, str):
+    if isinstance(kind, EnumType):
+        if value in [option.value for option in cast("type[StrEnum]", kind)]:
+            return kind(value)
+    elif isinstance(kind, type) and issubclass(kind, str) and isinstance(value, str):
         return kind(value)
     if kind is Any or _is_plain(kind, value):
         return cast(Any, value)

@@ -19,6 +19,7 @@ from lading.errors import CaptureError, ConfigError, LadingError
 from lading.files import parse_json
 from lading.models.common import MOST_REPEATED, check_repeated
 from lading.models.weight_files import FileTensor, WeightFiles, said, shortened
+from lading.permissions import check_path
 
 #: Settings that count what a model, or its configuration, has an object for each of; and how many there may be.
 _REPEATED = (
@@ -51,12 +52,14 @@ def read_config(model: ModelConfig) -> Any:
         ConfigError: transformers is missing, there is no such configuration, or a size is no setting of it.
     """
     path = Path(model.name)
+    check_path(path, "model.name")
     auto = _transformers().AutoConfig
     try:
         data = _floats(parse_json((path / "config.json" if model.weights else path).read_bytes(), finite=False))
         if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
             raise ValueError('it is no object with a "model_type" in words')
         _check_repeated(data)
+        _check_kernels(data)
         config = auto.for_model(**data)
     except Exception as error:  # each class of transformers checks its settings in its own way
         raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {said(error)}") from error
@@ -84,6 +87,25 @@ def _check_repeated(settings: Mapping[str, Any]) -> None:
             if pattern.search(key):
                 for each in value if isinstance(value, list) else (value,):
                     check_repeated(key, each, most)
+
+
+def _check_kernels(settings: object) -> None:
+    """Refuse a configuration that names kernels of the Hub, which transformers would fetch and run.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(settings, list):
+        for item in settings:
+            _check_kernels(item)
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        named = list(value.values()) if isinstance(value, dict) else [value]
+        if str(key).endswith("_implementation") and any(isinstance(name, str) and "/" in name for name in named):
+            raise ConfigError(
+                f"{key}: expected an implementation that transformers has, such as 'sdpa', got {shortened(value)}, "
+                "which is code on the Hub; take it out"
+            )
+        _check_kernels(value)
 
 
 def task_of(model: ModelConfig, config: Any) -> str:

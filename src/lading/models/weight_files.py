@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json
+from lading.permissions import check_path
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -38,6 +39,7 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        check_path(folder, "model.name")
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._places: dict[str, dict[str, _Place]] = {}

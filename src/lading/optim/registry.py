@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from lading.errors import ConfigError, did_you_mean
 from lading.optim.rule import MatrixRule, ParameterRule
+from lading.permissions import check_code
 
 #: Rules that come with Lading: for parameters of any shape, and for whole matrices.
 _PARAMETERS = MappingProxyType(
@@ -51,7 +52,7 @@ def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[Paramete
         name: As in the table, or "module:Class".
         known: Names to tell of where this one is none.
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name, or the user did not grant its code (``lading.permissions``).
     """
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon:
@@ -59,6 +60,8 @@ def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[Paramete
         raise ConfigError(
             f"rule: expected one of {', '.join(known)}, or 'module:Class' for your own, got {name!r}{hint}"
         )
+    if name not in _BUILT_IN:
+        check_code(name, "rule")
     try:
         kind: object = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from lading.errors import ConfigError, check_type
 from lading.optim.registry import name_of
 from lading.optim.rule import INSTEAD, ParameterRule, States, StateSpec, check_elementwise, trial_of
+from lading.permissions import check_code
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,9 @@ class TorchUpdate(ParameterRule):
         "optimizer", "elementwise", "scalars", "step_kind", "seeded", "temporaries", "passes", "calls",
     )  # fmt: skip
     counts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_code(self.optimizer, "optimizer")  # here, as updates run on threads, which have no grant of a command
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shapes of the states; the number of updates is not among them."""

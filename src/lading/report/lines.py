@@ -7,6 +7,8 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from lading.files import CONTROL_CHARACTERS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,15 +23,22 @@ def line_columns() -> int:
     return max(_LEAST, get_terminal_size((_COLUMNS, 24)).columns)
 
 
-def fitted(text: str, columns: int | None = None, *, hang: int = _HANG) -> str:
+def printable(text: str) -> str:
+    """Text whose control characters, which a terminal would obey, are shown as they are written: ``\\x1b``."""
+    shown = CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return shown.replace("\r", "\\r")
+
+
+def fitted(text: str, columns: int | None = None, *, hang: int = _HANG, styled: bool = False) -> str:
     """Break long lines of a text between words; what follows a break is indented by ``hang`` more.
 
     Args:
         columns: Columns of a line; None is ``line_columns()``. A word that is longer, such as a path, stays whole.
+        styled: Leave control characters as they are: they are colors, and nothing of a file is in it.
     """
     width = columns or line_columns()
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in (text if styled else printable(text)).splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + hang)
         lines += [line] if len(line) <= width else _broken(line, width, "", indent)
     return "\n".join(lines)
@@ -57,5 +66,5 @@ def say_list(console: Console, head: str, sentences: Iterable[str]) -> None:
     """Print sentences below one another behind a head."""
     for number, sentence in enumerate(sentences):
         first = f"{'' if number else head:{len(head)}} - "
-        lines = _broken(sentence, console.width, first, " " * len(first))
+        lines = _broken(printable(sentence), console.width, first, " " * len(first))
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -13,13 +13,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import lzma
 import os
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import torch
@@ -40,7 +44,13 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
 
 #: What readers raise of a file that is damaged, or holds what are no numbers.
-_UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, TypeError, KeyError, IndexError, ArithmeticError, RuntimeError, MemoryError),
+    *(SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
+
+#: Most bytes that rows which are unpacked together may take: so many times their file, but at least so many.
+_MOST_UNPACKED, _LEAST_ALLOWED_BYTES = 10, 64 << 20
 
 Columns = Mapping[str, Input]
 
@@ -321,12 +331,69 @@ def _npz_columns(path: Path) -> dict[str, Input]:
 
 
 def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
-    with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:  # numpy leaves a bad one open
-        _missing(path, columns, file.files)
-        arrays = {name: torch.from_numpy(file[name]) for name in columns}
-    count = _same_rows(path, {name: array.shape for name, array in arrays.items()})
-    for at in range(0, count, _ROWS_AT_ONCE):
-        yield {name: array[at : at + _ROWS_AT_ONCE] for name, array in arrays.items()}
+    """Read columns some rows at a time, as what a small file unpacks to may be larger than memory."""
+    with zipfile.ZipFile(path) as file, ExitStack() as stack:
+        members = {name.removesuffix(".npy"): name for name in file.namelist()}
+        _missing(path, columns, members)
+        allowed = max(_LEAST_ALLOWED_BYTES, _MOST_UNPACKED * path.stat().st_size)
+        opened = {name: _NpzColumn(stack.enter_context(file.open(members[name])), allowed) for name in columns}
+        count = _same_rows(path, {name: column.shape for name, column in opened.items()})
+        row_bytes = sum(column.row_bytes for column in opened.values())
+        if count and row_bytes > allowed:
+            raise ConfigError(
+                f"{path}: expected rows of at most {allowed:,} bytes in a file of {path.stat().st_size:,}, found "
+                f"{row_bytes:,}; write it with numpy.savez, which does not compress"
+            )
+        step = max(1, min(_ROWS_AT_ONCE, allowed // max(1, row_bytes)))
+        for at in range(0, count, step):
+            yield {name: column.read(min(step, count - at)) for name, column in opened.items()}
+
+
+class _NpzColumn:
+    """Array of an npz file that is read from its first row on.
+
+    Args:
+        allowed_bytes: Most bytes of an array that lies by columns (Fortran's order), which is read as a whole.
+
+    Raises:
+        ValueError: it is no array, or one of objects.
+    """
+
+    def __init__(self, member: IO[bytes], allowed_bytes: int) -> None:
+        self._member, self._at = member, 0
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        self.shape, by_columns, self._dtype = read(member)
+        if self._dtype.hasobject or min(self.shape, default=0) < 0:
+            raise ValueError(f"expected numbers, found {self._dtype} of shape {self.shape}")
+        self._whole: np.ndarray | None = None
+        if by_columns and len(self.shape) > 1:
+            if (size := prod(self.shape) * self._dtype.itemsize) > allowed_bytes:
+                raise ValueError(f"expected rows one after another, found {size:,} bytes by columns (Fortran's order)")
+            self._whole = np.ndarray(self.shape, self._dtype, self._bytes(size), order="F")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape[1:]) * self._dtype.itemsize
+
+    def read(self, count: int) -> torch.Tensor:
+        """Next ``count`` rows.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if self._whole is None:
+            data = self._bytes(count * self.row_bytes)
+            return torch.from_numpy(np.ndarray((count, *self.shape[1:]), self._dtype, data))
+        self._at += count
+        return torch.from_numpy(np.ascontiguousarray(self._whole[self._at - count : self._at]))
+
+    def _bytes(self, size: int) -> bytearray:
+        data = bytearray(self._member.read(size))
+        if len(data) < size:
+            raise ValueError(f"expected {size} bytes more, found {len(data)}")
+        return data
 
 
 def _safetensors_columns(path: Path) -> dict[str, Input]:

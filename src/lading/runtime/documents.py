@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lading.config import STDLIB, DataConfig
 from lading.errors import ConfigError
+from lading.permissions import check_path
 
 PIECE_BYTES = 256 << 10
 _NOT_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -34,8 +35,10 @@ def files_of(source: str, key: str = "data.source") -> list[Path]:
         key: Setting that has it, for messages.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or the user did not grant the path (``lading.permissions``).
     """
+    if source != STDLIB:
+        check_path(source, key)
     root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
     if root.is_file():
         return [root]
@@ -146,7 +149,9 @@ def _parquet_rows(path: Path, config: DataConfig, *, labelled: bool) -> Iterator
                 for row in batch.to_pylist():
                     yield f"{path}, row {number}", row
                     number += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # of the file, its pages, and texts in them
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path}: expected a Parquet file: {error}") from error
 
 

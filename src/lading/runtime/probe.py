@@ -366,12 +366,12 @@ def scratch_bytes(threads: int) -> tuple[int, int, int]:
     Raises:
         StorageError: the child process failed; its last words are in the message.
     """
-    command = [sys.executable, "-m", "lading.runtime.probe_scratch", str(threads)]
+    command = [sys.executable, "-P", "-m", "lading.runtime.probe_scratch", str(threads)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRATCH_TIMEOUT_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         words = str(getattr(error, "stderr", "") or "")[-500:]
-        raise StorageError(f"cannot measure the process overhead with {' '.join(command)}: {error} {words}") from error
+        raise StorageError(f"cannot measure the process overhead in another process: {error} {words}") from error
     grown, packing, compiled = map(int, done.stdout.split())
     return grown, packing, compiled
 

@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import random
+import secrets
 import shutil
 import threading
 import time
@@ -49,7 +50,7 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
     """
-    path = folder / f"{_NAME}.{os.getpid()}"
+    path = folder / f"{_NAME}.{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
     free = _free_bytes(folder)
     if free < file_bytes + file_bytes // 8:
         raise StorageError(
@@ -87,13 +88,14 @@ class _ProbeFile:
         self._piece = os.urandom(PIECE_BYTES)
 
     def __enter__(self) -> _ProbeFile:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             self.fd = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
             self.direct = hasattr(os, "O_DIRECT")
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
+            self.path.unlink(missing_ok=True)  # made before the flag was refused
             self.fd = os.open(self.path, flags, 0o600)
             self.direct = False
         try:

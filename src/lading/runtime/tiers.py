@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import os
 import re
+import secrets
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ import torch
 from lading.errors import ConfigError, StorageError
 from lading.ir.machine import FILE, MEMORY, Tier
 from lading.ir.program import PAGE_BYTES
+from lading.permissions import check_code, check_path
 from lading.runtime.host_arena import Arena
 from lading.units import MiB, format_bytes
 
 #: One system call moves at most this much: large enough for full speed, small enough to stop promptly.
 PIECE_BYTES = 8 * MiB
-_SWAP = re.compile(r"lading-swap-\d+\Z")
+_SWAP = re.compile(r"lading-swap-\d+(-[0-9a-f]+)?\Z")
 
 
 @runtime_checkable
@@ -82,6 +84,7 @@ def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int],
         return MemoryTier(memory(size_bytes))
     location = tier.location or str(folder)
     if tier.kind == FILE:
+        check_path(location, f"location of tier {tier.name}")
         return FileTier(Path(location), size_bytes)
     return cast(MakeTier, imported(tier.kind, f"tier {tier.name}"))(size_bytes, location)
 
@@ -92,8 +95,9 @@ def imported(kind: str, what: str) -> object:
     Args:
         what: Name of the thing whose kind it is, for messages.
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: it cannot be imported, or the user did not grant it (``lading.permissions``).
     """
+    check_code(kind, what)
     module, _, function = kind.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -274,7 +278,7 @@ def _lock_folder(folder: Path) -> int:
     with _swapping(folder):
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            lock = os.open(folder / "lading.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(folder / "lading.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 if _is_locked(lock, folder):
                     return lock
@@ -307,7 +311,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
     for stale in folder.iterdir():  # left by a run killed between open and unlink; the lock says none is alive
         if _SWAP.match(stale.name):
             stale.unlink()
-    path = folder / f"lading-swap-{os.getpid()}"
+    path = folder / f"lading-swap-{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         file, direct = os.open(path, flags | os.O_DIRECT, 0o600), True

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,8 +47,14 @@ class Tokenizer:
     made: Any = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of each text, none of them special."""
-        return [encoding.ids for encoding in self.made.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Tokens of each text, none of them special.
+
+        Raises:
+            ConfigError: the tokenizer's file has no token for a part of one.
+        """
+        assert self.path is not None
+        with _reading(self.path):
+            return [encoding.ids for encoding in self.made.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
@@ -65,13 +72,25 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
         import tokenizers
     except ImportError as error:
         raise ConfigError("a tokenizer file needs tokenizers: pip install 'lading[hf]'") from error
-    try:
+    with _reading(path):
         made = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(f"data.tokenizer: expected a tokenizer.json at {path}: {error}") from error
-    made.no_truncation()
-    made.no_padding()
-    return Tokenizer(path, _specials(made, path), made)
+        made.no_truncation()
+        made.no_padding()
+        return Tokenizer(path, _specials(made, path), made)
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Turn whatever tokenizers raises of a file inside, a panic of its Rust code too, into an error that names it."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(f"data.tokenizer: expected a tokenizer.json at {path}: {said}") from error
 
 
 def _specials(made: Any, path: Path) -> Specials:
@@ -96,7 +115,7 @@ def _special(made: Any, key: str, path: Path) -> int | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path.with_name(name)
         try:
-            value: Any = parse_json(file.read_bytes()).get(key) if file.is_file() else None
+            value: Any = parse_json(file.read_bytes(), controls=True).get(key) if file.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{file}: expected the settings of a tokenizer: {error}") from error
         value = value.get("content") if isinstance(value, dict) else value

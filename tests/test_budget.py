@@ -208,20 +208,28 @@ def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest
         now[0] = 90 * MiB
 
     monkeypatch.setattr(resident, "give_back", give_back)
-    ceiling = resident.Ceiling(lambda: now[0], 105 * MiB)
+    ceiling = resident.Ceiling(lambda: now[0], 105 * MiB + resident.UNSEEN_BYTES)
     ceiling.make_room(5 * MiB)
     assert not times
     ceiling.make_room(6 * MiB)
     assert times == [100 * MiB]
     ceiling.make_room(15 * MiB)
     assert len(times) == 1
+    ceiling.make_room(16 * MiB)  # nothing has come since
+    assert len(times) == 1
+    now[0] = 100 * MiB
+    ceiling.make_room(1 * MiB, 5 * MiB)  # of results whose pages nothing has touched
+    assert len(times) == 2
+    now[0], ceiling.is_first_step = 100 * MiB, False
+    ceiling.make_room(1 * MiB, 5 * MiB)
+    assert len(times) == 2
 
 
 def test_the_executor_makes_room_before_large_operations(
     graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size: asked.append(size))
+    monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size, written=0: asked.append(size))
     made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
     with Trainer(made, graph, Net(), folder=tmp_path, threads=1) as trainer:
         trainer.step(_batch())
@@ -256,7 +264,7 @@ def test_values_are_set_within_the_budget(graph: StepGraph, tmp_path: Path, monk
     made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
     with Trainer(made, graph, None, folder=tmp_path, threads=1) as trainer:
         asked: list[int] = []
-        monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size: asked.append(size))
+        monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size, written=0: asked.append(size))
         weight = torch.zeros(64, 512)
         trainer.set_value("out.weight", weight)
         assert asked == [weight.nbytes]

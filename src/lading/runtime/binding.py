@@ -17,6 +17,7 @@ from lading.ir.graph import Op, OpKind, Phase
 from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
 from lading.ir.reduction import (
     ALL_GATHER,
+    ALL_REDUCE,
     ALL_REDUCE_SUM,
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -24,6 +25,7 @@ from lading.ir.reduction import (
     SEND,
     SUM,
     TRANSFERS,
+    joined_ranks,
 )
 from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
@@ -35,16 +37,20 @@ from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import BoundKernel, bind
 from lading.runtime.regions import FusibleRegion, Site
-from lading.runtime.resident import LARGEST_KEPT_BYTES
+from lading.runtime.resident import LARGEST_KEPT_BYTES, UNSEEN_BYTES
+from lading.runtime.shard_exchange import rooms_bytes
 from lading.runtime.streams import Entry, Gate, Jitter
 from lading.runtime.tiers import HostBytes, TierBytes
 from lading.runtime.update_kernels import Rate
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
 #: An operation on so many bytes takes some 100 us; to read the resident set takes 3.
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = UNSEEN_BYTES
 #: Scratch above that of the heap may be more than what its shapes say by one part of so many.
 _PADDED = 8
+
+
+_REDUCTIONS = frozenset((ALL_REDUCE, ALL_REDUCE_SUM, REDUCE_SCATTER, SCATTER_SUM, SUM))
 
 
 @dataclass
@@ -229,7 +235,8 @@ class Binder:
         poison: Overwrite what is freed, so that a use after FREE shows in the results.
         jitter: Called before each action, on its stream's thread.
         fused: Regions that run as one call, at the first of their actions.
-        make_room: Called with the scratch bytes of each large operation on the device before it runs.
+        make_room: Called with the scratch bytes, and the bytes written, of each large operation on the device before it
+            runs, and of each reduction.
     """
 
     def __init__(
@@ -242,7 +249,7 @@ class Binder:
         poison: bool = False,
         jitter: Jitter | None = None,
         fused: Sequence[Fused] = (),
-        make_room: Callable[[int], None] | None = None,
+        make_room: Callable[[int, int], None] | None = None,
     ) -> None:
         self.program, self.graph = program, program.graph
         self.make_room = make_room
@@ -329,7 +336,10 @@ class Binder:
             rate = self.rates.before if action.op in self.deferred else self.rates.now
             op = self.graph.ops[action.op]
             if op.kind is OpKind.COLLECTIVE:
-                return self._collective(op, action.id)
+                run = self._collective(op, action.id)
+                if self.make_room is None or op.name not in _REDUCTIONS or op.bytes_read < _LARGE_BYTES:
+                    return run
+                return _after(partial(self.make_room, rooms_bytes(op.bytes_read, joined_ranks(op)), 0), run)
             parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
             over = dict(op.kwargs).get("over")
             rank = self.replicas.number(over) if isinstance(over, str) and self.replicas is not None else 0
@@ -341,7 +351,7 @@ class Binder:
             run = kernel.run if op.draw is None or self.draws is None else self.draws.bound(op.draw, kernel.run)
             if self.make_room is None or not self._is_large(action.op, kernel):
                 return run
-            return _after(partial(self.make_room, self._room_bytes(action.op, kernel)), run)
+            return _after(partial(self.make_room, self._room_bytes(action.op, kernel), op.bytes_written), run)
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
             raise ProgramError(
                 f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"

@@ -381,6 +381,8 @@ class Executor:
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
+        if self._ceiling is not None:
+            self._ceiling.is_first_step = False
         self._rates.before.take(self._rates.now)
         self._caught_up = frozenset()
         self._values.changed = {}

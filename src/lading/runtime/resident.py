@@ -156,6 +156,10 @@ class ResidentSet:
         self._file = -1
 
 
+#: Bytes that an operation may take without being looked at, kept free below a limit.
+UNSEEN_BYTES = 1 << 20
+
+
 class Ceiling:
     """Gives freed memory back to the kernel where it would take the room that a plan has for something else.
 
@@ -165,16 +169,28 @@ class Ceiling:
     Args:
         now_bytes: Gives the bytes of the resident set.
         limit_bytes: Most bytes that it is to have.
+
+    Attributes:
+        is_first_step: Whether results still come to pages that nothing has touched, which take room too.
     """
 
     def __init__(self, now_bytes: Callable[[], int], limit_bytes: int) -> None:
         self._now_bytes = now_bytes
         self.limit_bytes = limit_bytes
+        self.is_first_step = True
+        self._least_bytes = 0  # what was left when memory was last given back
 
-    def make_room(self, size_bytes: int) -> None:
-        """Give freed memory back if ``size_bytes`` more would not fit below the limit."""
-        if self._now_bytes() + size_bytes > self.limit_bytes:
+    def make_room(self, size_bytes: int, written_bytes: int = 0) -> None:
+        """Give freed memory back if ``size_bytes`` more, and results yet untouched, would not fit below the limit.
+
+        Not where hardly anything has come since the last time.
+        """
+        now_bytes = self._now_bytes()
+        needed_bytes = now_bytes + size_bytes + written_bytes * self.is_first_step
+        has_grown = now_bytes > self._least_bytes + UNSEEN_BYTES // 4
+        if needed_bytes > self.limit_bytes - UNSEEN_BYTES and has_grown:
             give_back()
+            self._least_bytes = self._now_bytes()
 
 
 class PeakMeter:

@@ -67,6 +67,11 @@ def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGro
             total.add_(current.into[peer])
 
 
+def rooms_bytes(size_bytes: int, ranks: int) -> int:
+    """Bytes that a reduction of so many bytes over ranks takes while it runs, as ``sum_shards`` does."""
+    return min(_RECEIVED_BYTES, 2 * (ranks - 1) * size_bytes // ranks)
+
+
 def _others(here: int, ranks: int) -> list[int]:
     """Ranks of a group but this one, the next first, so that not all send to the same one first."""
     return [(here + step) % ranks for step in range(1, ranks)]

@@ -269,7 +269,11 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):  # no Linux, or it has ended
+        return True
+    return state != b"Z"  # one that was killed, and whose parent has not asked how it ended
 
 
 def write_text(path: Path, text: str) -> None:

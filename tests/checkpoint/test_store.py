@@ -153,6 +153,18 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-00000001.tmp-{os.getppid()}", "step-00000002"]
 
 
+def test_leftovers_of_a_process_that_nobody_waits_for_go(tmp_path: Path) -> None:
+    """Its number stays taken where a container's first process does not ask how others ended."""
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
+    (tmp_path / f"step-00000001.tmp-{dead}").mkdir()
+    save(tmp_path, 2, small(1.0))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    os.waitpid(dead, 0)
+
+
 @pytest.mark.parametrize("name", ["step-00000001", "step-00000002"])
 def test_what_cannot_be_deleted_is_left_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

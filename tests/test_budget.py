@@ -208,7 +208,8 @@ def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest
         now[0] = 90 * MiB
 
     monkeypatch.setattr(resident, "give_back", give_back)
-    ceiling = resident.Ceiling(lambda: now[0], 105 * MiB + resident.UNSEEN_BYTES)
+    is_first_step = True
+    ceiling = resident.Ceiling(lambda: now[0], 105 * MiB + resident.UNSEEN_BYTES, lambda: is_first_step)
     ceiling.make_room(5 * MiB)
     assert not times
     ceiling.make_room(6 * MiB)
@@ -220,7 +221,7 @@ def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest
     now[0] = 100 * MiB
     ceiling.make_room(1 * MiB, 5 * MiB)  # of results whose pages nothing has touched
     assert len(times) == 2
-    now[0], ceiling.is_first_step = 100 * MiB, False
+    now[0], is_first_step = 100 * MiB, False
     ceiling.make_room(1 * MiB, 5 * MiB)
     assert len(times) == 2
 

@@ -167,7 +167,8 @@ class Executor:
         arena_bytes = max(each.arena_bytes for each in self._programs)
         planned = arena_bytes + max(each.overhead_bytes + each.workspace_bytes for each in self._programs)
         is_predicted = self._device.kind == "cpu" and self.program.overhead_bytes > 0
-        self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned) if is_predicted else None
+        ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned, lambda: not self.completed)
+        self._ceiling = ceiling if is_predicted else None
         self._arena = self._device.arena(arena_bytes)
         stack.callback(self._arena.close)
         self._scalars = self._device.host(LINE_BYTES * max(len(each.graph.results) for each in self._programs))
@@ -381,8 +382,6 @@ class Executor:
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
-        if self._ceiling is not None:
-            self._ceiling.is_first_step = False
         self._rates.before.take(self._rates.now)
         self._caught_up = frozenset()
         self._values.changed = {}
@@ -634,8 +633,7 @@ class Executor:
     def excess_cause(self) -> str:
         """Say what took more memory than the plan allows for, if the last step looked; "" if it did not.
 
-        The next step then looks at every operation, where the device is the CPU; so ``step`` and this are called in
-        turn.
+        The next step then looks at every operation, on a CPU; so ``step`` and this are called in turn.
         """
         cause = "" if self._peaks is None else self._peaks.cause(self.program, self._baseline)
         looks = self._peaks is None and self._device.kind == "cpu"

@@ -169,15 +169,14 @@ class Ceiling:
     Args:
         now_bytes: Gives the bytes of the resident set.
         limit_bytes: Most bytes that it is to have.
-
-    Attributes:
         is_first_step: Whether results still come to pages that nothing has touched, which take room too.
     """
 
-    def __init__(self, now_bytes: Callable[[], int], limit_bytes: int) -> None:
-        self._now_bytes = now_bytes
+    def __init__(
+        self, now_bytes: Callable[[], int], limit_bytes: int, is_first_step: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._now_bytes, self._is_first_step = now_bytes, is_first_step
         self.limit_bytes = limit_bytes
-        self.is_first_step = True
         self._least_bytes = 0  # what was left when memory was last given back
 
     def make_room(self, size_bytes: int, written_bytes: int = 0) -> None:
@@ -186,7 +185,7 @@ class Ceiling:
         Not where hardly anything has come since the last time.
         """
         now_bytes = self._now_bytes()
-        needed_bytes = now_bytes + size_bytes + written_bytes * self.is_first_step
+        needed_bytes = now_bytes + size_bytes + written_bytes * self._is_first_step()
         has_grown = now_bytes > self._least_bytes + UNSEEN_BYTES // 4
         if needed_bytes > self.limit_bytes - UNSEEN_BYTES and has_grown:
             give_back()

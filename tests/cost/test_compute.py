@@ -227,6 +227,24 @@ def test_walks_against_memory_are_seen() -> None:
     assert not of("aten.sum.dim_IntList", dense, out=tensor(64, 1), rest=((-1,), True))[1]
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride", "bandwidth"),
+    [
+        ((4, 8), 0, None, 4e9), ((1, 4, 8), 1, None, 4e9), ((32,), -1, None, 4e9),
+        ((4, 8), 1, None, 1e9), ((4, 8), -1, None, 1e9), ((4, 8), 0, (1, 4), 1e9),
+    ],
+)  # fmt: skip
+def test_tensors_joined_as_they_lie_are_copied(
+    shape: tuple[int, ...], dim: int, stride: tuple[int, ...] | None, bandwidth: float
+) -> None:
+    joined = tuple(2 * n if d == dim % len(shape) else n for d, n in enumerate(shape))
+    made = graph("aten.cat.default", [tensor(*shape, stride=stride)] * 2, [tensor(*joined)], kind=OpKind.COPY)
+    op = dataclasses.replace(made.ops[0], args=((Ref(0), Ref(1)), dim))
+    curves = {name: Curve(size=(1.0,), rate=(rate,)) for name, rate in (("copy", 4e9), ("cat", 1e9))}
+    device = dataclasses.replace(FLAT, rates=curves)
+    assert op_seconds(made, op, device) == pytest.approx(1e-3 + 512 / bandwidth)
+
+
 def test_small_pieces_bound_a_pointwise_operation() -> None:
     heads = tensor(2, 4, 128, 32, stride=(16384, 32, 128, 1))
     g = graph("aten.mul.Tensor", [heads, tensor(128, 32)], [heads])

@@ -18,10 +18,10 @@ from lading.ir.graph import OpKind
 from lading.ir.machine import Machine
 from lading.prepare import plan
 from lading.runtime import probe as runtime_probe
-from lading.runtime import probe_disk
+from lading.runtime import probe_cases, probe_disk
 from lading.runtime.host import host_id
 from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
-from lading.runtime.probe_cases import _DISTURBANCE_BYTES
+from lading.runtime.probe_cases import _DISTURBANCE_BYTES, _disturbance_bytes
 from lading.tracing.trace import capture
 from lading.units import MiB
 
@@ -39,6 +39,18 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     assert list(folder.iterdir()) == []
     assert len(lines) >= 3
     return found
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "disturbed"),
+    [(1, 32, 8), (2, 260, 24), (16, 32, 24), (4, 16, 8), (1, 0, 24)],
+)
+def test_what_runs_before_a_sample_leaves_most_of_the_shared_cache(
+    own: int, shared: int, disturbed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_cases, "cache_bytes", lambda level: {2: own, 3: shared}[level] * MiB)
+    assert _disturbance_bytes("cpu") == disturbed * MiB
+    assert _disturbance_bytes("cuda") == _DISTURBANCE_BYTES["cuda"]
 
 
 def test_a_probe_is_a_complete_machine(machine: Machine) -> None:

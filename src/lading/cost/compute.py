@@ -352,7 +352,7 @@ def kernel_of(graph: StepGraph, op: Op) -> Kernel:
 def _copies_in_order(graph: StepGraph, op: Op) -> bool:
     """Whether an operation joins tensors whose memory is copied whole, one after another, as a clone copies one."""
     dim = op.args[1] if len(op.args) > 1 else 0
-    if base_name(op.name) != "cat" or not isinstance(dim, int):
+    if base_name(op.name) != "cat" or not op.outputs or not isinstance(dim, int):
         return False
     tensors = [graph.tensors[t] for t in (*op.inputs, *op.outputs)]
     joined = graph.tensors[op.outputs[0]].shape

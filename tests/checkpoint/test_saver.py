@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
+import struct
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -39,11 +42,25 @@ def order(folder: Path, step: int, size: int = SIZE) -> SaveOrder:
     return SaveOrder(str(folder), step, {"step": step}, 2, (StagedTensor("w", "uint8", (size,), ((0, 0, size),)),))
 
 
-def wait_for(text: str, pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while text not in Path(f"/proc/{pid}/status").read_text():
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def waiting_bytes(saver: Saver) -> int:
+    """Bytes of orders that the process has not read."""
+    assert saver._process is not None
+    assert saver._process.stdin is not None
+    return struct.unpack("i", fcntl.ioctl(saver._process.stdin, termios.FIONREAD, bytes(4)))[0]
 
 
 def test_it_writes_what_is_staged_and_yields_to_training(memory: StagingMemory, saver: Saver, tmp_path: Path) -> None:
@@ -103,7 +120,8 @@ def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> Non
     saver.save(order(tmp_path, 1))
     assert saver.pid is not None
     os.kill(saver.pid, signal.SIGSTOP)
-    wait_for("(stopped)", saver.pid)
+    status = Path(f"/proc/{saver.pid}/status")
+    wait_until(lambda: "(stopped)" in status.read_text())
     failures: list[Exception] = []
 
     def save() -> None:
@@ -115,8 +133,9 @@ def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> Non
     saving = Thread(target=save)
     saving.start()
     dead = saver.pid
+    wait_until(lambda: waiting_bytes(saver) > 0)  # or the thread may find it dead already, and start another
     os.kill(dead, signal.SIGKILL)
-    saving.join(10)
+    saving.join()
     assert f"step-00000002: the process that saves ({dead}) has died (by SIGKILL)" in str(failures[0])
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
     assert saver.save(order(tmp_path, 3)) == []
@@ -134,8 +153,6 @@ def test_one_whose_training_process_is_gone_ends(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     os.waitpid(child, 0)
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: has_ended(pid))
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"

@@ -9,6 +9,7 @@
     |-- SimulationError              the simulator was handed something it cannot time
     |-- BudgetExceeded               a run used more memory than its plan promised
     |-- StorageError (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
+    |   |-- DamagedCheckpoint        bytes of a checkpoint are not those that were saved; names one that is whole
 
 ``BudgetWarning`` is a warning: the run goes on.
 
@@ -102,6 +103,19 @@ class StorageError(LadingError, OSError):
     def __init__(self, message: str, *, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class DamagedCheckpoint(StorageError):
+    """Bytes of a checkpoint are not those that were saved, or are missing.
+
+    Attributes:
+        older: Folder of the newest other checkpoint up to its step, all bytes of which were read and are those that
+            were saved; "" where there is none.
+    """
+
+    def __init__(self, message: str, *, older: str = "", errno: int | None = None) -> None:
+        super().__init__(message, errno=errno)
+        self.older = older
 
 
 def check_type(name: str, value: object, kind: type, expected: str) -> None:

@@ -10,8 +10,9 @@ from lading.config import RunConfig
 from lading.errors import ConfigError
 from lading.ir.plan import Plan
 from lading.models.weight_files import WeightFiles
+from lading.resuming import meta_of, position_of
 from lading.run import initial_values
-from lading.train import begun, meta_of, opened_data, position_of, trainer_of
+from lading.train import begun, opened_data, trainer_of
 from lading.units import format_bytes
 
 

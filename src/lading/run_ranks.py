@@ -52,7 +52,7 @@ class RunRanks:
         """Whether this rank is the one that prints and writes."""
         return self.rank == 0
 
-    def begin(self, what: RunConfig | Plan, *, resume: bool) -> None:
+    def begin(self, what: RunConfig | Plan, *, resume: bool, resume_from: str = "") -> None:
         """Join the other ranks, if all were given the same.
 
         Raises:
@@ -82,7 +82,7 @@ class RunRanks:
         given = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
         facts = {
             "run" if isinstance(what, RunConfig) else "plan": flattened(given),
-            "command": {"--resume": resume},
+            "command": {"--resume": resume, "--resume-from": resume_from},
             "versions": {"torch": torch.__version__, "lading": __version__},
         }
         agree_on("lading train", range(self.count), lambda: (None, facts))
@@ -94,14 +94,14 @@ class RunRanks:
                 return parse_layout(what.layout, self.count)
         return parse_layout(what.layout or "")
 
-    def started_again(self, out: Path) -> tuple[bool, tuple[str, ...]]:
+    def started_again(self, out: Path) -> tuple[bool, bool, tuple[str, ...]]:
         """Tell whether a launcher has started this job before: a rank had failed, or others have joined or left.
 
         Args:
             out: The run's folder.
 
         Returns:
-            That, and the names of the processes that started the job.
+            That, whether it had the run's folder then, and the names of the processes that started the job.
         """
         told = [(restarts(), agent())]
         if self.count > 1:
@@ -110,8 +110,8 @@ class RunRanks:
             told *= self.count
             dist.all_gather_object(told, told[0])
         agents = tuple(sorted({name for _, name in told if name}))
-        again = self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else "")
-        return bool(again) or any(count for count, _ in told), agents
+        again = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
+        return again or any(count for count, _ in told), again, agents
 
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""

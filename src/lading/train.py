@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 
-from lading.alone import launcher, num_ranks
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
@@ -39,6 +37,17 @@ from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, keep_figures, read_steps
 from lading.report.progress import Progress, planning_progress, training_progress
 from lading.report.promises import budget_remedy
+from lading.resuming import (
+    FREEZING,
+    VALIDATION,
+    go_back,
+    going_on_words,
+    meta_of,
+    naming_an_older_one,
+    position_of,
+    resumed_path,
+    resuming_words,
+)
 from lading.run import (
     Prepared,
     build,
@@ -55,7 +64,6 @@ from lading.run import (
 from lading.run_ranks import RunRanks
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset, from_the_beginning
-from lading.runtime.epochs import DataPosition
 from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
@@ -66,26 +74,10 @@ from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 
-#: Settings with which a run may go on otherwise than it began, beside numbers of its optimizer.
-_CHANGEABLE = frozenset(
-    f"optimization.{key}"
-    for key in (
-        "steps",
-        "schedule",
-        "warmup_steps",
-        "clip_norm",
-        "accumulation",
-        "micro_batches",
-        "compile",
-        "matrices.lr",
-    )
-) | {"ranks"}
-#: Keys of a checkpoint's meta: of a best one the loss, and what it was measured on; how far layers are frozen; how far
-#: data without replacement were read.
-_VALIDATION, _FREEZING, _POSITION = "validation", "freezing", "data.position"
 
-
-def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = False) -> RunResult:
+def train_run(
+    what: RunConfig | Plan, *, resume: bool = False, resume_from: str | Path = "", cache: bool = False
+) -> RunResult:
     """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
 
     SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
@@ -96,9 +88,11 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
     SystemExit.
 
     Args:
-        resume: Go on from the newest complete checkpoint; a job that torchrun has started again always does. How
-            parameters move may have changed since (more steps, another learning rate), and the number of ranks, which
-            is said; a model, its data or an optimizer may not.
+        resume: Go on from the newest checkpoint; a job that torchrun has started again always does. How parameters
+            move may have changed since (more steps, another learning rate), and the number of ranks, which is said; a
+            model, its data or an optimizer may not.
+        resume_from: Folder of the checkpoint of this run to go on from in place of the newest; "" for that. Those of
+            later steps are set aside, which is said, so a job that torchrun starts again goes on from what is newest.
         cache: Whether the plan may come from the user's cache folder, and is kept there (``planner.cache``).
 
     Raises:
@@ -106,25 +100,29 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         ConfigError: a setting, a plan made for another model, machine or number of ranks, an out folder of another run,
             or ranks that were given unlike things.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
+        DamagedCheckpoint: the one to go on from is damaged; names the newest older one that is whole.
     """
-    with begun(what, resume=resume, cache=cache) as (prepared, ranks, goes_on):
+    with begun(what, resume=resume, resume_from=resume_from, cache=cache) as (prepared, ranks, goes_on):
         return _run(prepared, ranks, resume=goes_on)
 
 
 @contextmanager
-def begun(what: RunConfig | Plan, *, resume: bool, cache: bool) -> Iterator[tuple[Prepared, RunRanks, bool]]:
+def begun(
+    what: RunConfig | Plan, *, resume: bool, cache: bool, resume_from: str | Path = ""
+) -> Iterator[tuple[Prepared, RunRanks, bool]]:
     """Join the ranks of a run, plan it, and take its folder for this job; gives whether it goes on, too."""
     ranks = RunRanks.of_job()
     with ranks.ending_together(), ranks.printing():
         if isinstance(what, RunConfig):
             what = sharing_processors(resolved(what))
             check_logging(what.logging)
-        ranks.begin(what, resume=resume)
-        again, agents = ranks.started_again(_out_of(what))
-        resume = resume or again
+        ranks.begin(what, resume=resume, resume_from=str(resume_from))
+        again, went_back, agents = ranks.started_again(_out_of(what))
+        resume, back = resume or again or bool(resume_from), "" if went_back else resume_from
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
-            ranks.by_first(lambda: _newest_path(run, None, ranks, resume=resume))  # refuses before it plans
+            early = partial(resumed_path, run, None, ranks, resume=resume, resume_from=back)
+            ranks.by_first(early)  # refuses before it plans
             prepared = _planned(run, cache=cache)
         else:
             prepared = prepare_plan(what, to_run=True)
@@ -132,8 +130,16 @@ def begun(what: RunConfig | Plan, *, resume: bool, cache: bool) -> Iterator[tupl
         replica = prepared.plan.parsed_layout.replica(ranks.rank)
         ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
-            ranks.by_first(lambda: stack.enter_context(run_lock(Path(prepared.run.out), agents)) or "")
+            out = Path(prepared.run.out)
+            go = partial(_gone_back, out, back)
+            ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, go)) or "")
             yield prepared, ranks, resume
+
+
+def _gone_back(out: Path, resume_from: str | Path) -> None:
+    """Make the checkpoint that a run is to go on from its newest, and say what that sets aside."""
+    if resume_from and (words := go_back(out, resume_from)):
+        print(fitted(words), flush=True)
 
 
 def _out_of(what: RunConfig | Plan) -> Path:
@@ -149,11 +155,11 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
         print(note, flush=True)
     if run.data.kind == "random":
         print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
-    path = ranks.by_first(lambda: _newest_path(run, data, ranks, resume=resume))
+    path = ranks.by_first(lambda: resumed_path(run, data, ranks, resume=resume))
     newest = open_checkpoint(Path(path)) if path else None
     position = position_of(run, newest, ranks)
     if resume:
-        print(fitted(_resuming(run, newest, ranks)), flush=True)
+        print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
@@ -228,7 +234,8 @@ def _trained(
             for note in trainer.initialize(partial(initial_values, run, prepared.step.initial, fill=trainer.fill)):
                 print(note, flush=True)
         else:
-            trainer.load(newest.path)
+            with naming_an_older_one(out / "plan.json"):
+                trainer.load(newest.path)
         if ranks.is_first:
             keep_figures(out, trainer.steps)
         first = trainer.steps
@@ -238,23 +245,15 @@ def _trained(
         try:
             stop, mine = _loop(trainer, run, data, meta, validation, freezer, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
-            print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
+            print(fitted(f"stopped in step {trainer.steps + 1}; {going_on_words(out)}"), flush=True)
             raise
         if mine is None:
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
-            print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
+            print(fitted(f"{ended}; {going_on_words(out)}"), flush=True)
             stop.deliver()
         if freezer is not None:
             prepared = freezer.prepared
         return prepared, first, trainer.timelines(mine), int(trainer.largest(trainer.peak_bytes)[0])
-
-
-def _going_on(out: Path) -> str:
-    """Say how to go on with a run that was stopped."""
-    if (newest := _latest(out)) is None:
-        return "nothing is saved"
-    start = launcher(num_ranks()[0])
-    return f"saved in {newest}\ngo on with: {start}lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
 def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:
@@ -327,94 +326,6 @@ def _result(
         rank_peaks=() if job is None else tuple(Peak.of_rank(each) for each in job.ranks),
         slow_rank="" if job is None or job.slow is None else slow_words(job.slow),
     )
-
-
-def _newest_path(run: RunConfig, data: Dataset | None, ranks: RunRanks, *, resume: bool) -> str:
-    """Path of the checkpoint to go on from; "" starts afresh. Without ``data`` it is not compared."""
-    out = Path(run.out)
-    path = _latest(out)
-    if path is None:
-        return ""
-    if not resume:
-        raise ConfigError(
-            f"{out} holds checkpoints of an earlier run (newest {path.name}); give --resume, or another out"
-        )
-    checkpoint = open_checkpoint(path)
-    changes = _changes(run, checkpoint, data, ranks)
-    others = {"threads"} if "ranks" in changes else set[str]()
-    changed = [text for key, text in changes.items() if not (_may_change(key) or key in others)]
-    if changed:
-        raise ConfigError(f"{path} was saved with another {', '.join(changed)}; set it back, or use another out folder")
-    return str(path)
-
-
-def _latest(out: Path) -> Path | None:
-    """Find the newest checkpoint of a run, be it one that was due or the best one; None without any."""
-    paths = [path for name in (NEWEST, BEST) if (path := latest_checkpoint(out / name)) is not None]
-    return max(paths, key=lambda path: (len(path.name), path.name), default=None)
-
-
-def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
-    """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
-    now, before = {"ranks": 1, **meta_of(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
-    beside = {_VALIDATION, _FREEZING, _POSITION, *([] if data is not None else ["data.source"])}
-    keys = (now.keys() | before.keys()) - beside
-    return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
-
-
-def _may_change(key: str) -> bool:
-    """Whether a run may go on with another value: of how parameters move, but not of which states they have."""
-    is_number = key.startswith("optimization.optimizer.") and key != "optimization.optimizer.rule"
-    return key in _CHANGEABLE or is_number
-
-
-def _resuming(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> str:
-    """Say from where a run goes on, and with which settings changed."""
-    if newest is None:
-        return f"no checkpoint in {run.out}: starting from the beginning"
-    steps = run.optimization.steps
-    if newest.step >= steps:
-        return f"the run had ended after step {newest.step}; a larger optimization.steps than {steps} goes on"
-    changes = _changes(run, newest, None, ranks)
-    said = f", with another {', '.join(changes.values())}" if changes else ""
-    return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
-
-
-def position_of(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> DataPosition:
-    """Tell how far a run has read its data when it begins, or goes on from a checkpoint.
-
-    Raises:
-        StorageError: the checkpoint does not say it.
-    """
-    fresh = from_the_beginning(run.data, run.optimization.accumulation * ranks.replicas)
-    if newest is None or run.data.sampling == "random":
-        return fresh
-    before = DataPosition.from_dict(newest.meta.get(_POSITION), str(newest.path))
-    return before.going_on(newest.step, fresh.step_samples)
-
-
-def meta_of(run: RunConfig, data: Dataset | None, ranks: RunRanks, at: DataPosition | None = None) -> dict[str, Any]:
-    """Everything that the losses of a run depend on, by dotted key."""
-    config = run_to_dict(run)
-    settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
-    source = f"content {data.fingerprint}" if data is not None else ""
-    share = {"validation.share": run.validation.share} if run.validation and run.validation.share else {}
-    count = {"ranks": ranks.count} if ranks.count > 1 else {}
-    if not run.optimization.micro_batches:
-        del settings["optimization.micro_batches"]
-    if run.data.sampling == "random":
-        del settings["data.sampling"]
-    elif at is not None:
-        settings[_POSITION] = at.to_dict()
-    settings |= _flat({"freeze": config["freeze"]}) if run.freeze else {}
-    return {**settings, **share, **count, "data.source": source, "threads": run.num_threads}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
 
 
 def _loop(
@@ -588,7 +499,7 @@ class _Freezer:
         if newest is None or newest.step == 0:  # which was imported
             self._rule.advance(0, self._trainer)
         else:
-            self._rule.load(newest.meta[_FREEZING])
+            self._rule.load(newest.meta[FREEZING])
         step = 0 if newest is None else newest.step
         return self._planned_again(step) if self._rule.frozen else self._noted()
 
@@ -602,7 +513,7 @@ class _Freezer:
         return self._planned_again(self._trainer.steps) if froze and not is_last else self._noted()
 
     def _noted(self) -> str:
-        self._meta[_FREEZING] = self._rule.state()
+        self._meta[FREEZING] = self._rule.state()
         return ""
 
     def _planned_again(self, step: int) -> str:
@@ -658,7 +569,7 @@ class _Validation:
         if (path := latest_checkpoint(self._folder)) is None:
             return ""
         best = open_checkpoint(path)
-        told = dict(best.meta.get(_VALIDATION, {}))
+        told = dict(best.meta.get(VALIDATION, {}))
         loss = told.pop("loss", None)
         if told != self._measure:
             return f"validation is not as it was for {path}, so the next evaluation takes its place"
@@ -691,7 +602,7 @@ class _Validation:
         self._lowest = (loss, self._trainer.steps)
         if not self._settings.keep_best:
             return f"{words}, the lowest so far"
-        meta = {**self._meta, _VALIDATION: {"loss": loss, **self._measure}}
+        meta = {**self._meta, VALIDATION: {"loss": loss, **self._measure}}
         path = self._trainer.save(self._folder, meta=meta, keep=1, wait=self._waits)
         return f"{words}, the lowest so far; kept in {path}"
 

@@ -123,7 +123,7 @@ def test_simulate(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
     assert "predicted step 2.000 s, device peak 3.00 MiB" in capsys.readouterr().out
 
 
-NEW = {"resume": False, "cache": True}
+NEW = {"resume": False, "resume_from": "", "cache": True}
 
 
 def test_train(train: FakeTrain) -> None:
@@ -131,6 +131,9 @@ def test_train(train: FakeTrain) -> None:
     assert main(["train", "--plan", "saved.json", "--resume"]) == 0
     assert train.calls[0] == ("train_run", (load_run("run.toml", ["seed=4", "threads=1"]),), NEW)
     assert train.calls[1] == ("train_run", (Plan.load(Path("saved.json")),), NEW | {"resume": True})
+    assert main(["train", "--plan", "saved.json", "--resume-from", "out/checkpoints/step-00000002"]) == 0
+    back = {"resume_from": Path("out/checkpoints/step-00000002")}
+    assert train.calls[2] == ("train_run", (Plan.load(Path("saved.json")),), NEW | back)
 
 
 def test_without_the_cache(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +239,7 @@ def test_timeline_text_of_nothing() -> None:
 SLOW = """
 import sys, time, types
 train = types.ModuleType("lading.train")
-def train_run(run, resume, cache):
+def train_run(run, resume, resume_from, cache):
     print("started" * {times}, flush=True)
     time.sleep({seconds})
 train.train_run = train_run

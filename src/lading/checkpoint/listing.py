@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lading.checkpoint.lock import read_lock
 from lading.checkpoint.manifest import MANIFEST
-from lading.checkpoint.store import BEST, NEWEST, checkpoint_folders, described_checkpoint, open_checkpoint, step_of
+from lading.checkpoint.store import BEST, NEWEST, checkpoint_folders, described_checkpoint, inspect_checkpoint, step_of
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json, write_text
 
@@ -66,7 +66,7 @@ def list_checkpoint(path: Path) -> ListedCheckpoint:
     step, damage = -1, ""
     try:
         step = described_checkpoint(path).step
-        open_checkpoint(path)
+        inspect_checkpoint(path)
     except StorageError as error:
         damage = str(error)
     try:

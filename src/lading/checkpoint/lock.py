@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,14 +22,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVA
 
 
 @contextmanager
-def run_lock(folder: Path, agents: Sequence[str] = ()) -> Iterator[None]:
+def run_lock(folder: Path, agents: Sequence[str] = (), prepare: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Keep other runs out of ``folder``, which is made if need be; the lock ends with the process, however that ends.
 
     Args:
         agents: Names of the processes that started this run, which ``agents_of`` reads when they start it again.
+        prepare: Called when the folder is this run's, before ``agents_of`` says so.
 
     Raises:
-        StorageError: another run is writing there, or the folder cannot be written.
+        StorageError: another run is writing there, or the folder cannot be written; or as ``prepare``.
     """
     try:
         make_durable_folder(folder)
@@ -38,7 +39,10 @@ def run_lock(folder: Path, agents: Sequence[str] = ()) -> Iterator[None]:
         raise _cannot_use(folder, error) from error
     try:
         try:
-            _lock(file, folder, agents)
+            _lock(file, folder)
+            _write(file, str(os.getpid()))
+            prepare()
+            _write(file, "\n".join((str(os.getpid()), *agents)))
         except StorageError:
             raise
         except OSError as error:  # a file system without locks, or a disk without space for a process number
@@ -148,7 +152,7 @@ def delete_lock(path: Path) -> Iterator[bool]:
         os.close(file)
 
 
-def _lock(file: int, folder: Path, agents: Sequence[str]) -> None:
+def _lock(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -157,8 +161,11 @@ def _lock(file: int, folder: Path, agents: Sequence[str]) -> None:
             f"expected {folder} to be free, found process {owner} training there; "
             "wait for it, or choose another out folder"
         ) from error
+
+
+def _write(file: int, text: str) -> None:
     os.ftruncate(file, 0)
-    os.pwrite(file, "\n".join((str(os.getpid()), *agents)).encode(), 0)
+    os.pwrite(file, text.encode(), 0)
 
 
 def _cannot_use(folder: Path, error: OSError) -> StorageError:

@@ -42,8 +42,8 @@ from lading.checkpoint.state import (
     source_bytes,
     write_state,
 )
-from lading.errors import ConfigError, StorageError
-from lading.files import leftovers, make_durable_folder, name_aside, remove_leftover, sync_folder
+from lading.errors import ConfigError, DamagedCheckpoint, StorageError
+from lading.files import leftovers, make_durable_folder, name_aside, remove_leftover, rename_file, sync_folder
 from lading.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class Checkpoint:
         """Read the tensor ``name`` onto the CPU, into memory of its own.
 
         Raises:
-            StorageError: no such tensor, or its bytes are not those that were saved.
+            StorageError: no such tensor.
+            DamagedCheckpoint: its bytes are not those that were saved.
         """
         import torch
 
@@ -99,7 +100,8 @@ class Checkpoint:
         been compared, but in a file of format 1, where a wrong one is raised after the last.
 
         Raises:
-            StorageError: no such tensor, or its bytes are not those that were saved; names the first that is not.
+            StorageError: no such tensor.
+            DamagedCheckpoint: its bytes are not those that were saved; names the first that is not.
         """
         entry = self._entry(name)
         end = entry.size_bytes if end is None else min(end, entry.size_bytes)
@@ -109,23 +111,23 @@ class Checkpoint:
             with self._state_file() as file:
                 for chunk, damage in read_chunks(file, part, self.chunk_bytes):
                     if damage is not None:
-                        raise StorageError(f"{self.path / STATE}: {entry}: {damage}; {_advice(self.path)}")
+                        raise _damaged(self.path, f"{self.path / STATE}: {entry}: {damage}")
                     if wanted := chunk[max(start - at, 0) : max(end - at, 0)]:
                         yield wanted
                     at += len(chunk)
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(f"{self.path / STATE}: cannot read {entry}: {error}; {_advice(self.path)}") from error
+            raise _damaged(self.path, f"{self.path / STATE}: cannot read {entry}: {error}") from error
 
     def verify(self) -> None:
         """Read everything once and check its bytes.
 
         Raises:
-            StorageError: naming the first bytes that are not what was saved.
+            DamagedCheckpoint: naming the first bytes that are not what was saved.
         """
         for words in self.damages():
-            raise StorageError(f"{words}; {_advice(self.path)}")
+            raise _damaged(self.path, words)
 
     def damages(self) -> Iterator[str]:
         """Read everything, and name all bytes that are not what was saved: file, tensor and place in the file.
@@ -145,7 +147,7 @@ class Checkpoint:
                             if damage.end > size_bytes:  # all that follows is missing, too
                                 return
         except OSError as error:
-            raise StorageError(f"{state}: cannot read: {error}; {_advice(self.path)}") from error
+            raise StorageError(f"{state}: cannot read: {error}; check the disk (dmesg)") from error
 
     def _state_file(self) -> FileIO:
         if self.folder is None:
@@ -225,7 +227,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     for path in checkpoint_folders(folder):
         try:
-            return _inspect(path).path
+            return inspect_checkpoint(path).path
         except StorageError as error:
             warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=2)
     return None
@@ -235,12 +237,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open one checkpoint folder, after checking its manifest, the header and the size of its state file.
 
     Raises:
-        StorageError: missing, foreign, of another format, truncated or altered; says what to use instead.
+        DamagedCheckpoint: missing, foreign, of another format, truncated or altered; says what to use instead.
     """
     try:
-        return _inspect(path)
+        return inspect_checkpoint(path)
     except StorageError as error:
-        raise StorageError(f"{error}; {_advice(path)}") from error
+        raise _damaged(path, f"{error}") from error
 
 
 @contextmanager
@@ -257,7 +259,7 @@ def read_checkpoint(path: Path) -> Iterator[Checkpoint]:
             raise
         except OSError as error:
             open_checkpoint(path)  # says what is wrong with it
-            raise StorageError(f"{path}: cannot open the folder: {error.strerror}; {_advice(path)}") from error
+            raise _damaged(path, f"{path}: cannot open the folder: {error.strerror}") from error
         yield replace(open_checkpoint(path), folder=folder)
 
 
@@ -401,19 +403,56 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (step_of(path), not path.name.endswith(".old")), reverse=True)
 
 
-def _advice(path: Path) -> str:
-    """Say what to do when the checkpoint at ``path`` is damaged."""
-    for older in checkpoint_folders(path.parent):
-        if step_of(older) < step_of(path):
-            try:
-                return f"use the older checkpoint {_inspect(older).path}"
-            except StorageError:
-                continue
-    return f"there is no older checkpoint in {path.parent}: start the run again"
+def run_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints that belong with those of a folder, the newest first; of a run its best one, too.
+
+    Raises:
+        StorageError: a folder cannot be read.
+    """
+    names = (NEWEST, BEST) if folder.name in (NEWEST, BEST) else (folder.name,)
+    paths = [path for name in names for path in checkpoint_folders(folder.with_name(name))]
+    return sorted(paths, key=step_of, reverse=True)
 
 
-def _inspect(path: Path) -> Checkpoint:
-    """Open a checkpoint as ``open_checkpoint`` does, without advice."""
+def _damaged(path: Path, words: str) -> DamagedCheckpoint:
+    """Error of a damaged checkpoint that says what to use instead, of which all bytes are read."""
+    older = next((each for each in run_checkpoints(path.parent) if _replaces(each, path)), None)
+    if older is None:
+        where = f"there is no older checkpoint in {path.parent} whose bytes are those that were saved"
+        return DamagedCheckpoint(f"{words}; {where}: start the run again")
+    advice = f"use the older checkpoint {older}, all bytes of which were read now and are those that were saved"
+    return DamagedCheckpoint(f"{words}; {advice}", older=str(older))
+
+
+def _replaces(other: Path, path: Path) -> bool:
+    """Whether a checkpoint is another one than ``path``, not of a later step, and whole."""
+    if other == path or step_of(other) > step_of(path):
+        return False
+    try:
+        with read_lock(other) as folder:
+            return next(replace(inspect_checkpoint(other), folder=folder).damages(), None) is None
+    except OSError:
+        return False
+
+
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint a name under which no run takes it for one, and nothing deletes it; returns that.
+
+    Raises:
+        StorageError: it cannot be renamed.
+    """
+    names = (f"{path.name}.set-aside{number}" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    target = next(target for name in names if not os.path.lexists(target := path.with_name(name)))
+    rename_file(path, target)
+    return target
+
+
+def inspect_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint as ``open_checkpoint`` does, and look for no other where it is damaged.
+
+    Raises:
+        StorageError: as ``open_checkpoint``, without what to use instead.
+    """
     checkpoint = described_checkpoint(path)
     state, header, size_bytes = path / STATE, checkpoint.header, checkpoint.state_bytes
     try:

@@ -26,6 +26,9 @@ class TrainCommand:
     resume: Annotated[FlagCreatePairsOff[bool], flag("Go on from the newest checkpoint in the run's out folder.")] = (
         False
     )
+    resume_from: Annotated[
+        Path | None, optional("FOLDER", "Go on from this checkpoint of the run; later ones are set aside.")
+    ] = None
     trust: Trust = False
     with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
 
@@ -44,6 +47,7 @@ class TrainCommand:
         from lading.train import train_run
 
         check_paths(what)
-        result = train_run(what, resume=self.resume, cache=not self.with_run.no_cache)
+        cache, back = not self.with_run.no_cache, self.resume_from or ""
+        result = train_run(what, resume=self.resume, resume_from=back, cache=cache)
         if rank_number() == 0:
             print(fitted(str(result)))

@@ -6,7 +6,10 @@ import dataclasses
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
+from io import FileIO
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 import torch
 
 import lading
+from lading.checkpoint import state
+from lading.checkpoint.state import CHUNK_BYTES, tensor_source
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.ir.graph import StepGraph, TensorPlacement
 from lading.models.loss import next_byte_loss
@@ -162,9 +167,11 @@ def test_every_layout_loads_the_checkpoints_of_every_other(ways: list[Saved], tm
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("piece", [24, 1 << 20])
-def test_runs_are_those_of_the_whole_tensor(dim: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in any cuts and from anywhere: the elements of every range of every rank."""
+@pytest.mark.parametrize(("piece", "chunk_bytes"), [(24, 16), (24, 1 << 20), (400, 1 << 20), (1 << 20, 1 << 20)])
+def test_runs_are_those_of_the_whole_tensor(
+    dim: int, piece: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read in any cuts and from anywhere: the elements of every range of every rank, and no byte twice."""
     monkeypatch.setattr("lading.runtime.shard_reads._BLOCK_BYTES", piece)
     shape = (6, 12, 4)
     whole = torch.randn(shape)
@@ -172,7 +179,10 @@ def test_runs_are_those_of_the_whole_tensor(dim: int, piece: int, monkeypatch: p
     lengths = {0: (2, 4), 1: (8, 4), 2: (2, 2)}[dim]
     placement = TensorPlacement(shape, dim, lengths, "tp", 2)
 
+    asked: list[tuple[int, int]] = []
+
     def chunks(low: int, high: int) -> Iterator[memoryview]:
+        asked.append((low, high))
         for at in range(low, high, 20):
             yield data[at : min(high, at + 20)]
 
@@ -180,10 +190,67 @@ def test_runs_are_those_of_the_whole_tensor(dim: int, piece: int, monkeypatch: p
         own = own_runs(whole, placement, rank).contiguous().view(torch.uint8).flatten()
         for low, high in ((0, own.numel()), (0, 4), (100, 300), (44, own.numel()), (48, 48)):
             read, at = torch.zeros(0, dtype=torch.uint8), low
-            for start, part in read_runs(placement, rank, 4, low, high, chunks):
+            asked.clear()
+            for start, part in read_runs(placement, rank, 4, low, high, chunks, chunk_bytes):
                 assert start == at
                 read, at = torch.cat([read, part]), start + part.numel()
             assert torch.equal(read, own[low:high])
+            assert all(end < start for (_, end), (start, _) in pairwise(asked))
+
+
+def chunks_of(placement: TensorPlacement, rank: int, low: int, high: int) -> set[int]:
+    """Numbers of the chunks of a tensor of float32 in which bytes ``low`` up to ``high`` of a rank's own lie."""
+    place = torch.arange(prod(placement.shape)).view(placement.shape)
+    own = own_runs(place, placement, rank).flatten()[low // 4 : -(-high // 4)]
+    return set((own * 4 // CHUNK_BYTES).unique().tolist())
+
+
+#: Shape, dim that is cut, its parts, ranks: rows of many chunks and of one, runs over some, parts of other lengths.
+CUTS = [
+    ((3, 8, 1 << 17), 1, (8,), 8),  # rows of 4 MiB, runs of half a chunk
+    ((3, 24, 50_000), 1, (16, 8), 4),  # runs that begin and end within chunks, gaps of less and of more than one
+    ((700, 1, 3000), 2, (3000,), 4),  # rows of 12 kB: every chunk has some of each rank, but for the last rows
+    ((24, 100_001), 0, (16, 4, 4), 2),
+    ((2, 1 << 19), 1, (1 << 19,), 2),  # runs of whole chunks
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dim", "lengths", "ranks"), CUTS)
+def test_only_the_chunks_that_have_bytes_of_a_rank_are_read(
+    shape: tuple[int, ...],
+    dim: int,
+    lengths: tuple[int, ...],
+    ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each once, as it takes all of a chunk to compare its checksum."""
+    placement = TensorPlacement(shape, dim, lengths, "tp", ranks)
+    whole = torch.randn(shape)
+    path = save_checkpoint(tmp_path, 1, [tensor_source("w", whole)], {}, 1)
+    checkpoint, counted = open_checkpoint(path), list[int]()
+    size = checkpoint.tensors["w"].size_bytes
+
+    def counting(file: FileIO, target: memoryview) -> int:
+        counted.append(read_into(file, target))
+        return counted[-1]
+
+    read_into = state._fill
+    monkeypatch.setattr(state, "_fill", counting)
+    saved = 0
+    for rank in range(ranks):
+        own = own_runs(whole, placement, rank).contiguous().view(torch.uint8).flatten()
+        for low, high in ((0, own.numel()), (own.numel() // 8 * 4, own.numel()), (400, own.numel() // 12 * 4)):
+            counted.clear()
+            read = [
+                part.clone()
+                for _, part in read_runs(placement, rank, 4, low, high, partial(checkpoint.chunks, "w"), CHUNK_BYTES)
+            ]
+            assert torch.equal(torch.cat(read), own[low:high])
+            needed = chunks_of(placement, rank, low, high)
+            assert sum(counted) == sum(min(CHUNK_BYTES, size - number * CHUNK_BYTES) for number in needed)
+            saved += size - sum(counted)
+    assert saved > 0
 
 
 LARGE = {"dim": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 16384, "max_seq_len": 32, "tied": False}

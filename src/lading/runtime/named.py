@@ -21,6 +21,7 @@ from lading.optim.registry import optimizers_with
 from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
 from lading.runtime.shard_reads import ByteRange, own_runs, read_range, read_runs
+from lading.units import MiB
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
@@ -63,6 +64,14 @@ class Value:
     def size_bytes(self) -> int:
         """Bytes of all its elements."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class NumberedRank(Protocol):
+    """Rank that knows its numbers among others."""
+
+    def number(self, over: str) -> int:
+        """Number of this one among the ranks that lie along some axes."""
+        ...
 
 
 def values_of(graph: StepGraph) -> dict[str, Value]:
@@ -123,12 +132,12 @@ def _placed(name: str, value: Value, placement: TensorPlacement | None) -> dict[
     }
 
 
-def is_here(value: Value, ranks: Reducer | None) -> bool:
+def is_here(value: Value, ranks: NumberedRank | None) -> bool:
     """Whether this rank has a value, or a shard of it, in its storages."""
     return value.owner is None or (ranks is not None and ranks.number(value.owners) == value.owner)
 
 
-def values_here(values: Mapping[str, Value], ranks: Reducer | None) -> dict[str, Value]:
+def values_here(values: Mapping[str, Value], ranks: NumberedRank | None) -> dict[str, Value]:
     """Leave out the storages of values that this rank has not, where another value is in their place.
 
     A stage that reads a weight which another updates has a copy of it.
@@ -236,6 +245,11 @@ def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: in
 class SavedValues(Protocol):
     """Values by name that were saved whole."""
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a value that are read together, as they have one checksum."""
+        ...
+
     def read(self, name: str) -> torch.Tensor:
         """Read a whole value into memory of its own."""
         ...
@@ -332,10 +346,13 @@ class NamedValues(Mapping[str, Value]):
         for storage, part in zip(target.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
 
-    def fill(self, name: str, chunks: ByteRange) -> None:
+    def fill(self, name: str, chunks: ByteRange, chunk_bytes: int = MiB) -> None:
         """Set a value from the bytes of the whole one, of which only those are asked for that this rank has.
 
         Its master is left as it is. Of values that share a storage all are to be set so.
+
+        Args:
+            chunk_bytes: Bytes that are read together, whichever of them are asked for.
         """
         value = self._values[name]
         if not value.storages:  # another rank has it
@@ -350,7 +367,7 @@ class NamedValues(Mapping[str, Value]):
             pieces = read_range(low, high, chunks)
         else:
             number, item_bytes = self._number(value.placement.over), DTYPE_BYTES[value.dtype]
-            pieces = read_runs(value.placement, number, item_bytes, low, high, chunks)
+            pieces = read_runs(value.placement, number, item_bytes, low, high, chunks, chunk_bytes)
         if takes:
             for at, piece in pieces:
                 self._write_bytes(local, at, piece)
@@ -376,7 +393,7 @@ class NamedValues(Mapping[str, Value]):
             if name in begun:
                 self.begin(name, saved.read)
             else:
-                self.fill(name, partial(saved.chunks, name))
+                self.fill(name, partial(saved.chunks, name), saved.chunk_bytes)
 
     def _number(self, over: str) -> int:
         return 0 if self._ranks is None else self._ranks.number(over)

@@ -15,8 +15,10 @@ from lading.errors import ConfigError
 from lading.ir.graph import TensorPlacement
 from lading.units import MiB
 
-#: Bytes of rows that are in memory at a time; runs as long as that are read by themselves.
+#: Bytes of rows that are in memory at a time.
 _BLOCK_BYTES = MiB
+#: Run of bytes of a rank: its first among the rank's own bytes, its first in the whole tensor, and how many.
+_Run = tuple[int, int, int]
 #: Gives the bytes of a tensor from the first of two byte numbers up to the second, in order and in any cuts.
 ByteRange = Callable[[int, int], Iterable[memoryview]]
 
@@ -82,34 +84,41 @@ def read_range(low: int, high: int, chunks: ByteRange) -> Iterator[tuple[int, to
 
 
 def read_runs(
-    placement: TensorPlacement, rank: int, item_bytes: int, low: int, high: int, chunks: ByteRange
+    placement: TensorPlacement,
+    rank: int,
+    item_bytes: int,
+    low: int,
+    high: int,
+    chunks: ByteRange,
+    chunk_bytes: int = MiB,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read the bytes from ``low`` up to ``high`` of the runs that a rank has of a tensor, laid one after another.
 
-    Runs of whole rows are read by themselves. Runs within rows are cut out of these, of which some are in memory at a
-    time, as every piece of a file has some of every run.
+    Chunks of which the rank has nothing are not asked for, those of which it has something once.
 
     Args:
         rank: Number of the rank among those along ``placement.over``.
+        chunk_bytes: Bytes that are read together, whichever of them are asked for; chunks follow each other from the
+            tensor's first byte.
 
     Yields:
         As ``read_range``, counted among the rank's own bytes.
     """
     shape, dim = placement.shape, placement.dim
     outer, inner_bytes = prod(shape[:dim]), prod(shape[dim + 1 :]) * item_bytes
+    row_bytes = sum(placement.lengths) * inner_bytes
     if low >= high:
         return
-    if outer > 1 and min(placement.lengths) // placement.ranks * inner_bytes < _BLOCK_BYTES:
+    if outer > 1 and row_bytes <= min(_BLOCK_BYTES, chunk_bytes):
         yield from _read_rows(placement, rank, inner_bytes, low, high, chunks)
         return
-    for own, source, size in _runs(placement, rank, outer, inner_bytes):
-        shift = source - own
-        for at, data in read_range(max(low, own) + shift, min(high, own + size) + shift, chunks):
-            yield at - shift, data
+    runs = _cut_runs(_runs(placement, rank, outer, inner_bytes), low, high)
+    for section in _sections(runs, chunk_bytes):
+        yield from _read_section(section, chunks)
 
 
-def _runs(placement: TensorPlacement, rank: int, outer: int, inner_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """List a rank's runs: its own byte where each begins, that of the whole tensor, and how many bytes there are."""
+def _runs(placement: TensorPlacement, rank: int, outer: int, inner_bytes: int) -> Iterator[_Run]:
+    """List a rank's runs."""
     own, begin = 0, 0
     for _ in range(outer):
         for length in placement.lengths:
@@ -118,22 +127,74 @@ def _runs(placement: TensorPlacement, rank: int, outer: int, inner_bytes: int) -
             own, begin = own + size, begin + length * inner_bytes
 
 
+def _cut_runs(runs: Iterable[_Run], low: int, high: int) -> Iterator[_Run]:
+    """Leave of runs what lies from own byte ``low`` up to ``high``."""
+    for own, source, size in runs:
+        start, end = max(low, own), min(high, own + size)
+        if start < end:
+            yield start, source + start - own, end - start
+
+
+def _sections(runs: Iterable[_Run], chunk_bytes: int) -> Iterator[list[_Run]]:
+    """Put runs together between which no whole chunk lies."""
+    section = list[_Run]()
+    for run in runs:
+        if section:
+            _, source, size = section[-1]
+            if run[1] // chunk_bytes > (source + size - 1) // chunk_bytes + 1:
+                yield section
+                section = []
+        section.append(run)
+    if section:
+        yield section
+
+
+def _read_section(runs: list[_Run], chunks: ByteRange) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read runs with all that lies between them.
+
+    Raises:
+        ConfigError: there are fewer bytes.
+    """
+    at, end, number = runs[0][1], runs[-1][1] + runs[-1][2], 0
+    for chunk in chunks(at, end):
+        stop = at + chunk.nbytes
+        while number < len(runs) and runs[number][1] < stop:
+            own, source, size = runs[number]
+            first, last = max(source, at), min(source + size, stop)
+            if first < last:
+                yield own + first - source, torch.frombuffer(chunk[first - at : last - at], dtype=torch.uint8)
+            if source + size > stop:
+                break
+            number += 1
+        at = stop
+    if at != end:
+        raise ConfigError(f"expected the bytes of a value up to {end}, found them up to {at}")
+
+
 def _read_rows(
     placement: TensorPlacement, rank: int, inner_bytes: int, low: int, high: int, chunks: ByteRange
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read runs within rows, as ``read_runs``: the rows that have them, as many at a time as a chunk has room for."""
+    """Read runs within short rows, as ``read_runs``: as many rows at a time as a block has room for.
+
+    Of the first and the last row only what lies between the first byte that is asked for and the last one is read.
+    """
     length = sum(placement.lengths)
     row_bytes, own_bytes = length * inner_bytes, length // placement.ranks * inner_bytes
     first, last = low // own_bytes, -(-high // own_bytes)
+    row_runs = [*_runs(placement, rank, 1, inner_bytes)]
+    (_, begin, _), *_ = _cut_runs(row_runs, low - first * own_bytes, own_bytes)
+    *_, (_, source, size) = _cut_runs(row_runs, 0, high - (last - 1) * own_bytes)
+    begin, end = first * row_bytes + begin, (last - 1) * row_bytes + source + size
     step = max(1, _BLOCK_BYTES // row_bytes)
-    stream = ByteStream(chunks(first * row_bytes, last * row_bytes))
+    stream = ByteStream(chunks(begin, end))
     room = torch.empty(min(step, last - first) * row_bytes, dtype=torch.uint8)
     for row in range(first, last, step):
         rows = min(step, last - row)
         block = room[: rows * row_bytes]
-        stream.fill(block.numpy().data)
+        at = row * row_bytes
+        stream.fill(block[max(0, begin - at) : end - at].numpy().data)
         runs = _runs_along(block.view(rows, length, inner_bytes), placement, rank, 1).flatten()
-        begin = row * own_bytes
-        start, end = max(low, begin), min(high, begin + rows * own_bytes)
-        yield start, runs[start - begin : end - begin]
+        own = row * own_bytes
+        start, stop = max(low, own), min(high, own + rows * own_bytes)
+        yield start, runs[start - own : stop - own]
     stream.end()

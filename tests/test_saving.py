@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -22,16 +23,19 @@ from lading.config import load_run
 from lading.errors import BudgetWarning, ConfigError, StorageError
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
-from lading.memory.restore import restore_program
+from lading.ir.plan import Plan
+from lading.memory.restore import programs_of, restore_program
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.prepare import plan, plan_run
+from lading.staging_layout import planned_staging_bytes
 from lading.tracing.trace import capture
 from lading.train import train_run
 from lading.trainer import Trainer
+from lading.units import MiB
 from tests.machines import small_machine
 from tests.ranks import run_ranks
-from tests.runs import write_run
+from tests.runs import OVERHEAD_BYTES, write_run
 from tests.test_pipelines import connected
 
 SIZES: dict[str, Any] = {"dim": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1}
@@ -266,6 +270,12 @@ def test_a_process_that_ends_without_closing_waits_for_its_save(tmp_path: Path) 
 OTHERS = {"dp2": 0, "dp2,zero3": 1, "dp2,pp2": 1, "dp4,zero1": 3}
 
 
+def staged_of(made: Plan, graph: StepGraph | None = None) -> list[int]:
+    """Bytes that each rank stages, as a plan counts them."""
+    programs = [programs_of(each, graph or graph_of(), ())[0] for each in (made, *made.peers)]
+    return planned_staging_bytes(programs, made.parsed_layout, [("random", torch.get_rng_state().numel())])
+
+
 def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
     for number, layout in enumerate(layouts):
         folder = Path(out) / f"{number}"
@@ -281,6 +291,7 @@ def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
             assert share is not None
             assert share.gathered == []
             assert len(share.others) == (OTHERS[layout] if rank == 0 else 0)
+            assert share.staging.size_bytes == staged_of(made)[rank]
             again = trainer.save(folder / "beside", wait=False)
             trainer.wait_saved()
             assert contents(again) == contents(trainer.save(folder / "waited"))
@@ -297,3 +308,58 @@ def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
 )
 def test_ranks_save_beside_training(ranks: int, layouts: list[str], tmp_path: Path) -> None:
     run_ranks(_on_ranks, ranks, layouts, str(tmp_path))
+
+
+#: A state of some 40 MB.
+LARGE: dict[str, Any] = {"dim": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 10_000, "tied": False}
+
+
+def _peaks(rank: int, layouts: list[str], out: str) -> None:
+    graph = capture(build_model("gpt", **LARGE), batch_of(0), next_byte_loss)
+    machine = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=connected().collectives)
+    for layout in layouts:
+        made, waits = (
+            plan(graph, machine, budget="1GB", layout=layout, cache=False, stage_saves=stages)
+            for stages in (True, False)
+        )
+        staged, stage, folder = staged_of(made, graph), made.parsed_layout.place(rank)["pp"], Path(out) / layout
+        most = max(size for other, size in enumerate(staged) if made.parsed_layout.place(other)["pp"] == stage)
+        assert made.of_rank(rank).peak_bytes["device"] == waits.of_rank(rank).peak_bytes["device"] + most
+        with Trainer(made, graph, build_model("gpt", **LARGE), folder=folder / f"{rank}", threads=1) as trainer:
+            for step in range(3):
+                trainer.step(batch_of(2 * step + made.replica(rank)))
+            before = trainer.peak_bytes
+            trainer.save(folder / "saved", wait=False)
+            trainer.step(batch_of(6 + made.replica(rank)))
+            trainer.wait_saved()
+            share = trainer._saves._share
+            assert share is not None
+            assert share.staging.size_bytes == staged[rank]
+            assert abs(trainer.peak_bytes - before - staged[rank]) < MiB
+            assert trainer.peak_bytes <= made.of_rank(rank).peak_bytes["device"]
+            assert trainer.program.staging_bytes == most
+
+
+@pytest.mark.parametrize(
+    "layouts", [["dp2,zero3", "dp2"], pytest.param(["tp2", "pp2", "dp2,zero1"], marks=pytest.mark.slow)]
+)
+def test_ranks_take_the_staging_memory_that_their_plan_predicts(layouts: list[str], tmp_path: Path) -> None:
+    """The peak of each rank grows by what it stages; that of the busiest rank is the plan's."""
+    run_ranks(_peaks, 2, layouts, str(tmp_path))
+
+
+def test_a_plan_for_ranks_says_where_training_has_to_wait(tmp_path: Path) -> None:
+    settings = {"layout": "dp2,zero3", "cache": False, "stage_saves": True}
+    tight = plan(graph_of(), connected(), budget="100%", policy="keep-all", **settings)
+    words = next(each for each in tight.assumptions if "written while training waits" in each)
+    assert programs_of(tight, graph_of(), ())[0].staging_bytes == 0
+    missing = int(tight.budgets["device"] + max(staged_of(tight)))
+    for budget, fits in ((missing - 1, False), (missing, True)):
+        made = plan(graph_of(), connected(), budget=budget, policy="keep-all", **settings)
+        assert (programs_of(made, graph_of(), ())[0].staging_bytes > 0) is fits
+    assert "raise it by" in words
+    run = load_run(write_run(tmp_path), ["layout=dp2", 'memory.budget="1GB"'])
+    machine = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=connected().collectives)
+    assert plan_run(run, machine, devices=2).program.staging_bytes > 0
+    waits = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, wait=True))
+    assert plan_run(waits, machine, devices=2).program.staging_bytes == 0

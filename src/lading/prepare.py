@@ -55,6 +55,7 @@ from lading.planner.api import (
     in_memory,
     joined,
     sketch_plan,
+    staging_saves,
     tier_limits,
 )
 from lading.planner.cache import cache_folder, cached_plan
@@ -68,6 +69,7 @@ from lading.runtime.kernel_memory import kernel_memory
 from lading.runtime.named import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
+from lading.staging_layout import planned_staging_bytes
 from lading.units import parse_bytes, share_of, share_or_bytes
 
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
@@ -99,6 +101,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     layout: str = "",
     devices: int = 0,
     others: Sequence[StepGraph] = (),
+    stage_saves: bool = False,
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
 
@@ -140,6 +143,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         others: Captures of further steps over the same model and optimizer: an evaluation, another loss, a batch with
             a mask. Each is planned within the same budgets, on values where the first has them, so that a Trainer
             changes between them at no cost. Smaller batches need none (``Trainer(shapes=)``).
+        stage_saves: Count the memory in which ``Trainer.save(wait=False)`` stages a checkpoint on a CPU, on every rank,
+            where the budget has room for it beside the fastest plan; where it has none, an assumption of the plan says
+            how much is missing. False counts none: the Trainer then takes what the budget leaves.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -151,6 +157,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
+    check_type("stage_saves", stage_saves, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
@@ -167,6 +174,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         groups=groups,
         compile=compile,
         cache=cache,
+        stage_saves=stage_saves and machine.device.kind == "cpu",
     )
 
     def make() -> Plan:
@@ -177,7 +185,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
     named = getattr(policy, "__name__", policy)
-    asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, **planner.moved}
+    asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, "stage_saves": stage_saves}
+    asked |= planner.moved
     return _by_first_rank(make, [graph, *others], asked)
 
 
@@ -204,7 +213,7 @@ class _LayoutPlanner:
         machine: Machine that a rank has.
         limits: Budgets of tiers by name.
         groups: Parameters of each group of the optimizer but the first.
-        compile, cache: As of ``plan``.
+        compile, cache, stage_saves: As of ``plan``.
     """
 
     graph: StepGraph
@@ -216,12 +225,27 @@ class _LayoutPlanner:
     groups: tuple[tuple[str, ...], ...]
     compile: bool
     cache: bool
+    stage_saves: bool
 
     def plan(self, spread: Layout, budget: str | float) -> Plan:
         """Plan the step in a layout, with the ranks along a pipeline."""
         layout, parts, _ = _prepared_layout(self.graph, self.machine, spread, self.moved, self.groups)
         each = [self._planned(layout, budget, part) for part in parts]
+        if self.stage_saves:
+            each = self._with_staging(each, layout)
         return joined(each, self.machine) if spread.pp > 1 else each[0].plan
+
+    def _with_staging(self, each: list[Planned], layout: Layout) -> list[Planned]:
+        """Let every rank stage its part of a checkpoint; the plans are those of the ranks along a pipeline."""
+        here = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
+        beside = _saved_beside(self.graph)
+        programs = [planned.program for planned in each]
+        found = planned_staging_bytes(programs, layout, beside, is_one_host=here == layout.devices)
+        of_stage = [0] * len(each)
+        for rank, size_bytes in enumerate(found):
+            stage = layout.place(rank)["pp"]
+            of_stage[stage] = max(of_stage[stage], size_bytes)
+        return staging_saves(each, of_stage)
 
     def _planned(self, layout: Layout, budget: str | float, part: Choices) -> Planned:
         """Plan the step of a rank, whose choices begin with those of its part of the model."""
@@ -525,6 +549,7 @@ def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: i
         layout=run.layout,
         devices=ranks,
         others=step.others,
+        stage_saves=run.checkpoint.stages,
     ).of_run(run_to_dict(run))
     mine = made.of_rank(rank_number())
     return Prepared(run, step, made, programs_of(mine, step.captured, step.others)[0])
@@ -692,9 +717,14 @@ def _staging(run: RunConfig, step: CapturedRun, machine: Machine) -> dict[str, f
     if not run.checkpoint.stages or machine.device.kind != "cpu":
         return {}
     sizes = [value.size_bytes for value in values_of(step.graph).values()]
-    beside = torch.get_rng_state().numel()
-    frozen = sum(len(p.names[0]) + 1 for p in step.captured.parameters if p.gradient is None)
-    return {STAGING_BYTES: float(sum(map(staged_bytes, (*sizes, beside, frozen))))}
+    sizes += [size for _, size in _saved_beside(step.captured)]
+    return {STAGING_BYTES: float(sum(map(staged_bytes, sizes)))}
+
+
+def _saved_beside(captured: StepGraph) -> list[tuple[str, int]]:
+    """What a checkpoint has beside values, with its bytes: the generator's state, the names of what is frozen."""
+    frozen = [p.names[0] for p in captured.parameters if p.gradient is None]
+    return [("random", torch.get_rng_state().numel()), ("frozen", len("\n".join(frozen).encode()))]
 
 
 def _limits(

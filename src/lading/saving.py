@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,19 +26,20 @@ import torch
 
 from lading.checkpoint.lock import SaveLocks
 from lading.checkpoint.saver import SaveOrder, Saver, StagedTensor
-from lading.checkpoint.staging import StagingMemory, staged_bytes
+from lading.checkpoint.staging import StagingMemory
 from lading.checkpoint.state import TensorSource, checked_sources, source_bytes
 from lading.checkpoint.store import check_retention, plain_json, save_checkpoint
 from lading.errors import BudgetWarning, StorageError
 from lading.ir.action import DEVICE
-from lading.ir.graph import DTYPE_BYTES
+from lading.ir.graph import Storage
 from lading.ir.machine import MEMORY
 from lading.ir.program import Program
 from lading.runtime.executor import Executor
 from lading.runtime.fence import Fence
 from lading.runtime.host import clock_id
-from lading.runtime.named import NamedValues, Value
+from lading.runtime.named import NamedValues
 from lading.runtime.resident import give_back
+from lading.staging_layout import Run, StagingLayout, is_spread, staged_runs
 from lading.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 
 #: Seconds that the first rank waits for the copies of the others, and between two looks.
 _COPIES_S, _PAUSE_S = 600.0, 0.01
-#: Bytes of a value: (first of them, storage, first byte there, how many).
-Run = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -77,46 +76,12 @@ class Snapshot:
 
     def runs(self) -> tuple[dict[str, list[Run]], list[str]]:
         """Find what this rank stages: runs of bytes of values by name, and the values that have to be gathered."""
-        runs, gathered = dict[str, list[Run]](), list[str]()
-        for name, value in self.values.items():
-            if not self._stages(value):
-                continue
-            found = self._runs_of(value)
-            if found is None or not all(self.executor.can_stage(storage) for _, storage, _, _ in found):
-                gathered.append(name)
-            else:
-                runs[name] = found
-        return runs, gathered
+        return staged_runs(self.values, self.storages, self.executor.can_stage, self.ranks)
 
-    def _stages(self, value: Value) -> bool:
-        """Whether this rank is the first that has a value, or this shard of it."""
-        if self.ranks is None:
-            return True
-        if not _is_spread(value):
-            return self.ranks.rank == 0
-        if value.owner is not None:
-            return self.ranks.first_of(value.owner, value.owners) == self.ranks.rank
-        return self.ranks.first_of(self.ranks.number(value.over), value.over) == self.ranks.rank
-
-    def _runs_of(self, value: Value) -> list[Run] | None:
-        """Runs of bytes of a value that lie in this rank's storages; None where that is not how it lies."""
-        if value.placement is not None or (value.owner is not None and value.ranks > 1):
-            return None
-        storages, item, runs = self.executor.program.graph.storages, DTYPE_BYTES[value.dtype], list[Run]()
-        sizes = [storages[storage].size_bytes for storage in value.storages]
-        if value.start is None and sum(sizes) != value.size_bytes:
-            return None
-        first = (value.start or 0) * item
-        begin = 0
-        if value.ranks > 1:
-            assert self.ranks is not None, "a plan for one process has no shards"
-            begin = self.ranks.number(value.over) * sum(sizes)
-        for storage, size in zip(value.storages, sizes, strict=True):
-            low, high = max(begin, first), min(begin + size, first + value.size_bytes)
-            if low < high:
-                runs.append((low - first, storage, low - begin, high - low))
-            begin += size
-        return runs
+    @property
+    def storages(self) -> Sequence[Storage]:
+        """Storages of the step, by number."""
+        return self.executor.program.graph.storages
 
     @property
     def room_bytes(self) -> int:
@@ -128,56 +93,17 @@ class Snapshot:
         return max(0, min(p.budgets.get(host, 0) - p.tier_bytes(host) for p in self.programs))
 
 
-def _is_spread(value: Value) -> bool:
-    """Whether ranks have a value in parts that are runs of its bytes, or one of them has all of it."""
-    if value.placement is not None:
-        return False
-    return (value.owner is not None) != (value.ranks > 1)
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """Contents of one rank's staging memory.
-
-    Attributes:
-        places: First byte of each storage that is copied there.
-        runs: Runs of values by name: (first byte of the value, first byte here, bytes).
-        gathered: First byte of each tensor that is gathered first, by name.
-        size_bytes: Bytes of all.
-    """
-
-    places: Mapping[int, int]
-    runs: Mapping[str, Sequence[tuple[int, int, int]]]
-    gathered: Mapping[str, int]
-    size_bytes: int
-
-    @staticmethod
-    def of(snapshot: Snapshot, runs: Mapping[str, list[Run]], gathered: Iterable[tuple[str, int]]) -> _Staging:
-        """Lay out what a rank stages.
-
-        Args:
-            gathered: Names and bytes of the tensors that it gathers.
-        """
-        places, starts, end = dict[int, int](), dict[str, int](), 0
-        storages = snapshot.executor.program.graph.storages
-        for storage in dict.fromkeys(storage for each in runs.values() for _, storage, _, _ in each):
-            places[storage], end = end, end + staged_bytes(storages[storage].size_bytes)
-        for name, size in gathered:
-            starts[name], end = end, end + staged_bytes(size)
-        laid = {name: [(at, places[s] + start, size) for at, s, start, size in each] for name, each in runs.items()}
-        return _Staging(places, laid, starts, end)
-
-    def shortage(self, snapshot: Snapshot) -> str:
-        """Say why this cannot be staged beside training; "" where it can."""
-        room = snapshot.room_bytes
-        if self.size_bytes <= room:
-            return ""
-        what = "memory budget" if snapshot.executor.kind == "cpu" else "host tier's budget"
-        return (
-            f"checkpoints are written while training waits: to write them beside it, {format_bytes(self.size_bytes)} "
-            f"of memory would stage them, and the {what} leaves {format_bytes(room)}; raise it by "
-            f"{format_bytes(self.size_bytes - room)}, or wait for them (checkpoint.wait = true in a run)"
-        )
+def _shortage(staging: StagingLayout, snapshot: Snapshot) -> str:
+    """Say why a rank cannot stage its part beside training; "" where it can."""
+    room = snapshot.room_bytes
+    if staging.size_bytes <= room:
+        return ""
+    what = "memory budget" if snapshot.executor.kind == "cpu" else "host tier's budget"
+    return (
+        f"checkpoints are written while training waits: to write them beside it, {format_bytes(staging.size_bytes)} "
+        f"of memory would stage them, and the {what} leaves {format_bytes(room)}; raise it by "
+        f"{format_bytes(staging.size_bytes - room)}, or wait for them (checkpoint.wait = true in a run)"
+    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +116,7 @@ class _Share:
         others: Ranks whose memory its saver reads, too.
     """
 
-    staging: _Staging
+    staging: StagingLayout
     gathered: Sequence[str]
     memory: StagingMemory
     tensors: tuple[StagedTensor, ...] = ()
@@ -198,7 +124,7 @@ class _Share:
 
     def rooms(self, snapshot: Snapshot) -> dict[int, list[torch.Tensor]]:
         """Places in staging memory by the storage that is copied there."""
-        storages = snapshot.executor.program.graph.storages
+        storages = snapshot.storages
         return {s: [_bytes_of(self.memory, at, storages[s].size_bytes)] for s, at in self.staging.places.items()}
 
 
@@ -258,7 +184,7 @@ class Saves:
     _background: _Background = field(default_factory=_Background)
     _warned: bool = False
     _number: int = 0
-    _laid: tuple[_Staging, list[str], str] | None = None
+    _laid: tuple[StagingLayout, list[str], str] | None = None
     _share: _Share | None = None
 
     def __post_init__(self) -> None:
@@ -334,21 +260,21 @@ class Saves:
         """Say why a checkpoint cannot be staged beside training; "" where it can. All ranks call this."""
         if self._laid is None:
             staging, gathered = self._laid_out(snapshot)
-            mine, every = staging.shortage(snapshot), None
+            mine, every = _shortage(staging, snapshot), None
             if snapshot.ranks is not None:
                 every = snapshot.ranks.gather(mine)
             told = mine if every is None else next((f"rank {r}: {text}" for r, text in enumerate(every) if text), "")
             self._laid = staging, gathered, json.loads(_by_first(snapshot.ranks, lambda: json.dumps(told)))
         return self._laid[2]
 
-    def _laid_out(self, snapshot: Snapshot) -> tuple[_Staging, list[str]]:
+    def _laid_out(self, snapshot: Snapshot) -> tuple[StagingLayout, list[str]]:
         """Lay out this rank's staging memory; returns the names of the values that ranks gather, too, in order."""
         ranks, (runs, gathered) = snapshot.ranks, snapshot.runs()
         if ranks is not None:
             host = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
             every = ranks.gather((host, gathered)) or []
             is_one_host = len({each for each, _ in every}) <= 1
-            spread = [] if is_one_host else [name for name, value in snapshot.values.items() if _is_spread(value)]
+            spread = [] if is_one_host else [name for name, value in snapshot.values.items() if is_spread(value)]
             names = dict.fromkeys([*(name for _, names in every for name in names), *spread])
             gathered = json.loads(_by_first(ranks, lambda: json.dumps([*names])))
         runs = {name: each for name, each in runs.items() if name not in gathered}
@@ -356,7 +282,7 @@ class Saves:
         if ranks is None or ranks.rank == 0:
             sizes = [(name, snapshot.values[name].size_bytes) for name in gathered]
             sizes += [(name, len(data)) for name, data in snapshot.beside.items()]
-        return _Staging.of(snapshot, runs, sizes), gathered
+        return StagingLayout.of(snapshot.storages, runs, sizes), gathered
 
     def _shared(self, snapshot: Snapshot) -> _Share:
         """Allocate this rank's staging memory; the first rank maps those of the others, and starts its saver."""

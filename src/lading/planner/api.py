@@ -159,7 +159,9 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     if policy == "residency" and homes is None:
         progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
-    chosen = _with_staging(chosen, int(settings.get(STAGING_BYTES, 0.0)))
+    staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
+    shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
+    chosen = _with_staging(chosen, staging_bytes)
     if policy == "residency":
         rows.append(_row(policy, chosen.found))
     plan = chosen.found
@@ -171,9 +173,8 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
         policies=tuple(rows),
     )
     request = _request(graph, machine, policy, allowed, settings)
-    return _planned(
-        plan, request, predictions, _assumptions(graph, machine, workspace_bytes, settings), deferred=chosen.deferred
-    )
+    said = (*_assumptions(graph, machine, workspace_bytes, settings), *filter(None, [shortage]))
+    return _planned(plan, request, predictions, said, deferred=chosen.deferred)
 
 
 def _request(
@@ -386,6 +387,56 @@ def joined(each: Sequence[Planned], machine: Machine) -> Plan:
     return dataclasses.replace(plans[0], peers=tuple(plans[1:]))
 
 
+def staging_saves(each: Sequence[Planned], staging_bytes: Sequence[int]) -> list[Planned]:
+    """Let checkpoints be staged beside training in what the plans leave of their budgets, if that is enough for all.
+
+    Args:
+        each: Plans of the ranks along a pipeline, or the one of all ranks.
+        staging_bytes: Bytes that it takes on the busiest rank of each.
+    """
+    rows = list(zip(each, staging_bytes, strict=True))
+    shortages = (_staging_shortage(program, size) for p, size in rows for program in (p.program, *p.others))
+    if words := next(filter(None, shortages), ""):
+        return [dataclasses.replace(p, plan=_assuming(p.plan, words)) for p in each]
+    made = list[Planned]()
+    for planned, size in rows:
+        pairs = zip(planned.plan.others, planned.others, strict=True)
+        others = [_staged(plan, program, size) for plan, program in pairs]
+        plan, program = _staged(planned.plan, planned.program, size)
+        plan = dataclasses.replace(plan, others=tuple(other for other, _ in others))
+        made.append(Planned(plan, program, tuple(other for _, other in others)))
+    return made
+
+
+def _staged(plan: Plan, program: Program, staging_bytes: int) -> tuple[Plan, Program]:
+    """Copy of a plan and its Program that stage checkpoints in so many bytes."""
+    program = dataclasses.replace(program, staging_bytes=staging_bytes)
+    peak, before = program.predicted_bytes, plan.predictions
+    rows = (
+        dataclasses.replace(row, peak_bytes=peak) if row.policy == plan.request.policy else row
+        for row in before.policies
+    )
+    peaks = {moment: {**tiers, DEVICE: peak} for moment, tiers in before.peaks.items()}
+    predictions = dataclasses.replace(before, peaks=peaks, policies=tuple(rows))
+    return dataclasses.replace(plan, program=tuple(program.text().splitlines()), predictions=predictions), program
+
+
+def _staging_shortage(program: Program, staging_bytes: int) -> str:
+    """Say why checkpoints cannot be staged beside training in what a plan leaves of its budget; "" where they can."""
+    room = program.budgets[DEVICE] - program.peak_bytes
+    if staging_bytes <= room:
+        return ""
+    return (
+        f"checkpoints are written while training waits: staged beside it they would take "
+        f"{format_bytes(staging_bytes)}, and the budget leaves {format_bytes(room)}; raise it by "
+        f"{format_bytes(staging_bytes - room)}"
+    )
+
+
+def _assuming(plan: Plan, words: str) -> Plan:
+    return dataclasses.replace(plan, assumptions=(*plan.assumptions, words))
+
+
 def _received_bytes(graph: StepGraph) -> int:
     """Bytes of the host's memory in which all that a step receives from other stages has a place."""
     return sum(op.bytes_written for op in graph.ops if op.name == RECEIVE)
@@ -495,8 +546,8 @@ def _chosen(
 
 def _with_staging(chosen: Ordered, staging_bytes: int) -> Ordered:
     """Let checkpoints be staged beside training in what the best plan leaves of the budget, if that is enough."""
-    program, budget = chosen.found.program, chosen.step.budgets[DEVICE]
-    if not 0 < staging_bytes <= budget - program.peak_bytes:
+    program = chosen.found.program
+    if not staging_bytes or _staging_shortage(program, staging_bytes):
         return chosen
     program = dataclasses.replace(program, staging_bytes=staging_bytes)
     return dataclasses.replace(chosen, found=dataclasses.replace(chosen.found, program=program))

@@ -88,8 +88,7 @@ class Values:
 
     def takes_chunks(self, storage: int) -> bool:
         """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
-        view = self._views.get(storage)
-        return view is None or (view.is_row_major and view.spans(self._graph.storages[storage].size_bytes))
+        return lies_in_order(self._graph, self._views, storage)
 
     def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
         """Set persistent storages from bytes in the order of their elements; as ``Executor.write_chunks``."""
@@ -227,6 +226,16 @@ def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(1, size_bytes) if home.tier == DEVICE else BOUNCE_BYTES
     for start in range(0, size_bytes, step):
         yield start, min(start + step, size_bytes)
+
+
+def lies_in_order(graph: StepGraph, views: Mapping[int, Tensor], storage: int) -> bool:
+    """Whether the bytes of a storage are the elements of its parameter, buffer or state in order, and no others.
+
+    Args:
+        views: What ``named_tensors`` returns for the graph.
+    """
+    view = views.get(storage)
+    return view is None or (view.is_row_major and view.spans(graph.storages[storage].size_bytes))
 
 
 def named_tensors(graph: StepGraph) -> dict[int, Tensor]:

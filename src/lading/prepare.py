@@ -722,7 +722,7 @@ def _staging(run: RunConfig, step: CapturedRun, machine: Machine) -> dict[str, f
 
 
 def _saved_beside(captured: StepGraph) -> list[tuple[str, int]]:
-    """What a checkpoint has beside values, with its bytes: the generator's state, the names of what is frozen."""
+    """Names and bytes of what a checkpoint has beside values: the generator's state, the names of what is frozen."""
     frozen = [p.names[0] for p in captured.parameters if p.gradient is None]
     return [("random", torch.get_rng_state().numel()), ("frozen", len("\n".join(frozen).encode()))]
 

@@ -155,12 +155,16 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         out, error = capsys.readouterr()
         return out + error
 
+    kept = tmp_path / "checkpoints" / "step-00000014.set-aside"
+    kept.mkdir()
+    (kept / "state.safetensors").write_bytes(bytes(4096))
     today = time.strftime("%Y-%m-%d")
     rows = said("list", str(tmp_path)).splitlines()
-    assert [row.split()[0] for row in rows] == [str(first.parent), "step", "1", "12", "unfinished", str(best.parent),
-                                                "step", "5"]  # fmt: skip
-    assert all(today in row and row.endswith("  no") for row in (rows[2], rows[3], rows[7]))
+    assert [row.split()[0] for row in rows] == [str(first.parent), "step", "1", "12", "unfinished", "set",
+                                                str(best.parent), "step", "5"]  # fmt: skip
+    assert all(today in row and row.endswith("  no") for row in (rows[2], rows[3], rows[8]))
     assert "2.00 KiB" in rows[4]
+    assert "4.00 KiB" in rows[5]
     assert said("verify", str(first)) == f"whole    {first}\n"
     assert said("verify", str(tmp_path)).count("whole") == 3
     assert all(row.count(today) == 2 for row in said("list", str(tmp_path)).splitlines() if " 20" in row)

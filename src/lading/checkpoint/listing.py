@@ -14,7 +14,15 @@ from pathlib import Path
 
 from lading.checkpoint.lock import read_lock
 from lading.checkpoint.manifest import MANIFEST
-from lading.checkpoint.store import BEST, NEWEST, checkpoint_folders, described_checkpoint, inspect_checkpoint, step_of
+from lading.checkpoint.store import (
+    BEST,
+    NEWEST,
+    SET_ASIDE,
+    checkpoint_folders,
+    described_checkpoint,
+    inspect_checkpoint,
+    step_of,
+)
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json, write_text
 
@@ -83,8 +91,17 @@ def list_checkpoint(path: Path) -> ListedCheckpoint:
 
 def unfinished_bytes(folder: Path) -> int:
     """Bytes of checkpoints in a folder that are being written or deleted, or were when their process was killed."""
+    return _bytes_of(folder, ".tmp-")
+
+
+def set_aside_bytes(folder: Path) -> int:
+    """Bytes of checkpoints in a folder that were set aside when their run went on from an earlier one."""
+    return _bytes_of(folder, SET_ASIDE)
+
+
+def _bytes_of(folder: Path, mark: str) -> int:
     try:
-        asides = [path for path in folder.iterdir() if path.name.startswith("step-") and ".tmp-" in path.name]
+        asides = [path for path in folder.iterdir() if path.name.startswith("step-") and mark in path.name]
         return sum(each.stat().st_size for path in asides for each in path.glob("*"))
     except OSError as error:
         raise StorageError(f"cannot look at {folder}: {error.strerror}; it changes while it is read") from error

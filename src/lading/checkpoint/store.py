@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 STATE = "state.safetensors"
 #: Folders of a run's checkpoints: the newest ones, and the one of the lowest validation loss.
 NEWEST, BEST = "checkpoints", "best"
+#: What the name of a checkpoint has more once its run goes on from an earlier one.
+SET_ASIDE = ".set-aside"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?\Z")
@@ -441,7 +443,7 @@ def set_aside(path: Path) -> Path:
     Raises:
         StorageError: it cannot be renamed.
     """
-    names = (f"{path.name}.set-aside{number}" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    names = (f"{path.name}{SET_ASIDE}{number}" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
     target = next(target for name in names if not os.path.lexists(target := path.with_name(name)))
     rename_file(path, target)
     return target

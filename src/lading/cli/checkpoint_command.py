@@ -40,7 +40,7 @@ class CheckpointCommand:
 
 
 def _list(paths: list[Path]) -> None:
-    from lading.checkpoint.listing import list_checkpoint, unfinished_bytes
+    from lading.checkpoint.listing import list_checkpoint, set_aside_bytes, unfinished_bytes
 
     for folder, group in groupby(paths, key=lambda path: path.parent):
         print(f"{folder}\n      step       size  saved             verified")
@@ -52,6 +52,8 @@ def _list(paths: list[Path]) -> None:
             print(fitted(f"{step:>10} {format_bytes(row.size_bytes):>10}  {_time(row.saved_s)}  {state}"))
         if unfinished := unfinished_bytes(folder):
             print(f"unfinished {format_bytes(unfinished):>10}  goes with the next save, but for one under way")
+        if aside := set_aside_bytes(folder):
+            print(f" set aside {format_bytes(aside):>10}  of a run that went on from an earlier one; delete by hand")
 
 
 def _verify(paths: list[Path]) -> None:

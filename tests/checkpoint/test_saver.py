@@ -8,9 +8,12 @@ import os
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -140,6 +143,42 @@ def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> Non
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
     assert saver.save(order(tmp_path, 3)) == []
     assert saver.pid != dead
+
+
+SPIN = "while True: pass"
+
+
+def test_one_that_no_processor_is_left_for_gives_way(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a thread that never pauses idle work gets next to nothing; another process takes the save over."""
+    monkeypatch.setattr("lading.checkpoint.saver._PATIENCE_S", 0.3)
+    monkeypatch.setattr("lading.checkpoint.saver._LOOK_S", 0.01)
+    saver.save(order(tmp_path, 1))
+    large = tuple(StagedTensor(f"w{n}", "uint8", (SIZE,), ((0, 0, SIZE),)) for n in range(20))
+    idle, processor = saver.pid, min(os.sched_getaffinity(0))
+    assert idle is not None
+    before = os.sched_getaffinity(0)
+    spinning = subprocess.Popen([sys.executable, "-S", "-c", SPIN])
+    try:
+        for pid in (idle, *map(int, os.listdir(f"/proc/{idle}/task")), spinning.pid):
+            os.sched_setaffinity(pid, {processor})
+        told = saver.save(replace(order(tmp_path, 2), tensors=large))
+    finally:
+        spinning.kill()
+        spinning.wait()
+    assert os.sched_getaffinity(0) == before
+    assert len(told) == 1
+    assert "training leaves no processor idle, so checkpoints are written with 3% of one from step 2 on" in told[0]
+    assert saver.pid != idle
+    assert saver.pid is not None
+    assert os.sched_getscheduler(saver.pid) != os.SCHED_IDLE
+    assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 15
+    open_checkpoint(tmp_path / "step-00000002").verify()
+    pid = saver.pid
+    assert saver.save(order(tmp_path, 3)) == []  # said once, and it stays
+    assert saver.pid == pid
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def test_one_whose_training_process_is_gone_ends(tmp_path: Path) -> None:

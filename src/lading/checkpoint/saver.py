@@ -1,7 +1,10 @@
 """The saver: a process beside training that writes, checksums and commits checkpoints out of staging memory.
 
 It imports no torch, so that it starts in a tenth of a second and takes some 20 MiB. It yields the processors to
-training: whatever wakes interrupts it at once (SCHED_IDLE of Linux). Signals that ask a job to end are left to the
+training: whatever wakes interrupts it at once (SCHED_IDLE of Linux). Where training never leaves a processor idle, such
+a process gets three thousandths of one, and a save would last for hours: when that has shown for ten seconds, another
+process begins the save anew, which gets 3% at least, and writes the later ones, too. (It cannot be the same one: Linux
+lets nobody but root out of SCHED_IDLE.) Signals that ask a job to end are left to the
 training process, which waits for the save under way; where that process is gone, the saver ends at once, and what it
 had not committed is a leftover like any other.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -29,8 +33,12 @@ from lading.errors import ConfigError, LadingError, StorageError
 
 #: How the saver begins: with the folders that the training process imports from, and no other.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lading.checkpoint.saver import main; main()"
-#: For a system that knows no idle work: Linux gives it 3% of a processor beside a thread that never pauses.
-_NICENESS = 15
+#: Of a saver that is no idle work, and the share of a processor that Linux gives it beside a thread that never pauses.
+_NICENESS, _SHARE = 15, 0.03
+#: Word for a saver that is idle work.
+_IDLE = "idle"
+#: Seconds for which such a one waits for processors before it may be found to starve, and between two looks.
+_PATIENCE_S, _LOOK_S = 10.0, 0.5
 #: Seconds that a saver without work has to end.
 _CLOSING_S = 10.0
 
@@ -76,6 +84,7 @@ class Saver:
     def __init__(self, *memories: StagingMemory) -> None:
         self.memories = memories
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_idle_work, self._is_killed = True, False
 
     @property
     def pid(self) -> int | None:
@@ -94,7 +103,7 @@ class Saver:
         places = [(memory.file, memory.size_bytes) for memory in self.memories]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps(sys.path), json.dumps(places)],
+                [sys.executable, "-P", "-c", _START, json.dumps(sys.path), json.dumps(places), self._kind],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[file for file, _ in places],
@@ -114,16 +123,18 @@ class Saver:
         Raises:
             ConfigError, StorageError: as ``save_checkpoint``; or the process died. Older checkpoints are whole.
         """
-        process = self.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer.endswith(b"\n"):
+        process, said = self.start(), list[str]()
+        answer = self._answer(process, order)
+        if answer is None and not self._is_killed:
+            said.append(
+                f"training leaves no processor idle, so checkpoints are written with {_SHARE:.0%} of one from step "
+                f"{order.step} on, beside training; train with a thread less, or let it wait for them "
+                "(checkpoint.wait = true in a run), if they last too long"
+            )
+            self._is_idle_work = False
+            process = self.start()
+            answer = self._answer(process, order)
+        if not answer or not answer.endswith(b"\n"):
             raise StorageError(
                 f"cannot save checkpoint {order.path}: the process that saves ({process.pid}) has died "
                 f"({_ending(process.wait())}); older checkpoints are whole; look at the system's log for its memory, "
@@ -131,15 +142,39 @@ class Saver:
             )
         told = json.loads(answer)
         if "failed" not in told:
-            return told["warnings"]
+            return said + told["warnings"]
         kind = ConfigError if told["kind"] == ConfigError.__name__ else StorageError
         error = kind(told["failed"])
         if isinstance(error, StorageError):
             error.errno = told["errno"]
         raise error
 
+    @property
+    def _kind(self) -> str:
+        return _IDLE if self._is_idle_work else "nice"
+
+    def _answer(self, process: subprocess.Popen[bytes], order: SaveOrder) -> bytes | None:
+        """Give a process an order and wait for its answer: b"" if it dies, None if it is idle work and starves."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        before = _ran_and_waited_s(process.pid)
+        try:
+            process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return b""
+        told = select.poll()
+        told.register(process.stdout, select.POLLIN)
+        while not told.poll(1000 * _LOOK_S if self._is_idle_work else None):
+            if _starves(before, _ran_and_waited_s(process.pid)):
+                process.kill()
+                process.wait()
+                return None
+        return process.stdout.readline()
+
     def kill(self) -> None:
         """Stop the process at once: ``save``, on another thread, raises."""
+        self._is_killed = True
         if self._process is not None:
             self._process.kill()
 
@@ -159,6 +194,23 @@ class Saver:
             process.wait()
 
 
+def _ran_and_waited_s(pid: int) -> tuple[float, float] | None:
+    """Seconds for which a process ran, and was ready to run without a processor; None where the system does not say."""
+    with suppress(OSError, ValueError):
+        ran, waited, times = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+        if times:  # a system that does not count says 0
+            return ran / 1e9, waited / 1e9
+    return None
+
+
+def _starves(before: tuple[float, float] | None, now: tuple[float, float] | None) -> bool:
+    """Whether a process has waited for long, and got less than another one would that is no idle work."""
+    if before is None or now is None:
+        return False
+    ran_s, waited_s = now[0] - before[0], now[1] - before[1]
+    return waited_s > _PATIENCE_S and ran_s < _SHARE * (ran_s + waited_s)
+
+
 def _ending(code: int) -> str:
     with suppress(ValueError):
         return f"by {signal.Signals(-code).name}"
@@ -170,7 +222,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    if hasattr(os, "SCHED_IDLE"):
+    if sys.argv[3] == _IDLE and hasattr(os, "SCHED_IDLE") and _ran_and_waited_s(os.getpid()):
         with suppress(PermissionError):  # a sandbox that allows no choice
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     memories = [StagingMemory(size_bytes, file).memory for file, size_bytes in json.loads(sys.argv[2])]

@@ -2,13 +2,14 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
+MUTANTS_ARGS ?=
 # Processes that the files of tests are shared among: 0 runs them one after another, auto takes one a core.
 WORKERS ?= auto
 PYTEST := pytest -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 STAMP := .venv/.lading-installed
 
-.PHONY: venv demo test check docs format clean
+.PHONY: venv demo test check mutants docs format clean
 
 venv: $(STAMP)
 
@@ -32,6 +33,11 @@ check: venv
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
+
+# Plausible faults, one at a time in a copy of the code: do the tests notice? Half an hour; MUTANTS_ARGS="planner --lived" for some.
+mutants: venv
+	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
+	$(BIN)/python -m tools.mutants --report docs/mutants.md
 
 # The site, out/docs/index.html; a warning, such as a link to nothing, is an error.
 docs: venv

@@ -297,6 +297,37 @@ def test_an_optimizer_of_ones_own_with_nothing_but_a_rate_is_taken() -> None:
     compare(lambda model: Signed(model.parameters(), 1e-3), SCHEDULERS["none"])
 
 
+class TwoCopies(Signed):
+    """Has two tensors of a parameter's size at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_((p.grad * 2) + 1, alpha=group["lr"])
+
+
+class NormLater(Signed):
+    """Looks at all elements from its second update on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                number = self.state[p].setdefault("step", torch.zeros(()))
+                number += 1
+                p.sub_(p.grad / (1.0 if number < 2 else p.grad.norm()), alpha=group["lr"])
+
+
+def test_what_an_update_allocates_is_counted_in_elements() -> None:
+    assert rule_of_optimizer(TwoCopies([torch.nn.Parameter(torch.zeros(2))], 0.1)).temporaries == 2
+
+
+def test_an_optimizer_that_looks_at_all_elements_later_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gives a part of a parameter other numbers than the whole"):
+        rule_of_optimizer(NormLater([torch.nn.Parameter(torch.zeros(2))], 0.1))
+
+
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
 def test_an_update_by_itself_runs_by_the_numbers_of_its_class(name: str) -> None:
     """As where its memory is measured, in a process that has the operation alone."""

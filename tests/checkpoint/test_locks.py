@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
@@ -56,6 +57,23 @@ def test_what_is_being_deleted_is_not_read(tmp_path: Path) -> None:
             pass
     with read_checkpoint(path), delete_lock(path) as free:
         assert not free
+
+
+def test_what_is_replaced_between_its_opening_and_its_lock_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = save(tmp_path, 1, 7), fcntl.flock
+
+    def late(file: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH and path.exists():
+            path.rename(tmp_path / "aside")
+            (tmp_path / "aside2").mkdir()
+            (tmp_path / "aside2").rename(path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(StorageError, match="is being deleted or replaced"), read_checkpoint(path):
+        pass
 
 
 def test_every_so_many_steps_one_stays(tmp_path: Path) -> None:

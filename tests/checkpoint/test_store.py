@@ -321,14 +321,26 @@ def test_fuzz(saved: Path, data: st.DataObject) -> None:
         file.write_bytes(original)
 
 
-@pytest.mark.parametrize("writes_left", [0, 1])
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes_left: int) -> None:
+def test_an_altered_manifest_of_equal_sums_is_refused(tmp_path: Path) -> None:
+    """An adler32 is easily met: neighbours that change by 1, -2 and 1 leave both of its sums as they are."""
+    path = save(tmp_path, 1, small(1.0))
+    data = (path / "manifest.json").read_bytes()
+    altered = data.replace(b"fung", b"gsog")
+    assert altered != data
+    assert zlib.adler32(altered) == zlib.adler32(data)
+    (path / "manifest.json").write_bytes(altered)
+    with pytest.raises(StorageError, match=r"expected sha256 .* at 77, found"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("writes_left", "code"), [(0, errno.ENOSPC), (1, errno.ENOSPC), (0, errno.EDQUOT)])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes_left: int, code: int) -> None:
     older = save(tmp_path, 40)
     write, calls = os.write, iter(range(100))
 
     def full(fd: int, data: memoryview) -> int:
         if next(calls) >= writes_left:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(code, os.strerror(code))
         return write(fd, data)
 
     with monkeypatch.context() as patch:

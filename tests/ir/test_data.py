@@ -38,6 +38,7 @@ def test_timeline_round_trip_and_sums(tmp_path: Path) -> None:
     assert timeline.busy_s("compute") == 1.25
     assert (timeline.peak_of_tier("device"), timeline.peak_of_tier("disk"), timeline.peak_of_tier("host")) == (7, 9, 0)
     assert Timeline("predicted", (), ()).duration_s == 0.0
+    assert Timeline("measured", (*events[:2], Event(0, "compute", 2, 1.0, 1.5)), ()).duration_s == 3.0
 
 
 @given(st.dictionaries(positive, positive, min_size=1, max_size=6), positive)
@@ -126,6 +127,8 @@ def test_bytes_of_views() -> None:
     assert (expanded.size_bytes, expanded.touched_bytes) == (20, 4)
     assert Tensor(0, "int64", (0, 5), (5, 0)).touched_bytes == 0
     assert Tensor(0, "bool", (), ()).size_bytes == DTYPE_BYTES["bool"]
+    strides = [(3, 1), (1, 2), (4, 1), (1, 3), (2, 1)]
+    assert [s for s in strides if Tensor(0, "float32", (2, 3), s).is_dense] == [(3, 1), (1, 2)]
 
 
 def test_references_are_found_and_renamed_at_any_depth() -> None:

@@ -70,6 +70,7 @@ def test_ranks_lie_along_axes() -> None:
     assert layout.group(6, "pp") == (2, 6)
     assert layout.group(6, "pp/shard") == (2, 3, 6, 7)
     assert layout.across("shard", "pp", "tp") == (("over", "pp/shard"), ("ranks", 4), ("of", 8))
+    assert [parse_layout(text).shards for text in ("dp2,cp2,zero1", "dp2,zero1", "dp2,cp2")] == [4, 2, 1]
 
 
 def test_near_words_are_named() -> None:

@@ -14,8 +14,12 @@ from tests.capture.parity import own, squares, tokens, values
 from torch import nn
 
 from lading.errors import ConfigError
-from lading.ir.expand import expand
-from lading.ir.graph import OpKind, Phase, Role, StepGraph
+from lading.ir.expand import _cut, expand  # pyright: ignore[reportPrivateUsage]
+from lading.ir.graph import OpKind, Phase, Role, StepGraph, Tensor
+from lading.ir.layout import parse_layout
+from lading.ir.program import NO_GRAPH
+from lading.ir.reduction import REDUCE_SCATTER, _Reducer, _Span  # pyright: ignore[reportPrivateUsage]
+from lading.ir.sharding import shard_parameters
 from lading.models.loss import next_byte_loss
 from lading.tracing.batches import input_leaves
 from lading.tracing.interpret import Interpreter
@@ -211,6 +215,41 @@ def test_states_in_parts_cover_each_parameter_once() -> None:
         spans = [(graph.tensors[op.args[0].tensor].offset, prod(graph.tensors[op.args[0].tensor].shape)) for op in mine]
         assert spans[0][0] == 0
         assert all(a + n == b for (a, n), (b, _) in pairwise(spans))
+
+
+def test_parts_of_a_view_lie_within_it() -> None:
+    parts = _cut(Tensor(0, "float32", (2, 1024), (1024, 1), offset=512), 2)
+    assert [(part.offset, part.shape) for part in parts] == [(512, (1024,)), (1536, (1024,))]
+
+
+def test_a_gradient_that_is_a_view_is_found_in_its_bucket() -> None:
+    step = dataclasses.replace(NO_GRAPH, tensors=(Tensor(0, "float32", (8,), (1,), offset=4),))
+    reducer = _Reducer(step, parse_layout("dp2"))
+    reducer.spans[0] = [_Span(start=4, stop=12, bucket=1, offset=100)]
+    found = reducer.tensors[reducer._in_bucket(0)]  # pyright: ignore[reportPrivateUsage]
+    assert (found.storage, found.offset) == (1, 100)
+
+
+def test_frozen_parameters_are_cut_where_parameters_are() -> None:
+    model = own("llama", num_layers=1)
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    captured = capture(model, tokens(), next_byte_loss)
+    whole = {zero: sum(captured.tensors[p.tensor].size_bytes for p in captured.parameters if zero == 3 or p.gradient)
+             for zero in (1, 3)}  # fmt: skip
+    for zero, size in whole.items():
+        graph, units, _ = shard_parameters(captured, parse_layout(f"dp2,zero{zero}"))
+        cut = 2 * sum(graph.tensors[unit.shard].size_bytes for unit in units)
+        assert size <= cut < 1.1 * size
+
+
+def test_ranks_of_a_sequence_have_terms_of_a_sum_not_of_a_mean() -> None:
+    """Of four ranks two share each sequence: the sum of all four is that of two gradients."""
+    captured, layout = capture(own("llama", num_layers=1), tokens(), next_byte_loss), parse_layout("dp2,cp2,zero1")
+    terms = tuple(dataclasses.replace(p, gradient_terms=2) for p in captured.parameters)
+    graph, _, _ = shard_parameters(dataclasses.replace(captured, parameters=terms), layout)
+    facts = [dict(op.kwargs) for op in expand(graph, layout=layout).ops if op.name == REDUCE_SCATTER]
+    assert {(each["ranks"], each.get("mean_of")) for each in facts} == {(4, 2)}
 
 
 def writes_to(graph: StepGraph, op: Any, tensor: int) -> bool:

@@ -29,7 +29,7 @@ from lading.errors import ProgramError
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import Role
 from lading.ir.program import Program
-from lading.memory.verify import verify
+from lading.memory.verify import AddressedResidency, AddressMap, verify
 
 # Valid programs.
 
@@ -170,6 +170,25 @@ def test_a_dependency_may_not_be_reordered() -> None:
     p.run(3)
     p.free_all()
     assert_rejects(p.program(), 3, "after 1 writes .* found it after 2")
+
+
+def test_a_read_may_not_come_before_the_write_that_it_wants() -> None:
+    p = versioned()
+    p.batch(0)
+    p.run(0)
+    p.run(1)
+    p.run(3)
+    p.run(2)
+    p.free_all()
+    assert_rejects(p.program(), 3, "after 2 writes .* found it after 1")
+
+
+def test_what_is_left_of_a_covered_place_is_remembered() -> None:
+    """Who takes the rest of a place has to wait for what lay on all of it."""
+    arena, whole = AddressMap(), AddressedResidency(0, 0, version=0)
+    assert arena.place(whole, 3 * PAGE) == []
+    for place in (1, 0, 2):
+        assert arena.place(AddressedResidency(1, place * PAGE, version=0), PAGE) == [whole]
 
 
 def test_writes_keep_their_order() -> None:

@@ -14,6 +14,7 @@ from tests.programs import (
     drop_action,
     edit,
     find,
+    keep_all,
 )
 
 from lading.ir.action import CALLER, ActionKind
@@ -39,6 +40,13 @@ def test_arena_bounds_and_alignment(base: Program) -> None:
     loss = find(base, lambda a: a.kind is ActionKind.COMPUTE and any(s == 10 for s, _ in a.places))
     places = tuple((s, o + 8 if s == 10 else o) for s, o in loss.places)
     assert_rejects(edit(base, loss.id, places=places), loss.id, "multiple of 64")
+
+
+def test_what_begins_within_the_arena_ends_there() -> None:
+    program = keep_all(chain(1, size_bytes=2 * PAGE)).program()
+    compute = find(program, lambda a: a.kind is ActionKind.COMPUTE)
+    places = ((compute.places[0][0], program.arena_bytes - PAGE), *compute.places[1:])
+    assert_rejects(edit(program, compute.id, places=places), compute.id, "does not lie within the arena")
 
 
 def test_budgets(base: Program) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from pytorch_optimizer.optimizer.soap import SOAP as PublishedSOAP
 
 from lading.errors import ConfigError
 from lading.optim.adamw import AdamW
-from lading.optim.muon import COEFFICIENTS, Muon, MuonRule, orthogonal
+from lading.optim.muon import COEFFICIENTS, Muon, MuonRule, orthogonal, orthogonal_stack
 from lading.optim.roots import RootError, eigen_root, newton_root
 from lading.optim.rule import Rule, StatePlace, fresh, update_matrix
 from lading.optim.shampoo import Shampoo, ShampooRule
@@ -269,6 +271,25 @@ def test_states_are_as_many_as_a_plan_counts(rule: Rule):
         for held in (StatePlace.ELEMENTWISE, StatePlace.WHOLE)
     )
     assert rule.settings.state_elements(12, 20) == (cut, whole)
+
+
+@pytest.mark.parametrize("due", [Shampoo(frequency=5).takes_roots, SOAP(frequency=5).turns_bases])
+def test_staggered_matrices_take_turns(due: Callable[[int, int], bool]):
+    """Of five matrices one is due at each update; together they would make every fifth step long."""
+    assert [[shift for shift in range(5) if due(update, shift)] for update in range(10, 15)] == [
+        [0],
+        [4],
+        [3],
+        [2],
+        [1],
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stack_is_made_orthogonal_as_its_matrices_are(shape: tuple[int, int]):
+    matrices, steps = drawn(shape, 3)[1], COEFFICIENTS["you"]
+    alone = torch.stack([orthogonal(matrix, steps, 1e-7, torch.float32) for matrix in matrices])
+    torch.testing.assert_close(orthogonal_stack(torch.stack(matrices), steps, 1e-7, torch.float32), alone)
 
 
 def test_work_counts_the_cube():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs import chain, offloaded
 
 from lading.errors import ProgramError, SimulationError
 from lading.ir.action import ActionKind, Work
@@ -177,6 +178,14 @@ def test_what_is_emitted_holds_and_reads_back(number: int) -> None:
     assert timed(program, 1, 1, 2, 4).step_s > 0
 
 
+def test_sizes_that_only_some_programs_have_are_read_back() -> None:
+    program = offloaded(chain(2)).program(overhead_bytes=10, workspace_bytes=20)
+    program = dataclasses.replace(program, staging_bytes=30, spare_bytes=40, reducing_bytes=50)
+    again = parse_program(program.text().splitlines(), program.graph, program.tiers)
+    assert (again.staging_bytes, again.spare_bytes, again.reducing_bytes) == (30, 40, 50)
+    assert again.text() == program.text()
+
+
 @pytest.mark.parametrize(
     "line", ["0 COMPUTE nowhere op=0", "1 COMPUTE compute", "op 0 x", "storage 0 border 1 up", "what"]
 )
@@ -241,6 +250,10 @@ def _other_micro_batch(actions: ActionList) -> None:
     actions.micro_batch[_kinds(actions, ActionKind.SEND)[0]] += 1
 
 
+def _to_itself(actions: ActionList) -> None:
+    actions.peer[_kinds(actions, ActionKind.SEND)[0]] = 1
+
+
 def _waits_ahead(actions: ActionList) -> None:
     actions.waits[0] = (5,)
 
@@ -254,6 +267,7 @@ FAULTS = [
     (pipeline("1f1b", ""), 0, _becomes(ActionKind.SEND, ActionKind.STEP), "never sends it"),
     (pipeline("1f1b", ""), 1, _becomes(ActionKind.RECV, ActionKind.STEP), "never receives it"),
     (pipeline("1f1b", ""), 1, _other_micro_batch, "got it twice|never"),
+    (pipeline("1f1b", ""), 1, _to_itself, "never"),
     (pipeline("1f1b", ""), 1, _waits_ahead, "a wait points backward"),
     (TIED, 0, _swap_meetings, "collectives in one order"),
 ]

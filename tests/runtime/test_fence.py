@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import chain, keep_all
 from tests.runtime.cases import OPTIMIZER, batches_of, load, model_of, program_of
 from tests.runtime.test_salvage import CASES
 
+from lading.ir.action import DEVICE
+from lading.ir.program import PAGE_BYTES
 from lading.runtime import executor as executors
 from lading.runtime.executor import Executor
-from lading.runtime.fence import Fence
+from lading.runtime.fence import Fence, _Homes
 from lading.runtime.values import named_tensors
 
 Rooms = dict[int, list[torch.Tensor]]
@@ -113,3 +116,24 @@ def test_a_copy_that_fails_holds_nothing_back(tmp_path: Path) -> None:
             fence.run()
         executor.step(batches[0], lr=1e-3)
         assert fence.is_open
+
+
+def test_all_values_that_an_action_writes_on_are_waited_for() -> None:
+    fence = Fence({0: int, 1: int}, lane=None)  # type: ignore[arg-type]  # nothing is copied here
+    fence._end([0])
+    waiter = threading.Thread(target=fence.wait, args=({0, 1},), daemon=True)
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    fence._end([1])
+    waiter.join(30)
+    assert not waiter.is_alive()
+
+
+def test_a_value_is_written_on_wherever_a_storage_lies_over_it() -> None:
+    program = keep_all(chain(1, size_bytes=2 * PAGE_BYTES)).program()
+    sizes = program.graph.storages
+    value, place = next((s, at) for s, at in program.resident if sizes[s].size_bytes == 2 * PAGE_BYTES)
+    shifts = (-2, -1, 0, 1, 2)
+    over = [value in _Homes(program).within(DEVICE, place + shift * PAGE_BYTES, value) for shift in shifts]
+    assert over == [False, True, True, True, False]

@@ -89,6 +89,17 @@ def test_one_run_per_folder_until_it_is_gone(folder: Path) -> None:
     tier.close()
 
 
+def test_a_file_that_lost_a_part_and_was_written_on_is_refused(folder: Path) -> None:
+    """What was lost would be read as zeros."""
+    tier, arena = FileTier(folder, 64 * PAGE_BYTES), Arena(PAGE_BYTES)
+    page = arena.bytes_at(0, PAGE_BYTES)
+    os.ftruncate(tier._file, 48 * PAGE_BYTES)  # pyright: ignore[reportPrivateUsage]
+    tier.write(63 * PAGE_BYTES, page)
+    with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
+        tier.read(50 * PAGE_BYTES, page)
+    tier.close()
+
+
 def test_a_full_disk_is_found_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from lading.catalog.load import load_machine, with_network
+from lading.catalog.load import load_machine
+from lading.catalog.networks import with_network
 from lading.cost.collective import NCCL, Tuning, lines
 from lading.cost.topology import Group, group_of_ranks
 from lading.ir.machine import Machine

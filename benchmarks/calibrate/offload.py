@@ -3,17 +3,21 @@
     python benchmarks/calibrate/offload.py
 
 Each row has a step with the optimizer on the host and what of it is not the update: where both were published the step
-without, else the forward and backward. Elements a second of all ranks of a host, over what its memory allows at Adam's
-28 bytes an element (the catalog's ``optimizer_elements_per_s``, an eighth of a host), is the share. The median of the
-usual launches is ``Stack.host_optimizer``; rows that bind threads and fuse are shown beside it.
+without, else the forward and backward. The share is what ``lading.cost.hosting.update_s``, which predicts such steps,
+says for an update as fast as the host's memory allows, over what was measured; the ranks of a row that are on a host
+have all of it between them. The median of the usual launches is ``Stack.host_optimizer``; rows that bind threads and
+fuse are shown beside it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from statistics import median
 
 from lading.catalog.load import load_machine
+from lading.catalog.stacks import DEFAULT, stack_by_name
+from lading.cost.hosting import update_s
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ class Row:
     @property
     def share(self) -> float:
         """Share of what the host's memory allows that the update reaches."""
-        host = load_machine(self.machine).host_device
-        assert host is not None
-        return self.ranks * self.elements / self.seconds / (8 * host.optimizer_elements_per_s)
+        machine = load_machine(self.machine).with_job(self.ranks)
+        fastest = dataclasses.replace(stack_by_name(DEFAULT), host_optimizer=1.0)
+        return update_s(self.elements, 0.0, machine, machine.host_tier, fastest) / self.seconds
 
 
 ROWS = (

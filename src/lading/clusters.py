@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
+from lading.catalog.networks import checked_network, node_size
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
 from lading.errors import ConfigError
@@ -16,6 +17,7 @@ from lading.ir.table import ModelTable
 from lading.planner.space import Space
 from lading.report.lines import say, say_list
 from lading.report.plan_table import figures_table
+from lading.report.understood import understood
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, machine_of
 from lading.units import format_bytes, format_flops, format_seconds
@@ -35,7 +37,9 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
     if not request.training:
         raise ConfigError("expected a training step, got one forward pass, which is placed on unlike devices only")
     table, seq_len = _table(request)
-    load_machine(request.machine)
+    machine = load_machine(request.machine)
+    if request.network:
+        checked_network(request.network, node_size(machine))
     model = Architecture(family=table.name, symbols=table.symbols, blocks=(("block", sum(table.counts) - 2),))
     step = StepRequest(
         name=request.model,
@@ -60,7 +64,7 @@ def space_of(request: Request) -> Space:
         ConfigError: a name is not known, or such layouts are not searched.
     """
     step, table = step_of(dataclasses.replace(request, devices=0, global_batch=0))
-    return Space(request, step, table, machine_of(step))
+    return Space(request, step, table, machine_of(step, request.devices))
 
 
 def _longer(name: str, seq_len: int) -> tuple[str, ...]:
@@ -123,6 +127,7 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "offload_to": simulated.behind_tier,
         "behind_bytes": simulated.behind_bytes,
         "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.behind],
+        "understood": understood(request, simulated.machine),
         "assumptions": list(simulated.assumed),
     }
     if simulated.updated is not None:
@@ -180,6 +185,7 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
     console.print(_shares_table(simulated))
     console.print(_memory_table(simulated))
     say(console, verdict(simulated), "bold" if figures["fits"] else "bold red")
+    say_list(console, "Understood", [f"{subject}: {text}" for subject, text in figures["understood"].items()])
     say_list(console, "Assumed", figures["assumptions"])
 
 

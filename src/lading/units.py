@@ -19,6 +19,8 @@ _CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _LEAST_PLAIN_BYTES = 1024
 #: Units of long times, the seconds of one, and from how many seconds on they are used.
 _LONG_TIMES = (("days", 86400, 3 * 86400), ("h", 3600, 3 * 3600), ("min", 60, 1000))
+#: Units that are bits: a capital prefix, then a small b. All small is taken for bytes, as nobody has such bits.
+_BITS = re.compile(r"[KMGT]i?b\Z")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
@@ -45,6 +47,8 @@ def _read_bytes(size: object, name: str, *, is_share: bool) -> int:
     match = _NUMBER.match(size if isinstance(size, str) else str(size))
     if match is None or match[2].upper() not in _BYTE_UNITS:
         raise ConfigError(f"{expected}, got {_shown(size)}")
+    if _BITS.match(match[2]):
+        raise ConfigError(f"{expected}, got {_shown(size)}: a small b is bits; write {match[2][:-1]}B for bytes")
     size_bytes = size if isinstance(size, int) else float(match[1]) * _BYTE_UNITS[match[2].upper()]
     if size_bytes >= 2**63:
         raise ConfigError(f"{where}expected a size below 2**63 bytes, got {_shown(size)}")

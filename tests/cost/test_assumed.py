@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lading.catalog.load import load_machine, with_network
+from lading.catalog.load import load_machine
+from lading.catalog.networks import with_network
 from lading.cost.collective import assumed_of_links
 from lading.ir.layout import parse_layout
 

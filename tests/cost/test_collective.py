@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lading.catalog.load import load_machine, with_network
+from lading.catalog.load import load_machine
+from lading.catalog.networks import with_network
 from lading.cost.collective import OPS, algorithm, collective_s, collectives_s, lines, nic_share
 from lading.cost.topology import Group, group_of, group_of_ranks
 from lading.errors import ConfigError

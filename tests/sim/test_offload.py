@@ -47,10 +47,10 @@ def test_states_leave_the_device() -> None:
 
 
 def test_the_host_updates_and_a_step_takes_that_much_longer() -> None:
-    """8.03e9 parameters on 8 devices, each at 12% of 1.92e9 elements a second."""
+    """8.03e9 parameters on 8 devices, each at 14.5% of what moves 28 bytes of 1.92e9 elements a second."""
     kept, moved = step("zero3,gb32,recompute=full"), step("zero3,gb32,recompute=full,offload=optimizer")
     updates_s = moved.step.shares_s["optimizer"]
-    assert updates_s == pytest.approx(8.03e9 / 8 / (0.12 * 1.92e9), rel=0.01)
+    assert updates_s == pytest.approx(8.03e9 / 8 * (34 / 28) / (0.145 * 1.92e9), rel=0.01)
     longer = moved.step.step_s - kept.step.step_s
     assert longer == pytest.approx(updates_s - kept.step.shares_s["optimizer"], rel=0.05)
 
@@ -61,7 +61,7 @@ def test_gradients_of_replicas_come_down_at_the_end() -> None:
 
 
 def test_a_disk_is_read_and_written_beside_the_update() -> None:
-    fast = dataclasses.replace(STACK, host_optimizer=1.0)
+    fast = dataclasses.replace(STACK, host_optimizer=1.0, parameters_dtype="float32", master_weights=False)
     assert update_s(1e9, 12, H100, "host", fast) == pytest.approx(1 / 1.92)
     assert update_s(1e9, 12, H100, "disk", fast) == pytest.approx(12 / 2.4, rel=1e-3)
     assert copy_s(1e9, H100, "disk", out=False) == pytest.approx(1 / 6.5, rel=1e-3)
@@ -117,7 +117,7 @@ def test_llama_7b_on_eight_a800() -> None:
     """
     sizes = {"h": 4096, "f": 11008, "n": 32, "k": 32, "d": 128, "v": 32000}
     model = Architecture(family="llama", symbols=sizes, blocks=(("block", 32),))
-    stack = dataclasses.replace(stack_by_name("hf-transformers"), host_optimizer=0.041)
+    stack = dataclasses.replace(stack_by_name("hf-transformers"), host_optimizer=0.041 * 22 / 28)
     for layout, longer_s, peaks in (
         ("dp8,zero3,mb2,gb64,recompute=full", 16.8, (20.4, 9.4)),
         ("dp8,zero2,gb64,recompute=full", 20.1, (23.5, 16.9)),
@@ -151,7 +151,7 @@ def test_what_does_not_fit_the_host_does_not_fit() -> None:
 def test_assumptions_are_said() -> None:
     said = assumed_of_offload(parse_layout("zero3,offload=optimizer"), STACK, H100)
     assert any("page-locked copies" in text for text in said)
-    assert any("12% of what its memory allows" in text for text in said)
+    assert any("14% of what its memory allows" in text for text in said)
     assert assumed_of_offload(parse_layout("zero3"), STACK, H100) == ()
 
 

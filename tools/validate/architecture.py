@@ -11,7 +11,34 @@ from lading.errors import ConfigError
 from lading.ir.request import Architecture
 
 _HYBRID = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-_MLA = {"qr": r"q_lora *(\d+)", "kr": r"kv_lora *(\d+)", "dn": r"qk_nope *(\d+)", "dr": r"qk_rope *(\d+)"}
+_OF = r"(?:_rank|_head_dim|_dim)?[ =:]*"
+_MLA = {
+    "qr": rf"\bq_lora{_OF}(\d+)",
+    "kr": rf"kv_lora{_OF}(\d+)",
+    "dn": rf"qk_nope{_OF}(\d+)",
+    "dr": rf"qk_rope{_OF}(\d+)",
+}
+_LATENT = re.compile(r"\bmla\b|latent attention|kv_lora", re.IGNORECASE)
+#: Latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), taken where its sizes are not told; models
+#: narrower than this have no low rank of queries, as DeepSeek-V2-Lite and Moonlight.
+_DEEPSEEK = {"kr": 512, "dn": 128, "dr": 64, "dv": 128}
+_LOW_RANK_QUERIES, _QUERY_RANK = 5120, 1536
+#: Words of attention's form that are read, or that change nothing here.
+_ATTENTION_WORDS = re.compile(
+    r"\b(?:gqa|mqa|mha|mla|multi-head|multi-query|grouped-query|grouped|query|latent|attention|causal|full|self|standard|"
+    r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|rope|rotary|alibi|learned|"
+    r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
+    r"global|every|other|layers?|tokens?|size|ratio|[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
+    re.IGNORECASE,
+)
+_NO_SOFTMAX = re.compile(
+    r"linear attention|lightning|retention|retnet|rwkv|deltanet|hyena|sparse attention|\bdsa\b|\bnsa\b|block-sparse",
+    re.IGNORECASE,
+)
+_WINDOW = re.compile(
+    r"(?:sliding[-_ ]?window|\bswa|windowed|local(?: attention)?|window)(?: attention)?(?: size)?(?: of)?[ (=:]*(\d+)",
+    re.IGNORECASE,
+)
 #: Taken where a source gives no vocabulary: GPT-2's, padded as Megatron does.
 _VOCABULARY = 51200
 #: Taken where a diffusion transformer attends to text of untold length or width: T5's, as Wan and NeMo use it.
@@ -37,7 +64,7 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
     for name in ("layers", "hidden", "heads", "seq_len"):
         if not model.get(name):
             raise ConfigError(f"model.{name}: expected a number above 0, got {model.get(name)}")
-    symbols = _attention(model) | _vocabulary(model, pad_vocabulary_to, assumed)
+    symbols = _attention(model, assumed) | _vocabulary(model, pad_vocabulary_to, assumed)
     text = f"{model.get('note', '')} {model.get('attention', '')} {model.get('arch', '')} {notes}"
     symbols["f"] = int(model.get("ffn_hidden") or _default_ffn(model, assumed))
     if model.get("experts"):
@@ -49,8 +76,8 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         )
     if "mamba_heads" in model or "mamba" in text.lower():
         symbols |= _state_space(model)
-    if window := re.search(r"sliding[- ]window *\(?(\d+)", text):
-        symbols["window"] = int(window[1])
+    if window := _window(model, notes):
+        symbols["window"] = window
     if _is_diffusion(model):
         symbols |= _diffusion(model, text, assumed)
     architecture = Architecture(
@@ -66,13 +93,42 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
     return architecture, assumed
 
 
+def unread_of_model(model: Mapping[str, Any]) -> list[str]:
+    """Words of a row's model that no rule reads.
+
+    Raises:
+        ConfigError: attention, or the model as a whole, has a form that no table has.
+    """
+    attention, kind = str(model.get("attention", "")), str(model.get("kind", "")).lower()
+    if found := _NO_SOFTMAX.search(attention):
+        raise ConfigError(f"model.attention: expected softmax attention, got {attention!r}: no table has {found[0]!r}")
+    if re.search(r"encoder-decoder|seq2seq|\bt5\b|enc-dec", kind):
+        raise ConfigError(f"model.kind: expected a decoder, a mixture of experts or a DiT, got {kind!r}: no such table")
+    left = re.sub(r"[\d.=:,;/()+-]+", " ", _ATTENTION_WORDS.sub(" ", re.sub(r"\([^)]*\d[^)]*\)", " ", attention)))
+    unread = [f"model.attention: {' '.join(left.split())!r} in {attention!r}"] if left.strip() else []
+    if kind and not re.search(r"dense|moe|expert|dit|diffusion|hybrid|mamba|ssm|decoder|gpt|llama|causal", kind):
+        unread.append(f"model.kind {kind!r}: simulated as a causal decoder of these sizes")
+    if re.search(r"\b(?:gqa|mqa|grouped|multi-query)", attention, re.IGNORECASE) and not model.get("kv_heads"):
+        unread.append(f"model.attention {attention!r}, but model.kv_heads is not stated: as many as heads")
+    return unread
+
+
+def _window(model: Mapping[str, Any], notes: str) -> int:
+    """Tokens that windowed attention sees; 0 where there is none."""
+    if model.get("window"):
+        return int(model["window"])
+    form = f"{model.get('note', '')} {model.get('attention', '')} {model.get('arch', '')}"
+    found = _WINDOW.search(form) or re.search(r"sliding[- ]window *\(?(\d+)", notes)
+    return int(found[1]) if found else 0
+
+
 def _family(model: Mapping[str, Any], text: str) -> str:
     lowered = text.lower()
     if "mamba_heads" in model or "mamba" in lowered:
         return "mamba2"
     if _is_diffusion(model):
         return "wan" if _is_cross(model, text) else "dit"
-    if "mla" in str(model.get("attention", "")).lower().split() or "kv_lora" in lowered:
+    if _LATENT.search(str(model.get("attention", ""))) or "kv_lora" in lowered:
         return "mla-moe"
     if model.get("experts"):
         return "moe"
@@ -97,11 +153,15 @@ def _is_cross(model: Mapping[str, Any], text: str) -> bool:
     return each > 0 and abs(each - with_text) < abs(each - without)
 
 
-def _attention(model: Mapping[str, Any]) -> dict[str, int]:
+def _attention(model: Mapping[str, Any], assumed: list[str]) -> dict[str, int]:
     hidden, heads = int(model["hidden"]), int(model["heads"])
     kv_heads = int(model.get("kv_heads") or heads)
     sizes = {"h": hidden, "n": heads, "k": kv_heads, "d": int(model.get("head_dim") or hidden // heads)}
     text = str(model.get("attention", ""))
+    if "kv_lora" not in text and _LATENT.search(text):
+        sizes |= {**_DEEPSEEK, "qr": _QUERY_RANK if hidden >= _LOW_RANK_QUERIES else 0}
+        assumed.append("latent attention of DeepSeek's sizes (ranks 1536 and 512, heads of 128 + 64): none are told")
+        return sizes
     if "kv_lora" not in text:
         if "head_dim" not in model and hidden % heads:
             raise ConfigError(f"model: expected hidden a multiple of heads, or a head_dim, got {hidden} and {heads}")
@@ -111,7 +171,7 @@ def _attention(model: Mapping[str, Any]) -> dict[str, int]:
         if match is None and name != "qr":
             raise ConfigError(f"model.attention: expected {name} (such as qk_nope128) for MLA, got {text!r}")
         sizes[name] = int(match[1]) if match else 0
-    value = re.search(r"\bv *(\d+)", text)
+    value = re.search(r"\bv(?:_head)?(?:_dim)?[ =:]*(\d+)", text)
     sizes["dv"] = int(value[1]) if value else sizes["dn"]
     return sizes
 
@@ -179,14 +239,29 @@ def _blocks(model: Mapping[str, Any], text: str) -> tuple[tuple[str, int], ...]:
             raise ConfigError(f"model.arch: expected a pattern of {layers} layers, got {len(kinds)}")
         return _runs(kinds)
     if not model.get("experts"):
-        return (("block", layers),)
-    moe = ["window", "full"] if re.search(r"alternating *sliding", text) else ["moe"]
+        return _runs(_by_window(model, layers)) if _window(model, "") else (("block", layers),)
+    moe = ["window"] if _window(model, "") else ["moe"]
+    if re.search(r"alternating *sliding", text):
+        moe = ["window", "full"]
     if re.search(r"every other layer", text.lower()):
         moe = ["dense", "moe"]
     dense = int(model.get("first_dense_layers") or 0)
     if dense > layers:
         raise ConfigError(f"model.first_dense_layers: expected at most {layers}, got {dense}")
     return _runs(["dense"] * dense + [moe[i % len(moe)] for i in range(layers - dense)])
+
+
+def _by_window(model: Mapping[str, Any], layers: int) -> list[str]:
+    """Kind of each block where attention is windowed: all, every other one, or so many for each that is not."""
+    text = f"{model.get('note', '')} {model.get('attention', '')} {model.get('arch', '')}"
+    many = r"(\d+) ?: ?1\b|(\d+) (?:local|windowed|sliding)\w* (?:layers )?(?:for|per|to) (?:each|every|one)"
+    if ratio := re.search(many, text):
+        each = int(next(filter(None, ratio.groups())))
+    elif re.search(r"alternat|every other|interleav", text, re.IGNORECASE):
+        each = 1
+    else:
+        return ["window"] * layers
+    return ["full" if i % (each + 1) == each else "window" for i in range(layers)]
 
 
 def _runs(kinds: Iterable[str]) -> tuple[tuple[str, int], ...]:

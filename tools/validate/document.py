@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lading.report.understood import understood
+from lading.sim.simulate import machine_of
 from lading.units import GiB
 from tools.validate.order import noise, order
 from tools.validate.protocols import anchored, left_out
@@ -82,6 +84,9 @@ def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         else:
             line |= {"step_s": prediction.step_s, "low_s": prediction.low_s, "high_s": prediction.high_s}
             line |= {"peak_bytes": prediction.peak_bytes, "shares": dict(prediction.shares)}
+            if request is not None:
+                line["understood"] = understood(request, machine_of(request))
+                line["unread"] = list(request.unread)
             line["assumed"] = list(dict.fromkeys([*(request.assumed if request else ()), *prediction.assumed]))
         rows.append(line)
     return rows

@@ -7,12 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lading.catalog.load import load_machine
+from lading.catalog.networks import node_size, parse_network, parse_node
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
 from lading.errors import ConfigError
-from lading.ir.layout import PRECISIONS, Layout
+from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
-from tools.validate.architecture import architecture_of
+from tools.validate.architecture import architecture_of, unread_of_model
+from tools.validate.fields import (
+    attention_of,
+    cp_comm_of,
+    dtypes_of,
+    offload_of,
+    optimizer_of,
+    precision_of,
+    recompute_of,
+    refuse_what_is_not_modelled,
+    schedule_of,
+    task_of,
+    unread_of_gpu,
+)
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import Row
 from tools.validate.words import machine_of, stack_rule_of
@@ -27,13 +42,6 @@ _REPLAYED_ROUTER = 0.65
 #: Assumption: Python on a core of a Grace CPU takes this many times as long as on one of an x86 host of H100s or B200s.
 _GRACE = 1.3
 _DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed", "deepspeed-zero3")
-_SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
-_PRECISION_WORDS = (
-    *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),
-    *(("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")),
-    *(("float16", "fp16"), ("half", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("float32", "fp32")),
-)
-_TASKS = (("q-lora", "qlora"), ("qlora", "qlora"), ("lora", "lora"), ("sft", "sft"), ("full", "sft"), ("finet", "sft"))
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
 
 
@@ -44,20 +52,24 @@ def request_of(row: Row) -> StepRequest:
         ConfigError: the row lacks something that cannot be assumed, or its layout cannot be.
     """
     text = said(row)
+    refuse_what_is_not_modelled(row.layout)
     if not row.hardware.get("gpus"):
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
-    stack = _stack(row, text, assumed)
+    unread = _unread(row, machine)
+    stack, optimizer = _kept(row, _stack(row, text, assumed), unread)
     model, taken = architecture_of(row.model, text, _padding(row, stack))
     assumed += taken
-    layout = _layout(row, text, stack, assumed)
-    task = _task(row)
+    layout = _layout(row, text, stack, assumed, unread)
+    task = task_of(row.layout, unread)
+    near, network = _links(row, machine, assumed, unread)
     request = StepRequest(
         name=row.id,
         model=model,
         seq_len=int(row.model["seq_len"]),
         machine=machine,
-        network=_network(row, assumed),
+        network=network,
+        near=near,
         ranks_per_node=int(row.hardware.get("gpus_per_node") or 0),
         layout=layout,
         stack=stack,
@@ -67,9 +79,26 @@ def request_of(row: Row) -> StepRequest:
         packed_tokens=_packed(text, stack, task, assumed),
         dropout=_dropout(stack, model.family, text, assumed),
         alibi="alibi" in text.lower(),
+        optimizer=optimizer,
         **_extras(row, text, model.layers),
     )
-    return dataclasses.replace(_as_published(request, text, assumed), assumed=tuple(assumed))
+    request = _as_published(request, text, assumed)
+    said_unread = (f"not understood: {words}" for words in unread)
+    return dataclasses.replace(request, assumed=(*assumed, *said_unread), unread=tuple(unread))
+
+
+def _unread(row: Row, machine: str) -> list[str]:
+    """Fields of a row, and words of its device and model, that no rule reads."""
+    gpu, words = load_machine(machine).device.gpu, str(row.hardware.get("gpu", ""))
+    return [*row.unread, *unread_of_gpu(words, gpu.power_w if gpu else 0.0), *unread_of_model(row.model)]
+
+
+def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
+    """Software with what a row's words say of optimizer, number formats and attention; and the optimizer's rule."""
+    optimizer, settings = optimizer_of(row.layout, unread)
+    settings |= dtypes_of(f"{row.layout.get('precision_detail', '')} {row.layout.get('optimizer', '')}")
+    settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
+    return dataclasses.replace(stack, **settings), optimizer
 
 
 def _padding(row: Row, stack: Stack) -> int:
@@ -168,8 +197,7 @@ def _cuda_graphs(text: str) -> bool | None:
 
 
 def _task(row: Row) -> str:
-    words = str(row.layout.get("task", "")).lower()
-    return next((task for word, task in _TASKS if word in words), "pretrain")
+    return task_of(row.layout, [])
 
 
 def _rank(row: Row, assumed: list[str]) -> int:
@@ -205,16 +233,26 @@ def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     return 0.0
 
 
-def _network(row: Row, assumed: list[str]) -> str:
+def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tuple[str, str]:
+    """Words for what links the devices of a node, and for what links nodes; what they leave open is assumed."""
+    near = str(row.hardware.get("intra_node_link") or "")
     words = str(row.hardware.get("inter_node_link") or "")
-    if words.lower().startswith("n/a"):
-        return ""
-    if not words and row.hardware["gpus"] > row.hardware.get("gpus_per_node", 8):
-        assumed.append("the machine's own network: none is stated")
-    return words
+    ranks = int(row.hardware.get("gpus_per_node") or 0)
+    known = load_machine(machine)
+    node = parse_node(known, near, ranks)
+    unread += node.unread
+    if node.said:
+        assumed.append(f"inside a node: {node.said}")
+    slots = ranks or node_size(known)
+    if row.hardware["gpus"] <= slots:
+        return near, words
+    network = parse_network(words, slots)
+    unread += network.unread
+    assumed.append(f"between nodes: {network.said}")
+    return near, words if network.link else ""
 
 
-def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
+def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[str]) -> Layout:
     stated = row.layout
     degrees = {name: int(stated.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep", "vpp")}
     inside = degrees["tp"] * degrees["cp"] * degrees["pp"]
@@ -225,30 +263,36 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
         product = degrees["dp"] * inside
         raise ConfigError(f"layout: expected dp*tp*cp*pp to be the {row.hardware['gpus']} GPUs, got {product}")
     micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
-    mode, layers, modules = _recompute(row, text, assumed)
+    mode, layers, modules = _recompute(row, text, assumed, unread)
     degrees["vpp"] = _chunks(row, degrees, text, assumed)
     return Layout(
         **degrees,
         etp=_expert_tp(stated, degrees, assumed),
         sp=_sequence_parallel(stated, degrees["tp"], stack, assumed),
-        zero=_zero(stated, assumed),
+        zero=_zero(stated, assumed, unread),
         shard=_shard(stated, degrees),
-        cp_comm={"a2a": "all_to_all", "all_gather": "all_gather"}.get(str(stated.get("cp_comm", "")), "ring"),
+        cp_comm=cp_comm_of(stated, unread),
         micro_batch=micro_batch,
         global_batch=global_batch,
-        schedule=_schedule(stated, degrees["vpp"]),
+        schedule=schedule_of(stated, degrees["vpp"], unread),
         recompute=mode,
         recompute_layers=layers,
         recompute_modules=modules,
-        precision=_precision(stated, assumed),
-        **_offload(stated, text),
+        precision=precision_of(stated, assumed, unread),
+        **offload_of(stated, text, assumed, unread),
     )
 
 
-def _zero(stated: Mapping[str, Any], assumed: list[str]) -> int:
+def _zero(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> int:
+    words = str(stated.get("sharding", "")).lower()
+    if words and not re.search(r"fsdp|hsdp|ddp|zero|distributed optimizer|none|no\b", words):
+        unread.append(f"layout.sharding {words!r}")
     if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
         assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
         return 3
+    if "zero_stage" not in stated and (stage := re.search(r"zero-?(\d)|([fh]sdp)", words)):
+        assumed.append(f"sharding {words!r}: as under ZeRO-{stage[1] or 3}")
+        return min(3, int(stage[1] or 3))
     return int(stated.get("zero_stage") or 0)
 
 
@@ -306,53 +350,16 @@ def _shard(stated: Mapping[str, Any], degrees: dict[str, int]) -> int:
     return 0 if width in (0, degrees["dp"], degrees["dp"] * degrees["cp"]) else width
 
 
-def _schedule(stated: Mapping[str, Any], chunks: int) -> str:
-    words = str(stated.get("pp_schedule", "")).lower()
-    named = next((schedule for word, schedule in _SCHEDULES.items() if words.startswith(word)), None)
-    return named or ("interleaved" if chunks > 1 else "1f1b")
-
-
-def _precision(stated: Mapping[str, Any], assumed: list[str]) -> str:
-    words = str(stated.get("precision", "")).lower()
-    if words in PRECISIONS:
-        return words
-    for word, name in _PRECISION_WORDS:
-        if word in words:
-            assumed.append(f"precision {words!r} as {name}")
-            return name
-    assumed.append(f"bf16: the precision {words!r} is not known" if words else "bf16: no precision is stated")
-    return "bf16"
-
-
-def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple[str, ...]]:
+def _recompute(row: Row, text: str, assumed: list[str], unread: list[str]) -> tuple[str, int, tuple[str, ...]]:
     """Recomputing: its mode, number of layers (-1 all) and modules."""
-    mode = str(row.layout.get("activation_checkpointing", "")).lower()
-    detail = str(row.layout.get("ac_detail", "")).strip()
-    if not mode:
-        if detail != "no":
-            assumed.append("no activation recompute: none is stated")
-        return "none", -1, ()
-    if mode not in ("none", "selective", "full"):
-        raise ConfigError(f"layout.activation_checkpointing: expected none, selective or full, got {mode!r}")
-    if mode == "full" and (part := re.search(r"(?:recompute|checkpoint)\w* (\d+) of \d+ layers", text)):
-        return "full", int(part[1]), ()
-    if mode != "selective":
-        return mode, -1, ()
-    named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
-    if named or (detail and " " not in detail and detail not in ("selective", "full", "no")):
-        modules = (named[1] if named else detail).split(",")
-        if row.model.get("experts") and "mlp" in modules:
-            modules.remove("mlp")
-            assumed.append("MLPs of the few blocks without experts are not recomputed")
-        if not modules:
-            return "none", -1, ()
-        return "selective", -1, () if modules == ["core_attn"] else tuple(modules)
-    if re.search(r"per-op|selective op|=\"op\"|torchtitan", text):
-        return "selective", -1, ("op",)
+    layers = int(row.model["layers"])
+    mode, count, modules = recompute_of(row.layout, text, layers, assumed, unread)
+    if (mode, count, modules) != ("selective", -1, ()) or row.layout.get("ac_detail") in ("core_attn", "core"):
+        return mode, count, modules
     if (share := _recomputed_share(row)) is not None:
         assumed.append(f"{share:.0%} of the layers recomputed in full: printed HFU over MFU")
-        return "full", round(share * row.model["layers"]), ()
-    return "selective", -1, ()
+        return "full", round(share * layers), ()
+    return mode, count, modules
 
 
 def _recomputed_share(row: Row) -> float | None:
@@ -377,17 +384,6 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
         extras["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
     if share := re.search(r"last (\d+)% of (?:decoder )?layers bf16", detail):
         extras["high_precision_layers"] = -(-int(share[1]) * layers // 100)
-    if "one transformer layer fewer" in detail:
-        extras["edge_layers_fewer"] = 1
+    if fewer := re.search(r"(one|two|1|2) (?:transformer )?(?:layer|block)s? fewer", detail):
+        extras["edge_layers_fewer"] = {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])
     return extras
-
-
-def _offload(stated: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Settings of what lies in host memory."""
-    if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
-        return {"offload": ("activations",), "offload_layers": int(moved[1])}
-    offload = str(stated.get("offload", "none")).lower()
-    if offload == "none":
-        return {}
-    kinds = {"param": "parameters", "activation": "activations"}
-    return {"offload": (next((kind for word, kind in kinds.items() if word in offload), "optimizer"),)}

@@ -61,6 +61,15 @@ _TOP: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("verified", "complete"), _FLAG),
     "qc": (dict,),
 }
+#: Numbers that count something.
+_COUNTS = frozenset(
+    (
+        *("layers", "hidden", "heads", "seq_len", "ffn_hidden", "kv_heads", "head_dim", "vocab", "experts", "topk"),
+        *("window", "moe_ffn_hidden", "shared_expert_ffn", "first_dense_layers", "gpus", "gpus_per_node"),
+        *("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "fsdp", "zero_stage"),
+        *("micro_batch", "global_batch", "n_microbatches", "grad_accum"),
+    )
+)
 #: Beyond these a value is in another unit than the field's name says.
 _LARGEST = {"peak_memory_gib": 4096.0, "nvidia_smi_memory_gb": 4096.0, "iteration_s": 1e5, "tokens_per_s_per_gpu": 1e9}
 
@@ -75,6 +84,7 @@ class Row:
         tier: "A" all is stated, "B" something was inferred, "C" something material is missing.
         model, hardware, layout, measured: Fields as in the file, null ones left out.
         line: Number of the line in the file.
+        unread: Fields that are not known, with their values.
     """
 
     id: str
@@ -88,6 +98,7 @@ class Row:
     layout: Mapping[str, Any]
     measured: Mapping[str, Any]
     line: int
+    unread: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -160,10 +171,21 @@ def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
         tier=tier,
         notes=str(top.get("notes", "")),
         line=number,
+        unread=tuple(text for name in _PREDICTED for text in _unread(name, fields[name])),
         **parts,
     )
     _units(row, place)
     return row
+
+
+#: Parts whose unknown fields change what is predicted, not only what is told of a row.
+_PREDICTED = ("model", "hardware", "layout")
+
+
+def _unread(part: str, fields: Mapping[str, Any]) -> list[str]:
+    """Fields of a part that no rule reads, with their values; those of measurements and sources change nothing."""
+    unknown = {name: value for name, value in fields.items() if name not in _FIELDS[part] and value is not None}
+    return [f"field {part}.{name}: {value!r:.60}" for name, value in unknown.items()]
 
 
 def _family_of(name: str) -> str:
@@ -227,6 +249,11 @@ def _units(row: Row, place: str) -> None:
             value = getattr(row, part).get(name)
             if isinstance(value, _NUMBER) and not isinstance(value, bool) and value < 0:
                 raise ConfigError(f"{place}: {part}.{name}: expected a number >= 0, got {value}")
+    for part, names in (("model", _COUNTS), ("layout", _COUNTS), ("hardware", _COUNTS)):
+        for name in names & getattr(row, part).keys():
+            value = getattr(row, part)[name]
+            if not float(value).is_integer():
+                raise ConfigError(f"{place}: {part}.{name}: expected a whole number, got {value}")
     implied = row.implied_step_s
     if implied is not None and "iteration_s" in row.measured:
         ratio = row.measured["iteration_s"] / implied

@@ -139,7 +139,7 @@ def memory_kind(row: Row) -> str:
 
 
 def memory_pairs(outcomes: Iterable[Outcome], kind: str = "allocated", tier: str = "A") -> list[Pair]:
-    """Bytes on the fullest rank, measured as ``kind``, one pair for each configuration of the tier."""
+    """Bytes measured as ``kind``, on the ranks the row speaks of, one pair for each configuration of the tier."""
     chosen = [
         o
         for o in outcomes
@@ -156,14 +156,34 @@ def _bytes(prediction: Prediction, kind: str) -> float:
     return reserved + CONTEXT_BYTES if reserved and kind == "nvidia-smi" else reserved
 
 
+def reported_bytes(row: Row, prediction: Prediction, devices: int) -> int:
+    """Predicted bytes of the pipeline rank that a row's figure is of: the fullest, unless its words say which.
+
+    Args:
+        devices: Ranks of the job; those of one stage have consecutive numbers.
+    """
+    words, ranks = str(row.measured.get("memory_kind", "")).lower(), prediction.rank_bytes
+    if len(ranks) < 2 or re.search(r"max[\w ]* over|largest|fullest|all ranks", words):
+        return prediction.peak_bytes
+    if re.search(r"mean|average", words):
+        return round(sum(ranks) / len(ranks))
+    if re.search(r"last (?:rank|stage|pipeline)", words):
+        return ranks[-1]
+    if named := re.search(r"rank (\d+)", words):
+        return ranks[min(len(ranks) - 1, int(named[1]) * len(ranks) // max(1, devices))]
+    return ranks[0] if re.search(r"first (?:rank|stage|pipeline)", words) else prediction.peak_bytes
+
+
 def _memory_pair(outcome: Outcome, kind: str) -> Pair:
     prediction, measured = outcome.prediction, outcome.row.measured
     assert prediction is not None
     printed = measured["nvidia_smi_memory_gb"] if kind == "nvidia-smi" else measured["peak_memory_gib"]
-    predicted = _bytes(prediction, kind)
-    beside = predicted - prediction.peak_bytes
-    low = (prediction.low_bytes or prediction.peak_bytes) + beside
-    high = (prediction.high_bytes or prediction.peak_bytes) + beside
+    assert outcome.request is not None
+    beside = _bytes(prediction, kind) - prediction.peak_bytes
+    peak = reported_bytes(outcome.row, prediction, outcome.request.layout.devices)
+    share, predicted = peak / prediction.peak_bytes, peak + beside
+    low = (prediction.low_bytes or prediction.peak_bytes) * share + beside
+    high = (prediction.high_bytes or prediction.peak_bytes) * share + beside
     return Pair(outcome, printed * GiB, predicted, low, high)
 
 

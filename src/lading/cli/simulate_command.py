@@ -31,7 +31,7 @@ from lading.errors import ConfigError
 from lading.files import write_text
 from lading.ir.timeline import Timeline
 from lading.report.lines import fitted, line_columns, say
-from lading.units import format_bytes, format_capacity, format_seconds, parse_bytes
+from lading.units import format_bytes, format_capacity, format_seconds
 
 if TYPE_CHECKING:
     from lading.report.cluster_page import ClusterPage
@@ -399,6 +399,7 @@ def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any],
 def _long_run(
     simulated: Simulated, asked: ScaleOptions, price: float | None, step_s: float
 ) -> tuple[dict[str, Any], list[str]]:
+    from lading.catalog.rates import parse_rate
     from lading.sim.goodput import best_interval_steps, cost_per_billion_tokens, goodput
     from lading.sim.jobs import checkpoint_bytes, failures_of
 
@@ -411,7 +412,7 @@ def _long_run(
         simulated,
         device_mtbf_hours=asked.mtbf,
         restart_s=restart_s,
-        storage_bytes_per_s=parse_bytes(asked.storage, "--storage"),
+        storage_bytes_per_s=parse_rate(asked.storage, "--storage"),
     )
     steps = best_interval_steps(failures, step_s)
     found = goodput(failures, steps * step_s, run_s=_RUN_S)

@@ -256,7 +256,7 @@ class _Paths:
                 names = ", ".join(link.name for link in links)
                 raise ConfigError(
                     f"a group of {group.ranks} ranks spans {group.domains} domains of {near.name}, and the machine has "
-                    f"no network (links: {names}): add one with lading.catalog.load.with_network"
+                    f"no network (links: {names}): add one with lading.catalog.networks.with_network"
                 )
             lost = (1 - tuning.congestion) ** max(0.0, log2(group.domains) - 1)
             net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost

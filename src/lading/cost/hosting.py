@@ -3,10 +3,18 @@
 [Note: what lies on the host]
 ZeRO-Offload keeps the optimizer's states in the host's memory: gradients go down, the host's processors update, the new
 parameters come up. ZeRO-Infinity and FSDP's CPUOffloadPolicy keep the pieces of the parameters there too, and fetch
-each before it is gathered. A machine's tiers and host processors are those of one device, as all of a node copy and
-update at once. Adam moves 28 bytes an element, so the host's memory bounds it; software reaches a share of that
-(``Stack.host_optimizer``): the median of six published runs of DeepSpeed and Megatron-Core, which lie between 0.04 and
-0.18, is 0.12 (benchmarks/calibrate/offload.py); with threads bound to their memory and one fused kernel it is 0.6.
+each before it is gathered. A machine's tiers and host processors are those of one rank of the job, as all of a node's
+copy and update at once (``Machine.with_job``).
+
+[Note: an update on the host]
+Its bytes follow from what is kept: value and moments are read and written, a gradient is read, and where the value is
+a master of 16-bit parameters it is read again and their copy is written. Of AdamW all in fp32 these are 28 bytes, of a
+master with 16-bit parameters 34. The host's memory bounds it; software reaches a share of that
+(``Stack.host_optimizer``): the median of six published runs of DeepSpeed and Megatron-Core, which lie between 0.05 and
+0.22, is 0.145 (benchmarks/calibrate/offload.py, which asks ``update_s``); with threads bound to their memory and one
+fused kernel it is 0.7. DeepSpeed's kernel and torch's fused one are equally fast; torch's operations one after another
+take 5.9 times as long on one thread and 6.8 times on two (20 million elements, torch 2.13, two cores of a Cascade Lake:
+621, 558 and 106 million elements a second on one thread, 1014, 1031 and 149 on two).
 """
 
 from __future__ import annotations
@@ -18,12 +26,17 @@ import numpy as np
 
 from lading.cost.collective import assumptions
 from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.machine import UPDATE_NUMBERS, Device, HostDevice, Machine, Tier
 from lading.ir.stack import Stack
 
 #: Bytes of an element as the device's products take it.
 _COMPUTE_BYTES = 2
+#: Times that an update takes, by implementation, beside a fused one ([Note: an update on the host]).
+_SLOWER = {"fused": 1.0, "cpu-adam": 1.0, "loop": 6.3}
+#: Bytes that the update of a machine's ``optimizer_elements_per_s`` moves for an element.
+_PLAIN_BYTES = 4 * UPDATE_NUMBERS
 
 
 def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: bool = False) -> Any:
@@ -69,12 +82,22 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
         ConfigError: nothing is known of the host's processors, or the machine has no such tier.
     """
     host = _processors(machine)
-    numbers = 3 + stack.update_passes + 2 * stack.moments
-    seconds = elements * (numbers / UPDATE_NUMBERS) / (host.optimizer_elements_per_s * stack.host_optimizer)
+    rate = host.optimizer_elements_per_s * stack.host_optimizer / _SLOWER[stack.host_update]
+    seconds = elements * (update_bytes(stack) / _PLAIN_BYTES) / rate
     lies_on, moved = machine.offload_tier(tier), elements * state_bytes
     if lies_on.name == machine.host_tier:
         return seconds
     return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
+
+
+def update_bytes(stack: Stack) -> float:
+    """Bytes that an update on the host reads and writes for an element ([Note: an update on the host])."""
+    wide = stack.master_weights or stack.parameters_dtype == "float32"
+    value = 4 if wide else _COMPUTE_BYTES
+    moments = stack.moments * DTYPE_BYTES[stack.moments_dtype]
+    copied = value + _COMPUTE_BYTES if stack.master_weights else 0
+    passes = stack.update_passes * value
+    return 2 * value + 2 * moments + DTYPE_BYTES[stack.gradient_dtype] + copied + passes
 
 
 def _processors(machine: Machine) -> HostDevice:
@@ -99,7 +122,7 @@ def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine,
     if "parameters" not in layout.offload:
         seconds = max(seconds, copy_s(elements * _COMPUTE_BYTES, machine, machine.host_tier, out=False))
     if layout.zero < 2:
-        width = 4 if stack.gradient_dtype == "float32" else 2
+        width = DTYPE_BYTES[stack.gradient_dtype]
         seconds += copy_s(elements * width, machine, machine.host_tier, out=True)
     return seconds
 
@@ -113,8 +136,9 @@ def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[
     if layout.updates_on_host:
         said += assumptions(machine, "host_device", "host")
         said.append(
-            f"host: its optimizer reaches {stack.host_optimizer:.0%} of what its memory allows (4% to 18% in six "
-            "published runs, 60% with threads bound and kernels fused)"
+            f"host: its update ({stack.host_update}, {update_bytes(stack):g} bytes an element) reaches "
+            f"{stack.host_optimizer:.0%} of what its memory allows (5% to 22% in six published runs, 70% with threads "
+            "bound and kernels fused)"
         )
     return tuple(said)
 

@@ -133,7 +133,7 @@ def _links(links: tuple[Link, ...], ranks: int, name: str) -> int:
     if not links:
         raise ConfigError(
             f"machine {name} has no links, so what {ranks} ranks send to each other has no price: add [[links]] to its "
-            "file, or name a network (lading.catalog.load.with_network)"
+            "file, or name a network (lading.catalog.networks.with_network)"
         )
     return links[0].ranks
 

@@ -368,6 +368,8 @@ class Machine:
         processes: Slowdowns of processes that share this host, measured; None where nothing is known of it.
         host_device: Device that the host computes with; None where the device is the host's CPU, or nothing is known of
             it.
+        node_devices: Devices of a node between which its memory, processors and disks are divided here: ``tiers`` and
+            ``host_device`` are what one of so many has (``Machine.with_job``). 1 where they are the whole host's.
         host_id: Name of the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
     """
@@ -381,10 +383,13 @@ class Machine:
     collectives: dict[str, Curve] = field(default_factory=lambda: {})
     processes: Processes | None = None
     host_device: HostDevice | None = None
+    node_devices: int = 1
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:
+        if self.node_devices < 1:
+            raise ConfigError(f"node_devices must be >= 1, got {self.node_devices}")
         names = Counter(tier.name for tier in self.tiers)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"expected tiers of different names, got {twice[0]!r} more than once")
@@ -483,6 +488,34 @@ class Machine:
         sources = {**self.sources, "ranks": share}
         return dataclasses.replace(self, device=device, tiers=tiers, processes=processes, sources=sources)
 
+    def with_job(self, ranks: int) -> Machine:
+        """Make the machine that each of a job's ranks has of its node: what the host has is divided by these alone.
+
+        Processors, memory and files of a host belong to the node. A job of one rank on a node of eight devices has all
+        of them; eight on a desktop whose file is one device's have an eighth each. Copies to and from the host's memory
+        are no faster than the device's bus, nor than its part of the memory.
+
+        Args:
+            ranks: Ranks of the job on one node, >= 1.
+        """
+        if ranks == self.node_devices or self.device.kind == "cpu":
+            return self
+        share = self.node_devices / ranks
+        host = self.host_device
+        if host is not None:
+            host = dataclasses.replace(
+                host,
+                num_threads=max(1, int(host.num_threads * share)),
+                memory_bandwidth_bytes_per_s=host.memory_bandwidth_bytes_per_s * share,
+                optimizer_elements_per_s=host.optimizer_elements_per_s * share,
+            )
+        memory = host.memory_bandwidth_bytes_per_s if host else float("inf")
+        bus = self.tier(self.host_tier)
+        tiers = tuple(_of_job(tier, share, memory, bus) for tier in self.tiers)
+        said = f"assumption: of a node's memory, processors and disks each of the job's {ranks} ranks there has a part"
+        sources = {**self.sources, "ranks": said}
+        return dataclasses.replace(self, host_device=host, tiers=tiers, node_devices=ranks, sources=sources)
+
     @property
     def fingerprint(self) -> str:
         """Hash of every number of the machine."""
@@ -492,6 +525,19 @@ class Machine:
 
 #: Beginnings of the cost classes whose rates are those of products.
 _PRODUCTS = ("attention", "bmm", "matmul")
+
+
+def _of_job(tier: Tier, share: float, memory_bytes_per_s: float, bus: Tier | None) -> Tier:
+    """Tier of which a rank has ``share`` times the room, and a file's rates as far as its bus carries them."""
+    capacity = max(1, int(tier.capacity_bytes * share))
+    if tier.kind == FILE:
+        most = {key: getattr(bus, key) if bus else float("inf") for key in _TIER_RATES}
+        rates = {key: min(getattr(tier, key) * share, max(most[key], getattr(tier, key))) for key in _TIER_RATES}
+    elif tier.host_computes and share < 1:
+        rates = {key: min(getattr(tier, key), memory_bytes_per_s) for key in _TIER_RATES}
+    else:
+        rates = {}
+    return dataclasses.replace(tier, **rates, capacity_bytes=capacity)
 
 
 def _share_of_tier(tier: Tier, ranks: int) -> Tier:

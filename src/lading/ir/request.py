@@ -161,6 +161,7 @@ class StepRequest:
         machine: Name in the catalog.
         network: What links nodes, in the source's words; "" for what the machine has by itself.
         ranks_per_node: Devices of one host; 0 for what the machine has.
+        near: What links the devices of a node, in the source's words; "" for what the machine has by itself.
         stack: Software, the request's own settings included.
         task: "pretrain", "sft", "lora" (frozen weights: no gradients of weights, a tiny optimizer) or "qlora" (frozen
             weights of 4 bits, too).
@@ -178,6 +179,7 @@ class StepRequest:
         optimizer: Name of a rule (``lading.optim.registry``), its settings by default; one for matrices moves
             those of blocks, and AdamW the rest.
         assumed: What the source does not say and was taken for granted.
+        unread: Fields and words of the source that were not understood; each widens the interval.
     """
 
     name: str
@@ -188,6 +190,7 @@ class StepRequest:
     stack: Stack
     network: str = ""
     ranks_per_node: int = 0
+    near: str = ""
     task: str = "pretrain"
     lora_rank: int = 0
     trains_embeddings: bool = False
@@ -202,6 +205,7 @@ class StepRequest:
     edge_layers_fewer: int = 0
     optimizer: str = DEFAULT
     assumed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -236,6 +240,7 @@ class Prediction:
         step_s: Seconds of a step.
         low_s, high_s: Interval that the measured time is said to lie in.
         peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
+        rank_bytes: The same of each pipeline rank, first to last; () if not predicted.
         low_bytes, high_bytes: Interval of ``peak_bytes``; ``fits`` goes by the upper end.
         tier_bytes: Largest sum on any rank of each tier behind the device; ``fits`` asks for room there too.
         reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.
@@ -249,6 +254,7 @@ class Prediction:
     low_s: float
     high_s: float
     peak_bytes: int = 0
+    rank_bytes: tuple[int, ...] = ()
     low_bytes: int = 0
     high_bytes: int = 0
     tier_bytes: dict[str, int] = field(default_factory=lambda: {})

@@ -12,6 +12,7 @@ from lading.ir.graph import DTYPE_BYTES
 
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
+HOST_UPDATES = ("fused", "cpu-adam", "loop")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
@@ -72,8 +73,11 @@ class Stack:
             ``NEVER_SEEN`` where not given.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
-        host_optimizer: Share of what the host's memory allows (a machine's ``optimizer_elements_per_s``) that an
-            optimizer on the host reaches, with its casts, norms and copies within the host.
+        host_update: Implementation of an update on the host: "fused" (torch's fused AdamW), "cpu-adam" (DeepSpeed's and
+            Megatron-Core's: as fast, and the 16-bit copy of the parameters is written beside), or "loop" (torch's
+            operations one after another).
+        host_optimizer: Share of what the host's memory allows for the bytes of such an update (``cost.hosting``) that
+            software reaches, with its norms and copies within the host.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: Activations that a pipeline sends are cut over the tensor-parallel ranks where they hold the
             same: each sends its part, and the parts are gathered behind.
@@ -141,7 +145,8 @@ class Stack:
     in_situ: dict[str, float] = field(default_factory=lambda: {})
     spread: dict[str, float] = field(default_factory=lambda: {})
     parameter_s: float = 0.0
-    host_optimizer: float = 0.12
+    host_update: str = "cpu-adam"
+    host_optimizer: float = 0.145
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
@@ -164,7 +169,8 @@ class Stack:
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:
-        for key, allowed in (("fusion", FUSIONS), ("attention", ATTENTIONS), ("dispatcher", DISPATCHERS)):
+        choices = {"fusion": FUSIONS, "attention": ATTENTIONS, "dispatcher": DISPATCHERS, "host_update": HOST_UPDATES}
+        for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 value = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")

@@ -49,13 +49,15 @@ def split_layers(layers: int, layout: Layout) -> tuple[int, ...]:
     left over goes to the first stages, as torchtitan does (Llama-3 405B on 16 stages: 7, 14 times 8, 7).
 
     Raises:
-        ConfigError: fewer layers than stages.
+        ConfigError: fewer layers than stages, but for the first and the last.
     """
     stages = layout.pp * layout.vpp
+    if layers == stages - 2:  # the first stage has what is before the layers alone, the last one the head
+        return (0, *(1 for _ in range(layers)), 0)
     if layers < stages:
         raise ConfigError(
-            f"layout: expected at least one layer for each of pp {layout.pp} x vpp {layout.vpp} stages, got {layers} "
-            f"layers; the most stages that can be is {layers}"
+            f"layout: expected at least one layer for each of pp {layout.pp} x vpp {layout.vpp} stages, or for all but "
+            f"the first and the last, got {layers} layers; the most stages that can be is {layers}, or {layers + 2}"
         )
     if layers % stages == 0:
         return (layers // stages,) * stages

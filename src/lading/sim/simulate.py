@@ -13,10 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import hypot, prod
 
 from lading.catalog.architectures import architecture_table, with_precise_layers
-from lading.catalog.load import load_machine, with_network
+from lading.catalog.load import load_machine
+from lading.catalog.networks import node_size, with_network, with_node
 from lading.cost.collective import assumed_of_links
 from lading.cost.fusion import merge_siblings
 from lading.cost.hosting import assumed_of_offload
@@ -31,6 +32,8 @@ from lading.ir.work import RankSegment
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
+from lading.parallel.recompute import has_parts
+from lading.parallel.scores import with_dropout, with_scores
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
@@ -44,6 +47,8 @@ from lading.sim.variants import Parts, moved, parts_of
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
 MEMORY_SPREAD = 0.05
+#: Half width that each field or word that was not understood adds, as a share: independent of the others.
+UNREAD_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ class Simulated:
     def spread(self) -> float:
         """Half width of the interval of the step's seconds, as a share of them ([Note: interval])."""
         gpu = self.machine.device.gpu
-        return self.request.stack.spread_on(gpu.architecture if gpu else "")
+        own = self.request.stack.spread_on(gpu.architecture if gpu else "")
+        return min(0.9, hypot(own, UNREAD_SPREAD * len(self.request.unread) ** 0.5))
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -120,6 +126,7 @@ class Simulated:
             low_s=step_s * (1 - self.spread),
             high_s=step_s * (1 + self.spread),
             peak_bytes=peak,
+            rank_bytes=tuple(sum(roles.values()) for roles in self.memory),
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
             tier_bytes={tier.name: beside} if tier else {},
@@ -188,14 +195,20 @@ def priced(request: StepRequest, table: ModelTable | None = None) -> Priced:
     return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
 
 
-def machine_of(request: StepRequest) -> Machine:
-    """The machine of a request, on its network, as a rank has it."""
-    machine = load_machine(request.machine)
-    if request.layout.devices > 1:
+def machine_of(request: StepRequest, devices: int = 0) -> Machine:
+    """Make the machine of a request, on its network, as a rank has it.
+
+    Args:
+        devices: Ranks of the job, which share what belongs to a node; 0 for those of the request's layout.
+    """
+    machine, devices = load_machine(request.machine), devices or request.layout.devices
+    if devices > 1:
         machine = machine.with_threads()
-    if request.network or request.ranks_per_node:
-        machine = with_network(machine, request.network or None, request.ranks_per_node)
-    return machine
+    if request.near or request.ranks_per_node:
+        machine = with_node(machine, request.near, request.ranks_per_node)
+    if request.network:
+        machine = with_network(machine, request.network, request.ranks_per_node)
+    return machine.with_job(min(devices, node_size(machine)))
 
 
 def _on_host(request: StepRequest, machine: Machine) -> StepRequest:
@@ -334,15 +347,32 @@ def _by_mode(
     stack = request.stack
     plain = plain or [phases(segment, "none", (), own, stack) for segment, own in ranked]
     found: list[tuple[Phases, ...]] = []
+    blocks = [segment for segment, _ in ranked if segment.enters and segment.leaves]
     for mode, modules in modes:
+        wanted = _parts_wanted(blocks, modules if mode == "selective" else ())
         again = [
-            phases(segment, mode, modules if mode == "selective" else (), own, stack)
-            if mode != "none" and segment.enters and segment.leaves
+            phases(segment, mode, wanted.get(id(segment), ()), own, stack)
+            if mode != "none" and id(segment) in wanted
             else before
             for (segment, own), before in zip(ranked, plain, strict=True)
         ]
         found.append((*again, *plain))
     return found
+
+
+def _parts_wanted(blocks: Sequence[RankSegment], modules: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Parts that each block recomputes, by ``id``: of those asked for what it has; a block with none is left out.
+
+    Blocks differ: MLPs of the few dense blocks of a mixture of experts, state-space layers without attention. A part
+    that no block has is asked of the first one, which says what it has instead.
+    """
+    if not modules:
+        return {id(block): () for block in blocks}
+    known = [word for word in modules if any(has_parts(block, (word,)) for block in blocks)]
+    if len(known) < len(modules):
+        return {id(block): modules for block in blocks}
+    wanted = {id(block): tuple(word for word in modules if has_parts(block, (word,))) for block in blocks}
+    return {key: words for key, words in wanted.items() if words}
 
 
 def outside(prices: MachinePrices) -> MachinePrices:
@@ -379,6 +409,10 @@ def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
         ranked = rank_segment(segment, sizes, layout, regather=stack.regathers, fp32_rings=stack.fp32_rings)
         if stack.fusion == "fused" or stack.merges:
             ranked = merge_siblings(ranked, stack.merges)
+        if stack.attention == "unfused":
+            ranked = with_scores(ranked, wide=stack.fusion == "eager", dropout=request.dropout)
+        if request.dropout and request.model.family != "gpt":
+            ranked = with_dropout(ranked)
         if adapters:
             ranked = adapted(ranked, adapters, layout)
         if request.packed_tokens:

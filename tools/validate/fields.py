@@ -1,0 +1,291 @@
+"""Words of a row's fields: what each way of writing a layout's settings means, and which of them mean nothing here.
+
+A word that is not understood is never dropped: it comes back among the unread, which are printed with the prediction
+and widen its interval. A method that changes the step and is not modelled is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lading.errors import ConfigError
+from lading.ir.layout import PRECISIONS
+
+_NOTHING = re.compile(r"^\s*(none|no|off|false|n/?a|not used|disabled|0|-)?\s*$", re.IGNORECASE)
+_PRECISION_WORDS = (
+    *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),
+    *(("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")),
+    *(("float16", "fp16"), ("half", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("float32", "fp32")),
+)
+#: In order: words of a schedule, and the kind that Lading has.
+_SCHEDULES = (
+    (r"zb-?v|zbv", "zbv"),
+    (r"dual-?pipe", "dualpipe-v"),
+    (r"zb|zero-?bubble|interleavedzerobubble", "zero-bubble"),
+    (r"gpipe|afab|all[- ]forward", "gpipe"),
+    (r"interleaved|1f1b-i|vpp|virtual", "interleaved"),
+    (r"1f1b|pipedream-?flush|one[- ]forward", "1f1b"),
+)
+_CP = (
+    (r"^a2a\+p2p|usp|hierarchical|2d", ""),
+    (r"a2a|all[-_ ]?to[-_ ]?all|ulysses", "all_to_all"),
+    (r"all[-_ ]?gather|\bag\b", "all_gather"),
+    (r"ring|p2p", "ring"),
+)
+_TASKS = (
+    *((r"q-?lora", "qlora"), (r"\blora", "lora"), (r"sft|full|fine-?tun|finetun|instruct", "sft")),
+    (r"pre-?train|continu\w* pre|from scratch|cpt|train", "pretrain"),
+)
+_MODES = (
+    (r"^(none|no|off|false|disabled|0)$", "none"),
+    (r"^(full|yes|true|on|all|uniform|complete|1)$", "full"),
+    (r"^(full|activation|gradient)[- _](recompute|recomputation|check\w*)$", "full"),
+    (r"^(selective|sac|per-?op|op)\b", "selective"),
+)
+#: Ways to write which layers are recomputed, all of them in full: a number of them, or every so many.
+_LAYERS = (
+    re.compile(r"(?:recompute|checkpoint)\w* (\d+) of \d+ layers"),
+    re.compile(r"^\s*(\d+)(?: of \d+)? layers\b"),
+)
+_EVERY = re.compile(r"every (?:(\d+)(?:nd|rd|th|st)?|other|second|third) (?:layer|block)", re.IGNORECASE)
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?% of (?:the )?(?:layers|blocks)")
+#: Methods that change what a step does, and that nothing here models.
+_NOT_MODELLED = (
+    (r"zen-?flow", "ZenFlow updates the important gradients at once and the others every few steps"),
+    (
+        r"twin-?flow|offload\+\+|partial(?:ly)? off|offload ?ratio|\d+ ?% ?(?:of )?(?:the )?(?:optim|on)",
+        "a part of the optimizer stays on the device",
+    ),
+    (r"super-?offload", "SuperOffload updates speculatively, and rolls back"),
+    (r"delayed (?:parameter )?update|one[- ]step[- ](?:delay|stale)|\bdpu\b", "updates come a step late"),
+    (r"local[- ]?sgd|diloco|fed-?avg|model averaging", "replicas meet every few steps only"),
+    (r"1-?bit|0/1 ?adam|power-?sgd|compressed (?:gradient|comm)|sparsif", "gradients are compressed on their way"),
+    (r"pipedream-?2bw|async(?:hronous)? (?:sgd|pipeline|update)", "updates do not wait for all micro-batches"),
+    (r"galore|apollo|\blomo\b|\blisa\b|badam", "gradients or states are projected, fused or left out"),
+)
+_METHOD_FIELDS = ("offload", "optimizer", "pp_schedule", "sharding", "framework", "task")
+_ADAM = r"adam"
+_OPTIMIZERS = (
+    (r"^(sgd)\b", "sgd"),
+    *((rf"\b{name}\b", name) for name in ("lion", "adafactor", "muon", "shampoo", "soap")),
+    (_ADAM, "adamw"),
+)
+
+
+def unread_of_gpu(words: str, power_w: float) -> list[str]:
+    """Words on a device's power or parts that its catalog entry does not have.
+
+    Args:
+        power_w: Watts of the catalog's board; 0 where they are not known.
+    Raises:
+        ConfigError: the device is a part of one.
+    """
+    lowered = words.lower()
+    if re.search(r"\bmig\b|\b\dg\.\d+gb\b", lowered):
+        raise ConfigError(f"hardware.gpu: expected whole devices, got {words!r}: parts of one (MIG) are not modelled")
+    limits = [float(number) for number in re.findall(r"(?<![\w.])(\d{3,4}) ?w\b", lowered)]
+    if any(power_w and abs(limit / power_w - 1) > 0.05 for limit in limits):
+        return [f"hardware.gpu {words!r}: its power limit, the catalog's board has {power_w:g} W"]
+    capped = not limits and re.search(r"power[- ](?:limit|cap)|under-?clock|clock(?:s|ed)? (?:at|to|locked)", lowered)
+    return [f"hardware.gpu {words!r}: clocks of its power limit"] if capped else []
+
+
+def refuse_what_is_not_modelled(layout: Mapping[str, Any]) -> None:
+    """Refuse a row whose fields name a method that changes the step and is not modelled.
+
+    Raises:
+        ConfigError: names the method and what it does.
+    """
+    for name in _METHOD_FIELDS:
+        words = str(layout.get(name, "")).lower()
+        for pattern, reason in _NOT_MODELLED:
+            if match := re.search(pattern, words):
+                raise ConfigError(
+                    f"layout.{name}: expected a method that is modelled, got {words!r} ({match[0]}): {reason}, which "
+                    "is not"
+                )
+
+
+def precision_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> str:
+    """Number format of products."""
+    words = str(stated.get("precision", "")).lower()
+    if words in PRECISIONS:
+        return words
+    for word, name in _PRECISION_WORDS:
+        if word in words:
+            assumed.append(f"precision {words!r} as {name}")
+            return name
+    if words:
+        unread.append(f"layout.precision {words!r}: bf16")
+    else:
+        assumed.append("bf16: no precision is stated")
+    return "bf16"
+
+
+def schedule_of(stated: Mapping[str, Any], chunks: int, unread: list[str]) -> str:
+    """Order of a pipeline's micro-batches; what has chunks is interleaved unless another one is named."""
+    words = str(stated.get("pp_schedule", "")).lower()
+    plain = "interleaved" if chunks > 1 else "1f1b"
+    if _NOTHING.match(words):
+        return plain
+    named = next((schedule for pattern, schedule in _SCHEDULES if re.search(pattern, words)), None)
+    if named is None:
+        unread.append(f"layout.pp_schedule {words!r}: {plain}")
+    return plain if named in (None, "interleaved", "1f1b") else named
+
+
+def cp_comm_of(stated: Mapping[str, Any], unread: list[str]) -> str:
+    """Way in which keys and values meet where sequences are cut."""
+    words = str(stated.get("cp_comm", "")).lower()
+    if _NOTHING.match(words):
+        return "ring"
+    named = next((way for pattern, way in _CP if re.search(pattern, words)), "")
+    if not named:
+        unread.append(f"layout.cp_comm {words!r}: ring")
+    return named or "ring"
+
+
+def task_of(stated: Mapping[str, Any], unread: list[str]) -> str:
+    """Kind of training: "pretrain", "sft", "lora" or "qlora"."""
+    words = str(stated.get("task", "")).lower()
+    if _NOTHING.match(words):
+        return "pretrain"
+    named = next((task for pattern, task in _TASKS if re.search(pattern, words)), None)
+    if named is None:
+        unread.append(f"layout.task {words!r}: as pretraining")
+    return named or "pretrain"
+
+
+def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dict[str, Any]]:
+    """Rule of the optimizer, and what its words change of the stack."""
+    words = str(stated.get("optimizer", "")).lower()
+    if _NOTHING.match(words):
+        return "adamw", {}
+    named = next((rule for pattern, rule in _OPTIMIZERS if re.search(pattern, words)), None)
+    if named is None:
+        unread.append(f"layout.optimizer {words!r}: AdamW")
+        return "adamw", {}
+    settings: dict[str, Any] = {}
+    if named == "sgd":
+        return "adamw", {"moments": int("moment" in words)}
+    if re.search(r"8-?bit|int8", words):
+        settings["moments_dtype"] = "uint8"
+    elif re.search(r"bf16|bfloat16", words):
+        settings["moments_dtype"] = "bfloat16"
+    if re.search(r"cpu-?adam|deepspeed", words):
+        settings["host_update"] = "cpu-adam"
+    elif re.search(r"loop|naive|foreach", words):
+        settings["host_update"] = "loop"
+    if "paged" in words:
+        unread.append(f"layout.optimizer {words!r}: pages that the host lends the device are not modelled")
+    return named, settings
+
+
+def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
+    """Kernel of attention, where words name one: "eager", "unfused", "flash-attention 2", ...
+
+    Args:
+        stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
+    """
+    lowered = words.lower()
+    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math)\b", lowered):
+        return {"attention": "unfused"}
+    if re.search(r"flash-?attention-?\s?1\b|\bfa1\b", lowered):
+        return {"attention": "flash1"}
+    if re.search(r"flash-?attention-?\s?2\b|\bfa2\b|flash2", lowered):
+        return {"attention": "flash2"}
+    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|fused", lowered):
+        return {"attention": "flash2"}
+    return {}
+
+
+def dtypes_of(row_words: str) -> dict[str, Any]:
+    """Settings of the stack that words on number formats and copies of what is kept replace."""
+    words, settings = row_words.lower(), dict[str, Any]()
+    if re.search(r"(?:no|without|w/o)(?: fp32| float32)? master|pure[ _]bf16|bf16[- ]only|full[- ]bf16", words):
+        settings |= {"master_weights": False, "parameters_dtype": ""}
+    if re.search(r"(?:bf16|bfloat16|16-bit) (?:optimizer|moments|adam|states|exp_avg)", words):
+        settings["moments_dtype"] = "bfloat16"
+    return settings
+
+
+def offload_of(stated: Mapping[str, Any], text: str, assumed: list[str], unread: list[str]) -> dict[str, Any]:
+    """Settings of what lies behind the device, and where."""
+    if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
+        return {"offload": ("activations",), "offload_layers": int(moved[1])}
+    words = str(stated.get("offload", "")).lower()
+    if _NOTHING.match(words):
+        return {}
+    kinds = {
+        "parameters": r"param|weight",
+        "activations": r"activation|\bacts?\b",
+        "optimizer": r"optim|state|adam|master|moment|grad",
+    }
+    named = tuple(kind for kind, pattern in kinds.items() if re.search(pattern, words))
+    if "parameters" in named:
+        named = tuple(kind for kind in named if kind != "optimizer")
+    where = re.search(r"nvme|ssd|disk|file", words)
+    if not named and not where and not re.search(r"cpu|host|ram\b|offload|yes|true", words):
+        unread.append(f"layout.offload {words!r}: nothing is moved")
+        return {}
+    if not named:
+        assumed.append(f"offload {words!r}: the optimizer's states, as what is moved is not said")
+        named = ("optimizer",)
+    return {"offload": named, **({"offload_to": "disk"} if where else {})}
+
+
+def modules_of(detail: str, text: str) -> tuple[str, ...]:
+    """Parts of a block that are recomputed, as a row lists them; () where it lists none."""
+    named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
+    words = named[1] if named else detail
+    parts = [part.strip() for part in re.split(r"[,+/]|\band\b", words.strip("[]() ")) if part.strip()]
+    if not parts or any(not re.fullmatch(r"\w+", part) for part in parts):
+        return ()
+    return tuple(part for part in parts if part not in ("selective", "full", "no"))
+
+
+def recompute_of(
+    stated: Mapping[str, Any], text: str, layers: int, assumed: list[str], unread: list[str]
+) -> tuple[str, int, tuple[str, ...]]:
+    """Recomputing: its mode, number of layers (-1 all) and modules, as far as words say."""
+    words = str(stated.get("activation_checkpointing", "")).strip().lower()
+    detail = str(stated.get("ac_detail", "")).strip()
+    if not words:
+        if detail != "no":
+            assumed.append("no activation recompute: none is stated")
+        return "none", -1, ()
+    mode = next((mode for pattern, mode in _MODES if re.search(pattern, words)), None)
+    if mode is None:
+        unread.append(f"layout.activation_checkpointing {words!r}: nothing is recomputed")
+        return "none", -1, ()
+    if mode == "none":
+        return mode, -1, ()
+    count = _layers(detail, text if mode == "full" else "", layers)
+    if count is not None:
+        assumed.append(f"{count} of {layers} layers recomputed in full: {detail or 'as the notes say'}")
+        return "full", count, ()
+    if mode == "full":
+        return mode, -1, ()
+    modules = modules_of(detail, text)
+    if modules:
+        return ("selective", -1, ()) if modules == ("core_attn",) else ("selective", -1, modules)
+    if re.search(r"per-op|selective op|=\"op\"|torchtitan", f"{text} {words} {detail}"):
+        return "selective", -1, ("op",)
+    if detail and detail.lower() not in ("selective", "selective op", "core", "attention"):
+        unread.append(f"layout.ac_detail {detail!r}: attention's core")
+    return "selective", -1, ()
+
+
+def _layers(detail: str, text: str, layers: int) -> int | None:
+    """Number of layers that words say are recomputed; None where they say none."""
+    for words in (detail, text):
+        if found := next((match for pattern in _LAYERS if (match := pattern.search(words))), None):
+            return min(layers, int(found[1]))
+    if found := _EVERY.search(detail):
+        each = int(found[1]) if found[1] else 3 if "third" in found[0].lower() else 2
+        return -(-layers // max(1, each))
+    if found := _PERCENT.search(detail):
+        return round(layers * min(100.0, float(found[1])) / 100)
+    return None

@@ -38,6 +38,7 @@ def asked(tmp_path: Path, **parts: Any) -> StepRequest:
         ({"offload": "params+optimizer CPU", "zero_stage": 3}, {"offload": ("parameters",)}),
         ({"activation_checkpointing": "Gradient checkpointing"}, {"recompute": "full", "recompute_layers": -1}),
         ({"activation_checkpointing": "off"}, {"recompute": "none"}),
+        ({"activation_checkpointing": "every layer"}, {"recompute": "full"}),
         ({"activation_checkpointing": "full", "ac_detail": "2 of 4 layers"}, {"recompute_layers": 2}),
         ({"activation_checkpointing": "selective", "ac_detail": "every other layer"}, {"recompute_layers": 2}),
         ({"activation_checkpointing": "selective", "ac_detail": "50% of layers"}, {"recompute": "full"}),

@@ -40,7 +40,7 @@ _TASKS = (
 )
 _MODES = (
     (r"^(none|no|off|false|disabled|0)$", "none"),
-    (r"^(full|yes|true|on|all|uniform|complete|1)$", "full"),
+    (r"^(full|yes|true|on|all|uniform|complete|1)$|^(full|all|each|every|per)[- ](layers?|blocks?)$", "full"),
     (r"^(full|activation|gradient)[- _](recompute|recomputation|check\w*)$", "full"),
     (r"^(selective|sac|per-?op|op)\b", "selective"),
 )
@@ -258,8 +258,8 @@ def recompute_of(
         return "none", -1, ()
     mode = next((mode for pattern, mode in _MODES if re.search(pattern, words)), None)
     if mode is None:
-        unread.append(f"layout.activation_checkpointing {words!r}: nothing is recomputed")
-        return "none", -1, ()
+        unread.append(f"layout.activation_checkpointing {words!r}: every layer in full")
+        return "full", -1, ()
     if mode == "none":
         return mode, -1, ()
     count = _layers(detail, text if mode == "full" else "", layers)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.stack import Stack
 from lading.optim.registry import DEFAULT, is_for_matrices, rule_class
@@ -220,6 +221,16 @@ class StepRequest:
             assumed = _assumed_of(self.optimizer, rule)
             object.__setattr__(self, "assumed", tuple(dict.fromkeys((*self.assumed, *assumed))))
         object.__setattr__(self, "stack", stack)
+        object.__setattr__(self, "layout", self._in_buckets(stack))
+
+    def _in_buckets(self, stack: Stack) -> Layout:
+        """Layout with the buckets of gradients that the software makes, where it has its own and none were chosen."""
+        layout, ranks = self.layout, self.layout.dp * self.layout.cp
+        cut = layout.zero >= (2 if layout.is_pipeline else 3)
+        if layout.bucket_bytes or cut or ranks == 1 or not (stack.bucket_elements and stack.overlap_grad_reduce):
+            return layout
+        elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * ranks)
+        return replace(layout, bucket_bytes=int(elements * DTYPE_BYTES[stack.gradient_dtype]))
 
     @property
     def moves_matrices(self) -> bool:

@@ -56,6 +56,8 @@ class Stack:
         moments_dtype: Number format of these.
         parameters_dtype: Number format of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
+        bucket_elements, bucket_elements_per_rank: Parameters whose gradients are reduced together beside backward: so
+            many, or so many for each rank that they are reduced over, whichever is more; 0 for a block's each.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
             backward with what is recomputed; 3 where recomputing releases them again.
         flat_rings: Data-parallel collectives across nodes go through the NIC of each rank, NVLink unused.
@@ -134,6 +136,8 @@ class Stack:
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    bucket_elements: float = 0.0
+    bucket_elements_per_rank: float = 0.0
     gathers: int = 2
     gather_copy_bytes: float = 0.0
     reduce_copy_bytes: float = 0.0

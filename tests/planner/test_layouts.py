@@ -462,19 +462,19 @@ def test_cut_parameters_are_searched_in_pipelines() -> None:
 
 
 def test_what_does_not_fit_is_put_behind_the_device() -> None:
-    """70 billion parameters on two devices: their states are too large for the hosts, not for their disks."""
+    """405 billion parameters on two devices: their states are too large for the hosts, not for their disks."""
     pins = {"micro_batch": 1, "tp": 1, "cp": 1, "pp": 1, "recompute": "full", "recompute_layers": -1}
     with pytest.raises(PlanInfeasible) as error:
-        find_layouts(space("llama3-70b", 2, 4, 4096, pins=pins))
+        find_layouts(space("llama3-405b", 2, 4, 4096, pins=pins))
     near = next(line for line in str(error.value).splitlines() if "offload=parameters, offload_to=disk" in line)
     layout = parse_layout(near.partition("): ")[2].partition(", step")[0])
     assert (layout.zero, layout.offload, layout.offload_to) == (3, ("parameters",), "disk")
     found = find_layouts(
-        space("llama3-70b", 2, 4, 4096, pins={**pins, "offload": ("parameters",), "offload_to": "disk"})
+        space("llama3-405b", 2, 4, 4096, pins={**pins, "offload": ("parameters",), "offload_to": "disk"})
     )
     assert found.winner.layout == layout
     assert found.winner.simulated.prediction.fits
     with pytest.raises(ConfigError, match="expected none, optimizer or parameters, got 'activations'"):
         parse_pins(("offload=activations",))
     with pytest.raises(ConfigError, match=r"--pin offload_to: expected a tier of h100 \(host, disk\), got 'tape'"):
-        space("llama3-70b", 2, 4, 4096, pins=parse_pins(("offload_to=tape",)))
+        space("llama3-405b", 2, 4, 4096, pins=parse_pins(("offload_to=tape",)))

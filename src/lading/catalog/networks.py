@@ -16,7 +16,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from lading.catalog.rates import Rate, both_ways, find_rates
+from lading.catalog.rates import NamedRate, both_ways, find_rates
 from lading.errors import ConfigError
 from lading.ir.machine import Link, Machine
 
@@ -189,7 +189,7 @@ def _nics(text: str, node_ranks: int) -> _Nics | None:
     return _Nics(nics, speed / nics, assumed, doubt)
 
 
-def _speed(rates: tuple[Rate, ...], text: str) -> tuple[float, str]:
+def _speed(rates: tuple[NamedRate, ...], text: str) -> tuple[float, str]:
     """Gb/s each way of the first rate, and what was done to get it."""
     if not rates:
         return 0.0, ""
@@ -214,7 +214,7 @@ def _count(lowered: str) -> int:
 
 
 def _counted(
-    count: int, rates: tuple[Rate, ...], lowered: str, speed: float, generation: int, assumed: tuple[str, ...]
+    count: int, rates: tuple[NamedRate, ...], lowered: str, speed: float, generation: int, assumed: tuple[str, ...]
 ) -> _Nics:
     """NICs that are counted: a rate is each one's, unless the words or a second rate say that it is all of them's."""
     if len(rates) > 1:

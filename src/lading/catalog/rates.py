@@ -31,7 +31,7 @@ _ONE_WAY = re.compile(r"uni-?dir|per direction|each (?:way|direction)|one[- ]way
 
 
 @dataclass(frozen=True)
-class Rate:
+class NamedRate:
     """Rate that words name.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rate:
     assumed: str = ""
 
 
-def find_rates(text: str, *, bits: bool) -> tuple[Rate, ...]:
+def find_rates(text: str, *, bits: bool) -> tuple[NamedRate, ...]:
     """Find the rates that words name, in order ([Note: bits and bytes]).
 
     Args:
@@ -57,7 +57,7 @@ def find_rates(text: str, *, bits: bool) -> tuple[Rate, ...]:
     return tuple(_rates(text, bits))
 
 
-def _rates(text: str, bits: bool) -> Iterator[Rate]:
+def _rates(text: str, bits: bool) -> Iterator[NamedRate]:
     for match in _UNIT.finditer(text):
         prefix = match[2].lower()
         scale = 1024.0 ** (1 + "kmgt".index(prefix)) if match[3] else _PREFIXES[prefix]
@@ -66,7 +66,7 @@ def _rates(text: str, bits: bool) -> Iterator[Rate]:
             continue
         value = float(match[1].replace(",", "")) * scale / (8 if in_bits else 1)
         if value > 0:
-            yield Rate(value, match[0].strip(), match.start(), match.end(), assumed)
+            yield NamedRate(value, match[0].strip(), match.start(), match.end(), assumed)
 
 
 def _in_bits(match: re.Match[str], text: str, bits: bool) -> tuple[bool | None, str]:

@@ -56,7 +56,7 @@ def _link(link: Link) -> str:
 
 
 def _switches(stack: Stack, *, expert: bool) -> str:
-    """What runs beside computing, what is regathered, and how tokens reach experts."""
+    """Say what runs beside computing, and how tokens reach experts."""
     beside = {
         "reduces gradients": float(stack.overlap_grad_reduce),
         "gathers parameters": float(stack.overlap_param_gather),
@@ -109,7 +109,7 @@ def _offload(request: StepRequest, machine: Machine) -> str:
 
 
 def _groups(request: StepRequest, machine: Machine) -> str:
-    """How many ranks of each axis are joined by the nearest link."""
+    """Say how many ranks of each axis are joined by the nearest link."""
     found: list[str] = []
     for axis in ("tp", "cp", "ep", "pp", "dp"):
         ranks = getattr(request.layout, axis)

@@ -251,7 +251,7 @@ class Prediction:
         step_s: Seconds of a step.
         low_s, high_s: Interval that the measured time is said to lie in.
         peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
-        rank_bytes: The same of each pipeline rank, first to last; () if not predicted.
+        rank_bytes: Such a sum of each pipeline rank, first to last; () if not predicted.
         low_bytes, high_bytes: Interval of ``peak_bytes``; ``fits`` goes by the upper end.
         tier_bytes: Largest sum on any rank of each tier behind the device; ``fits`` asks for room there too.
         reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.

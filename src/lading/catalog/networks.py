@@ -310,7 +310,11 @@ def _resized(link: Link, own: int, ranks: int) -> Link:
     """Link of nodes of another size: what ends at the node ends there, NICs stay in proportion."""
     if link.nics:
         return dataclasses.replace(link, nics=max(1, round(link.nics * ranks / link.nic_ranks)), nic_ranks=ranks)
-    return dataclasses.replace(link, ranks=ranks, fewer=()) if link.ranks == own else link
+    if link.ranks != own or ranks >= own:
+        return dataclasses.replace(link, ranks=ranks) if link.ranks == own else link
+    measured = 2 <= ranks < len(link.fewer) + 2
+    share = link.fewer[ranks - 2] if measured else link.reached(ranks) / link.bandwidth_bytes_per_s
+    return dataclasses.replace(link, ranks=ranks, efficiency=share, fewer=link.fewer[: max(0, ranks - 2)])
 
 
 def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link, str, tuple[str, ...]]:

@@ -20,9 +20,10 @@ from lading.grouping import Matrices
 from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.plan import Option
+from lading.ir.plan import Choices, Option
 from lading.ir.program import Program
 from lading.memory.lifetime import lifetimes
+from lading.memory.restore import apply_choices
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.planner.api import Planned, make_plan, step_costs
@@ -109,6 +110,8 @@ def planned_text(name: str) -> str:
     choices = made.plan.choices
     lines = [f"deferred {choices.deferred}", f"retimed {choices.retimed}"]
     lines += [f"hosted {' '.join(map(str, choices.hosted))}"]
+    lines += [f"parts {choices.loss_parts}"] if choices.loss_parts else []
+    lines += [f"late {op} {after}" for op, after in choices.late_updates]
     lines += [f"choice {c.storage} {c.start} {c.end} {c.option}" for c in choices.gaps]
     return "\n".join(lines) + "\n" + program_text(made.program)
 
@@ -132,6 +135,9 @@ def _pairs(pairs: tuple[tuple[int, int], ...]) -> str:
 def made_again(name: str, text: str) -> Program:
     """The Program of the choices that stand in ``planned_text``, without a search."""
     graph, machine = graph_of(name), CASES[name].machine()
+    parts = re.search(r"^parts (\d+)$", text, re.MULTILINE)
+    late = tuple((int(op), int(after)) for op, after in re.findall(r"^late (\d+) (\d+)$", text, re.MULTILINE))
+    graph = apply_choices(graph, Choices(loss_parts=int(parts[1]) if parts else 0, late_updates=late))
     costs = step_costs(graph, machine, _scratch(graph))
     budgets = {tier: int(size) for tier, size in re.findall(r"^budget (\w+) (\d+)$", text, re.MULTILINE)}
     step = deferred_step(StepProblem(graph, lifetimes(graph), machine, costs, budgets), _number(text, "deferred"))

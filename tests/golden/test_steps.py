@@ -38,7 +38,7 @@ def test_a_program_of_its_choices_and_when_it_runs(name: str) -> None:
 
 def test_the_programs_cover_what_a_step_can_do() -> None:
     texts = {name: read_text(f"programs/{name}.txt") for name in steps.CASES}
-    assert "deferred 0" not in texts["micro-batches"]
+    assert "deferred 0" not in texts["masters"]
     assert "hosted \n" not in texts["host-computes"]
     assert "lading.muon" in texts["muon"]
 

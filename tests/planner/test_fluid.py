@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from tests.machines import small_machine
 from tests.planner.steps import (
@@ -20,7 +21,7 @@ from tests.planner.steps import (
 
 from lading.ir.defer import updates
 from lading.ir.program import PAGE_BYTES
-from lading.planner.fluid import flow
+from lading.planner.fluid import FlowProgram, flow
 from lading.planner.lower import fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.relaxation import RelaxedResidency, build
@@ -68,3 +69,44 @@ def test_one_window_is_the_bound_without_windows_and_more_say_more() -> None:
     assert four is not None
     assert one.step_s == pytest.approx(lower_bound_s(step), rel=1e-4)
     assert four.step_s > 1.05 * one.step_s
+
+
+def test_a_flow_for_plans_is_above_the_bound_and_can_be_solved_again() -> None:
+    step = captured("llama", num_layers=2, clip_norm=1.0, machine=slower_disk(small_machine(), 5))
+    fixed = fixed_bytes(step.machine, step.costs)
+    whole = needs(step, {}) - fixed
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    kept = FlowProgram(problem, 4, bound=False)
+    wide, narrow = kept.solve(int(0.8 * whole)), kept.solve(int(0.6 * whole))
+    anew = FlowProgram(problem, 4, bound=False).solve(int(0.6 * whole))
+    bound = flow(problem, int(0.6 * whole), 4)
+    assert wide is not None
+    assert narrow is not None
+    assert anew is not None
+    assert bound is not None
+    assert wide.step_s < narrow.step_s == pytest.approx(anew.step_s, rel=1e-6)
+    assert bound.step_s <= narrow.step_s * (1 + 1e-6)
+    reserved = kept.solve(int(0.8 * whole), np.full(problem.num_ops, int(0.8 * whole) - int(0.6 * whole)))
+    assert reserved is not None
+    assert reserved.step_s == pytest.approx(narrow.step_s, rel=1e-6)
+
+
+def test_settled_flows_split_less_and_leave_the_program_as_it_was() -> None:
+    step = captured("llama", num_layers=2)
+    fixed = fixed_bytes(step.machine, step.costs)
+    budget = int(0.6 * (needs(step, {}) - fixed))
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    flows = FlowProgram(problem, 4, bound=False)
+    relaxed = flows.solve(budget)
+    assert relaxed is not None
+    settled = flows.settled(relaxed)
+
+    def split_bytes(found: RelaxedResidency) -> int:
+        rows = zip(problem.candidates, found.shares, strict=True)
+        return sum(c.size_bytes for c, shares in rows if max(shares.values()) < 1 - 1e-6)
+
+    assert split_bytes(settled) < split_bytes(relaxed)
+    assert settled.step_s >= relaxed.step_s * (1 - 1e-6)
+    again = flows.solve(budget)
+    assert again is not None
+    assert again.step_s == pytest.approx(relaxed.step_s, rel=1e-6)

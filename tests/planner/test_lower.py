@@ -199,5 +199,5 @@ def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.
     monkeypatch.setattr(lower, "stretch", stretched)
     monkeypatch.setattr(lower, "pack", packed)
     assert wide.lower(choices).program is not None
-    assert len(given) <= 10
+    assert len(given) <= 12  # two of them between the last room that fits and the one before
     assert given[0] == wide.arena_bytes

@@ -55,7 +55,9 @@ def profile(items: Sequence[Buffer]) -> np.ndarray:
 
 
 def pack(items: Sequence[Buffer], limit_bytes: int = 0, fixed: Mapping[int, int] = MappingProxyType({})) -> Packing:
-    """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
+    """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the first of all.
+
+    Without a limit it is the order that needs least.
 
     What lives all the time goes to the bottom, one after another; only the rest needs a search. Of that, what is
     smaller than a page comes after the pages, so that all that lies below a page is whole pages.
@@ -77,7 +79,8 @@ def pack(items: Sequence[Buffer], limit_bytes: int = 0, fixed: Mapping[int, int]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
     for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
-        placed = _first_fit(order, best[0] if best else None, taken)
+        below = None if best is None else min(best[0], enough + 1) if limit_bytes else best[0]
+        placed = _first_fit(order, below, taken)
         best = placed or best
         if best is not None and best[0] <= enough:
             break
@@ -92,12 +95,18 @@ _Row = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
 def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
-    """Yield orders to place rows in: by most bytes, by most bytes times moments, by longest span."""
+    """Yield orders to place rows in.
+
+    By most bytes; by two spans, then most bytes, then most moments; by most bytes, then the first moment; by most bytes
+    times moments; by longest span. Many rows are equally large, and how these follow one another decides on the holes.
+    """
 
     def length(row: _Row) -> int:
         return sum(last - first + 1 for first, last in row[2])
 
     yield sorted(rows, key=lambda row: (-row[1], row[0]))
+    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]), -row[1], -length(row), row[0]))
+    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1], row[2][0][0], row[0]))
     yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1] * length(row), row[0]))
     yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * length(row), -row[1], row[0]))
 

@@ -19,7 +19,9 @@ from lading.ir.expand import expand
 from lading.ir.expert_shards import shard_experts
 from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
+from lading.ir.late_updates import with_late_updates
 from lading.ir.layout import ALONE, Layout
+from lading.ir.loss_parts import MOST_PARTS, with_loss_parts
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
@@ -342,11 +344,16 @@ def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:
 
 
 def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
-    """Step with the updates deferred, and the operations on the host, that a plan chose.
+    """Step with the loss in parts, the updates late or deferred, and the operations on the host, that a plan chose.
 
     Raises:
-        ConfigError: it has not so many updates, or one of the operations may not run on the host.
+        ConfigError: it has no such loss or updates, or one of the operations may not run on the host.
     """
+    if not 0 <= choices.loss_parts <= MOST_PARTS:
+        raise ConfigError(
+            f"the plan has {choices.loss_parts} parts of the loss, expected 0 to {MOST_PARTS}; plan again"
+        )
+    step = with_late_updates(with_loss_parts(step, choices.loss_parts)[0], choices.late_updates)[0]
     known = len(updates(step))
     if not 0 <= choices.deferred <= known:
         raise ConfigError(f"the plan defers {choices.deferred} updates, expected 0 to {known}; plan again")

@@ -27,7 +27,9 @@ from lading.cost.compute import (
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
+from lading.ir.late_updates import even_moves, with_late_updates
 from lading.ir.layout import Layout
+from lading.ir.loss_parts import cross_entropies, with_loss_parts
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program, slot_sizes
@@ -48,7 +50,7 @@ from lading.planner.policies import (
     reshard_and_checkpoint,
     reshard_every_unit,
 )
-from lading.planner.residency import Found, StepProblem, lower_bound_s
+from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
@@ -82,6 +84,13 @@ _RECEIVED, _RECEIVED_BYTES = 4, 8 << 20
 #: experts: a step of 450 ms with 14 buckets of 4 MiB took 509 with 54 of 1 and 1005 with 114 of 1/4 (benchmarks/ranks).
 _BUCKETS = (4 << 20, 16 << 20, 64 << 20, 1 << 60)
 _NO_LIMIT = 1 << 60
+#: Parts of a loss that is computed in parts. That is tried where what is needed at once is this share of the arena at
+#: least, and less than this share of it with the loss in parts.
+_LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
+#: Share of its bound within which the first plan of a step makes other forms needless.
+_NEAR = 0.03
+#: How many times faster than evenly late updates run, and operations of steps for which other forms are tried.
+_HURRIES, _FEW_OPS, _MANY_OPS = (1.0, 2.0), 200, 5000
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     _check_device(machine, allowed[DEVICE])
     step = dataclasses.replace(free, budgets=allowed)
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
-    chosen = _chosen(step, policy, rows, fitting, progress)
+    chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency" and homes is None:
         progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
@@ -217,7 +226,14 @@ def _planned(
     plan = Plan(
         version=__version__,
         request=request,
-        choices=Choices(gaps=gaps, deferred=deferred, retimed=found.retimed, hosted=found.step.graph.hosted),
+        choices=Choices(
+            gaps=gaps,
+            loss_parts=found.step.loss_parts,
+            late_updates=found.step.late_updates,
+            deferred=deferred,
+            retimed=found.retimed,
+            hosted=found.step.graph.hosted,
+        ),
         program=tuple(found.program.text().splitlines()),
         predictions=predictions,
         assumptions=assumptions,
@@ -542,6 +558,101 @@ def _chosen(
         missing_bytes=missing,
         smallest_budget_bytes=smallest,
     )
+
+
+def _chosen_form(
+    step: StepProblem,
+    policy: str,
+    rows: Sequence[PolicyRow],
+    fitting: dict[str, Found],
+    settings: Mapping[str, float],
+    progress: PlanProgress,
+) -> Ordered:
+    """Choose a plan of the step as it is or in another form: with its loss in parts, with late updates, or both.
+
+    It is the form whose first plan is the fastest, or which has a plan at all. The bound is below plans of all of them.
+
+    Raises:
+        PlanInfeasible: as ``_chosen``; says it of the form that needs least.
+    """
+    if policy != "residency" or any(not found.choices for found in fitting.values()) or _is_given(step, settings):
+        return _chosen(step, policy, rows, fitting, progress)
+    whole_s = _first_plan_s(step)
+    if whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
+        return _chosen(step, policy, rows, fitting, progress)
+    forms = [step, *(form for form in (_loss_parts(step),) if form is not None)]
+    first_s = [whole_s, *map(_first_plan_s, forms[1:])]
+    best = forms[first_s.index(min(first_s))]
+    late = _late_updates(best)
+    forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
+    failure: PlanInfeasible | None = None
+    for _, at in sorted(zip(first_s, range(len(forms)), strict=True)):
+        form = forms[at]
+        try:
+            chosen = best_order(form, fitting.values() if form is step else (), progress)
+        except PlanInfeasible as error:
+            failure = min(failure or error, error, key=lambda each: each.smallest_budget_bytes)
+            continue
+        bounds = [lower_bound_s(other) for other in forms if other is not form]
+        bound_s = min([chosen.bound_s, *(bound for bound in bounds if bound)])
+        plain = min(fitting.values(), key=lambda found: found.step_s, default=chosen.found)
+        if plain.step_s < chosen.found.step_s:
+            return Ordered(0, step, plain, bound_s)
+        return dataclasses.replace(chosen, bound_s=bound_s)
+    assert failure is not None, "no form has a plan"
+    raise failure
+
+
+def _first_plan_s(step: StepProblem) -> float:
+    """Seconds of the first plan of a search; infinite where it does not fit."""
+    search = ResidencySearch(step, ())
+    search.advance()
+    return search.best_s()
+
+
+def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:
+    """Whether a step keeps its operations: what others share, what is compiled, what is too large to try.
+
+    And what is small enough for a wide search, but for one of which no plan exists.
+    """
+    shared = step.lives.homes is not None or settings.get(OTHER_OPS) or settings.get("compile")
+    many, few = len(step.graph.ops) > _MANY_OPS, len(step.graph.ops) <= _FEW_OPS and not step.is_hopeless
+    return bool(shared or step.graph.collectives or many or few)
+
+
+def _late_updates(step: StepProblem) -> list[StepProblem]:
+    """Step with its updates spread, evenly and faster; none where no operation could run between them."""
+    forms: list[StepProblem] = []
+    worth = step.defers and step.machine.tiers and len(step.graph.ops) > _FEW_OPS
+    for hurry in _HURRIES if worth else ():
+        moves = even_moves(step.graph, step.costs.op_seconds, hurry)
+        if moves:
+            graph, origins = with_late_updates(step.graph, moves)
+            forms.append(dataclasses.replace(_reordered(step, graph, origins), late_updates=moves))
+    return forms
+
+
+def _reordered(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> StepProblem:
+    """Step of other operations, each of which costs what its origin did."""
+    seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
+    costs = dataclasses.replace(
+        step.costs,
+        op_seconds=tuple(seconds[index] for index in origins),
+        workspace_bytes=tuple(scratch[index] for index in origins),
+    )
+    return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def _loss_parts(step: StepProblem) -> StepProblem | None:
+    """Step with its loss in parts; None where that spares little of what is needed at once, or cannot be done."""
+    whole = int(step.bound_problem.base.max(initial=0))
+    if whole < _LARGE_SHARE * step.arena_bytes or not cross_entropies(step.graph):
+        return None
+    split, origins = with_loss_parts(step.graph, _LOSS_PARTS)
+    parts = _reordered(step, split, origins)
+    costs = dataclasses.replace(parts.costs, op_seconds=tuple(device_costs(split, step.machine)))
+    parts = dataclasses.replace(parts, costs=costs, loss_parts=_LOSS_PARTS)
+    return parts if int(parts.bound_problem.base.max(initial=0)) < _LESS * whole else None
 
 
 def _with_staging(chosen: Ordered, staging_bytes: int) -> Ordered:

@@ -5,6 +5,7 @@ Also what the process takes besides tensors (``overhead_bytes``).
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from lading.ir.program import (
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, Packing, pack
 from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
-from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
+from lading.planner.schedule import Stretched, base_profile, filled, stretch, wrapped
 
 
 def connect(
@@ -328,6 +329,8 @@ class Lowered:
 
 #: The room of a stretch first shrinks by one of so many parts of the arena at least, then by twice as much each time.
 _STEPS = 200
+#: How often a room is then looked for between the last two.
+_HALVINGS = 2
 #: Shares of the bytes that are needed without transfers up to which transfers may fill memory, where room is spared.
 _SPARING = (0.9, 0.75, 0.5, 0.0)
 #: More bytes than any device has.
@@ -421,21 +424,45 @@ class Lowering:
         cut, stretched = wrapped(self.emission, room)
         return PackedEmission(cut, stretched, _pack(self.graph, cut, stretched, arena_bytes, self.homes))
 
+    def _roomiest(self, attempt: PackedEmission, soft: int, above: int, arena: int) -> PackedEmission:
+        """Halve the distance between a room of transfers that fits and a larger one that does not a few times."""
+        for _ in range(_HALVINGS):
+            middle = (soft + above) // 2
+            roomier = self.placed(middle, arena)
+            if roomier.size_bytes <= arena:
+                attempt, soft = roomier, middle
+            else:
+                above = middle
+        return attempt
+
+    def _filled(self, placed: PackedEmission) -> PackedEmission:
+        """Give transfers the room that their own addresses leave."""
+        packing, owners = placed.packed
+        sizes = slot_sizes(self.graph)
+        stretched = filled(
+            placed.emission, placed.stretched, [packing.offsets[owner] for owner in owners],
+            [sizes[stay.storage] for stay in placed.emission.residencies],
+        )  # fmt: skip
+        return dataclasses.replace(placed, stretched=stretched)
+
     def within(self, arena: int, *, sparing: bool) -> PackedEmission:
         """Find addresses in ``arena`` bytes, or as near to them as they can be, in the way that ``lower`` says."""
         peak = self.peak_bytes
         attempt, soft, step = self.placed(arena, arena), arena, max(1, arena // _STEPS)
         if attempt.size_bytes > arena > peak:
-            tightest = self.placed(peak, arena)
+            tightest, above = self.placed(peak, arena), arena
             while attempt.size_bytes > arena and attempt is not tightest:
+                above = soft
                 soft -= max(attempt.size_bytes - arena, step)
                 step *= 2
                 attempt = self.placed(soft, arena) if soft > peak and tightest.size_bytes <= arena else tightest
+            if attempt.size_bytes <= arena:
+                attempt = self._roomiest(attempt, max(soft, peak), above, arena)
         for share in _SPARING if sparing else ():
             if attempt.size_bytes > arena:
                 spared = self.placed(int(share * peak), arena)
                 attempt = min(attempt, spared, key=lambda placed: placed.size_bytes)
-        return attempt
+        return self._filled(attempt) if attempt.size_bytes <= arena else attempt
 
     def smallest_arena_bytes(self) -> int:
         """Smallest arena, to within 2%, that ``within`` finds addresses in if it spares room."""

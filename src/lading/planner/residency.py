@@ -38,7 +38,7 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
-from lading.planner.fluid import flow
+from lading.planner.fluid import FlowProgram, flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
@@ -58,6 +58,9 @@ class Aim:
         careful: Whether to rely on a share of each tier's rates only.
         across: Whether recomputation may lead from block to block.
         settled: Whether large storages are decided one after another (``Relaxation.settled``).
+        flowing: Whether it knows when bytes move (``lading.planner.fluid``); then ``windows`` are those at most.
+        near: Whether only the nearest tier is used: what lies behind it is slower, so that one transfer there that is
+            late holds up more than it carries.
     """
 
     reserve: float
@@ -66,6 +69,8 @@ class Aim:
     careful: bool = False
     settled: bool = False
     across: bool = False
+    flowing: bool = False
+    near: bool = False
 
 
 #: Shares of rates that leave room for queues, of the host's memory and of what lies behind it, whose transfers are
@@ -81,6 +86,10 @@ _CAREFUL_FIRST = (
     Aim(0.02, 4, moving=True),
     Aim(0.05, 16, moving=True, settled=True),
 )
+_NEAR = (Aim(0.05, 16, moving=True, careful=True, settled=True, near=True), Aim(0.02, 4, moving=True, near=True))
+_FLOWING = (Aim(0.05, 10, careful=True, settled=True, flowing=True),)
+#: Candidates times windows of a flow, at most, and the windows that it needs to say more than a relaxation does.
+_FLOWS, _LEAST_WINDOWS = 10_000, 4
 _LATER = (
     Aim(0.15, 16),
     Aim(0.15, 4, moving=True, careful=True, settled=True),
@@ -98,7 +107,7 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     if num_ops > _LARGE_OPS:  # of which few are tried: both beliefs at least
         return (_LATER[0], *_CAREFUL_FIRST, *_LATER[1:]), tight
     if num_ops > _SMALL_OPS:
-        return _CAREFUL_FIRST + _LATER, tight
+        return _CAREFUL_FIRST[:1] + _NEAR[:1] + _FLOWING + _CAREFUL_FIRST[1:] + _NEAR[1:] + _LATER, tight
     every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
     across = tuple(Aim(reserve, count, across=True) for reserve in (0.15, 0.0) for count in windows)
     return every + _CAREFUL_FIRST + across, tight
@@ -143,6 +152,8 @@ class StepProblem:
     Attributes:
         sparing: Give transfers less room than is free where what they lead to cannot be packed (``planner.lower``).
         defers: Whether updates may wait for the next step.
+        loss_parts: Parts in which ``graph`` computes the loss (``lading.ir.loss_parts``); 0 where it is whole.
+        late_updates: Updates that wait inside ``graph`` (``lading.ir.late_updates``), before others are deferred.
     """
 
     graph: StepGraph
@@ -152,6 +163,8 @@ class StepProblem:
     budgets: dict[str, int]
     sparing: bool = False
     defers: bool = True
+    loss_parts: int = 0
+    late_updates: tuple[tuple[int, int], ...] = ()
 
     @property
     def arena_bytes(self) -> int:
@@ -426,6 +439,8 @@ def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
         for aim in some:
             if fits and left <= 0:
                 return
+            if not every.offers(aim):
+                continue
             candidate, tried = _repaired(step, every, aim)
             left -= tried
             if candidate is not None:
@@ -435,8 +450,9 @@ def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
             return
 
 
-#: Whether storages take room while they move, whether blocks are recomputed in chains, and whether rates are shared.
-_Beliefs = tuple[bool, bool, bool]
+#: Whether storages take room while they move, whether blocks are recomputed in chains, whether rates are shared, and
+#: whether only the nearest tier is used.
+_Beliefs = tuple[bool, bool, bool, bool]
 
 
 class Relaxations:
@@ -446,17 +462,45 @@ class Relaxations:
         self._step = step
         self._problems: dict[_Beliefs, ResidencyProblem] = {}
         self._solved: dict[tuple[_Beliefs, int], Relaxation] = {}
+        self._flows: dict[tuple[_Beliefs, int], FlowProgram] = {}
         self._lowered: dict[frozenset[tuple[tuple[int, int], Option]], Found | np.ndarray] = {}
 
-    def of(self, aim: Aim) -> Relaxation:
-        """Build or look up the linear program of an aim."""
-        what = aim.moving, aim.across, aim.careful
+    def problem(self, aim: Aim) -> ResidencyProblem:
+        """Build or look up what an aim's linear program asks."""
+        what = aim.moving, aim.across, aim.careful, aim.near
         if what not in self._problems:
             machine = careful(self._step.machine) if aim.careful else self._step.machine
+            machine = dataclasses.replace(machine, tiers=machine.tiers[:1]) if aim.near else machine
             step = dataclasses.replace(self._step, machine=machine)
             self._problems[what] = _problem(step, moving=aim.moving, across=aim.across)
+        return self._problems[what]
+
+    def offers(self, aim: Aim) -> bool:
+        """Whether an aim makes sense of this step: a flow is not too large, and what is nearest holds all there is."""
+        tiers, budgets = self._step.machine.tiers, self._step.budgets
+        whole = sum(slot_bytes(storage.size_bytes) for storage in self._step.graph.storages)
+        if aim.near and (len(tiers) < 2 or whole > budgets[tiers[0].name]):
+            return False
+        return not aim.flowing or self.flow_windows(aim) > 0
+
+    def flow_windows(self, aim: Aim) -> int:
+        """Windows of an aim's flow; 0 where the step is too large for as many as it needs, or uses a network."""
+        problem = self.problem(aim)
+        windows = min(aim.windows, _FLOWS // max(1, len(problem.candidates)))
+        known = problem.folding is not None or problem.network_seconds.any() or not problem.tiers
+        return 0 if known or windows < _LEAST_WINDOWS else windows
+
+    def of(self, aim: Aim) -> Relaxation | FlowProgram:
+        """Build or look up the linear program of an aim."""
+        what = aim.moving, aim.across, aim.careful, aim.near
+        problem = self.problem(aim)
+        if aim.flowing:
+            windows = self.flow_windows(aim)
+            if (what, windows) not in self._flows:
+                self._flows[what, windows] = FlowProgram(problem, windows, bound=False)
+            return self._flows[what, windows]
         if (what, aim.windows) not in self._solved:
-            self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
+            self._solved[what, aim.windows] = Relaxation(problem, aim.windows)
         return self._solved[what, aim.windows]
 
     def lowered(self, choices: dict[tuple[int, int], Option]) -> Found | np.ndarray:

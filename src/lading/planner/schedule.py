@@ -9,6 +9,10 @@ the network carries before, as far as there is room for it. What is fetched from
 earlier. What a collective reads, a bucket of gradients say, stays until the network should be done with it, so that
 computing does not wait for its place.
 
+[Note: holes] Addresses are given once transfers have their room. What is freed where nothing of its size follows is a
+hole, so the room that a stretch may take is less than the arena, and a transfer that had to wait for room by its bytes
+may have had an address all along: ``filled`` stretches again, each residency as far as its own addresses are free.
+
 [Note: over the boundary] The step repeats, so time is a circle: what is needed first may be fetched while the step
 before ends, and what is written last may leave while the next step begins. Such a storage is on the device when a step
 starts and when it ends, at the same address; ``wrapped`` cuts its stay in two. A tier's copy counts for nothing when a
@@ -44,10 +48,15 @@ class Stretched:
 
     On the circle of the step: a first item below 0 is one of the step before, a last one of ``num_items`` or more one
     of the next.
+
+    Attributes:
+        early, late: Items from which and up to which each would be there if there was room; never over the boundary.
     """
 
     first: tuple[int, ...]
     last: tuple[int, ...]
+    early: tuple[int, ...]
+    late: tuple[int, ...]
 
 
 def base_profile(graph: StepGraph, emission: Emission) -> np.ndarray:
@@ -82,28 +91,59 @@ def stretch(
         worker.network(network_seconds)
     worker.write_backs()
     worker.fetches()
-    return Stretched(tuple(worker.first), tuple(worker.last))
+    early = (max(0, min(wanted, first)) for wanted, first in zip(worker.early, worker.first, strict=True))
+    late = (min(max(wanted, last), worker.count - 1) for wanted, last in zip(worker.late, worker.last, strict=True))
+    return Stretched(tuple(worker.first), tuple(worker.last), tuple(early), tuple(late))
 
 
 def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretched]:
     """Cut residencies that cross the step's boundary in two, so that all lie inside ([Note: over the boundary])."""
     count = len(emission.items)
-    rows: list[tuple[Residency, int, int]] = []
+    rows: list[tuple[Residency, int, int, int, int]] = []
     early: list[tuple[Residency, int, int]] = []
-    for stay, first, last in zip(emission.residencies, stretched.first, stretched.last, strict=True):
+    times = zip(stretched.first, stretched.last, stretched.early, stretched.late, strict=True)
+    for stay, (first, last, soonest, latest) in zip(emission.residencies, times, strict=True):
         if first < 0:
-            rows.append((dataclasses.replace(stay, tier="", initial=True), 0, last))
+            rows.append((dataclasses.replace(stay, tier="", initial=True), 0, last, 0, last))
             again = Residency(stay.storage, count - 1, count - 1, tier=stay.tier, final=True)
             early.append((again, count + first, stay.first))
         elif last >= count:
-            rows.append((Residency(stay.storage, 0, 0, to_tier=stay.to_tier, initial=True), 0, last - count))
-            rows.append((dataclasses.replace(stay, to_tier="", final=True), first, count - 1))
+            over = last - count
+            rows.append((Residency(stay.storage, 0, 0, to_tier=stay.to_tier, initial=True), 0, over, 0, over))
+            rows.append((dataclasses.replace(stay, to_tier="", final=True), first, count - 1, first, count - 1))
         else:
-            rows.append((stay, first, last))
+            rows.append((stay, first, last, soonest, latest))
     early.sort(key=lambda row: row[2])  # in the order of need
-    rows += [(stay, first, count - 1) for stay, first, _ in early]
-    stays, firsts, lasts = zip(*rows, strict=True) if rows else ((), (), ())
-    return dataclasses.replace(emission, residencies=list(stays)), Stretched(firsts, lasts)
+    rows += [(stay, first, count - 1, first, count - 1) for stay, first, _ in early]
+    stays, *columns = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+    return dataclasses.replace(emission, residencies=list(stays)), Stretched(*columns)
+
+
+def filled(emission: Emission, stretched: Stretched, offsets: Sequence[int], sizes: Sequence[int]) -> Stretched:
+    """Give transfers more of their time, where what lies at their own addresses leaves some.
+
+    Packing leaves holes, so what fits by its bytes alone does not always have a place ([Note: holes]).
+
+    Args:
+        offsets, sizes: Address and bytes of each residency.
+    """
+    stays = emission.residencies
+    low = np.asarray(offsets, dtype=np.int64)
+    high = low + np.asarray(sizes, dtype=np.int64)
+    first, last = np.asarray(stretched.first, dtype=np.int64), np.asarray(stretched.last, dtype=np.int64)
+    storage = np.asarray([stay.storage for stay in stays], dtype=np.int64)
+    inside = [i for i, stay in enumerate(stays) if not (stay.initial or stay.final)]
+    leaving = [i for i in inside if stays[i].to_tier and stretched.late[i] > last[i]]
+    for index in sorted(leaving, key=lambda i: (stays[i].last, i)):
+        near = ((low < high[index]) & (high > low[index])) | (storage == storage[index])
+        after = first[near & (first > last[index])]
+        last[index] = min(int(after.min(initial=stretched.late[index] + 1)) - 1, stretched.late[index])
+    coming = [i for i in inside if stays[i].tier and stretched.early[i] < first[i]]
+    for index in sorted(coming, key=lambda i: (stays[i].first, i)):
+        near = ((low < high[index]) & (high > low[index])) | (storage == storage[index])
+        before = last[near & (last < first[index])]
+        first[index] = max(int(before.max(initial=-1)) + 1, stretched.early[index], stays[index].since)
+    return dataclasses.replace(stretched, first=tuple(first.tolist()), last=tuple(last.tolist()))
 
 
 def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -> list[float]:
@@ -137,6 +177,7 @@ class _Stretcher:
         self.soft = soft_bytes
         self.first = [stay.first for stay in self.stays]
         self.last = [stay.last for stay in self.stays]
+        self.early, self.late = list(self.first), list(self.last)
         self.of_storage: dict[int, list[int]] = {}
         for index, stay in enumerate(self.stays):
             self.of_storage.setdefault(stay.storage, []).append(index)
@@ -260,7 +301,7 @@ class _Stretcher:
             elif self._leaves_late(index):
                 wanted = self.count + int(np.searchsorted(self.start, finish - self.end, side="left")) - 1
                 wanted = min(wanted, self.count + self.first[self.of_storage[stay.storage][0]] - 1)
-            self.last[index] = self._extend(index, stay.last + 1, wanted)
+            self.last[index], self.late[index] = self._extend(index, stay.last + 1, wanted), wanted
 
     def _write(self, index: int, free_at: dict[str, float]) -> float:
         """Seconds at which a residency's write-back should have ended; moves the time from which its tier is free."""
@@ -284,6 +325,7 @@ class _Stretcher:
             if begin < 0.0 and self._comes_early(index):
                 wanted = int(np.searchsorted(self.start, begin + self.end, side="right")) - 1 - self.count
             first = self.first[index]
+            self.early[index] = min(max(wanted, left[index]), first)
             self.first[index] = self._extend_back(index, min(max(wanted, left[index]), first), first - 1)
 
     def _fetch(self, index: int, latest: dict[str, float]) -> float:

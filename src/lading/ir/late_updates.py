@@ -1,0 +1,108 @@
+"""Late updates: updates that wait inside their step, so that what they move passes beside computing.
+
+A captured step runs the update of a parameter as soon as its gradient is final. Where optimizer states wait on a lower
+tier, the updates of a large parameter then come all at once, and what computes next waits behind them for bytes that
+it does not need. Run a few at a time between the operations of the backward that follow, they cost nothing but the
+place of the gradient for longer. What is done to every tensor, and in which order, stays as it was, so the numbers do
+too, to the bit. (``lading.ir.defer`` moves updates over the step's boundary.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from lading.errors import ConfigError
+from lading.ir.defer import moved_blocks, updates
+from lading.ir.graph import StepGraph
+
+#: An operation, and the later one behind which it runs.
+Move = tuple[int, int]
+
+
+def with_late_updates(graph: StepGraph, moves: Sequence[Move]) -> tuple[StepGraph, tuple[int, ...]]:
+    """Run updates of a step behind later operations.
+
+    Args:
+        moves: Updates and the operations they run behind, by their numbers in ``graph``; those behind one operation
+            keep their order.
+
+    Returns:
+        The step, and the index in ``graph`` of each of its operations.
+
+    Raises:
+        ConfigError: what is moved is no update, would run earlier, or would see or leave another value.
+    """
+    if not moves:
+        return graph, tuple(range(len(graph.ops)))
+    free = {op for group in updates(graph) for op in group}
+    behind: dict[int, list[int]] = {}
+    for op, after in sorted(moves):
+        if op not in free or not op < after < len(graph.ops):
+            raise ConfigError(
+                f"the plan runs operation {op} behind {after}: expected an update and a later one of the step's "
+                f"{len(graph.ops)} operations; plan again"
+            )
+        behind.setdefault(after, []).append(op)
+    moved = {op for op, _ in moves}
+    if len(moved) < len(moves) or moved & behind.keys():
+        raise ConfigError("the plan moves an update twice, or behind one that it moves; plan again")
+    order = [new for op in range(len(graph.ops)) if op not in moved for new in (op, *behind.get(op, ()))]
+    _check_values(graph, order)
+    place = {old: new for new, old in enumerate(order)}
+    ops = tuple(graph.ops[i] for i in order)
+    return dataclasses.replace(graph, ops=ops, blocks=moved_blocks(graph, place)), tuple(order)
+
+
+def _check_values(graph: StepGraph, order: Sequence[int]) -> None:
+    """Refuse an order in which two operations on a storage, one of which writes it, change places.
+
+    Raises:
+        ConfigError: naming the storage.
+    """
+    wrote: dict[int, int] = {}
+    used: dict[int, int] = {}
+    for op in order:
+        writes = set(graph.op_writes[op])
+        for storage in {*graph.op_reads[op], *writes}:
+            before = used if storage in writes else wrote
+            if before.get(storage, -1) > op:
+                raise ConfigError(
+                    f"the plan changes the order in which {graph.storages[storage].name} is used: expected operation "
+                    f"{op} before {before[storage]}; plan again"
+                )
+            used[storage] = max(used.get(storage, -1), op)
+            if storage in writes:
+                wrote[storage] = max(wrote.get(storage, -1), op)
+
+
+def even_moves(graph: StepGraph, op_seconds: Sequence[float], hurry: float = 1.0) -> tuple[Move, ...]:
+    """Spread updates evenly, by the elements they move, over what computes from the first of them on.
+
+    Args:
+        op_seconds: Seconds of each operation.
+        hurry: How many times faster than evenly they run; they never run before their gradients are final.
+
+    Returns:
+        Moves for ``with_late_updates``; () where there is nothing to spread.
+    """
+    free = {op for group in updates(graph) for op in group}
+    last = max((i for i in range(len(graph.ops)) if i not in free), default=-1)
+    early = [i for i in sorted(free) if i < last]
+    if not early:
+        return ()
+    size = {op: sum(graph.storages[s].size_bytes for s in graph.op_writes[op]) for op in early}
+    rest_s = sum(op_seconds[i] for i in range(early[0], last + 1) if i not in free)
+    per_byte = rest_s / max(1, sum(size.values())) / hurry
+    moves: list[Move] = []
+    waiting: list[int] = []
+    spare_s = 0.0
+    for op in range(last + 1):
+        if op in free:
+            waiting.append(op)
+            continue
+        spare_s = spare_s + op_seconds[op] if waiting else 0.0
+        while waiting and (spare_s >= per_byte * size[waiting[0]] or op == last):
+            spare_s -= per_byte * size[waiting[0]]
+            moves.append((waiting.pop(0), op))
+    return tuple((op, after) for op, after in moves if any(between not in free for between in range(op + 1, after + 1)))

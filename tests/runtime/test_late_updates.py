@@ -1,0 +1,92 @@
+"""Late updates: the same numbers to the bit, wherever inside its step an update runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.runtime.cases import OPTIMIZER, assert_equals_eager, at_random, graph_of, program_of
+
+from lading.errors import ConfigError
+from lading.ir.defer import defer, updates
+from lading.ir.graph import OpKind, Phase, StepGraph
+from lading.ir.late_updates import even_moves, with_late_updates
+from lading.ir.loss_parts import with_loss_parts
+from lading.ir.plan import Choices
+from lading.memory.restore import apply_choices
+from lading.runtime.executor import Executor
+
+RATES = [1e-3, 5e-4, 2e-3]
+
+
+def late(graph: StepGraph, hurry: float) -> StepGraph:
+    moves = even_moves(graph, [1.0] * len(graph.ops), hurry)
+    assert moves
+    return with_late_updates(graph, moves)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "hurry", "share"), [("gpt", 1, 1.0, 0.0), ("llama", 2, 3.0, 0.4), ("moe", 1, 0.5, 1.0)]
+)
+def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, hurry: float, share: float) -> None:
+    graph = late(graph_of(name, micro=micro), hurry)
+    graph = defer(graph, int(share * len(updates(graph))))[0] if share else graph
+    program = program_of(graph, at_random(1))
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, name, micro=micro, rates=RATES)
+
+
+def test_updates_are_spread_evenly_and_never_early() -> None:
+    graph = graph_of("gpt", num_layers=4)
+    seconds = [1.0] * len(graph.ops)
+    moved, origins = with_late_updates(graph, even_moves(graph, seconds))
+    assert sorted(origins) == list(range(len(graph.ops)))
+    for op, after in even_moves(graph, seconds):
+        assert graph.ops[op].kind is OpKind.STEP
+        assert op < after
+    runs = [op.phase is Phase.OPTIMIZER for op in moved.ops]
+    behind = [i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER]
+    first, last = behind[0], max(i for i, op in enumerate(moved.ops) if op.phase is not Phase.OPTIMIZER)
+    half = (first + last) // 2
+    assert 0.3 < sum(runs[:half]) / sum(runs[:last]) < 0.7, "half of the updates in half of the time"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda op, after: [(0, after)], "expected an update and a later one"),
+        (lambda op, after: [(op, op)], "expected an update and a later one"),
+        (lambda op, after: [(op, 1 << 30)], "expected an update and a later one"),
+        (lambda op, after: [(op, after), (op, after)], "twice"),
+    ],
+)
+def test_other_moves_are_refused(change: Callable[[int, int], list[tuple[int, int]]], why: str) -> None:
+    graph = graph_of("gpt")
+    (op, after), *_ = even_moves(graph, [1.0] * len(graph.ops))
+    choices = Choices(late_updates=tuple(change(op, after)))
+    with pytest.raises(ConfigError, match=why):
+        apply_choices(graph, choices)
+
+
+def test_an_order_that_changes_what_an_operation_sees_is_refused() -> None:
+    """Two updates of one parameter in parts share what they write; the later part may not go first."""
+    graph = graph_of("gpt")
+    ops = [i for group in updates(graph) for i in group]
+    first = min(ops)
+    twin = dataclasses.replace(graph, ops=(*graph.ops[: first + 1], *graph.ops[first:]))
+    with pytest.raises(ConfigError, match="changes the order in which"):
+        with_late_updates(twin, [(first, first + 2)])
+
+
+def test_random_late_updates_of_a_loss_in_parts(tmp_path: Path) -> None:
+    graph = with_loss_parts(graph_of("gpt"), 3)[0]
+    rng = random.Random(0)
+    free = {i for group in updates(graph) for i in group}
+    last = max(i for i in range(len(graph.ops)) if i not in free)
+    moves = sorted((i, rng.choice([j for j in range(i + 1, last + 1) if j not in free])) for i in free if i < last)
+    program = program_of(with_late_updates(graph, moves)[0], at_random(2))
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, "gpt", rates=RATES)

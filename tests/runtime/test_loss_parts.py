@@ -1,0 +1,112 @@
+"""Loss in parts: the same numbers to the bit, in one place of the size of the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.machines import small_machine
+from tests.runtime.cases import OPTIMIZER, assert_equals_eager, at_random, disk_always, graph_of, program_of
+
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.defer import defer, updates
+from lading.ir.graph import Role, StepGraph
+from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.plan import Plan
+from lading.memory.restore import restore_program
+from lading.planner.api import make_plan
+from lading.runtime.executor import Executor
+
+RATES = [1e-3, 5e-4, 2e-3]
+#: A vocabulary that is not a whole number of vectors.
+WIDE = {"vocab_size": 1003}
+
+
+def largest_bytes(graph: StepGraph) -> int:
+    """Bytes of what one operation reads and writes, at most."""
+    return max(sum(graph.storages[s].size_bytes for s in {*graph.reads(op), *graph.writes(op)}) for op in graph.ops)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "clip", "parts", "share", "evict"),
+    [
+        ("gpt", 1, 0.0, 2, 0.0, None),
+        ("llama", 2, 1.0, 5, 0.5, "half"),
+        ("moe", 1, 0.0, 64, 1.0, "all"),
+    ],
+)  # fmt: skip
+def test_equals_plain_pytorch(
+    tmp_path: Path, name: str, micro: int, clip: float, parts: int, share: float, evict: str | None
+) -> None:
+    whole = graph_of(name, micro=micro, clip=clip, **WIDE)
+    graph, origins = with_loss_parts(whole, parts)
+    assert len(cross_entropies(whole)) == micro
+    assert [whole.ops[i].name for i in dict.fromkeys(origins)] == [op.name for op in whole.ops]
+    assert len(graph.ops) == len(whole.ops) + micro * (5 * parts - 3)
+    later = defer(graph, int(share * len(updates(graph))))[0] if share else graph
+    program = program_of(later, {None: None, "half": at_random(0), "all": disk_always}[evict])
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **WIDE)
+
+
+def test_logits_are_there_once() -> None:
+    whole = graph_of("gpt", vocab_size=2048)
+    parts, _ = with_loss_parts(whole, 16)
+    (loss,) = cross_entropies(whole)
+    logits = whole.storages[loss.logits].size_bytes
+    touched = {*whole.reads(whole.ops[loss.backward]), *whole.writes(whole.ops[loss.backward])}
+    assert sum(whole.storages[s].size_bytes for s in touched) == 3 * logits
+    assert [parts.storages[s].size_bytes for s in (loss.scores, loss.chosen, loss.gradient)] == [0, 0, 0]
+    pieces = list(parts.storages[len(whole.storages) :])
+    assert {s.role for s in pieces} == {Role.ACTIVATION}
+    assert {s.size_bytes for s in pieces} == {logits // 16}
+    assert with_loss_parts(whole, 0)[0] is whole
+
+
+def test_the_gradients_of_a_tied_weight_are_summed_in_one_place() -> None:
+    whole = graph_of("gpt", vocab_size=2048)
+    (tied,) = (p for p in whole.parameters if len(p.names) > 1)
+    assert tied.gradient is not None
+    (total,) = (op for op in whole.ops if tied.gradient in op.outputs)
+    parts, origins = with_loss_parts(whole, 4)
+    at = origins.index(whole.ops.index(total))
+    assert total.name == "aten.add.Tensor"
+    assert parts.ops[at].name == "aten.add_.Tensor"
+    assert (
+        parts.storage_of(parts.ops[at].inputs[0]) == parts.storage_of(tied.gradient) == whole.storage_of(tied.gradient)
+    )
+    assert len({*parts.op_reads[at], *parts.op_writes[at]}) == 2
+
+
+def test_logits_that_something_else_reads_stay_whole() -> None:
+    whole = graph_of("gpt")
+    (loss,) = cross_entropies(whole)
+    reader = dataclasses.replace(
+        whole.ops[loss.forward], name="aten.relu.default", args=whole.ops[loss.forward].args[:1]
+    )  # fmt: skip
+    used = dataclasses.replace(whole, ops=(*whole.ops[: loss.forward], reader, *whole.ops[loss.forward :]))
+    assert cross_entropies(used) == ()
+    with pytest.raises(ConfigError, match="expected a cross-entropy whose logits nothing else reads, found none"):
+        with_loss_parts(used, 4)
+
+
+def test_a_budget_that_the_whole_loss_does_not_fit_is_planned_and_run(tmp_path: Path) -> None:
+    """Less than the backward of the loss needs at once: the plan has its loss in parts and trains as plain."""
+    sizes = {"vocab_size": 4001, "dim": 16, "num_heads": 2}
+    whole = graph_of("gpt", **sizes)
+    budget = int(0.97 * largest_bytes(whole))
+    planned = make_plan(whole, small_machine(), budget=str(budget))
+    assert planned.plan.choices.loss_parts == 16
+    assert planned.program.peak_bytes <= budget < largest_bytes(whole)
+    path = tmp_path / "plan.json"
+    planned.plan.save(path)
+    program = restore_program(Plan.load(path), whole, small_machine())
+    assert program.fingerprint == planned.program.fingerprint
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, "gpt", rates=RATES, **sizes)
+    with pytest.raises(PlanInfeasible):
+        make_plan(whole, small_machine(), budget=str(budget // 4))
+    too_many = dataclasses.replace(planned.plan, choices=dataclasses.replace(planned.plan.choices, loss_parts=4000))
+    with pytest.raises(ConfigError, match="expected 0 to 1024"):
+        restore_program(too_many, whole, small_machine())

@@ -167,7 +167,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency" and homes is None:
         progress.update(0.97, "operations on the host")
-        chosen = ordered_with_host(chosen)
+        chosen = _with_host(chosen, step)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
     chosen = _with_staging(chosen, staging_bytes)
@@ -578,7 +578,7 @@ def _chosen_form(
     if policy != "residency" or any(not found.choices for found in fitting.values()) or _is_given(step, settings):
         return _chosen(step, policy, rows, fitting, progress)
     whole_s = _first_plan_s(step)
-    if whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
+    if whole_s < float("inf") and whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
         return _chosen(step, policy, rows, fitting, progress)
     forms = [step, *(form for form in (_loss_parts(step),) if form is not None)]
     first_s = [whole_s, *map(_first_plan_s, forms[1:])]
@@ -601,6 +601,15 @@ def _chosen_form(
         return dataclasses.replace(chosen, bound_s=bound_s)
     assert failure is not None, "no form has a plan"
     raise failure
+
+
+def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
+    """Try the plan with operations on the host; its bound then leaves out what its form of the step computes more."""
+    hosted = ordered_with_host(chosen)
+    if hosted is chosen:
+        return chosen
+    more_s = max(0.0, sum(chosen.step.costs.op_seconds) - sum(step.costs.op_seconds))
+    return dataclasses.replace(hosted, bound_s=max(0.0, hosted.bound_s - more_s))
 
 
 def _first_plan_s(step: StepProblem) -> float:

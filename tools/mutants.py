@@ -14,6 +14,7 @@ Results are kept in out/mutants, a file a fault, so that parts may be run one af
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import importlib
 import json
@@ -280,6 +281,12 @@ class _Runner:
         print(f"{outcome.ended:8}{seconds:6.1f} s  {fault.part}/{fault.name}  {outcome.by}", flush=True)
 
 
+def _leave_undecided(runner: _Runner, faults: Sequence[Fault], pid: int) -> None:
+    for fault in faults if os.getpid() == pid else ():
+        if (path := runner.result(fault)).exists() and _read(path).ended == "lived":
+            _write(path, replace(_read(path), ended="undecided"))
+
+
 def _git(root: Path, *words: str) -> str:
     done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -359,8 +366,10 @@ def run(
 def report(faults: Sequence[Fault], out: Path) -> str:
     """Write the page on the last results of all faults."""
     runner = _Runner(ROOT, out)
-    results = {fault: _read(path) for fault in faults if (path := runner.result(fault)).exists()}
+    known = {fault: _read(path) for fault in faults if (path := runner.result(fault)).exists()}
+    results = {fault: result for fault, result in known.items() if result.ended != "undecided"}
     changing = [fault for fault in results if not fault.same]
+    tried = sum(not fault.same for fault in known)
     noticed = [fault for fault in changing if results[fault].ended != "lived"]
     first = len(noticed) - sum(bool(fault.since) for fault in noticed)
     commits = ", ".join(sorted({result.commit for result in results.values()}))
@@ -370,18 +379,21 @@ def report(faults: Sequence[Fault], out: Path) -> str:
         "(`tools/faults/*.toml`), and runs the default tests of that part until one fails. Written by "
         f"`python -m tools.mutants --report docs/mutants.md`, {time.strftime('%Y-%m-%d', time.gmtime())}; last runs on "
         f"the sources of commits {commits}.", "",
-        f"**Tests notice {len(noticed)} of {len(changing)} faults that were tried and change something "
-        f"({len(noticed) / max(1, len(changing)):.1%}); {first} of them before a test was written for it.**", "",
-        "| part | faults | not tried yet | change nothing | noticed | of them by a hang or crash | live |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"**Tests notice {len(noticed)} of {tried} faults that were tried and change something "
+        f"({len(noticed) / max(1, tried):.1%}); {first} of them before a test was written for it.** Of the others "
+        f"{len(changing) - len(noticed)} live, and {tried - len(changing)} lived on the nearest tests and were "
+        f"not tried on all of their part (undecided). {len(faults) - len(known)} were not tried yet.", "",
+        "| part | faults | not tried yet | undecided | change nothing | noticed | of them by a hang or crash | live |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for part in sorted({fault.part for fault in faults}):
         mine = [fault for fault in faults if fault.part == part]
         real = [fault for fault in mine if fault in changing]
         seen = [fault for fault in real if fault in noticed]
         hard = sum(results[fault].ended in ("hung", "crashed") for fault in seen)
-        untried, same = sum(fault not in results for fault in mine), sum(bool(fault.same) for fault in mine)
-        row = (part, len(mine), untried, same, len(seen), hard, len(real) - len(seen))
+        untried, same = sum(fault not in known for fault in mine), sum(bool(fault.same) for fault in mine)
+        near = sum(fault in known and fault not in results for fault in mine)
+        row = (part, len(mine), untried, near, same, len(seen), hard, len(real) - len(seen))
         lines.append(f"| {' | '.join(map(str, row))} |")
     lines += _listed("## Faults that live", [f for f in changing if f not in noticed], lambda f: f.hurts)
     lines += _listed("## Faults that no test noticed at first", [f for f in noticed if f.since], lambda f: f.since)
@@ -423,13 +435,15 @@ def main() -> None:
         chosen = [f for f in chosen if asked.only in f.name]
         if asked.lived or asked.new:
             runner = _Runner(asked.root, asked.out)
-            again = ("lived",) if asked.lived else ()
+            again = ("lived", "undecided") if asked.lived else ("undecided",)
             chosen = [f for f in chosen if not (at := runner.result(f)).exists() or _read(at).ended in again]
         if asked.check:
             for fault in chosen:
                 mutated(asked.root, fault)
             return
         until_s = time.monotonic() + 60 * asked.minutes
+        if asked.most is not None:  # what lives then may be noticed by tests that were not run
+            atexit.register(_leave_undecided, _Runner(asked.root, asked.out), chosen, os.getpid())
         lived = run(chosen, asked.root, asked.out, asked.jobs, () if asked.bare else _PRELOADED, until_s)
     except FaultError as error:
         sys.exit(f"mutants: {error}")

@@ -321,6 +321,15 @@ def test_fuzz(saved: Path, data: st.DataObject) -> None:
         file.write_bytes(original)
 
 
+def test_a_tensor_that_ends_behind_the_file_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1.0))
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    max(body["tensors"], key=lambda tensor: tensor["start"])["start"] += 2
+    rewrite(path, body=body)
+    with pytest.raises(StorageError, match="its bytes inside the file"):
+        open_checkpoint(path)
+
+
 def test_an_altered_manifest_of_equal_sums_is_refused(tmp_path: Path) -> None:
     """An adler32 is easily met: neighbours that change by 1, -2 and 1 leave both of its sums as they are."""
     path = save(tmp_path, 1, small(1.0))

@@ -16,7 +16,7 @@ from lading.cost.collective import OPS, algorithm, collective_s, collectives_s, 
 from lading.cost.topology import Group, group_of, group_of_ranks
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
-from lading.ir.machine import Machine
+from lading.ir.machine import Curve, Machine
 
 MACHINES = ("a100", "h100", "b200", "gb200", "mi300x", "v100-32gb", "l40s", "rtx4090")
 SIZES = [8 * 4**n for n in range(16)]
@@ -81,6 +81,13 @@ def test_many_sizes_at_once_take_as_long_as_one_by_one(name: str, op: str) -> No
         np.testing.assert_allclose(many, alone, rtol=1e-12)
     with pytest.raises(ConfigError, match="expected sizes >= 0"):
         collectives_s(op, np.array([1.0, -1.0]), group, machine)
+
+
+def test_what_is_smaller_than_was_measured_takes_as_long_as_the_least_that_was() -> None:
+    curve = Curve(size=(1024.0, 1e6), rate=(1e6, 1e9))
+    machine = dataclasses.replace(load_machine("h100"), collectives={"all_reduce.2": curve})
+    least_s = collective_s("all_reduce", 1024, Group(2, 2), machine)
+    assert [collective_s("all_reduce", size, Group(2, 2), machine) for size in (0, 1, 1000)] == [least_s] * 3
 
 
 def test_more_ranks_take_longer() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lading.catalog.load import load_machine
-from lading.cost.matrix_updates import direction_s
+from lading.cost.collective import collective_s
+from lading.cost.matrix_updates import direction_s, shared_s
 from lading.cost.product import peak_flops
+from lading.cost.topology import group_of_ranks
 from lading.optim.muon import Muon
 from lading.optim.rule import UpdateWork
 
@@ -31,3 +33,11 @@ def test_decompositions_are_slow():
     decomposed = direction_s(UpdateWork((), eigen=((1.0, n),)), n * n, device, "fp32", 5e-6)
     multiplied = direction_s(UpdateWork(((4.5, n, n, n),)), n * n, device, "fp32", 5e-6)
     assert decomposed > 3 * multiplied
+
+
+def test_ranks_that_share_a_matrix_tell_each_other_their_rows_in_every_round():
+    machine = load_machine("h100")
+    five, ten = (shared_s(Muon(steps=steps), 1024, 4096, machine, 0.0)[0] for steps in (5, 10))
+    group, width = group_of_ranks(2, machine), 2
+    met = sum(collective_s("all_gather", 1024 * columns * width, group, machine) for columns in (1024, 4096))
+    assert ten - five > 5 * met

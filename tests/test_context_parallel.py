@@ -7,6 +7,7 @@ sum of 32 losses the order is worth 32 eps of float32 at most, 2e-6 of it; gradi
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from lading.errors import ConfigError
 from lading.ir.context_shards import shard_context
 from lading.ir.graph import OpKind
 from lading.ir.layout import parse_layout
+from lading.ir.reduction import ALL_REDUCE
+from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
 from tests.ranks import run_ranks
 from tests.test_replicas import batch, machine
@@ -86,6 +89,19 @@ def test_a_rank_computes_its_tokens(model: str) -> None:
     lengths = [g.tensors[op.outputs[0]].shape for g in (whole, sharded) for op in g.ops if "_log_softmax.d" in op.name]
     assert lengths == [(32, 64), (16, 64)]
     assert all(p.placement is None for p in sharded.parameters)
+
+
+@pytest.mark.parametrize(("layout", "over", "replicas"), [("cp2", "cp", 1), ("dp2,cp2", "replicate/cp", 2)])
+def test_gradients_are_reduced_once_a_step_in_buckets(layout: str, over: str, replicas: int) -> None:
+    """Not each by itself in each micro-batch; in one collective with the replicas' mean."""
+    graph = lading.capture(build("llama", torch.float32, 2), batch(0, 0), next_byte_loss, accumulation=3)
+    spread = dataclasses.replace(parse_layout(layout), bucket_bytes=1 << 20)
+    step = step_of(graph, machine(), clip_norm=0.0, master_weights=False, layout=spread)
+    reductions = [op for op in step.ops if op.name == ALL_REDUCE]
+    told = [(dict(op.kwargs)["over"], dict(op.kwargs)["mean_of"]) for op in reductions]
+    assert told == [(over, replicas)]
+    trained = sum(step.tensors[p.tensor].size_bytes for p in step.parameters if p.gradient is not None)
+    assert reductions[0].bytes_read == trained
 
 
 class _Adds(nn.Module):

@@ -52,9 +52,9 @@ _PLANNED = ("zero3", "at zero3's", "half way", "zero2")
 def probe_to(path: Path, machine: str) -> None:
     """Write the machine with the network that joins the ranks of this job as it is now.
 
-    Its hosts are of this machine, whose processors they share.
+    Its hosts are of this machine, whose processors they share: plans take a rank's part.
     """
-    known = load_machine(Path(machine)).with_threads().shared_by(dist.get_world_size())
+    known = load_machine(Path(machine)).with_threads()
     curves, busy = probe_job(6.0, _SIZES)
     shared = known.processes
     if shared is not None:
@@ -136,7 +136,8 @@ def work(args: argparse.Namespace) -> None:
         plan_all(Model(args.model, str(folder / "machine.toml")), folder)
     else:
         train(Model(args.model, str(folder / "machine.toml")), args.way, args.steps, folder)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # now and then a thread of gloo's aborts a process of FSDP2 that ends as others do
 
 
 def rows_of(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

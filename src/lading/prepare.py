@@ -295,7 +295,7 @@ def _prepared_layout(
         sending = 2 / 3 * send_s(_SENT_BYTES, machine) / _SENT_BYTES  # of a forward's work, which is a third
         cuts = narrow_cuts(whole, pipeline_of(spread, graph.accumulation).stages, work, sending)
         parts = [dataclasses.replace(parts[0], cuts=cuts, rank=rank) for rank in range(spread.pp)]
-    if (spread.dp == 1 and not spread.zero) or spread.bucket_bytes or spread.cuts_parameters:
+    if (spread.dp * spread.cp == 1 and not spread.zero) or spread.bucket_bytes or spread.cuts_parameters:
         return spread, parts, None
     alone = None
     if not spread.zero and spread.pp == spread.tp == spread.ep == spread.cp == 1:

@@ -38,7 +38,7 @@ from lading.ir.layout import Layout
 from lading.ir.opkinds import base_name
 
 #: Sums a tensor in place over the ranks along the axes that an operation's ``over`` names, and divides it by their
-#: number.
+#: number, or by ``mean_of``.
 ALL_REDUCE = "c10d.allreduce_.mean"
 #: Sums a tensor over such ranks in place.
 ALL_REDUCE_SUM = "c10d.allreduce_.sum"
@@ -68,11 +68,12 @@ _COUNTED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """Gradient of a parameter, and the operation of the step that writes it last."""
+    """Gradient of a parameter, the operation of the step that writes it last, and ``Parameter.gradient_terms``."""
 
     tensor: int
     final: int
     module: str
+    terms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,10 @@ class _Span:
 
 
 def reduce_gradients(step: StepGraph, layout: Layout) -> StepGraph:
-    """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes."""
+    """Reduce all gradients of an expanded step over the replicas of a layout, in buckets of at least its bytes.
+
+    What ranks that share a sequence have of a gradient is summed over them in the same collective.
+    """
     return _Reducer(step, layout).reduced()
 
 
@@ -157,7 +161,7 @@ class _Reducer:
     """
 
     def __init__(self, step: StepGraph, layout: Layout) -> None:
-        self.step, self.bucket_bytes, self.across = step, layout.bucket_bytes, layout.across("replicate", "shard")
+        self.step, self.layout, self.bucket_bytes = step, layout, layout.bucket_bytes
         self.storages, self.tensors = list(step.storages), list(step.tensors)
         self.spans: dict[int, list[_Span]] = {}
         self.after: dict[int, list[Op]] = {}
@@ -192,22 +196,26 @@ class _Reducer:
             for t in (*op.outputs, *op.mutates)
         }
         shared = [p for p in self.step.parameters if not p.is_on_one_rank]
-        named = {p.gradient: p.names[0] for p in shared if p.gradient is not None}
+        named = {p.gradient: p for p in shared if p.gradient is not None}
         found = [
-            _Gradient(tensor, final[self.step.storage_of(tensor)], name.rpartition(".")[0])
-            for tensor, name in named.items()
+            _Gradient(tensor, final[self.step.storage_of(tensor)], p.names[0].rpartition(".")[0], p.gradient_terms)
+            for tensor, p in named.items()
+            if self.layout.dp * p.gradient_terms > 1
         ]
         return sorted(found, key=lambda gradient: (gradient.final, gradient.tensor))
 
     def _buckets(self) -> Iterator[list[_Gradient]]:
-        """Yield gradients of one dtype that are reduced together, in the order in which the last becomes final."""
-        filling: dict[str, list[_Gradient]] = {}
+        """Yield gradients of one dtype that are reduced together, in the order in which the last becomes final.
+
+        A bucket's are all sums over ranks that share a sequence, or none is.
+        """
+        filling: dict[tuple[str, int], list[_Gradient]] = {}
         for gradient in self._gradients():
-            tensor = self.tensors[gradient.tensor]
-            bucket = filling.setdefault(tensor.dtype, [])
+            key = self.tensors[gradient.tensor].dtype, gradient.terms
+            bucket = filling.setdefault(key, [])
             bucket.append(gradient)
             if sum(self.tensors[g.tensor].touched_bytes for g in bucket) >= self.bucket_bytes:
-                yield filling.pop(tensor.dtype)
+                yield filling.pop(key)
         yield from sorted(filling.values(), key=lambda bucket: bucket[-1].final)
 
     def _reduce(self, number: int, bucket: Sequence[_Gradient]) -> None:
@@ -217,7 +225,14 @@ class _Reducer:
         module = bucket[0].module if len({g.module for g in bucket}) == 1 else f"{bucket[0].module} and others"
         reduced = flat[0] if len(flat) == 1 else self._gathered(number, bucket, flat, ops, module)
         size = self.tensors[reduced].touched_bytes
-        ops.append(reduction(ALL_REDUCE, self.across, (reduced, size), phase=Phase.BACKWARD, module=module))
+        across = self._across(bucket[0].terms)
+        ops.append(reduction(ALL_REDUCE, across, (reduced, size), phase=Phase.BACKWARD, module=module))
+
+    def _across(self, terms: int) -> tuple[tuple[str, int | str], ...]:
+        """Ranks over which gradients are summed, and of how many replicas that is the mean."""
+        if terms == 1:
+            return self.layout.across("replicate", "shard")
+        return (*self.layout.across("replicate", "shard", "cp"), ("mean_of", self.layout.dp))
 
     def _flat(self, gradient: _Gradient, ops: list[Op]) -> int:
         """Make the view of a gradient in which its elements lie one after another; of a copy where they do not."""

@@ -709,8 +709,8 @@ class _Partitioner:
             assert parameter.gradient is not None
             split = self._split_of(parameter)
             want = WHOLE if split is None else _parts(self.whole[parameter.gradient], split)
-            if self.layout.shards > 1 and self.axis == "cp" and self._is_sum(parameter.gradient):
-                want = SUMMED  # units of parameters are reduced instead
+            if self.axis == "cp" and self._is_sum(parameter.gradient):
+                want = SUMMED  # the step's gradients are reduced instead, in units or buckets
                 self.terms[parameter.tensor] = self.ranks
             made = self._as(parameter.gradient, want, op)
             self.gradients[parameter.tensor] = made

@@ -88,7 +88,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         master_weights=master_weights,
         optimizer=optimizer,
         matrices=matrices,
-        widen=widen or layout.dp > 1 or layout.zero > 0,
+        widen=widen or layout.dp * layout.cp > 1 or layout.zero > 0,
         layout=layout,
         order=() if part is None else part.order(pipeline_of(layout, captured.accumulation)),
     )
@@ -97,7 +97,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
     if part is not None:
         step = with_copies(step, part)
     step = retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
-    if layout.dp > 1 and not layout.zero:
+    if layout.dp * layout.cp > 1 and not layout.zero:
         step = reduce_gradients(step, layout)
     return share_statistics(step, layout) if layout.dp > 1 else step
 

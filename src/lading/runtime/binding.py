@@ -384,7 +384,11 @@ class Binder:
             count = dict(op.kwargs).get("mean_of")
             reduced = partial(self.replicas.reduce_scatter, target, source, over, mean=count is None)
             return reduced if count is None else _after(reduced, partial(target.div_, cast("int", count)))
-        return partial(self.replicas.sum_ if op.name == ALL_REDUCE_SUM else self.replicas.mean_, source, over)
+        count = dict(op.kwargs).get("mean_of")
+        if op.name == ALL_REDUCE and count is None:
+            return partial(self.replicas.mean_, source, over)
+        summed = partial(self.replicas.sum_, source, over)
+        return summed if count in (None, 1) else _after(summed, partial(source.div_, cast("int", count)))
 
     def _transfer(self, op: Op, action: int) -> Call:
         """Make the call that sends a storage to another rank, or receives it."""

@@ -8,6 +8,8 @@ Four minutes a model on a quiet host. DeepSpeed lies in an environment of its ow
     apt-get install libaio-dev ninja-build g++     # its asynchronous reads and writes, built at first use
     python -m venv DIR && DIR/bin/pip install torch==2.13.0 deepspeed==0.19.8 numpy
 
+A first use that is killed leaves a file ``lock`` under ~/.cache/torch_extensions, for which the next waits forever.
+
 Both train the same model from the same values on the same batches: two gloo ranks of a thread each, float32, AdamW. Of
 Lading it is ``dp2,zero3`` in a budget so low that the shards of all parameters and states lie on disk between two uses,
 which is checked; of DeepSpeed stage 3 with both offloads on NVMe, in the settings of ``SETTINGS``, of which the fastest

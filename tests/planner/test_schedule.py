@@ -1,14 +1,21 @@
-"""Transfers get the room that their own addresses leave, and no more."""
+"""Transfers get the room that their own addresses leave, and no more; gathers begin behind updates of their shards."""
 
 from __future__ import annotations
 
 import pytest
+from tests.planner.steps import bytes_machine
 
-from lading.planner.emission import Emission, Residency
-from lading.planner.schedule import Stretched, filled
+from lading.ir.action import ActionKind
+from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
+from lading.ir.sharding import UNSHARD
+from lading.planner.emission import Emission, Item, Residency
+from lading.planner.schedule import Stretched, filled, stretch
 
 #: Three stays, of which the first two lie at one address one after another.
 BEFORE, AFTER, BESIDE = Residency(0, 0, 2), Residency(1, 6, 7), Residency(2, 0, 9)
+
+#: Storages of a step that gathers.
+SHARD, WHOLE, OTHER = range(3)
 
 
 def ends(stays: list[Residency], early: tuple[int, ...], late: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -40,3 +47,28 @@ def test_a_fetch_waits_for_what_the_host_makes_and_for_the_stay_before() -> None
 def test_what_is_there_at_an_end_of_the_step_stays_as_it_is() -> None:
     first = Residency(1, 6, 7, tier="host", final=True)
     assert ends([BEFORE, first, BESIDE], (0, 0, 0), (2, 7, 9))[1] == (6, 7)
+
+
+def _op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...] = (), mutates: tuple[int, ...] = ()) -> Op:
+    kind = OpKind.COLLECTIVE if name == UNSHARD else OpKind.ELEMENTWISE
+    return Op(name, Phase.FORWARD, (), (), inputs, outputs, outputs or (None,), mutates, "", kind)
+
+
+@pytest.mark.parametrize("writers", [(), (0,), (1,), (0, 1), (0, 2)])
+def test_a_gather_begins_behind_every_update_of_its_shard(writers: tuple[int, ...]) -> None:
+    """Parts of a shard may have an update each; the last of them counts, however slow the network is."""
+    storages = (
+        Storage("shard", 1024, Role.PARAMETER), Storage("whole", 2048, Role.ACTIVATION), Storage("x", 64, Role.INPUT),
+    )  # fmt: skip
+    tensors = tuple(Tensor(s, "float32", (each.size_bytes // 4,), (1,)) for s, each in enumerate(storages))
+    updates = [
+        _op("aten.add_.Tensor", (n,), mutates=(n,)) for n in (SHARD if i in writers else OTHER for i in range(3))
+    ]
+    gather, reader = _op(UNSHARD, (SHARD,), outputs=(WHOLE,)), _op("aten.add_.Tensor", (OTHER, WHOLE), mutates=(OTHER,))
+    graph = StepGraph(storages, tensors, (*updates, gather, reader), (), (), ((),), ())
+    items = [Item(ActionKind.COMPUTE, op=n) for n in range(5)]
+    items[3] = Item(ActionKind.UNSHARD, op=3)
+    stays = [Residency(SHARD, 0, 4, initial=True, final=True), Residency(WHOLE, 3, 4)]
+    emission = Emission(items=items, residencies=stays)
+    found = stretch(graph, bytes_machine(), emission, [1.0] * 5, 1 << 20, repeats=False, network_seconds={3: 10.0})
+    assert found.first[1] == max((n + 1 for n in writers), default=0)

@@ -241,9 +241,7 @@ class _Stretcher:
                 elif stay.first <= item <= stay.last and not stay.initial:
                     low = max(low, stay.first + 1)
         shard = frozenset(self.graph.op_reads[op])
-        for earlier in range(
-            low, item
-        ):  # not before the shard has its value, of which updates of parts write each some
+        for earlier in range(low, item):  # not before the last update of the shard: those of its parts write it, too
             other = self.items[earlier].op
             if other is not None and not shard.isdisjoint(self.graph.op_writes[other]):
                 low = earlier + 1

@@ -173,8 +173,8 @@ def test_rules_of_all_parameters_count_their_states(optimizer: str, moments: int
     seconds = [one.step.shares_s["optimizer"] for one in (before, after)]
     passes = 14 if optimizer == "adafactor" else 0
     assert (seconds[1] > seconds[0], seconds[1] < seconds[0]) == (passes > 0, moments < 2 and not passes)
-    if parse_layout(layout).offload:  # 7 numbers of fp32 an element for AdamW; copies to and from the host beside
-        assert seconds[1] / seconds[0] == pytest.approx((3 + 2 * moments + passes) / 7, rel=0.1)
+    if parse_layout(layout).offload:  # 34 bytes an element for AdamW, as its master is read twice; copies beside
+        assert seconds[1] / seconds[0] == pytest.approx((18 + 8 * moments + 4 * passes) / 34, rel=0.1)
     assert any(sentence.startswith(f"{optimizer}: timed by the bytes") for sentence in after.assumed)
 
 

@@ -2,14 +2,15 @@
 
 [Note: cheap waits] Each stream counts the actions it has ended. An action that must wait holds (stream, count) pairs
 with everything already implied left out, and only actions that somebody waits for take the lock to announce themselves,
-so an ordinary operation pays two clock readings and nothing else.
+so an ordinary operation pays two clock readings and nothing else. An announcement wakes only streams whose count it
+reaches: were all that wait woken, each would take the interpreter's lock from the stream that computes.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lading.ir.action import Action
@@ -74,11 +75,13 @@ class Gate:
         self.counts = [0] * num_streams
         self.reached: list[Reached | None] = [Reached(0)] * num_streams
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[list[tuple[int, threading.Condition]]] = [[] for _ in self.counts]  # by stream waited for
 
     def reset(self) -> None:
         """Start a step; no stream may be running."""
         self.counts[:] = [0] * len(self.counts)
+        self._waiting = [[] for _ in self.counts]
         self.reached[:] = [Reached(0)] * len(self.counts)
         self.failure = None
 
@@ -90,23 +93,34 @@ class Gate:
         """
         for stream, count in waits:
             if self.counts[stream] < count:
-                with self._changed:
+                with self._lock:
                     while self.counts[stream] < count and self.failure is None:
-                        self._changed.wait()
+                        reached = threading.Condition(self._lock)
+                        self._waiting[stream].append((count, reached))
+                        reached.wait()
         if self.failure is not None:
             raise Stopped
 
     def announce(self, stream: int, count: int) -> None:
-        """Let everyone know that ``stream`` has ended ``count`` actions."""
-        with self._changed:
+        """Tell those who wait for it that ``stream`` has ended ``count`` actions."""
+        with self._lock:
             self.counts[stream] = count
-            self._changed.notify_all()
+            if waiting := self._waiting[stream]:
+                self._waiting[stream] = [one for one in waiting if one[0] > count]
+                _wake(one for one in waiting if one[0] <= count)
 
     def fail(self, failure: BaseException) -> None:
         """Stop every stream at its next action; the first failure is remembered."""
-        with self._changed:
+        with self._lock:
             self.failure = self.failure or failure
-            self._changed.notify_all()
+            for waiting in self._waiting:
+                _wake(waiting)
+                waiting.clear()
+
+
+def _wake(waiting: Iterable[tuple[int, threading.Condition]]) -> None:
+    for _, reached in waiting:
+        reached.notify()
 
 
 @dataclass(slots=True)

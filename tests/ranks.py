@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,7 @@ def run_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
 
 
 def _run(rank: int, ranks: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a rank that dies of a signal says where
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     torch.set_num_threads(1)

@@ -110,6 +110,6 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
     return dataclasses.replace(
         machine,
         collectives=probe_ranks(ranks, seconds / 5),
-        processes=dataclasses.replace(probe_sharing(ranks, seconds / 4, share), device=of_rank),
+        processes=dataclasses.replace(probe_sharing(ranks, folder, seconds / 4, share), device=of_rank),
         sources={**sources, "collectives": how, "processes": sharing},
     )

@@ -175,6 +175,23 @@ def test_ranks_of_a_host_have_a_share_of_it() -> None:
     assert gpu.shared_by(3).device == gpu.device
 
 
+def test_ranks_have_of_the_disk_what_was_measured_among_them() -> None:
+    measured = {"disk.read_bytes_per_s": (2e9, 7e8, 4e8), "disk.latency_s": (1e-4, 2e-4), "disk.read_slowdown": (0.1,)}
+    alone = dataclasses.replace(
+        machine_with_host(), processes=Processes(cores=2, slowdown={"memory-bound": (1.0,)}, tiers=measured)
+    )
+    disk, two, six = (alone.shared_by(ranks).tier("disk") for ranks in (1, 2, 6))
+    assert disk is not None
+    assert two is not None
+    assert six is not None
+    assert (two.read_bytes_per_s, two.latency_s, two.read_slowdown) == (7e8, 2e-4, 0.1)
+    assert two.write_bytes_per_s == disk.write_bytes_per_s / 2  # not measured
+    assert (six.read_bytes_per_s, six.latency_s) == (2e8, 2e-4)  # among three measured: half for twice as many
+    for wrong, said in (({"disk.speed": (1.0,)}, "got 'disk.speed'"), ({"disk.latency_s": (-1.0,)}, "numbers >= 0")):
+        with pytest.raises(ConfigError, match=said):
+            Processes(cores=2, slowdown={"memory-bound": (1.0,)}, tiers=wrong)
+
+
 def test_processor_is_as_fast_as_with_the_threads_of_a_process() -> None:
     whole = dataclasses.replace(small_machine().device, num_threads=8)
     share = dataclasses.replace(whole, num_threads=2, memory_bandwidth_bytes_per_s=1e9)

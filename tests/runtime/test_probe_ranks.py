@@ -16,7 +16,7 @@ from lading.cost.topology import Group, group_of
 from lading.errors import ConfigError
 from lading.hosts import probe_to
 from lading.ir.layout import parse_layout
-from lading.ir.machine import Curve
+from lading.ir.machine import TIER_SPEEDS, Curve
 from lading.runtime.host import host_id
 from lading.runtime.probe_ranks import OPS, probe_ranks
 from lading.runtime.probe_sharing import probe_sharing
@@ -47,8 +47,11 @@ def test_processes_of_this_host_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_what_processes_share_is_measured() -> None:
-    found = probe_sharing(2, seconds=1.0)
+def test_what_processes_share_is_measured(tmp_path: Path) -> None:
+    found = probe_sharing(2, tmp_path, seconds=1.0)
+    assert {name: len(each) for name, each in found.tiers.items()} == {f"disk.{name}": 2 for name in TIER_SPEEDS}
+    assert all(1e6 < rate < 1e12 for name, each in found.tiers.items() for rate in each if name.endswith("_per_s"))
+    assert not list(tmp_path.iterdir())
     assert {cause: len(times) for cause, times in found.slowdown.items()} == {"products": 2, "memory-bound": 2}
     assert all(times[0] == 1.0 for times in found.slowdown.values())
     assert set(found.busy) == {f"{op}.2" for op in OPS}
@@ -71,8 +74,8 @@ def test_a_job_measures_its_host_with_all_processors_and_writes_one_file(tmp_pat
     assert [path.name for path in tmp_path.glob("*.toml")] == ["machine.toml"]
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_nothing_to_measure_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ranks >= 2"):
-        probe_sharing(1)
+        probe_sharing(1, tmp_path)
     with pytest.raises(ConfigError, match="ranks >= 2"):
         probe_ranks(1)

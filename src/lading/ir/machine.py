@@ -238,6 +238,8 @@ class Tier:
 
 
 _TIER_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
+#: Attributes of a tier that say how fast it is, and what its moves take from computing.
+TIER_SPEEDS = (*_TIER_RATES, "latency_s", "read_slowdown", "write_slowdown")
 
 
 def host_tier(tiers: Iterable[Tier]) -> str:
@@ -317,6 +319,8 @@ class Processes:
         slowdown: How many times longer kernels take while 1, 2, 3, ... processes compute at once, each with the threads
             of ``device``, by cause ("products", "memory-bound"): processors in turns, caches, bandwidth.
         busy: Processors that a collective keeps busy, by operation and number of ranks ("all_reduce.4").
+        tiers: What each of 1, 2, 3, ... processes has of a tier while all of them compute, read and write, by its name
+            and the attribute of ``Tier`` ("disk.read_bytes_per_s"); threads that move bytes wait for processors then.
         overhead_s: Seconds that the host spends on things that are no kernel of the model: "operation" (launching one
             in eager, forward or backward), "tensor-parallel" (a linear layer of DTensors forward and back, beyond a
             plain one), "unit" (FSDP2's hooks of a unit, forward and back).
@@ -329,6 +333,7 @@ class Processes:
     cores: int
     slowdown: dict[str, tuple[float, ...]]
     busy: dict[str, float] = field(default_factory=lambda: {})
+    tiers: dict[str, tuple[float, ...]] = field(default_factory=lambda: {})
     overhead_s: dict[str, float] = field(default_factory=lambda: {})
     device: Device | None = None
     computing: int = 1
@@ -343,6 +348,11 @@ class Processes:
                 raise ConfigError(f"processes.slowdown.{cause}: expected positive factors from one process on")
         if "memory-bound" not in self.slowdown:
             raise ConfigError(f"processes.slowdown: expected memory-bound, got {', '.join(sorted(self.slowdown))}")
+        for name, each in self.tiers.items():
+            if name.rpartition(".")[2] not in TIER_SPEEDS:
+                raise ConfigError(f"processes.tiers: expected TIER. and one of {', '.join(TIER_SPEEDS)}, got {name!r}")
+            if not each or min(each) < 0:
+                raise ConfigError(f"processes.tiers.{name}: expected numbers >= 0 from one process on, got {each}")
 
     def slower(self, cause: str, processes: int) -> float:
         """Factor by which kernels of a cause take longer while so many processes compute; others as "memory-bound".
@@ -351,6 +361,18 @@ class Processes:
         """
         times = self.slowdown.get(cause) or self.slowdown["memory-bound"]
         return times[min(processes, len(times)) - 1] * max(1.0, processes / max(len(times), self.cores))
+
+    def tier(self, tier: Tier, processes: int) -> Tier:
+        """Make the tier that each of so many processes has, which all compute and move.
+
+        Rates that were not measured are divided among them, as are those of more processes than were measured.
+        """
+        speeds = {key: getattr(tier, key) / processes for key in _TIER_RATES} if tier.kind == FILE else {}
+        for key in TIER_SPEEDS:
+            if times := self.tiers.get(f"{tier.name}.{key}"):
+                more = max(1.0, processes / len(times)) if key in _TIER_RATES else 1.0
+                speeds[key] = times[min(processes, len(times)) - 1] / more
+        return dataclasses.replace(tier, **speeds, capacity_bytes=max(1, tier.capacity_bytes // processes))
 
     def launch_s(self, processes: int) -> float:
         """Seconds to launch an operation while so many processes compute."""
@@ -478,7 +500,8 @@ class Machine:
                 f"{self.name}: expected a whole host, found what one of {self.processes.computing} ranks of one has"
             )
         share = f"assumption: {ranks} on this host compute and move at once, each at its share of the rates"
-        tiers = tuple(_share_of_tier(tier, ranks) for tier in self.tiers)
+        shared = self.processes or Processes(cores=1, slowdown={"memory-bound": (1.0,)})
+        tiers = tuple(shared.tier(tier, ranks) for tier in self.tiers)
         device = self.device
         if device.kind == "cpu":
             device = dataclasses.replace(device, memory_bytes=device.memory_bytes // ranks)
@@ -538,11 +561,6 @@ def _of_job(tier: Tier, share: float, memory_bytes_per_s: float, bus: Tier | Non
     else:
         rates = {}
     return dataclasses.replace(tier, **rates, capacity_bytes=capacity)
-
-
-def _share_of_tier(tier: Tier, ranks: int) -> Tier:
-    rates = {key: getattr(tier, key) / ranks for key in _TIER_RATES} if tier.kind == FILE else {}
-    return dataclasses.replace(tier, **rates, capacity_bytes=max(1, tier.capacity_bytes // ranks))
 
 
 def _share_of_processors(device: Device, shared: Processes, ranks: int) -> Device:

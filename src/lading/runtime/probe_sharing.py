@@ -1,7 +1,7 @@
 """Sharing: measure what processes of this host that train together take from each other, and PyTorch's own overhead.
 
 1, 2, ... processes run the same kernels at once, and each round lasts until the last of them is done, as
-it does in a step. Rounds are longer than a scheduler's turn.
+it does in a step. Rounds are longer than a scheduler's turn. Then each reads and writes the disk under its kernels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from lading.errors import ConfigError
-from lading.ir.machine import Processes
+from lading.ir.machine import TIER_SPEEDS, Processes
 from lading.runtime.batch_threads import batch_threads
+from lading.runtime.probe_disk import probe_disk
 from lading.runtime.probe_ranks import OPS, busy_processors
+from lading.units import MiB
 
 #: Longer than a scheduler takes to spread three processes over two processors.
 _ROUND_S = 0.1
@@ -32,46 +34,55 @@ PRODUCT = (512, 1408, 512)
 #: Measured on 2 cores: beside another process tensors of 1/4 MiB took 1.6 times as long, of 1 1.3, of 4 2.4, of 16 1.5.
 _PASS_ELEMENTS = 1 << 18
 _FASTEST_SHARE = 0.5
+#: Bytes of the file of each process, and the least seconds in which its speed is measured.
+_FILE_BYTES, _DISK_S = 64 * MiB, 2.0
 #: Layers of the tiny models, and kernels of one: a product with its bias and a GELU, and four on the way back.
 _LAYERS, _KERNELS = 12, 6
 
 
-def probe_sharing(ranks: int, seconds: float = 12.0, threads: int = 1) -> Processes:
-    """Measure slowdowns of kernels, processors that collectives keep busy, and seconds that PyTorch takes on the host.
+def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int = 1) -> Processes:
+    """Measure slowdowns of kernels and disk, what collectives keep busy, and seconds that PyTorch takes on the host.
 
     Args:
         ranks: Most processes, >= 2.
-        seconds: Time to measure for, in all; starting processes comes on top.
+        folder: Where the disk is measured, as tier "disk".
+        seconds: Time to measure for, in all; starting processes and the disk come on top.
         threads: Threads of each process.
     Raises:
         ConfigError: fewer than two ranks, or no time.
+        StorageError: as ``probe_disk``.
     """
     if ranks < 2 or seconds <= 0:
         raise ConfigError(f"expected ranks >= 2 and seconds > 0, got {ranks} and {seconds}")
     taken: dict[str, list[float]] = {}
     busy: dict[str, float] = {}
     overhead: dict[str, float] = {}
+    tiers: dict[str, list[float]] = {}
     for count in range(1, ranks + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            start_processes(_run, (count, threads, folder, seconds / ranks), nprocs=count, start_method="spawn")
-            lines = (Path(folder) / "found").read_text().splitlines()
+        with tempfile.TemporaryDirectory() as made:
+            given = (count, threads, made, folder, seconds / ranks)
+            start_processes(_run, given, nprocs=count, start_method="spawn")
+            lines = (Path(made) / "found").read_text().splitlines()
         for line in lines:
             what, name, text = line.split()
             if what == "kernels":
                 taken.setdefault(name, []).append(float(text))
             elif what == "busy":
                 busy[f"{name}.{count}"] = float(text)
+            elif what == "disk":
+                tiers.setdefault(f"disk.{name}", []).append(float(text))
             else:
                 overhead[name] = float(text)
     slowdown = {name: tuple(each / times[0] for each in times) for name, times in taken.items()}
-    return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, overhead_s=overhead)
+    measured = {name: tuple(each) for name, each in tiers.items()}
+    return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, tiers=measured, overhead_s=overhead)
 
 
-def _run(rank: int, count: int, threads: int, folder: str, seconds: float) -> None:
+def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: float) -> None:
     """Run one of the processes that share the host; the first of them writes the times of all."""
     torch.set_num_threads(threads)
     with batch_threads():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+        dist.init_process_group("gloo", init_method=f"file://{made}/meet", rank=rank, world_size=count)
     try:
         lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
         if count > 1:
@@ -81,8 +92,9 @@ def _run(rank: int, count: int, threads: int, folder: str, seconds: float) -> No
             lines.append(f"overhead operation {_operation_s()!r}")
         if count == 2:
             lines += [f"overhead {name} {each!r}" for name, each in _hooks().items()]
+        lines += [f"disk {name} {each!r}" for name, each in disk_speeds(folder, max(_DISK_S, 0.3 * seconds)).items()]
         if rank == 0:
-            (Path(folder) / "found").write_text("\n".join(lines))
+            (Path(made) / "found").write_text("\n".join(lines))
     finally:
         dist.destroy_process_group()
 
@@ -111,6 +123,22 @@ def kernels_s(seconds: float) -> dict[str, float]:
                 call()
             times[name].append(_slowest(time.perf_counter() - start) / numbers[name])
     return {name: _faster(rounds_s) for name, rounds_s in times.items()}
+
+
+def disk_speeds(folder: Path, seconds: float) -> dict[str, float]:
+    """Speeds of the disk as each process has it while all compute and move: their mean, by attribute of ``Tier``.
+
+    Raises:
+        StorageError: as ``probe_disk``.
+    """
+    m, n, k = PRODUCT
+    a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)
+    dist.barrier()
+    tier = probe_disk(folder, seconds, lambda: torch.mm(a, b, out=out), _FILE_BYTES).tier
+    found = torch.tensor([getattr(tier, name) for name in TIER_SPEEDS], dtype=torch.float64)
+    dist.all_reduce(found)
+    means: list[float] = (found / dist.get_world_size()).tolist()
+    return {name: float(f"{mean:.4g}") for name, mean in zip(TIER_SPEEDS, means, strict=True)}
 
 
 def _repeats(call: Callable[[], object]) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import lading.catalog.stacks
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
 from lading.clusters import space_of
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.request import Request
-from lading.ir.stack import NEVER_SEEN
+from lading.ir.stack import FITTED, GUESSED, KINDS, SWITCHES
 from lading.sim.simulate import simulate
+
+FOLDER = Path(lading.catalog.stacks.__file__).parent / "stacks"
 
 
 @pytest.mark.parametrize("name", stack_names())
@@ -37,7 +41,9 @@ def test_an_unknown_name() -> None:
     [
         ('title = "t"\nspeed = 3', "unknown keys speed"),
         ("title = ", "expected a software stack in TOML"),
-        ('title = "t"\n[spread]\nampere = 2.0', "spread"),
+        ('title = "t"\n[in_situ]\nampere = 20.0', "in_situ"),
+        ('title = "t"\nlike = "none"', "like: expected a software stack"),
+        ('title = "t"\nkind = "none"', "kind"),
         ('title = "t"\nfusion = "x"', "fusion"),
     ],
 )
@@ -56,10 +62,61 @@ def test_factors_that_a_stack_does_not_give_are_the_defaults(tmp_path: Path) -> 
     assert mine.in_situ_of("hopper", "attention") == default.in_situ_of("hopper", "attention") != 1.0
 
 
-def test_a_stack_whose_steps_were_seen_has_a_narrower_interval() -> None:
+def test_a_factor_of_an_architecture_holds_for_all_causes() -> None:
+    stack = replace(stack_by_name(DEFAULT), in_situ={"ampere": 1.2, "ampere.attention": 1.4})
+    assert [stack.in_situ_of("ampere", cause) for cause in ("products", "attention")] == [1.2, 1.4]
+    assert stack.in_situ_of("hopper", "products") == 1.0
+
+
+def test_how_software_is_known() -> None:
     seen = stack_by_name("megatron-2022")
-    assert seen.spread_on("ampere") < 0.15 < NEVER_SEEN == seen.spread_on("hopper")
-    assert stack_by_name(DEFAULT).spread_on("ampere") == NEVER_SEEN
+    assert (seen.evidence_on("ampere"), seen.evidence_on("hopper")) == (FITTED, SWITCHES)
+    assert [stack_by_name(kind).evidence_on("ampere") for kind in (*KINDS, DEFAULT)] == [GUESSED] * 5
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_each_switch_has_a_source(name: str) -> None:
+    known = {"title", "kind", "framework", "fitted", "in_situ", "sources", "like"}
+    given = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    assert not given.keys() - known - given["sources"].keys()
+    assert not given["sources"].keys() - given.keys() - {"in_situ"}
+
+
+def test_a_class_has_older_defaults_where_it_differs_from_them() -> None:
+    now, then = (stack_by_name(f"megatron-like{year}") for year in ("", "-2022"))
+    assert (now.attention, then.attention) == ("cudnn", "unfused")
+    assert then.vocabulary_padding == now.vocabulary_padding == 128
+    assert (then.hidden, then.sources["hidden"] != now.sources["hidden"]) == ({}, True)
+
+
+def test_switches_set_behind_a_name() -> None:
+    stack = stack_by_name("megatron-core,attention=flash2,overlap_grad_reduce=true,hidden.tp=0.6,launch_s=9e-6")
+    assert (stack.attention, stack.overlap_grad_reduce, stack.hidden["tp"], stack.launch_s) == (
+        "flash2",
+        True,
+        0.6,
+        9e-6,
+    )
+    assert stack.name.startswith("megatron-core,attention=flash2")
+    assert stack.sources["attention"] == "set by the user"
+    assert stack.evidence_on("blackwell") == FITTED
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("atention=flash2", "did you mean 'attention'"),
+        ("attention", "KEY=VALUE"),
+        ("attention=flash9", "attention must be one of"),
+        ("launch_s=quick", "launch_s: expected float"),
+        ("hidden=1", "expected a switch"),
+        ("hidden.tp=2", "hidden in"),
+        ("name=x", "expected a switch"),
+    ],
+)
+def test_switches_that_are_not(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        stack_by_name(f"megatron-core,{setting}")
 
 
 def test_a_stack_says_what_runs_beside_computing() -> None:

@@ -25,6 +25,7 @@ COMMANDS = (
     "export",
     "import",
     "checkpoint",
+    "software",
     "probe",
     "doctor",
     "demo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,10 @@ def test_usual_wordings_are_understood(tmp_path: Path, layout: dict[str, Any], e
 def test_what_is_not_understood_is_printed_and_widens_the_interval(
     tmp_path: Path, parts: dict[str, Any], words: str
 ) -> None:
-    request, plain = asked(tmp_path, **parts), asked(tmp_path)
+    request = asked(tmp_path, **parts)
     assert any(words in text for text in request.unread), request.unread
     assert any(f"not understood: {text}" in request.assumed for text in request.unread)
-    told, sure = simulate(request).prediction, simulate(plain).prediction
+    told, sure = (simulate(r).prediction for r in (request, dataclasses.replace(request, unread=())))
     assert told.high_s / told.step_s > sure.high_s / sure.step_s
 
 
@@ -131,9 +132,10 @@ def test_windows_and_latent_attention_in_their_usual_wording(tmp_path: Path) -> 
 
 
 def test_states_without_masters_and_in_fewer_bits(tmp_path: Path) -> None:
-    plain = asked(tmp_path, layout={"optimizer": "AdamW"}).stack
-    assert plain.master_weights
-    bare = asked(tmp_path, layout={"precision": "bf16", "precision_detail": "pure bf16, no master weights"}).stack
+    source = "a fork of Megatron, 2025"
+    assert asked(tmp_path, source=source, layout={"optimizer": "AdamW"}).stack.master_weights
+    detail = {"precision": "bf16", "precision_detail": "pure bf16, no master weights"}
+    bare = asked(tmp_path, source=source, layout=detail).stack
     assert not bare.master_weights
     assert asked(tmp_path, layout={"optimizer": "AdamW 8bit"}).stack.moments_dtype == "uint8"
     assert asked(tmp_path, layout={"optimizer": "SGD"}).stack.moments == 0

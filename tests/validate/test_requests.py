@@ -105,14 +105,14 @@ def test_tasks() -> None:
     assert {of(name).task for name in ROWS if name.startswith("qwen")} == {"lora", "qlora", "sft"}
 
 
-def test_rows_of_no_known_source_get_the_default_and_say_so(tmp_path: Path) -> None:
+def test_rows_of_no_known_source_get_the_defaults_of_a_class_and_say_so(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(changed(layout={"precision": "bf16 mixed"}, hardware={"gpu": "NVIDIA GH200 96GB"}))
     request = request_of(read_rows([file])[0][0])
-    assert request.stack.name == "default"
+    assert request.stack.name == "eager-torch"
     assert request.machine == "h200"
     text = "; ".join(request.assumed)
-    assert "has not been seen" in text
+    assert "software that is not known: PyTorch, eager" in text
     assert "GH200" in text
     assert "'bf16 mixed' as bf16" in text
 
@@ -201,7 +201,7 @@ def test_words_of_stacks_are_tried_in_order() -> None:
         ({"layout": {"precision": None}}, {"precision": "bf16"}, "no precision is stated"),
         ({"layout": {"dp": 1, "pp": 2, "vpp": None}}, {"vpp": 1, "schedule": "1f1b"}, "without interleaving"),
         ({"layout": {"dp": 1, "pp": 2, "vpp": 2}}, {"vpp": 2, "schedule": "interleaved"}, ""),
-        ({"layout": {"dp": 1, "tp": 2}}, {"sp": False}, "without sequence parallel"),
+        ({"layout": {"dp": 1, "tp": 2}}, {"sp": True}, "with sequence parallel"),
     ],
 )
 def test_what_is_not_stated_is_assumed_and_said(

@@ -14,13 +14,15 @@ from tools.validate.__main__ import main
 from tools.validate.constant import ConstantEfficiency, forward_flop_of_token
 from tools.validate.document import document_of, predictions_of
 from tools.validate.order import kendall_tau, noise, order, regret
-from tools.validate.protocols import anchor_of, anchored, left_out
+from tools.validate.protocols import anchor_of, anchored, framework_anchored, framework_left_out, left_out
 from tools.validate.rows import Row, read_rows
 from tools.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
 from tools.validate.shrinkage import Cell, expected
 
 from lading.errors import ConfigError
 from lading.ir.request import Prediction, StepRequest
+from lading.ir.stack import ANCHORED, GUESSED
+from lading.sim.interval import half_width
 from lading.units import GiB
 from tests.validate.test_rows import FILES, changed
 
@@ -200,11 +202,47 @@ def test_left_out_takes_nothing_of_the_family_itself(tmp_path: Path) -> None:
     lines = [timed("a", 1.0, source_family="one"), timed("b", 1.0, source_family="two")]
     pairs = pairs_of(tmp_path, {"a": 0.5, "b": 0.8}, *lines)
     one, two = left_out(pairs)
-    known = Cell("two", "default", "ampere", math.log(1 / 0.8), 1)
+    known = Cell("two", "eager-torch-2023", "ampere", math.log(1 / 0.8), 1)
     assert one.predicted == pytest.approx(0.5 * math.exp(expected([known], known)))
     changed = left_out([dataclasses.replace(pairs[0], measured=0.6), pairs[1]])
     assert changed[0].predicted == one.predicted
     assert changed[1].predicted != two.predicted
+
+
+def test_a_framework_left_out_takes_nothing_of_its_own_rows(tmp_path: Path) -> None:
+    sources = {"a": "torchtitan", "b": "llm-foundry", "c": "qwenlm/qwen x"}
+    lines = [timed(name, 1.0, source=source) for name, source in sources.items()]
+    rows = rows_of(tmp_path, *lines)
+    told = Told({"a": 0.5, "b": 0.8, "c": 0.9})
+    plain = step_pairs(outcomes_of(rows, told))
+    guessed = step_pairs(outcomes_of(rows, told, known=False))
+    left = {pair.outcome.row.id: pair for pair in framework_left_out(plain, guessed)}
+    slower = [dataclasses.replace(pair, measured=0.6) if pair.outcome.row.id == "a" else pair for pair in plain]
+    changed = {pair.outcome.row.id: pair for pair in framework_left_out(slower, guessed)}
+    assert changed["a"].predicted == left["a"].predicted > 0.5, "others ran slower than predicted"
+    assert changed["b"].predicted != left["b"].predicted
+    assert left["a"].outcome.request is not None
+    assert left["a"].outcome.request.stack.framework == ""
+    assert math.log(left["a"].high / left["a"].predicted) == pytest.approx(half_width(GUESSED, {}, measured=True))
+
+
+def test_one_run_of_a_framework_moves_the_others_part_of_the_way(tmp_path: Path) -> None:
+    lines = [timed(name, 1.0, source="torchtitan") for name in "abc"]
+    told = Told(dict.fromkeys("abc", 0.8))
+    left = step_pairs(outcomes_of(rows_of(tmp_path, *lines), told, known=False))
+    near, runs = framework_anchored(left)
+    name, factor = runs["torchtitan"]
+    assert {pair.outcome.row.id for pair in near} == {*"abc"} - {name}
+    assert 1 < factor < 1 / 0.8
+    assert [pair.predicted for pair in near] == pytest.approx([0.8 * factor] * 2)
+    assert math.log(near[0].high / near[0].predicted) == pytest.approx(half_width(ANCHORED, {}, measured=True))
+
+
+def test_kernels_of_which_half_a_step_consists_say_half_as_much() -> None:
+    whole, half = Cell("s", "x", "ampere", 0.1, 10), Cell("s", "x", "ampere", 0.1, 10, share=0.5)
+    target = Cell("", "x", "ampere")
+    assert expected([half], target) != expected([whole], target)
+    assert expected([whole], dataclasses.replace(target, share=0.5)) == pytest.approx(expected([whole], target) / 2)
 
 
 def test_what_was_fitted_for_a_stack_is_taken_out_by_the_protocols(tmp_path: Path) -> None:
@@ -234,7 +272,7 @@ def test_the_command_writes_what_was_asked(tmp_path: Path, capsys: pytest.Captur
     files = [str(path) for path in FILES[:1]]
     assert main([*files, "--predictor", "constant", "--json", str(out), "--rows", str(rows)]) == 0
     document = json.loads(out.read_text())
-    keys = {"macro_abs_error", "median", "p90", "bias", "coverage", "families"}
+    keys = {"macro_abs_error", "median", "p90", "bias", "coverage", "width", "families"}
     assert keys <= document["step_time"].keys()
     assert keys <= document["memory"].keys()
     assert document["rows"] == len(ROWS) == len(rows.read_text().splitlines())

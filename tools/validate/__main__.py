@@ -46,7 +46,8 @@ class Validate:
     left_out: Annotated[
         FlagCreatePairsOff[bool],
         arg(
-            help="Also score each source with nothing fitted on its own steps. Takes twice as long.",
+            help="Also score each source with nothing fitted on its own steps, and each framework, with all its "
+            "sources, as software that is not known. Takes thrice as long.",
             help_behavior_hint="",
         ),
     ] = False
@@ -64,7 +65,9 @@ class Validate:
         rows, notes = read_rows(self.files)
         predictor = Simulator() if self.predictor == "lading" else ConstantEfficiency()
         outcomes = outcomes_of(rows, predictor)
-        document = document_of(outcomes, outcomes_of(rows, predictor, fitted=False) if self.left_out else ())
+        unfitted = outcomes_of(rows, predictor, fitted=False) if self.left_out else ()
+        guessed = outcomes_of(rows, predictor, fitted=False, known=False) if self.left_out else ()
+        document = document_of(outcomes, unfitted, guessed)
         show(document, notes, Console(width=line_columns(), highlight=False))
         if self.json is not None:
             write_text(self.json, json.dumps(document, indent=1) + "\n")

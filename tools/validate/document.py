@@ -9,7 +9,7 @@ from lading.report.understood import understood
 from lading.sim.simulate import machine_of
 from lading.units import GiB
 from tools.validate.order import noise, order
-from tools.validate.protocols import anchored, left_out
+from tools.validate.protocols import anchored, by_framework, framework_anchored, framework_left_out, left_out
 from tools.validate.scoring import (
     MEMORY_KINDS,
     Outcome,
@@ -22,7 +22,9 @@ from tools.validate.scoring import (
 )
 
 
-def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -> dict[str, Any]:
+def document_of(
+    outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = (), guessed: Sequence[Outcome] = ()
+) -> dict[str, Any]:
     """Collect all scores in one document; fractions, not percent.
 
     ``step_time`` and ``memory`` (allocated bytes) are of tier A, one row for each configuration; ``step_time_anchored``
@@ -31,10 +33,14 @@ def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -
     Args:
         unfitted: Outcomes of these rows, predicted without what was fitted on whole steps: for ``step_time_left_out``,
             and for anchors, which then stand in its place.
+        guessed: Outcomes of these rows as software that is not known, for ``step_time_framework_left_out`` and
+            ``step_time_framework_anchored``, which knows one run of each framework.
     """
     steps = step_pairs(outcomes)
     plain = step_pairs(unfitted)
     scaled, anchors = anchored(plain or steps)
+    away = framework_left_out(plain, step_pairs(guessed))
+    near, runs = framework_anchored(away)
     memory = memory_pairs(outcomes)
     return {
         "rows": len(outcomes),
@@ -44,6 +50,12 @@ def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -
         "memory": summary(memory),
         "step_time_anchored": {**summary(scaled), "anchors": {name: list(anchor) for name, anchor in anchors.items()}},
         "step_time_left_out": summary(left_out(plain)),
+        "step_time_framework_left_out": {**summary(away), "frameworks": by_framework(away)},
+        "step_time_framework_anchored": {
+            **summary(near),
+            "frameworks": by_framework(near),
+            "anchors": {name: list(run) for name, run in runs.items()},
+        },
         "step_time_tier_b": summary(step_pairs(outcomes, "B")),
         "memory_by_kind": {kind: summary(memory_pairs(outcomes, kind)) for kind in MEMORY_KINDS},
         "memory_above_interval": [_brief(pair) for pair in memory if pair.measured > pair.high],

@@ -1,5 +1,12 @@
 """Protocols: what is left of the error when one run of each software stack is known, and when a source is not.
 
+[Note: a framework left out]
+Software that nobody measured is scored by leaving out each framework with all its sources: its rows are predicted as
+software that is not known (``tools.validate.software``), by the defaults of their class and what they say themselves,
+without any factor that was fitted on whole steps. What all other frameworks say of running steps on the architecture
+scales them. Then one run of the framework is known: its ratio of measured to predicted scales the others, shrunk, as
+one run is off by more than what its framework has in common.
+
 A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
 protocols take it out first, so that nothing of the scored rows is in what they are scored against. What the rows that
 are known say of the others is shrunk (``tools.validate.shrinkage``): a single row is off by more than what its stack
@@ -11,12 +18,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from lading.catalog.load import load_machine
-from tools.validate.scoring import Pair, grouped
-from tools.validate.shrinkage import Cell, expected
+from lading.ir.stack import ANCHORED, GUESSED
+from lading.sim.interval import half_width
+from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
+from tools.validate.requests import said
+from tools.validate.scoring import Pair, figures, grouped
+from tools.validate.shrinkage import Cell, Spreads, expected
+from tools.validate.software import framework_of
+
+CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
@@ -64,12 +79,86 @@ def left_out(pairs: Sequence[Pair]) -> list[Pair]:
 def cells_of(pairs: Iterable[Pair]) -> list[Cell]:
     """Evidence of pairs by source, stack and architecture."""
     groups: dict[Cell, list[float]] = {}
+    shares: dict[Cell, list[float]] = {}
     for pair in pairs:
         groups.setdefault(_cell(pair), []).append(math.log(pair.measured / pair.predicted))
+        shares.setdefault(_cell(pair), []).append(kernel_share(pair))
     return [
-        dataclasses.replace(cell, median=float(np.median(residuals)), rows=len(residuals))
+        dataclasses.replace(
+            cell, median=float(np.median(residuals)), rows=len(residuals), share=float(np.median(shares[cell]))
+        )
         for cell, residuals in groups.items()
     ]
+
+
+#: Parts of a residual where a framework is left out: its class may be off by more than a named set of switches.
+_GUESSED = Spreads(stack=0.08, both=0.04)
+
+
+def framework_left_out(plain: Sequence[Pair], guessed: Sequence[Pair]) -> list[Pair]:
+    """Scale pairs of software taken as not known by what all other frameworks say ([Note: a framework left out]).
+
+    Args:
+        plain: Predictions by named sets of switches, without factors fitted on whole steps.
+        guessed: Predictions of the same rows as software that is not known, without these factors either.
+    """
+    cells: dict[str, list[Cell]] = {}
+    for framework in {_framework(pair) for pair in guessed}:
+        others = cells_of(pair for pair in _without_residual(plain) if _framework(pair) != framework)
+        cells[framework] = others
+    scaled: list[Pair] = []
+    for pair in guessed:
+        target = Cell("", "", _cell(pair).architecture)
+        factor = math.exp(kernel_share(pair) * expected(cells[_framework(pair)], target))
+        scaled.append(_around(_scaled(pair, factor), GUESSED))
+    return scaled
+
+
+def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
+    """Scale pairs of each framework by one run of it; returns the rest, and each framework's run and factor.
+
+    Args:
+        left: Pairs as ``framework_left_out`` returns them.
+    """
+    scored: list[Pair] = []
+    told: dict[str, tuple[str, float]] = {}
+    for framework, group in sorted(grouped(left, _framework).items()):
+        if len(group) == 1:
+            continue
+        anchor = anchor_of(group)
+        known = [dataclasses.replace(cell, source="", stack=framework) for cell in cells_of([anchor])]
+        shift = expected(known, known[0], _GUESSED)
+        told[framework] = (anchor.outcome.row.id, math.exp(shift))
+        scored += [_around(_scaled(p, math.exp(shift)), ANCHORED) for p in group if p is not anchor]
+    return scored, told
+
+
+def by_framework(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """Figures of each framework."""
+    return {name: figures(group) for name, group in sorted(grouped(pairs, _framework).items())}
+
+
+def _framework(pair: Pair) -> str:
+    row = pair.outcome.row
+    return framework_of(row, said(row)) or row.family
+
+
+def kernel_share(pair: Pair) -> float:
+    """Share of a step that kernels take, of what is no bubble, which lasts longer as they do."""
+    assert pair.outcome.prediction is not None
+    shares = pair.outcome.prediction.shares
+    kernels = sum(max(0.0, shares.get(cause, 0.0)) for cause in (*CAUSES, "recomputing"))
+    return min(1.0, kernels / max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))) if shares else 1.0
+
+
+def _around(pair: Pair, evidence: str) -> Pair:
+    """The pair with the interval of a step whose software is known so far."""
+    prediction, request = pair.outcome.prediction, pair.outcome.request
+    assert prediction is not None
+    assert request is not None
+    measured = load_machine(request.machine).device.gpu is not None
+    half = half_width(evidence, prediction.shares, measured=measured, unread=len(request.unread))
+    return dataclasses.replace(pair, low=pair.predicted * math.exp(-half), high=pair.predicted * math.exp(half))
 
 
 def _cell(pair: Pair) -> Cell:

@@ -97,12 +97,15 @@ class Fact:
         applies: Whether a request is one of them.
         settings: Fields of Stack, whose ``hidden`` is added to, and of Layout.
         evidence: Place where they are written.
+        of_run: Whether they say of these very runs what their rows say wrongly or not at all, so that they count also
+            where nothing is known of the framework.
     """
 
     pattern: str
     applies: Callable[[StepRequest], bool]
     settings: dict[str, Any]
     evidence: str
+    of_run: bool = False
 
 
 def _large(request: StepRequest) -> bool:
@@ -123,6 +126,7 @@ FACTS: tuple[Fact, ...] = (
         lambda request: request.layout.recompute == "full",
         {"recompute": "none"},
         "vTrain's sweep of one node: its times per layer leave no room for a second forward, so nothing is recomputed",
+        of_run=True,
     ),
     Fact(
         r"bigscience",
@@ -130,6 +134,7 @@ FACTS: tuple[Fact, ...] = (
         {"launch_blocking": True},
         "bigscience chronicles-prequel.md, hanging on the large model: from 320 GPUs on runs only go with "
         "CUDA_LAUNCH_BLOCKING=1",
+        of_run=True,
     ),
     Fact(
         r"llm-foundry",
@@ -169,6 +174,12 @@ FACTS: tuple[Fact, ...] = (
         {"attention": "unfused"},
         "dgxc-benchmarking v25.05.05 deepseek_v3/pretraining/launch.sh recomputes core_attn on GB200 and mla_up_proj "
         "on H100: no fused kernel for heads of 192 and 128 on Blackwell in NeMo 25.04",
+    ),
+    Fact(
+        r"megatron-bridge|mbridge",
+        lambda request: request.task == "lora",
+        {"fused_loss": False},
+        "Megatron-Bridge recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion",
     ),
     Fact(
         r"megatron-bridge.*release 25\.",
@@ -230,12 +241,12 @@ FACTS: tuple[Fact, ...] = (
 )
 
 
-def with_facts(request: StepRequest, text: str) -> tuple[StepRequest, list[str]]:
-    """Request with what its source's own files set, and the evidence."""
+def with_facts(request: StepRequest, text: str, *, known: bool = True) -> tuple[StepRequest, list[str]]:
+    """Request with what its source's own files set, and the evidence; only of the run where ``known`` is false."""
     lowered = text.lower()
     evidence: list[str] = []
     for fact in FACTS:
-        if re.search(fact.pattern, lowered) and fact.applies(request):
+        if (known or fact.of_run) and re.search(fact.pattern, lowered) and fact.applies(request):
             settings = dict(fact.settings)
             if "hidden" in settings:
                 settings["hidden"] = {**request.stack.hidden, **settings["hidden"]}

@@ -9,7 +9,6 @@ from typing import Any
 
 from lading.catalog.load import load_machine
 from lading.catalog.networks import node_size, parse_network, parse_node
-from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
@@ -30,23 +29,17 @@ from tools.validate.fields import (
 )
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import Row
-from tools.validate.words import machine_of, stack_rule_of
+from tools.validate.software import software_of
+from tools.validate.words import machine_of
 
-#: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
-_MEGATRON_PADDING = 128
-#: Megatron-LM's arguments default to dropout 0.1; BLOOM's tr11-176B-ml.slurm does not set it either.
-#: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
-#: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
-#: (Megatron-Bridge skills and docs/performance-summary.md, release 26.04).
-_REPLAYED_ROUTER = 0.65
-#: Assumption: Python on a core of a Grace CPU takes this many times as long as on one of an x86 host of H100s or B200s.
-_GRACE = 1.3
-_DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed", "deepspeed-zero3")
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
 
 
-def request_of(row: Row) -> StepRequest:
+def request_of(row: Row, *, known: bool = True) -> StepRequest:
     """Make the request to simulate for a row.
+
+    Args:
+        known: Whether what is known of the row's framework counts; else its software is one that is not known.
 
     Raises:
         ConfigError: the row lacks something that cannot be assumed, or its layout cannot be.
@@ -57,7 +50,7 @@ def request_of(row: Row) -> StepRequest:
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
     unread = _unread(row, machine)
-    stack, optimizer = _kept(row, _stack(row, text, assumed), unread)
+    stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)
     model, taken = architecture_of(row.model, text, _padding(row, stack))
     assumed += taken
     layout = _layout(row, text, stack, assumed, unread)
@@ -82,7 +75,7 @@ def request_of(row: Row) -> StepRequest:
         optimizer=optimizer,
         **_extras(row, text, model.layers),
     )
-    request = _as_published(request, text, assumed)
+    request = _as_published(request, text, assumed, known=known)
     said_unread = (f"not understood: {words}" for words in unread)
     return dataclasses.replace(request, assumed=(*assumed, *said_unread), unread=tuple(unread))
 
@@ -106,13 +99,14 @@ def _padding(row: Row, stack: Stack) -> int:
     ways = int(row.layout.get("tp") or 1)
     if SWEEP in row.source.lower():
         return -ways
-    return _MEGATRON_PADDING * ways if stack.name.startswith(("megatron", "nemo")) else 1
+    return stack.vocabulary_padding * ways if stack.vocabulary_padding > 1 else 1
 
 
-def _as_published(request: StepRequest, text: str, assumed: list[str]) -> StepRequest:
+def _as_published(request: StepRequest, text: str, assumed: list[str], *, known: bool) -> StepRequest:
     """Request with what the recipe it was made with sets and the table does not print."""
-    layers = request.high_precision_layers or high_precision_layers(request, text)
-    request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=layers), text)
+    layers = request.high_precision_layers or (high_precision_layers(request, text) if known else 0)
+    request = dataclasses.replace(request, high_precision_layers=layers)
+    request, evidence = with_facts(request, text, known=known)
     assumed += evidence
     layout = request.layout
     recipe = recipe_of(request.stack.name, request.machine, request.model, layout)
@@ -132,74 +126,6 @@ def said(row: Row) -> str:
     return " | ".join([*map(str, parts), f"task={task}", f"compile={'true' if compiled else 'false'}"])
 
 
-def _stack(row: Row, text: str, assumed: list[str]) -> Stack:
-    rule = stack_rule_of(text)
-    name = rule.stack if rule else DEFAULT
-    if rule is None:
-        assumed.append("a software stack that has not been seen: the default")
-    elif name not in stack_names():
-        near = max(stack_names(), key=lambda other: (len(_common(other, name)), other))
-        assumed.append(f"software stack {name} as {near}: no data of its own")
-        name = near
-    return dataclasses.replace(stack_by_name(name), **_stack_settings(row, text, stack_by_name(name)))
-
-
-def _common(left: str, right: str) -> str:
-    return left[: next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))]
-
-
-def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
-    """Settings of the stack that the row's words replace."""
-    settings: dict[str, Any] = {}
-    lowered = text.lower()
-    if (graphs := _cuda_graphs(text)) is not None:
-        settings["cuda_graphs"] = graphs
-        if not graphs and re.search(r"CUDA graphs [^;.]*attn", text):
-            settings |= {
-                "block_s": 0.0,
-                "module_s": 0.0,
-                "launch_s": stack.launch_s / 2,
-            }  # of a block, only the experts are launched
-    if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
-        settings["overlap_grad_reduce"] = False
-    if str(row.layout.get("optimizer", "")).lower() == "sgd":
-        settings["moments"] = 0
-    if "no comm overlap" in lowered:
-        settings |= {"overlap_param_gather": False, "hidden": {}}
-    if stack.name.startswith("megatron-bridge") and _task(row) == "lora":
-        settings["fused_loss"] = False  # recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion
-    if "hybridep" in lowered or "deepep" in lowered:
-        settings["dispatcher"] = "deepep"
-        if not settings.get("cuda_graphs", True) and re.search(r"CUDA graphs [^;.]*moe_router", text):
-            grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
-            settings["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
-    elif "alltoall dispatcher" in lowered:
-        settings["dispatcher"] = "alltoall"
-    if "fp32 grad accumulation" in lowered or "fp32 gradient accumulation" in lowered:
-        settings["gradient_dtype"] = "float32"
-    elif "bf16 gradient sync" in lowered:
-        settings["gradient_dtype"] = "bfloat16"
-    if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
-        settings["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.9)}
-    elif "ep overlap off" in lowered:
-        settings["hidden"] = {**stack.hidden, "ep": 0.0}
-    return settings
-
-
-def _cuda_graphs(text: str) -> bool | None:
-    """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
-    if match := re.search(r"CUDA graphs ([^;.]*)", text):
-        scope = match[1]
-        return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))
-    if re.search(r"CUDA graphs", text):
-        return True
-    return False if "perf preset" in text and "No exactly matching" not in text else None
-
-
-def _task(row: Row) -> str:
-    return task_of(row.layout, [])
-
-
 def _rank(row: Row, assumed: list[str]) -> int:
     """Rank of the adapters; where none is printed 16, as in Megatron-Bridge (recipes/llama/llama3.py, 70B)."""
     if match := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
@@ -214,7 +140,7 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
     Megatron-Bridge's recipes to tune Llama 3 pack SQuAD unless told otherwise: recipes/utils/dataset_utils.py
     default_squad_config and scripts/performance/configs/llama/llama3_llm_finetune.py, v0.5.0.
     """
-    packs = stack.name.startswith(("megatron-bridge", "nemo")) and task != "pretrain"
+    packs = stack.packed_tokens > 0 and task != "pretrain"
     if not packs and (not re.search(r"pack", text, re.IGNORECASE) or "squad" not in text.lower()):
         return 0
     assumed.append("packed SQuAD: examples of 160 tokens attend to themselves only")
@@ -224,12 +150,9 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     if match := re.search(r"dropout (0\.\d+)", text):
         return float(match[1])
-    if stack.name.startswith(_DROPOUT_STACKS):
-        assumed.append("dropout 0.1, Megatron-LM's default of those years")
-        return 0.1
-    if stack.name == "nemo" and family == "gpt":
-        assumed.append("dropout 0.1: dgxc-benchmarking v25.01.1 nemo_megatron/gpt3_175b_hydra.yaml")
-        return 0.1
+    if family == "gpt" and stack.dropout:
+        assumed.append(f"dropout {stack.dropout}: {stack.sources.get('dropout', stack.title)}")
+        return stack.dropout
     return 0.0
 
 
@@ -338,7 +261,7 @@ def _sequence_parallel(stated: Mapping[str, Any], tp: int, stack: Stack, assumed
     if "seq_parallel" in stated:
         return bool(stated["seq_parallel"]) and tp > 1
     if tp > 1:
-        wide = stack.name.startswith(("megatron-bridge", "megatron-core", "nemo", "torchtitan"))
+        wide = stack.sequence_parallel
         assumed.append(f"tensor parallel {'with' if wide else 'without'} sequence parallel")
         return wide
     return False

@@ -73,22 +73,23 @@ class Simulator:
         return simulate(request).prediction
 
 
-def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = True) -> list[Outcome]:
+def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = True, known: bool = True) -> list[Outcome]:
     """Predict every row; one that cannot be simulated keeps the reason, a fault of ours included.
 
     Args:
         fitted: Whether to use the factors of stacks that were fitted on whole steps (``Stack.in_situ``), and the
             narrower intervals that come with them.
+        known: Whether named sets of switches count; else each row's software is taken as not known.
     """
-    return [_outcome(row, predictor, fitted) for row in rows]
+    return [_outcome(row, predictor, fitted, known) for row in rows]
 
 
-def _outcome(row: Row, predictor: Predictor, fitted: bool) -> Outcome:
+def _outcome(row: Row, predictor: Predictor, fitted: bool, known: bool) -> Outcome:
     request = None
     try:
-        request = request_of(row)
+        request = request_of(row, known=known)
         if not fitted:
-            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, in_situ={}, spread={}))
+            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, in_situ={}, fitted=()))
         return Outcome(row, request, predictor.predict(request))
     except LadingError as error:
         return Outcome(row, request, reason=str(error))
@@ -199,13 +200,15 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
         "p90": float(np.percentile(absolute, 90)) if absolute else None,
         "bias": _mean([d["bias"] for d in details.values()]),
         "coverage": _mean([d["coverage"] for d in details.values()]),
+        "width": _mean([d["width"] for d in details.values()]),
         "families": {name: d["abs_error"] for name, d in details.items()},
         "family_details": details,
     }
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Figures of one group: rows, mean absolute error, bias, median, 90th percentile, largest error and coverage."""
+    """Figures of one group: rows, mean absolute error, bias, median, 90th percentile, largest error, coverage and
+    median width of the intervals, as a share of what is predicted."""
     errors = np.array([pair.error for pair in pairs])
     absolute = np.abs(errors)
     return {
@@ -216,6 +219,7 @@ def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
         "p90": float(np.percentile(absolute, 90)),
         "max": float(absolute.max()),
         "coverage": float(np.mean([pair.held for pair in pairs])),
+        "width": float(np.median([(pair.high - pair.low) / pair.predicted for pair in pairs])),
     }
 
 

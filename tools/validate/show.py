@@ -19,6 +19,9 @@ def show(document: Mapping[str, Any], notes: Sequence[str], console: Console) ->
         console.print(Text(f"note: {note}"))
     _headline(document, console)
     console.print(_families("Seconds of a step, by source", document["step_time"]))
+    for title, key in (("left out", "step_time_framework_left_out"), ("one run known", "step_time_framework_anchored")):
+        if document[key]["rows"]:
+            console.print(_figures(f"by framework, {title}", document[key]["frameworks"], coverage=True))
     for title in ("device", "kind", "recompute", "precision", "parallelism", "stack"):
         console.print(_figures(f"by {title}", document["by"][title]))
     if document["memory"]["rows"]:
@@ -37,12 +40,14 @@ def _percent(value: float | None, signed: bool = False) -> str:
 
 def _headline(document: Mapping[str, Any], console: Console) -> None:
     table = Table(title=f"{document['rows']} rows, {document['rows_skipped']} could not be simulated", box=None)
-    for column in ("", "rows", "error, mean over sources", "bias", "median", "p90", "in the interval"):
+    for column in ("", "rows", "error, mean over sources", "bias", "median", "p90", "in the interval", "its width"):
         table.add_column(column, justify="left" if not column else "right", overflow="fold")
     named = {
         "seconds of a step, no anchor": "step_time",
         "one run of each stack known": "step_time_anchored",
         "only other sources known": "step_time_left_out",
+        "software not known: its framework left out": "step_time_framework_left_out",
+        "the same, one run of it known": "step_time_framework_anchored",
         "tier B": "step_time_tier_b",
         "allocated bytes": "memory",
     }
@@ -50,11 +55,13 @@ def _headline(document: Mapping[str, Any], console: Console) -> None:
         scores = document[key]
         if scores["rows"]:
             numbers = (_percent(scores[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
-            table.add_row(title, str(scores["rows"]), *numbers, _percent(scores["coverage"]))
+            table.add_row(title, str(scores["rows"]), *numbers, _percent(scores["coverage"]), _percent(scores["width"]))
     for kind, scores in document["memory_by_kind"].items():
         if kind != "allocated" and scores["rows"]:
             numbers = (_percent(scores[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
-            table.add_row(f"{kind} bytes", str(scores["rows"]), *numbers, _percent(scores["coverage"]))
+            table.add_row(
+                f"{kind} bytes", str(scores["rows"]), *numbers, _percent(scores["coverage"]), _percent(scores["width"])
+            )
     console.print(table)
     noise = document["noise"]
     if noise["configurations"]:

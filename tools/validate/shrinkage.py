@@ -5,7 +5,8 @@ The logarithm of measured over predicted is what all stacks have in common, what
 one stack has, what it has on one architecture, what one source has, and a row's own. Each part is normal around 0 with
 a spread that is set beforehand (``Spreads``), so the best estimate is linear: a stack seen in many rows keeps what it
 shows, one seen in a single row a third of it, one never seen what its architecture shows. Rows of one source, stack and
-architecture count by their median, held to ``Spreads.most``.
+architecture count by their median, held to ``Spreads.most``. All but a row's own part is of kernels: where these are
+half of a step, so is what it says of them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class Spreads:
 
 @dataclass(frozen=True)
 class Cell:
-    """Rows of one source, stack and architecture: the median of their residuals' logarithms, and how many they are."""
+    """Rows of one source, stack and architecture: the median of their residuals' logarithms, and how many they are.
+
+    ``share`` is the share of a step that its kernels take.
+    """
 
     source: str
     stack: str
     architecture: str
     median: float = 0.0
     rows: int = 0
+    share: float = 1.0
 
 
 def expected(known: Sequence[Cell], target: Cell, spreads: Spreads | None = None) -> float:
@@ -54,9 +59,7 @@ def expected(known: Sequence[Cell], target: Cell, spreads: Spreads | None = None
     spreads = spreads or Spreads()
     if not known:
         return 0.0
-    among = np.array(
-        [[_shared(a, b, spreads) + spreads.source**2 * (a.source == b.source) for b in known] for a in known]
-    )
+    among = np.array([[_shared(a, b, spreads) + _of_source(a, b, spreads) for b in known] for a in known])
     with_target = np.array([_shared(target, cell, spreads) for cell in known])
     noise = np.diag([spreads.row**2 / cell.rows for cell in known])
     medians = np.clip([cell.median for cell in known], -spreads.most, spreads.most)
@@ -66,9 +69,10 @@ def expected(known: Sequence[Cell], target: Cell, spreads: Spreads | None = None
 def _shared(one: Cell, two: Cell, spreads: Spreads) -> float:
     """Covariance of two cells' residuals, of whatever source."""
     stack, architecture = one.stack == two.stack, one.architecture == two.architecture
-    return (
-        spreads.common**2
-        + spreads.architecture**2 * architecture
-        + spreads.stack**2 * stack
-        + spreads.both**2 * (stack and architecture)
-    )
+    parts = spreads.common**2 + spreads.architecture**2 * architecture + spreads.stack**2 * stack
+    return one.share * two.share * (parts + spreads.both**2 * (stack and architecture))
+
+
+def _of_source(one: Cell, two: Cell, spreads: Spreads) -> float:
+    """Covariance of what two cells have of one source in common."""
+    return one.share * two.share * spreads.source**2 * (one.source == two.source)

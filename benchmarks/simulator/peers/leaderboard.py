@@ -28,6 +28,8 @@ HEADLINE = {
     "step_time": "with the factors of stacks as they ship",
     "step_time_anchored": "no factor fitted on whole steps, one run of each stack known",
     "step_time_left_out": "each source scored by what other sources say",
+    "step_time_framework_left_out": "software not known: each framework, with all its sources, left out",
+    "step_time_framework_anchored": "the same, one run of the framework known",
     "step_time_tier_b": "tier B",
     "memory": "allocated bytes",
 }
@@ -83,14 +85,28 @@ def table(ours: dict[str, dict[str, Pair]], theirs: dict[str, dict[str, dict[str
 
 def headline(scores: Mapping[str, Any]) -> str:
     """Errors averaged over sources, with what each line knows."""
-    lines = ["| | rows | error | bias | median | p90 | in the interval |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| | rows | error | bias | median | p90 | in the interval | its width |", "|---" + 7 * "|---:" + "|"]
     for key, title in HEADLINE.items():
         found = scores[key]
-        shares = (found[name] for name in ("macro_abs_error", "median", "p90", "coverage"))
-        error, median, p90, coverage = ("-" if share is None else f"{share:.1%}" for share in shares)
-        lines.append(
-            f"| {title} | {found['rows']} | {error} | {found['bias'] or 0:+.1%} | {median} | {p90} | {coverage} |"
-        )
+        shares = (found[name] for name in ("macro_abs_error", "median", "p90", "coverage", "width"))
+        error, median, p90, coverage, width = ("-" if share is None else f"{share:.1%}" for share in shares)
+        bias = f"{found['bias'] or 0:+.1%}"
+        lines.append(f"| {title} | {found['rows']} | {error} | {bias} | {median} | {p90} | {coverage} | {width} |")
+    return "\n".join(lines)
+
+
+def frameworks_table(scores: Mapping[str, Any]) -> str:
+    """Errors, bias and coverage of each framework where it is left out, and where one run of it is known."""
+    left, near = (scores[f"step_time_framework_{name}"]["frameworks"] for name in ("left_out", "anchored"))
+    lines = [
+        "| framework | rows | left out | bias | in the interval | its width | one run known | in the interval |",
+        "|---" + 7 * "|---:" + "|",
+    ]
+    for name, found in left.items():
+        cells = [f"{found[key]:.1%}" for key in ("abs_error", "coverage", "width")]
+        cells.insert(1, f"{found['bias']:+.1%}")
+        known = [f"{near[name][key]:.1%}" for key in ("abs_error", "coverage")] if name in near else ["-", "-"]
+        lines.append(f"| {name} | {found['rows']} | {' | '.join([*cells, *known])} |")
     return "\n".join(lines)
 
 
@@ -115,8 +131,13 @@ Errors are of seconds a step, of tier A, of repeats the newest, averaged over so
 
 {headline(scores)}
 
-The first line is not blind: four factors for each stack and architecture are fitted on these rows
-(`benchmarks/calibrate/stacks.py`), and host times of some stacks. The third is the one to expect of a new source.
+The first line is not blind: a factor for each architecture, and one for each stack seen on it, are fitted on these rows
+(`benchmarks/calibrate/stacks.py`), and host times of some stacks. The third is the one to expect of a new source, the
+fourth of software that nobody measured: defaults of its class and what its rows say, no name and no fit of its own. The
+width of an interval is what lies between its ends, as a share of the prediction; the median is given.
+
+{frameworks_table(scores)}
+
 {noise["configurations"]} configurations were published more than once, all stated fields equal: slowest over fastest
 differs by {spread} at the median and {third} at the third quartile, so a prediction of their middle would err by
 {floor}.

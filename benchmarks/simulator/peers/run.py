@@ -62,8 +62,8 @@ def main() -> None:
     rows, notes = read_rows(arguments.files)
     predictor = predictor_of(arguments)
     outcomes = outcomes_of(rows, predictor)
-    unfitted = outcomes_of(rows, predictor, fitted=False) if arguments.peer == "lading" else ()
-    document = document_of(outcomes, unfitted)
+    plain = [outcomes_of(rows, predictor, fitted=False, known=known) for known in (True, False)]
+    document = document_of(outcomes, *(plain if arguments.peer == "lading" else ()))
     show(document, notes, Console(width=150, highlight=False))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from lading.cli.plan_command import PlanCommand
 from lading.cli.probe_command import ProbeCommand
 from lading.cli.report_command import ReportCommand
 from lading.cli.simulate_command import SimulateCommand
+from lading.cli.software_command import SoftwareCommand
 from lading.cli.train_command import TrainCommand
 from lading.errors import (
     BudgetExceeded,
@@ -71,6 +72,7 @@ _COMMANDS: dict[str, type[Command]] = {
     "export": ExportCommand,
     "checkpoint": CheckpointCommand,
     "import": ImportCommand,
+    "software": SoftwareCommand,
     "probe": ProbeCommand,
     "doctor": DoctorCommand,
     "demo": DemoCommand,

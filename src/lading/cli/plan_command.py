@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -494,8 +495,8 @@ def _said(found: Layouts, seconds: float) -> list[str]:
 
     proof, winner = found.proof, found.winner
     lines = [
-        f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} are within "
-        f"{winner.simulated.spread:.0%} of the prediction; of two layouts only what differs counts",
+        f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} are within a factor of "
+        f"{exp(winner.simulated.spread):.2f} of the prediction; of two layouts only what differs counts",
         f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
         f"block; {proof.simulated:,} simulated by events",
     ]

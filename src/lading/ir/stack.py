@@ -14,11 +14,12 @@ FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
+#: Classes of software: what one that is not known is taken for.
+KINDS = ("eager-torch", "compiled-torch", "megatron-like", "deepspeed-like")
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
-#: Half width of the interval of a step under a stack of which no step was fitted: nine of ten published steps lie in
-#: it where their sources are left out of every fit (benchmarks/simulator, 21 November 2026).
-NEVER_SEEN = 0.2
+#: How software is known on an architecture: steps were seen, or one run; its switches are named, or only its class.
+FITTED, ANCHORED, SWITCHES, GUESSED = "fitted", "one run known", "switches only", "guessed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Stack:
     """Software stack: the switches that costs depend on.
 
     Attributes:
+        kind: Class of software that it belongs to, one of ``KINDS``.
+        framework: Framework that it is a version of; "" for the defaults of a class, which are of none.
         fusion: Operations that are fused: none ("eager"), what Megatron and Transformer Engine have kernels for
             ("fused"), or all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax, "triton" the first FlashAttention in
@@ -69,10 +72,8 @@ class Stack:
         dispatcher: How tokens reach experts.
         imbalance: Tokens of the busiest expert's rank, over the mean.
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
-            libraries other than those measured): by architecture and cause ("hopper.products", "ampere.attention",
-            "blackwell.memory-bound"); 1 where not given.
-        spread: Half width, by architecture, of the interval that nine of ten steps of this stack lie in, as a share;
-            ``NEVER_SEEN`` where not given.
+            libraries other than those measured), by architecture ("hopper"), or of one cause ("hopper.attention").
+        fitted: Architectures on which steps of this software were seen.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
         host_update: Implementation of an update on the host: "fused" (torch's fused AdamW), "cpu-adam" (DeepSpeed's and
@@ -106,11 +107,18 @@ class Stack:
         low_precisions: Recipes of products with fewer than 16 bits that it has: "fp8", "mxfp8", "nvfp4".
         keeps_low: What products in fewer than 16 bits read again in backward is kept in these bits.
         clips: The gradients' norm is limited in each step.
+        vocabulary_padding: A vocabulary is rounded up to a multiple of this times the tensor-parallel ways.
+        dropout: Probability in GPTs where a run does not say; families after them have none.
+        packed_tokens: Mean tokens of the examples packed into a sequence of fine-tuning where a run does not say; 0
+            where it is not packed.
+        sequence_parallel: Tensor parallel comes with sequence parallel where a run does not say.
         sources: Where each setting comes from, by key.
     """
 
     name: str
     title: str
+    kind: str = "megatron-like"
+    framework: str = ""
     fusion: str = "fused"
     attention: str = "flash2"
     launch_s: float = 6e-6
@@ -147,7 +155,7 @@ class Stack:
     dispatcher: str = "alltoall"
     imbalance: float = 1.0
     in_situ: dict[str, float] = field(default_factory=lambda: {})
-    spread: dict[str, float] = field(default_factory=lambda: {})
+    fitted: tuple[str, ...] = ()
     parameter_s: float = 0.0
     host_update: str = "cpu-adam"
     host_optimizer: float = 0.145
@@ -170,11 +178,15 @@ class Stack:
     low_precisions: tuple[str, ...] = ()
     keeps_low: bool = False
     clips: bool = True
+    vocabulary_padding: int = 1
+    dropout: float = 0.0
+    packed_tokens: int = 0
+    sequence_parallel: bool = False
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:
-        choices = {"fusion": FUSIONS, "attention": ATTENTIONS, "dispatcher": DISPATCHERS, "host_update": HOST_UPDATES}
-        for key, allowed in choices.items():
+        words = {"kind": KINDS, "fusion": FUSIONS, "attention": ATTENTIONS, "dispatcher": DISPATCHERS}
+        for key, allowed in {**words, "host_update": HOST_UPDATES}.items():
             if getattr(self, key) not in allowed:
                 value = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
@@ -193,8 +205,8 @@ class Stack:
             value = getattr(self, key)
             if value not in DTYPE_BYTES and (value or key in _STORED):
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
-        if any(not 0 < width < 1 for width in self.spread.values()):
-            raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
+        if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
+            raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
         if type(self.moments) is not int or self.moments < 0:
             raise ConfigError(f"stack {self.name}: moments must be 0, 1, 2, ..., got {self.moments}")
         if not 0 < self.host_optimizer <= 1:
@@ -209,13 +221,15 @@ class Stack:
         wide = "float32"
         return replace(self, parameters_dtype=wide, gradient_dtype=wide, gather_dtype=wide, master_weights=False)
 
-    def spread_on(self, architecture: str) -> float:
-        """Half width of the interval of a step on devices of an architecture, as a share."""
-        return self.spread.get(architecture, NEVER_SEEN)
+    def evidence_on(self, architecture: str) -> str:
+        """How the software is known on devices of an architecture: FITTED, SWITCHES or GUESSED."""
+        if architecture in self.fitted:
+            return FITTED
+        return SWITCHES if self.framework else GUESSED
 
     def in_situ_of(self, architecture: str, cause: str) -> float:
         """Factor by which kernels of one cause take longer in a running step on an architecture."""
-        return self.in_situ.get(f"{architecture}.{cause}", 1.0)
+        return self.in_situ.get(f"{architecture}.{cause}", self.in_situ.get(architecture, 1.0))
 
     def sentence(self) -> str:
         """Name the stack, and say what of its communication runs beside computing and what computing waits for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import exp, hypot
 from textwrap import wrap
 from typing import Any
 
@@ -20,7 +20,7 @@ class LayoutRow:
     """Row of a table of layouts.
 
     Attributes:
-        spread: Half width of the interval that nine of ten steps lie in, as a share of the seconds.
+        spread: Half width of the interval that nine of ten steps lie in, in logarithms of seconds.
         shares_s: Seconds of the step by cause.
         peaks: Bytes by moment and tier.
         over: "" where it fits, else what does not and by how much.
@@ -161,8 +161,8 @@ def layout_figures(row: LayoutRow, winner: LayoutRow) -> dict[str, Any]:
     return {
         "layout": row.layout,
         "step_s": row.step_s,
-        "low_s": row.step_s * (1 - row.spread),
-        "high_s": row.step_s * (1 + row.spread),
+        "low_s": row.step_s * exp(-row.spread),
+        "high_s": row.step_s * exp(row.spread),
         "told_apart": row.is_told_apart(winner),
         "bound_s": row.bound_s,
         "mfu": row.mfu,

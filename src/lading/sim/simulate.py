@@ -1,10 +1,6 @@
 """A StepRequest, answered: its table cut for a rank, priced, put in order, and what it needs of memory.
 
 >>> simulate(request).step.step_s
-
-[Note: interval]
-What no cause explains differs from stack to stack; the interval of a prediction is as wide as the errors on published
-steps of its stack and architecture, wider where none was seen (``Stack.spread``).
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot, prod
+from math import exp, prod
 
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
@@ -27,6 +23,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, StepRequest
 from lading.ir.schedules import schedule_of
+from lading.ir.stack import GUESSED, SWITCHES
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
 from lading.parallel.adapters import adapted, adapters_of, packed
@@ -34,6 +31,7 @@ from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import has_parts
 from lading.parallel.scores import with_dropout, with_scores
+from lading.sim.interval import half_width
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
@@ -47,8 +45,6 @@ from lading.sim.variants import Parts, moved, parts_of
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
 MEMORY_SPREAD = 0.05
-#: Half width that each field or word that was not understood adds, as a share: independent of the others.
-UNREAD_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -110,21 +106,26 @@ class Simulated:
 
     @property
     def spread(self) -> float:
-        """Half width of the interval of the step's seconds, as a share of them ([Note: interval])."""
-        gpu = self.machine.device.gpu
-        own = self.request.stack.spread_on(gpu.architecture if gpu else "")
-        return min(0.9, hypot(own, UNREAD_SPREAD * len(self.request.unread) ** 0.5))
+        """Half width of the interval of the step's seconds, in logarithms (``lading.sim.interval``)."""
+        machine, step = self.machine, self.step
+        gpu = machine.device.gpu
+        shares = {cause: seconds / step.step_s for cause, seconds in step.shares_s.items()}
+        if self.request.layout.updates_on_host:
+            shares["updates on the host"] = shares.pop("optimizer", 0.0)
+        evidence = self.request.stack.evidence_on(gpu.architecture if gpu else "")
+        measured = gpu is not None or machine.processes is not None
+        return half_width(evidence, shares, measured=measured, unread=len(self.request.unread))
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The figures, with their intervals ([Note: interval])."""
+        """The figures, with their intervals."""
         step_s, peak = self.step.step_s, self.peak_bytes
         high = int(peak * (1 + MEMORY_SPREAD))
         tier, beside = self.machine.tier(self.behind_tier), self.behind_bytes
         return Prediction(
             step_s=step_s,
-            low_s=step_s * (1 - self.spread),
-            high_s=step_s * (1 + self.spread),
+            low_s=step_s * exp(-self.spread),
+            high_s=step_s * exp(self.spread),
             peak_bytes=peak,
             rank_bytes=tuple(sum(roles.values()) for roles in self.memory),
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
@@ -163,17 +164,20 @@ def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     """Sentences on what is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
+    evidence = stack.evidence_on(gpu.architecture if gpu else "")
+    told: list[str] = []
+    if evidence == GUESSED:
+        told.append(f"software that is not known: {stack.title}; what is not stated is the default of {stack.kind}")
     if gpu is None:
-        return ()
-    wide = ("fp32: products and attention take the device's fp32 rate; no attention in fp32 was measured",)
-    wide = wide if request.layout.precision == "fp32" else ()
-    if gpu.architecture in stack.spread:
-        return wide
-    return (
-        *wide,
-        f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "
-        "there",
-    )
+        return tuple(told)
+    if request.layout.precision == "fp32":
+        told.append("fp32: products and attention take the device's fp32 rate; no attention in fp32 was measured")
+    if evidence == SWITCHES:
+        told.append(
+            f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "
+            "there"
+        )
+    return tuple(told)
 
 
 @dataclass(frozen=True)

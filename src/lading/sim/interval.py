@@ -1,0 +1,62 @@
+"""Interval of a predicted step: how far nine of ten measured steps are from it, by what is known.
+
+[Note: interval]
+Errors multiply, so the interval is formed in logarithms: from ``step_s / exp(h)`` to ``step_s * exp(h)``. The square of
+h is a sum of what may be wrong independently:
+
+- the software: fitted (steps of it on the architecture were seen), a named set of switches of which no step was seen
+  there, or the defaults of its class;
+- the machine: kernels measured by shape, or rates of a data sheet;
+- uncertain causes, each by its share of the step: what the host launches, transfers, memory-bound operations (which are
+  fused?), attention (whose kernel?), copies to the host and updates there. Of fitted software most of that is known;
+- words of a source that were not understood.
+
+The constants are those that hold nine of ten steps of software that was left out of everything (``python -m
+tools.validate --left-out``): by maximum likelihood of Student's t on these errors, all of one source counted as one
+row, then times one factor, so that nine of ten lie in the interval. Updates on the host vary by 2.2, as published
+launches reach 5 to 22% of what the memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log, sqrt
+
+from lading.ir.stack import ANCHORED, FITTED, GUESSED, SWITCHES
+
+#: Half width, in logarithms, by how the software is known, and of a machine that only a data sheet tells of.
+_SOFTWARE = {FITTED: 0.1, ANCHORED: 0.1, SWITCHES: 0.11, GUESSED: 0.11}
+_DATA_SHEET = 0.15
+#: Half width that a step of one cause alone would have, by words of the cause; the first that fits counts.
+_CAUSES = {
+    "launches": 0.65,
+    "waiting in blocks": 0.43,
+    "copies": 0.5,
+    "updates on the host": log(2.2),
+    "host": 0.43,
+    "communication": 0.95,
+    "attention": 0.28,
+    "memory-bound": 0.24,
+}
+#: Share of a cause's uncertainty that is left, by how the software is known.
+_LEFT = {FITTED: 0.3, ANCHORED: 0.7, SWITCHES: 0.7, GUESSED: 1.0}
+#: For each word or field of a source that was not understood.
+_UNREAD = log(1.1)
+
+
+def half_width(evidence: str, shares: Mapping[str, float], *, measured: bool, unread: int = 0) -> float:
+    """Half width of the interval of a step's seconds, in logarithms ([Note: interval]).
+
+    Args:
+        evidence: How the software is known on the device's architecture, as of ``Stack.evidence_on``.
+        shares: Shares of the step by cause.
+        measured: Whether kernels of the device were measured by shape.
+        unread: Number of words or fields of a source that were not understood.
+    """
+    causes = (_LEFT[evidence] * _uncertain(cause) * max(0.0, share) for cause, share in shares.items())
+    machine = 0.0 if measured else _DATA_SHEET
+    return sqrt(_SOFTWARE[evidence] ** 2 + machine**2 + sum(part**2 for part in causes) + unread * _UNREAD**2)
+
+
+def _uncertain(cause: str) -> float:
+    return next((width for word, width in _CAUSES.items() if word in cause), 0.0)

@@ -1,0 +1,58 @@
+"""Intervals are formed in logarithms, wider the less is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from tests.golden.layouts import Case
+
+from lading.catalog.stacks import stack_by_name
+from lading.ir.stack import ANCHORED, FITTED, GUESSED, SWITCHES
+from lading.sim.interval import half_width
+from lading.sim.simulate import simulate
+from lading.sim.switches import effects_of
+
+SHARES = {"products": 0.6, "attention": 0.1, "tp communication": 0.2, "launches": 0.1}
+
+
+def test_less_evidence_is_wider() -> None:
+    widths = [half_width(known, SHARES, measured=True) for known in (FITTED, ANCHORED, SWITCHES, GUESSED)]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[1] < widths[3]
+
+
+@pytest.mark.parametrize("known", [FITTED, GUESSED])
+def test_what_is_uncertain_widens(known: str) -> None:
+    plain = half_width(known, {"products": 1.0}, measured=True)
+    assert half_width(known, SHARES, measured=True) > plain
+    assert half_width(known, {"products": 1.0}, measured=False) > plain
+    unread = half_width(known, {"products": 1.0}, measured=True, unread=2)
+    assert unread**2 == pytest.approx(plain**2 + 2 * math.log(1.1) ** 2)
+
+
+def test_a_prediction_is_in_the_middle_of_the_logarithms() -> None:
+    request, table = Case("llama3-8b", "h100", "dp8,zero3,gb8").request()
+    seen = dataclasses.replace(request, stack=stack_by_name("torchtitan-eager"))
+    figures = [simulate(one, table).prediction for one in (request, seen)]
+    for one in figures:
+        assert one.step_s / one.low_s == pytest.approx(one.high_s / one.step_s)
+    assert figures[0].high_s / figures[0].step_s > figures[1].high_s / figures[1].step_s
+    assert any("software that is not known" in sentence for sentence in figures[0].assumed)
+    assert not any("software that is not known" in sentence for sentence in figures[1].assumed)
+
+
+def test_what_each_switch_does_to_a_step() -> None:
+    request, table = Case("llama3-8b", "h100", "dp4,tp2,zero1,gb8", stack="megatron-core").request()
+    effects = effects_of(request, table)
+    changes = {(effect.switch, effect.other): effect.change for effect in effects}
+    assert changes["fusion", "eager"] == pytest.approx(
+        simulate(
+            dataclasses.replace(request, stack=dataclasses.replace(request.stack, fusion="eager")), table
+        ).step.step_s
+        / simulate(request, table).step.step_s
+        - 1
+    )
+    assert (changes["fusion", "eager"] or 0) > 0 > (changes["hidden.tp", 1.0] or 0)
+    assert [abs(e.change or 0) for e in effects] == sorted((abs(e.change or 0) for e in effects), reverse=True)

@@ -1,0 +1,99 @@
+"""Software of a row: a named set, or the defaults of its class, with what the row says in their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.validate.requests import request_of, said
+from tools.validate.rows import Row, read_rows
+from tools.validate.software import class_of, framework_of, software_of, year_of
+
+from lading.ir.stack import GUESSED, KINDS
+from tests.validate.test_rows import FILES, changed
+
+ROWS = {row.id: row for row in read_rows(FILES[:1])[0]}
+
+
+def row_of(tmp_path: Path, source: str, notes: str = "", **parts: dict[str, Any]) -> Row:
+    file = tmp_path / "rows.jsonl"
+    fields: dict[str, Any] = {"id": "x-1", "source": source, "source_family": "x", "notes": notes}
+    file.write_text(changed(**fields, **parts))
+    return read_rows([file])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "name"),
+    [
+        ("a report, 2025: FSDP2", {"tp": 1}, "eager-torch"),
+        ("a report, 2025: FSDP2 with tensor parallel", {"tp": 2}, "eager-torch"),
+        ("a report, 2025", {"compile": True}, "compiled-torch"),
+        ("JAX on GPUs, 2025", {}, "compiled-torch"),
+        ("DeepSpeed ZeRO-3, 2025", {}, "deepspeed-like"),
+        ("a fork of Megatron, 2025", {}, "megatron-like"),
+        ("a fork of Megatron, 2021", {}, "megatron-like-2022"),
+        ("arXiv 2203.12345, a fork of Megatron", {}, "megatron-like-2022"),
+        ("a report, 2023: FSDP", {}, "eager-torch-2023"),
+        ("a report, 2022: FSDP", {}, "eager-torch-2022"),
+        ("in-house software", {"tp": 2, "dp": 4}, "megatron-like"),
+        ("in-house software", {"tp": 1, "dp": 8}, "eager-torch"),
+    ],
+)
+def test_what_a_row_tells_decides_its_class(tmp_path: Path, source: str, layout: dict[str, Any], name: str) -> None:
+    row = row_of(tmp_path, source, layout={"tp": 1, "pp": 1, "ep": 1, "compile": False, **layout})
+    assert class_of(row, said(row)) == name
+
+
+def test_software_of_no_known_name_is_said_to_be_of_its_class(tmp_path: Path) -> None:
+    row, assumed = row_of(tmp_path, "in-house software, 2025: DDP"), list[str]()
+    stack = software_of(row, said(row), assumed)
+    assert stack.kind in KINDS
+    assert stack.evidence_on("hopper") == GUESSED
+    assert any("not known" in sentence and stack.name in sentence for sentence in assumed)
+
+
+def test_the_year_of_a_source(tmp_path: Path) -> None:
+    years = [year_of(row_of(tmp_path, s)) for s in ("x 2021-04", "NeMo 24.07 container", "arXiv 2104.04473", "a file")]
+    assert years == [2021, 2024, 2021, 0]
+
+
+def test_what_a_row_states_replaces_the_class_too(tmp_path: Path) -> None:
+    notes = "no comm overlap; fp32 grad accumulation; TE cross-entropy fusion; flash attention; hybridep"
+    row = row_of(tmp_path, "a fork of Megatron, 2021", notes)
+    stack = software_of(row, said(row), [], known=False)
+    assert not stack.overlap_grad_reduce
+    assert not stack.overlap_param_gather
+    assert stack.hidden == {}
+    assert (stack.gradient_dtype, stack.attention, stack.dispatcher) == ("float32", "flash2", "deepep")
+    assert stack.fused_loss
+
+
+def test_what_cuts_parameters_exchanges_them_beside_computing(tmp_path: Path) -> None:
+    layout = {"zero_stage": 3, "tp": 2, "dp": 4}
+    row = row_of(tmp_path, "a fork of Megatron with FSDP, 2022", layout=layout)
+    stack = software_of(row, said(row), [])
+    assert stack.name == "megatron-like-2022"
+    assert stack.overlap_grad_reduce
+    assert stack.overlap_param_gather
+
+
+def test_a_framework_left_out_is_predicted_by_its_class_alone() -> None:
+    row = ROWS["tt2412-006"]
+    known, guessed = request_of(row), request_of(row, known=False)
+    assert (known.stack.framework, guessed.stack.framework) == ("torchtitan", "")
+    assert guessed.stack.name == "compiled-torch"
+    assert known.stack.gather_dtype == "float8_e4m3fn"
+    assert guessed.stack.gather_dtype == "", "what only its own files tell"
+    assert framework_of(row, said(row)) == "torchtitan"
+
+
+def test_facts_of_a_run_itself_stay_where_its_framework_is_left_out() -> None:
+    blocked = next(r for r in ROWS.values() if r.family == "bloom-tuning" and r.hardware["gpus"] >= 320)
+    assert request_of(blocked, known=False).stack.launch_blocking
+
+
+def test_each_row_of_tier_a_has_a_framework() -> None:
+    missing = [row.id for row in ROWS.values() if row.tier == "A" and not framework_of(row, said(row))]
+    assert not missing, json.dumps(missing[:5])

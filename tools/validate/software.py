@@ -1,0 +1,180 @@
+"""Software of a row: a named set of switches, or the defaults of a class, and what the row says replaces of them.
+
+[Note: software that is not known]
+Words of a source name the set (``words.STACK_RULES``). Where none is named, or the framework is to be left out, the row
+still tells the class: that it is compiled, runs on DeepSpeed, cuts tensors or layers as Megatron does; else it is eager
+PyTorch. Of a class there are defaults for now and for the years before kernels of attention and overlap were common, so
+the year of the source counts. What the row states of single switches replaces these as it does those of a named set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from lading.catalog.stacks import stack_by_name, stack_names
+from lading.ir.stack import Stack
+from tools.validate.rows import Row
+from tools.validate.words import machine_of, stack_rule_of
+
+#: Year that a source without one is taken to be of, by what its GPU's name begins with: about the middle of the years
+#: in which most was published of it and kernels of attention were common.
+_MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
+#: From this year on FlashAttention without a number is taken for the second in PyTorch; before, and where a source has
+#: no year, for the first.
+_NUMBERED = 2024
+_COMPILED = r"compile=true|torch\.compile|\bjax\b|\bxla\b|maxtext"
+_DEEPSPEED = r"deepspeed"
+_MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
+#: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
+#: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
+#: (Megatron-Bridge skills and docs/performance-summary.md, release 26.04).
+_REPLAYED_ROUTER = 0.65
+#: Assumption: Python on a core of a Grace CPU takes this many times as long as on one of an x86 host of H100s or B200s.
+_GRACE = 1.3
+#: (words, switches): what a row states of its software; all that are found count.
+_STATED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"no gradient bucketing|no comm overlap", {"overlap_grad_reduce": False}),
+    (r"no comm overlap", {"overlap_param_gather": False, "hidden": {}}),
+    (r"overlapped grad/param sync", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    (r"bf16 gradient sync", {"gradient_dtype": "bfloat16"}),
+    (r"gradient accumulation in fp16", {"gradient_dtype": "float16"}),
+    (r"fp32 grad(?:ient)? accumulation|fp32 reduce", {"gradient_dtype": "float32"}),
+    (r"cross-entropy fusion", {"fused_loss": True}),
+    (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
+    (r"gptq", {"quantizer": "gptq"}),
+    (r"alltoall dispatcher", {"dispatcher": "alltoall"}),
+    (r"hybridep|deepep", {"dispatcher": "deepep"}),
+)
+
+
+def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) -> Stack:
+    """Find the software that a row ran on, its switches as the row says.
+
+    Args:
+        text: All that the row says in words.
+        assumed: Sentences on what is taken for granted are added.
+        known: Whether named sets count; else only the class does ([Note: software that is not known]).
+    """
+    rule = stack_rule_of(text) if known else None
+    if rule is None:
+        stack = stack_by_name(class_of(row, text))
+        assumed.append(f"software that is not known: {stack.title} ({stack.name})")
+        stack = dataclasses.replace(stack, **_attention(row, text, stack), **_cut_parameters(row))
+    else:
+        stack = stack_by_name(_present(rule.stack, assumed))
+    return dataclasses.replace(stack, **stated_switches(row, text, stack))
+
+
+def _present(name: str, assumed: list[str]) -> str:
+    """The named set, or that of the catalog whose name begins alike."""
+    if name in stack_names():
+        return name
+    near = max(stack_names(), key=lambda other: (len(_common(other, name)), other))
+    assumed.append(f"software stack {name} as {near}: no data of its own")
+    return near
+
+
+def _common(left: str, right: str) -> str:
+    return left[: next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))]
+
+
+def framework_of(row: Row, text: str) -> str:
+    """Framework of the named set that a row ran on; "" where none is named."""
+    rule = stack_rule_of(text)
+    return stack_by_name(_present(rule.stack, [])).framework if rule else ""
+
+
+def class_of(row: Row, text: str) -> str:
+    """Name of the class defaults of a row ([Note: software that is not known])."""
+    lowered = text.lower()
+    if re.search(_COMPILED, lowered):
+        return "compiled-torch"
+    cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
+    if re.search(_DEEPSPEED, lowered):
+        kind = "deepspeed-like"
+    elif re.search(_MEGATRON, lowered) or (cuts and not re.search(r"\bfsdp|pytorch|\bddp\b", lowered)):
+        kind = "megatron-like"
+    else:
+        kind = "eager-torch"
+    year = year_of(row) or _middle(row)
+    older = sorted(name for name in stack_names() if re.fullmatch(rf"{kind}-\d{{4}}", name) and int(name[-4:]) >= year)
+    return older[0] if older and year else kind
+
+
+def _middle(row: Row) -> int:
+    """Year that a source without one is taken to be of; 0 for the newest."""
+    machine, _ = machine_of(str(row.hardware.get("gpu", "")))
+    return next((year for word, year in _MIDDLE if machine.startswith(word)), 0)
+
+
+def year_of(row: Row) -> int:
+    """Year that a row's source names, by a date, a release or an arXiv number; 0 where it names none."""
+    years = [int(year) for year in re.findall(r"\b(20[12]\d)(?:\b|-)", row.source)]
+    years += [2000 + int(year) for year in re.findall(r"(?:release |\bv|NeMo |container )(\d\d)\.\d\d\b", row.source)]
+    years += [2000 + int(year) for year in re.findall(r"\b(\d\d)(?:0[1-9]|1[0-2])\.\d{5}\b", row.source)]
+    return max(years, default=0)
+
+
+def _cut_parameters(row: Row) -> dict[str, Any]:
+    """Overlap that comes with cut parameters: FSDP, and DeepSpeed's stage 3, prefetch and reduce beside backward."""
+    if int(row.layout.get("zero_stage") or 0) < 3:
+        return {}
+    return {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def _attention(row: Row, text: str, stack: Stack) -> dict[str, Any]:
+    """Kernel of attention that a row states, where the class has another kind."""
+    lowered = text.lower()
+    if re.search(r"unfused attention|no flash|without flash", lowered):
+        return {"attention": "unfused"}
+    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
+        return {"attention": f"flash{numbered[1]}"}
+    if not re.search(r"flash[- _]?att", lowered):
+        return {}
+    if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
+        return {"attention": "flash1"}
+    return {"attention": "flash2"} if stack.attention == "unfused" else {}
+
+
+def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
+    """Switches that the row's words replace."""
+    settings: dict[str, Any] = {}
+    lowered = text.lower()
+    for words, switches in _STATED:
+        if re.search(words, lowered):
+            settings |= switches
+    settings |= _graphs(text, stack)
+    if str(row.layout.get("optimizer", "")).lower() == "sgd":
+        settings["moments"] = 0
+    launched = settings.get("dispatcher") == "deepep" and not settings.get("cuda_graphs", True)
+    if launched and re.search(r"CUDA graphs [^;.]*moe_router", text):
+        grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
+        settings["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
+    hidden = settings.get("hidden", stack.hidden)
+    if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
+        settings["hidden"] = {**hidden, "ep": max(hidden.get("ep", 0.0), 0.9)}
+    elif "ep overlap off" in lowered:
+        settings["hidden"] = {**hidden, "ep": 0.0}
+    return settings
+
+
+def _graphs(text: str, stack: Stack) -> dict[str, Any]:
+    """Switches by what is replayed as CUDA graphs."""
+    graphs = _cuda_graphs(text)
+    if graphs is None:
+        return {}
+    if not graphs and re.search(r"CUDA graphs [^;.]*attn", text):  # of a block, only the experts are launched
+        return {"cuda_graphs": False, "block_s": 0.0, "module_s": 0.0, "launch_s": stack.launch_s / 2}
+    return {"cuda_graphs": graphs}
+
+
+def _cuda_graphs(text: str) -> bool | None:
+    """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
+    if match := re.search(r"CUDA graphs ([^;.]*)", text):
+        scope = match[1]
+        return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))
+    if re.search(r"CUDA graphs", text):
+        return True
+    return False if "perf preset" in text and "No exactly matching" not in text else None

@@ -21,7 +21,8 @@ from lading.ir.layout import Layout
 from lading.ir.plan import Plan
 from lading.memory.restore import planned_optimizer, planned_step, programs_of
 from lading.runtime.executor import Executor
-from lading.runtime.named import NamedValues, values_here, values_of, values_of_ranks
+from lading.runtime.named import NamedValues
+from lading.runtime.value_layout import values_here, values_of, values_of_ranks
 
 #: Seconds after which ranks that wait for each other are said to be stuck.
 STUCK_S = 60.0

@@ -315,8 +315,9 @@ def test_ranks_save_beside_training(ranks: int, layouts: list[str], tmp_path: Pa
 LARGE: dict[str, Any] = {"dim": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 10_000, "tied": False}
 
 
-def _peaks(rank: int, layouts: list[str], out: str) -> None:
-    graph = capture(build_model("gpt", **LARGE), batch_of(0), next_byte_loss)
+def _peaks(rank: int, model: str, layouts: list[str], out: str) -> None:
+    sizes = {**LARGE, "num_experts": 4} if model == "moe" else LARGE
+    graph = capture(build_model(model, **sizes), batch_of(0), next_byte_loss)
     machine = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=connected().collectives)
     for layout in layouts:
         made, waits = (
@@ -326,7 +327,7 @@ def _peaks(rank: int, layouts: list[str], out: str) -> None:
         staged, stage, folder = staged_of(made, graph), made.parsed_layout.place(rank)["pp"], Path(out) / layout
         most = max(size for other, size in enumerate(staged) if made.parsed_layout.place(other)["pp"] == stage)
         assert made.of_rank(rank).peak_bytes["device"] == waits.of_rank(rank).peak_bytes["device"] + most
-        with Trainer(made, graph, build_model("gpt", **LARGE), folder=folder / f"{rank}", threads=1) as trainer:
+        with Trainer(made, graph, build_model(model, **sizes), folder=folder / f"{rank}", threads=1) as trainer:
             for step in range(3):
                 trainer.step(batch_of(2 * step + made.replica(rank)))
             before = trainer.peak_bytes
@@ -336,15 +337,29 @@ def _peaks(rank: int, layouts: list[str], out: str) -> None:
             share = trainer._saves._share
             assert share is not None
             assert share.staging.size_bytes == staged[rank]
+            assert bool(share.gathered) is ("tp" in layout)
             grown = trainer.peak_bytes - before - staged[rank]
             assert abs(grown) <= 2 * UNSEEN_BYTES, f"{layout}, rank {rank}: {grown / MiB:+.2f} MiB"  # before and after
+            trainer.save(folder / "waited")  # which gathers all that ranks share
+            grown = trainer.peak_bytes - before - staged[rank]
+            saving = max(0, trainer.program.save_bytes - trainer.program.workspace_bytes)
+            assert saving < 6 * MiB  # of which gathering has 3; the largest tensor, gathered whole, would take 12
+            assert grown <= 2 * UNSEEN_BYTES + saving, f"{layout}, rank {rank}, waited: {grown / MiB:+.2f} MiB"
             assert trainer.peak_bytes <= made.of_rank(rank).peak_bytes["device"]
             assert trainer.program.staging_bytes == most
 
 
-def test_ranks_take_the_staging_memory_that_their_plan_predicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("gpt", ["dp2,zero3", "tp2"]),
+        pytest.param("gpt", ["dp2", "pp2", "dp2,zero1", "cp2"], marks=pytest.mark.slow),
+        pytest.param("moe", ["dp2,ep2"], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_take_the_staging_memory_that_their_plan_predicts(model: str, layouts: list[str], tmp_path: Path) -> None:
     """The peak of each rank grows by what it stages; that of the busiest rank is the plan's."""
-    run_ranks(_peaks, 2, ["dp2,zero3", "dp2"], str(tmp_path))
+    run_ranks(_peaks, 2, model, layouts, str(tmp_path))
 
 
 def test_a_plan_for_ranks_says_where_training_has_to_wait(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from lading.memory.restore import planned_step, program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.optim.registry import optimizer as rule
 from lading.planner.policies import reshard_every_unit
-from lading.runtime.named import Value, check_numbers, values_of
+from lading.runtime.named import check_numbers
+from lading.runtime.value_layout import Value, values_of
 from tests.ranks import run_ranks
 from tests.test_replicas import BUCKET, Case, batch, build, captured, machine, same
 from tests.test_saved_plan import states_on_disk

@@ -21,7 +21,8 @@ from lading.memory.restore import planned_step
 from lading.optim.registry import name_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.custody import is_held
-from lading.runtime.named import Value, differences, dtype_of, first_few, tensors_of, values_of_ranks
+from lading.runtime.named import differences, dtype_of, first_few, tensors_of
+from lading.runtime.value_layout import Value, values_of_ranks
 from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
 

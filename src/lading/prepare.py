@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -63,10 +64,11 @@ from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.cuda import Cuda
+from lading.runtime.gathering import gathering_bytes
 from lading.runtime.host import host_id
 from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.kernel_memory import kernel_memory
-from lading.runtime.named import values_of
+from lading.runtime.value_layout import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 from lading.staging_layout import planned_staging_bytes
@@ -155,9 +157,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("graph", graph, StepGraph, "what lading.capture returns")
     if matrices is not None:
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
-    check_type("master_weights", master_weights, bool, "True or False")
-    check_type("compile", compile, bool, "True or False")
-    check_type("stage_saves", stage_saves, bool, "True or False")
+    for name, switch in (("master_weights", master_weights), ("compile", compile), ("stage_saves", stage_saves)):
+        check_type(name, switch, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
@@ -176,12 +177,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         cache=cache,
         stage_saves=stage_saves and machine.device.kind == "cpu",
     )
-
-    def make() -> Plan:
-        if layout or spread.devices == 1 or _uncut(rule, others):
-            return planner.plan(spread, budget)
-        return _fastest(spread, planner.plan, budget, graph.accumulation)
-
+    is_settled = bool(layout) or spread.devices == 1 or bool(_uncut(rule, others))
+    make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
     named = getattr(policy, "__name__", policy)
@@ -235,6 +232,32 @@ class _LayoutPlanner:
             each = self._with_staging(each, layout)
         return joined(each, self.machine) if spread.pp > 1 else each[0].plan
 
+    def plan_fastest(self, replicas: Layout, budget: str | float) -> Plan:
+        """Plan replicas if they keep everything in the budget; else whatever is fastest of them and of shards.
+
+        Raises:
+            PlanInfeasible: none fits.
+        """
+        plans: list[Plan] = []
+        missing: PlanInfeasible | None = None
+        try:
+            plans.append(self.plan(replicas, budget))
+            if plans[0].predictions.keep_all_bytes <= plans[0].budgets[DEVICE]:
+                return plans[0]
+            budget = plans[0].budgets[DEVICE]
+        except PlanInfeasible as error:
+            if share_of(budget) is not None:  # of what replicas need
+                raise
+            missing = error
+        for zero in (1, 2, 3) if self.graph.accumulation > 1 else (2, 3):  # without it, the first two are the same
+            try:
+                plans.append(self.plan(dataclasses.replace(replicas, zero=zero), budget))
+            except PlanInfeasible as error:
+                missing = error
+        if not plans and missing is not None:
+            raise missing
+        return min(plans, key=lambda plan: plan.predictions.step_s)
+
     def _with_staging(self, each: list[Planned], layout: Layout) -> list[Planned]:
         """Let every rank stage its part of a checkpoint; the plans are those of the ranks along a pipeline."""
         here = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
@@ -267,7 +290,7 @@ class _LayoutPlanner:
                     "clip_norm": self.moved["clip_norm"],
                     "master_weights": float(self.moved["master_weights"]),
                     "compile": float(self.compile),
-                    **memory.settings(_save_bytes(step, self.machine)),
+                    **memory.settings(_save_bytes(step, self.machine, layout)),
                 },
                 workspace_bytes=memory.scratch_bytes,
             )
@@ -443,38 +466,6 @@ def _other_groups(optimizer: torch.optim.Optimizer, captured: StepGraph) -> tupl
     first = {alias: p.names[0] for p in captured.parameters for alias in p.names}
     rest = ([names.get(id(p), "") for p in members] for members in [*alike.values()][1:])
     return tuple(tuple(first[name] for name in group if name in first) for group in rest)
-
-
-def _fastest(
-    replicas: Layout, plan_in: Callable[[Layout, str | float], Plan], budget: str | float, accumulation: int
-) -> Plan:
-    """Plan replicas if they keep everything in the budget; else whatever is fastest of them and of shards.
-
-    Args:
-        plan_in: Makes the plan in a layout.
-
-    Raises:
-        PlanInfeasible: none fits.
-    """
-    plans: list[Plan] = []
-    missing: PlanInfeasible | None = None
-    try:
-        plans.append(plan_in(replicas, budget))
-        if plans[0].predictions.keep_all_bytes <= plans[0].budgets[DEVICE]:
-            return plans[0]
-        budget = plans[0].budgets[DEVICE]
-    except PlanInfeasible as error:
-        if share_of(budget) is not None:  # of what replicas need
-            raise
-        missing = error
-    for zero in (1, 2, 3) if accumulation > 1 else (2, 3):  # without it, the first two are the same
-        try:
-            plans.append(plan_in(dataclasses.replace(replicas, zero=zero), budget))
-        except PlanInfeasible as error:
-            missing = error
-    if not plans and missing is not None:
-        raise missing
-    return min(plans, key=lambda plan: plan.predictions.step_s)
 
 
 def plan_run(
@@ -695,17 +686,19 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
     return _KernelMemory(scratch, measured.kept_bytes, said, measured.spare_bytes)
 
 
-def _save_bytes(graph: StepGraph, machine: Machine) -> int:
+def _save_bytes(graph: StepGraph, machine: Machine, layout: Layout = ALONE) -> int:
     """Bytes ``Trainer.save`` takes of a CPU: a block to write, a bounce buffer, and what it cannot read in chunks.
 
-    On another device the buffers lie on the host.
+    Of several ranks each takes part in gathering what they share. On another device the buffers lie on the host.
     """
     if machine.device.kind != "cpu":
         return 0
     sized = [(view, graph.storages[storage].size_bytes) for storage, view in named_tensors(graph).items()]
     loose = [size for view, size in sized if not (view.is_row_major and view.spans(size))]
     objects = _SAVE_ONCE_BYTES + _SAVE_BYTES_PER_TENSOR * len(sized)
-    return objects + CHUNK_BYTES + max(BOUNCE_BYTES, 2 * max(loose, default=0))
+    shared = (value for value in values_of(graph).values() if value.is_shared or layout.pp > 1)
+    gathered = max(map(gathering_bytes, shared), default=0)
+    return objects + CHUNK_BYTES + max(BOUNCE_BYTES, 2 * max(loose, default=0)) + gathered
 
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:

@@ -6,7 +6,8 @@ copied on a thread while the next step runs, in the order in which the step will
 until then (``lading.runtime.fence``). Each rank of a host stages its own shards so, in memory of its own; the first
 one's saver maps them all, and begins when every rank has noted that its copies are made. Runs of tensor parallel, what
 lies in a file, or has another order in memory, and shards of another host, are gathered by the first rank before
-training goes on. Where a rank's budget leaves no room for its staging memory, training waits.
+training goes on, a MiB at a time ([Note: gathering]). Where a rank's budget leaves no room for its staging memory,
+training waits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lading.ir.machine import MEMORY
 from lading.ir.program import Program
 from lading.runtime.executor import Executor
 from lading.runtime.fence import Fence
+from lading.runtime.gathering import Gathering
 from lading.runtime.host import clock_id
 from lading.runtime.named import NamedValues
 from lading.runtime.resident import give_back
@@ -66,10 +68,10 @@ class Snapshot:
     beside: Mapping[str, bytes]
     ranks: Replicas | None = None
 
-    def sources(self, left: list[str]) -> list[TensorSource]:
-        """List the tensors of a checkpoint; reading one that ranks share takes its name from ``left``."""
+    def sources(self, gathering: Gathering) -> list[TensorSource]:
+        """List the tensors of a checkpoint; those that ranks share are read by ``gathering``."""
         named: list[TensorSource] = [
-            (name, value.dtype, value.shape, self.values.chunks(name, left)) for name, value in self.values.items()
+            (name, value.dtype, value.shape, self.values.chunks(name, gathering)) for name, value in self.values.items()
         ]
         more: list[TensorSource] = [(n, "uint8", (len(data),), [memoryview(data)]) for n, data in self.beside.items()]
         return named + more
@@ -201,14 +203,14 @@ class Saves:
             StorageError: it cannot be written, another trainer saves there, or the one before could not be written.
             ConfigError: ``meta`` has no JSON form, keep < 1 or keep_every_steps < 0.
         """
-        left = snapshot.values.shared()
+        gathering = snapshot.values.gathering()
         try:
             self._checked(folder, meta, keep, keep_every_steps)
             give_back()  # what steps freed leaves its room to the buffers of saving
             snapshot.executor.reset_peak()
-            path = save_checkpoint(folder, snapshot.step, snapshot.sources(left), meta, keep, keep_every_steps)
+            path = save_checkpoint(folder, snapshot.step, snapshot.sources(gathering), meta, keep, keep_every_steps)
         finally:  # the others give all shards, whether or not they can be written
-            snapshot.values.give(list(left))
+            gathering.end()
         self.newest = str(path)
         snapshot.executor.observe_peak()
         return path
@@ -302,7 +304,7 @@ class Saves:
         for number, rank in enumerate([0, *others]):
             for name, runs in parts[rank][1].items():
                 pieces.setdefault(name, []).extend((at, number, start, size) for at, start, size in runs)
-        sources = checked_sources(snapshot.sources([]))
+        sources = checked_sources(snapshot.sources(snapshot.values.gathering()))
         for source in sources:
             if (start := staging.gathered.get(source[0])) is not None:
                 pieces[source[0]] = [(0, 0, start, source_bytes(source))]
@@ -312,13 +314,12 @@ class Saves:
     def _gather(self, snapshot: Snapshot, share: _Share) -> None:
         """Copy now what cannot be copied while a step runs; ranks take part in what they share."""
         give_back()  # what steps freed leaves its room to the buffers of saving
-        left = [name for name in share.gathered if snapshot.values[name].is_shared]
-        if snapshot.ranks is not None and snapshot.ranks.rank > 0:
-            snapshot.values.give(left)
-            return
-        sources = {source[0]: source for source in snapshot.sources(left)}
-        for name, start in share.staging.gathered.items():
-            _fill(share.memory, start, sources[name])
+        gathering = snapshot.values.gathering(share.gathered)
+        if snapshot.ranks is None or snapshot.ranks.rank == 0:
+            sources = {source[0]: source for source in snapshot.sources(gathering)}
+            for name, start in share.staging.gathered.items():
+                _fill(share.memory, start, sources[name])
+        gathering.end()
 
     def _run(self, fence: Fence, ranks: Replicas | None, mark: str) -> None:
         """Carry this rank's part of a save out, on a thread of its own."""

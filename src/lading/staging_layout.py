@@ -19,7 +19,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import MEMORY
 from lading.ir.program import Program
 from lading.memory.tier_layout import home_tiers
-from lading.runtime.named import NumberedRank, Value, values_here, values_of, values_of_ranks
+from lading.runtime.value_layout import NumberedRank, Value, values_here, values_of, values_of_ranks
 from lading.runtime.values import lies_in_order, named_tensors
 
 #: Bytes of a value: (first of them, storage, first byte there, how many).

@@ -376,14 +376,19 @@ def _loop(
                 if is_broken:
                     progress.note(f"saved in {path}; the run goes on")
             if validation is not None and "validation_loss" in record:
-                if log is not None:
-                    log.sync()
-                progress.note(fitted(validation.judge(record["validation_loss"])))
+                _judge(validation, record["validation_loss"], log, progress)
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
         trainer.wait_saved()
     stop.number = int(asked)
     return stop, mine
+
+
+def _judge(validation: _Validation, loss: float, log: MetricsLog | None, progress: Progress) -> None:
+    """Compare a loss with the lowest, whose records are on disk before its checkpoint, and show what comes of it."""
+    if log is not None:
+        log.sync()
+    progress.note(fitted(validation.judge(loss)))
 
 
 def _save(

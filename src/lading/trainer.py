@@ -42,7 +42,7 @@ from lading.ir.update_ops import rule_of
 from lading.memory.restore import planned_optimizer, programs_of, smaller_program
 from lading.optim.registry import name_of
 from lading.optim.rule import ParameterRule
-from lading.optim.torch_update import TorchUpdate, checked_rule
+from lading.optim.torch_update import checked_rule
 from lading.runtime.binding import checked_batches
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, give_values_back
@@ -61,13 +61,12 @@ from lading.runtime.named import (
     first_few,
     state_keys,
     tensors_of,
-    values_here,
-    values_of,
 )
-from lading.runtime.parameter_groups import ParameterGroups
+from lading.runtime.parameter_groups import ParameterGroups, check_given
 from lading.runtime.resident import trim
 from lading.runtime.shard_reads import ReadableValue
 from lading.runtime.update_kernels import check_planned
+from lading.runtime.value_layout import values_here, values_of
 from lading.saving import Saves, Snapshot
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
@@ -185,11 +184,7 @@ class Trainer:
         self._frozen = [p.names[0] for p in graph.parameters if p.gradient is None]
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
-        if stock is None and isinstance(self.optimizer, TorchUpdate):
-            raise ConfigError(
-                f"optimizer: expected the {self.optimizer.optimizer} that the plan was made for, as its parameter "
-                "groups have the numbers, got None; give it to the Trainer too"
-            )
+        check_given(stock, self.optimizer)
         graphs = [each.graph for each in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
         self._replicas = join(whole, programs, self.optimizer, model, self._groups) if whole.ranks > 1 else None
@@ -590,7 +585,7 @@ class Trainer:
         self._saves.newest = self._by_first_rank(
             "Trainer.save",
             lambda: str(self._saves.save(self._snapshot(), *asked)),
-            lambda: self._values.give(self._values.shared()),
+            lambda: self._values.gathering().end(),
         )
         return Path(self._saves.newest)
 

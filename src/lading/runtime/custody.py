@@ -19,9 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lading.errors import ConfigError, StorageError
 from lading.runtime.executor import Executor
+from lading.runtime.gathering import read_value
 from lading.runtime.interrupts import HeldInterrupts
-from lading.runtime.named import Value, first_few, read_value
+from lading.runtime.named import first_few
 from lading.runtime.resident import files_at, mapped_bytes
+from lading.runtime.value_layout import Value
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas

@@ -20,7 +20,7 @@ from typing import Self
 
 import torch
 
-from lading.errors import ConfigError, LadingError, ProgramError, StorageError
+from lading.errors import ConfigError, ProgramError
 from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
@@ -46,7 +46,7 @@ from lading.runtime.kernel_memory import largest_product
 from lading.runtime.measuring import OperationPeaks, measured_timeline, spread
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, take_gaps, trim
 from lading.runtime.salvage import Location, bring_home, salvage
-from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
+from lading.runtime.streams import Clocking, Gate, Jitter, Stopped, Workers, named_error, run_stream
 from lading.runtime.tiers import TierBytes
 from lading.runtime.update_kernels import Rate
 from lading.runtime.values import Values
@@ -542,6 +542,11 @@ class Executor:
         self.flush()
         return self._values.read(storage)
 
+    def read_part(self, storage: int, start: int, room: torch.Tensor) -> None:
+        """Fill ``room`` (uint8, one dim) with the bytes of a storage from ``start`` on; errors as ``read_storage``."""
+        self.flush()
+        self._values.read_part(storage, start, room)
+
     def chunks(self, storage: int) -> Iterator[memoryview]:
         """Read the bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
 
@@ -714,7 +719,7 @@ class Executor:
             else:
                 self._salvage(skipped)
             self._state = _ExecutorState.IDLE
-        raise interrupt or self._named_error(self._gate.failure)
+        raise interrupt or named_error(self.program, self._gate.failure)
 
     def _salvage(self, skipped: frozenset[int]) -> None:
         """Bring every value that still exists after a step that stopped to where it is between steps."""
@@ -769,21 +774,6 @@ class Executor:
             pass
         except BaseException as error:
             self._gate.fail(error)
-
-    def _named_error(self, failure: BaseException) -> BaseException:
-        """Turn a failure into one of Lading's errors that names the action."""
-        cause = failure.__cause__
-        if isinstance(failure, LadingError):
-            return failure
-        if not isinstance(failure, ActionFailed) or not isinstance(cause, Exception):  # KeyboardInterrupt as it is
-            return cause or failure
-        action = self.program.actions[failure.action]
-        text = f"action {action} ({self.program.label(action)}) failed: {cause}"
-        error: LadingError = (
-            StorageError(text) if isinstance(cause, OSError) else ProgramError(text, action_id=action.id)
-        )
-        error.__cause__ = cause
-        return error
 
     def _poison_arena(self) -> None:
         self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)

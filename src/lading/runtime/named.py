@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -14,218 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lading.errors import ConfigError, StorageError, did_you_mean
-from lading.ir.graph import DTYPE_BYTES, Parameter, StepGraph, TensorPlacement
-from lading.ir.sharding import units_of
-from lading.ir.update_ops import matrix_rule_of
+from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.optim.registry import optimizers_with
-from lading.runtime.binding import Reducer
 from lading.runtime.executor import Executor
+from lading.runtime.gathering import Gathering, read_value
 from lading.runtime.shard_reads import ByteRange, own_runs, read_range, read_runs
+from lading.runtime.value_layout import STAGES, Value, is_here, local_value
 from lading.units import MiB
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
-
-
-#: Axis of a layout along which the stages of a pipeline lie.
-STAGES = "pp"
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Parameter, buffer or state by name: ``storages`` hold its elements one after another.
-
-    Attributes:
-        start: Element of what the storages hold at which it begins, where they hold other values too; None where they
-            hold nothing else.
-        ranks: Number of ranks whose storages, one rank after another, hold it; 1 where a rank has all of it.
-        over: Axes of the layout along which these ranks lie.
-        owner: Rank that updates it, whose storages hold it; None where no rank but this is asked.
-        owners: Axes of the layout along which that rank is numbered.
-        placement: Dim of which ranks along "tp" have runs; None where a rank has all elements.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    storages: tuple[int, ...]
-    start: int | None = None
-    ranks: int = 1
-    over: str = ""
-    owner: int | None = None
-    owners: str = STAGES
-    placement: TensorPlacement | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks take part in reading it."""
-        return self.ranks > 1 or self.owner is not None or self.placement is not None
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its elements."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-class NumberedRank(Protocol):
-    """Rank that knows its numbers among others."""
-
-    def number(self, over: str) -> int:
-        """Number of this one among the ranks that lie along some axes."""
-        ...
-
-
-def values_of(graph: StepGraph) -> dict[str, Value]:
-    """Values that last from step to step, by name: parameters, buffers, then states."""
-    named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
-    single = [(name, graph.tensors[tensor]) for name, tensor in named]
-    values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
-    placed = {p.names[0]: (p.placement, graph.tensors[p.tensor].shape) for p in graph.parameters if p.placement}
-    units = units_of(graph)
-    members: dict[str, list[str]] = {}
-    for parameter in graph.parameters:
-        tensor, name = graph.tensors[parameter.tensor], parameter.names[0]
-        if (unit := units.get(tensor.storage)) is None:
-            continue
-        members.setdefault(unit.parameter, []).append(name)
-        storage, ranks = (unit.whole, 1) if unit.lasts else (graph.storage_of(unit.shard), unit.ranks)
-        values[name] = Value(tensor.dtype, tensor.shape, (storage,), tensor.offset, ranks, unit.over)
-    local = dict(values)
-    for name, (placement, _) in placed.items():
-        values |= _placed(name, values[name], placement)
-    by_name = {unit.parameter: unit for unit in units.values()}
-    starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
-    stacks = {graph.storage_of(op.inputs[0]) for op in graph.ops if matrix_rule_of(op) is not None}
-    for state in graph.states:
-        storages = tuple(map(graph.storage_of, state.parts))
-        unit = by_name.get(".".join(state.name.split(".")[:2]))
-        if unit is None:
-            placement, shape = placed.get(state.name.rpartition(".")[0], (None, ()))
-            value = Value(state.dtype, state.shape, storages)
-            is_whole = placement is not None and not placement.names and state.shape != shape  # a number
-            values |= _placed(state.name, value, None if is_whole else placement)
-            continue
-        suffix = state.name.removeprefix(f"{unit.parameter}.")
-        for name in members[unit.parameter]:
-            shape, start = local[name].shape, starts[name]
-            if not state.shape:
-                values[f"{name}.{suffix}"] = Value(state.dtype, (), storages)
-                continue
-            if graph.storage_of(unit.shard) in stacks and suffix != "master":
-                count = graph.tensors[unit.shard].shape[0] // prod(shape[-2:])
-                each = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
-                shape, start = each, start // prod(shape) * prod(each)
-            value = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
-            values |= _placed(f"{name}.{suffix}", value, placed.get(name, (None, ()))[0])
-    return values
-
-
-def _placed(name: str, value: Value, placement: TensorPlacement | None) -> dict[str, Value]:
-    """Values by name that lie in the place of one: of all ranks those that each has alone, else runs of one."""
-    if placement is None:
-        return {name: value}
-    if not placement.names:
-        return {name: dataclasses.replace(value, shape=placement.shape, placement=placement)}
-    state = name.removeprefix(placement.names[0])
-    return {
-        f"{each}{state}": dataclasses.replace(value, owner=rank, owners=placement.over)
-        for rank, each in enumerate(placement.names)
-    }
-
-
-def is_here(value: Value, ranks: NumberedRank | None) -> bool:
-    """Whether this rank has a value, or a shard of it, in its storages."""
-    return value.owner is None or (ranks is not None and ranks.number(value.owners) == value.owner)
-
-
-def values_here(values: Mapping[str, Value], ranks: NumberedRank | None) -> dict[str, Value]:
-    """Leave out the storages of values that this rank has not, where another value is in their place.
-
-    A stage that reads a weight which another updates has a copy of it.
-    """
-    here = {name for name, value in values.items() if value.owners == STAGES or is_here(value, ranks)}
-    return {n: v if n in here else dataclasses.replace(v, storages=()) for n, v in values.items()}
-
-
-def read_value(executor: Executor, value: Value, ranks: Reducer | None = None) -> torch.Tensor:
-    """Copy all parts of a value into one tensor of the value's shape.
-
-    Args:
-        ranks: This rank and the others, some of which hold it or a shard of it; all call this.
-    """
-    if value.owner is not None:
-        return _from_owner(executor, value, ranks)
-    if value.placement is not None:
-        return _from_runs(executor, value, value.placement, ranks)
-    parts = [executor.read_storage(storage) for storage in value.storages]
-    if value.start is None:
-        return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
-    flat = torch.cat([part.view(getattr(torch, value.dtype)).flatten() for part in parts])
-    if value.ranks > 1:
-        assert ranks is not None
-        shard, flat = flat, flat.new_empty(flat.numel() * value.ranks)
-        ranks.all_gather(flat, shard, value.over)
-    return flat[value.start : value.start + prod(value.shape)].view(value.shape).clone()
-
-
-def _from_runs(executor: Executor, value: Value, placement: TensorPlacement, ranks: Reducer | None) -> torch.Tensor:
-    """Gather the runs of all ranks, and lay them in order."""
-    assert ranks is not None
-    own = local_value(value)
-    mine = read_value(executor, own, ranks).contiguous()
-    flat = mine.new_empty(mine.numel() * placement.ranks)
-    ranks.all_gather(flat, mine.flatten(), placement.over)
-    shards = flat.view(placement.ranks, *own.shape).unbind()
-    each = [shard.split([part // placement.ranks for part in placement.lengths], placement.dim) for shard in shards]
-    return torch.cat([run for part in zip(*each, strict=True) for run in part], placement.dim)
-
-
-def local_value(value: Value) -> Value:
-    """Value by itself of the part that this rank has of one of which ranks have runs."""
-    assert value.placement is not None
-    shape = list(value.shape)
-    shape[value.placement.dim] //= value.placement.ranks
-    return dataclasses.replace(value, shape=tuple(shape), placement=None)
-
-
-def _from_owner(executor: Executor, value: Value, ranks: Reducer | None) -> torch.Tensor:
-    """Copy a value that a rank of a pipeline holds to all ranks."""
-    assert ranks is not None
-    assert value.owner is not None
-    if is_here(value, ranks):
-        held = read_value(executor, dataclasses.replace(value, owner=None), ranks).contiguous()
-    else:
-        held = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-    ranks.broadcast(held, value.owner, value.owners)
-    return held
-
-
-def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
-    """All values of a pipeline by name, as one rank has them: its own, and whose the others are.
-
-    Args:
-        graphs: Whole step of each rank.
-    """
-    each = [values_of(graph) for graph in graphs]
-    trained = [{n for p in graph.parameters if p.gradient is not None for n in _slot_names(p)} for graph in graphs]
-    placements = (p.placement for graph in graphs for p in graph.parameters)
-    counts = {placement.over: placement.ranks for placement in placements if placement is not None}
-    values: dict[str, Value] = {}
-    for name in dict.fromkeys(name for held in each for name in held):
-        having = [number for number, held in enumerate(each) if name in held]
-        stage = next((number for number in having if name in trained[number]), having[0])
-        value = each[rank][name] if rank in having else dataclasses.replace(each[stage][name], storages=())
-        if value.owner is None:
-            values[name] = dataclasses.replace(value, owner=stage)
-        else:  # one rank's of a stage: stages lie the farthest apart
-            number, owners = stage * counts[value.owners] + value.owner, f"{STAGES}/{value.owners}"
-            values[name] = dataclasses.replace(value, owner=number, owners=owners)
-    return values
-
-
-def _slot_names(parameter: Parameter) -> tuple[str, ...]:
-    """First names of the parameters that ranks have in one's place."""
-    placed = () if parameter.placement is None else parameter.placement.names
-    return placed or parameter.names[:1]
 
 
 def write_value(executor: Executor, value: Value, tensor: torch.Tensor, rank: int = 0) -> None:
@@ -437,25 +234,28 @@ class NamedValues(Mapping[str, Value]):
         zeros = torch.zeros(value.shape, dtype=getattr(torch, value.dtype))
         self.write(state, read(parameter).to(zeros.dtype) if last == "master" else zeros)
 
-    def shared(self) -> list[str]:
-        """Names of the values that ranks have together, in the order in which a checkpoint is written."""
-        named = sorted(self._values.items(), key=lambda row: -DTYPE_BYTES[row[1].dtype])
-        return [name for name, value in named if value.is_shared]
+    def gathering(self, names: Iterable[str] | None = None) -> Gathering:
+        """Begin to read values that ranks share; all of them do, in this order.
 
-    def give(self, names: Iterable[str]) -> None:
-        """Take part in the gathering of values that another rank reads."""
-        for name in names:
-            self.read(name)
+        Args:
+            names: Those among which they are; None for all, in the order in which a checkpoint is written.
+        """
+        if names is None:
+            names = sorted(self._values, key=lambda name: -DTYPE_BYTES[self._values[name].dtype])
+        shared = [name for name in names if self._values[name].is_shared]
+        return Gathering(self._executor, self._values, shared, self._ranks)
 
-    def chunks(self, name: str, left: list[str]) -> Iterator[memoryview]:
-        """Read the bytes of a value in order; ``left`` are the names of the shared values not yet read."""
+    def chunks(self, name: str, gathering: Gathering) -> Iterator[memoryview]:
+        """Read the bytes of a value in order; one that ranks share is the next of ``gathering``.
+
+        A chunk is valid until the next is asked for.
+        """
         value = self._values[name]
         if value.start is None and not value.is_shared:
             yield from chain.from_iterable(map(self._executor.chunks, value.storages))
             return
-        if value.is_shared:
-            left.remove(name)
-        yield self.read(name).flatten().view(torch.uint8).numpy().data
+        for piece in gathering.pieces(name):
+            yield piece.numpy().data
 
     def check_whole_gradients(self, parameters: Iterable[str]) -> None:
         """Refuse parameters of whose gradients a rank has a shard.

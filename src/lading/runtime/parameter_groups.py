@@ -14,9 +14,23 @@ from lading.ir.update_ops import rule_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, check_states, rules_of_groups
 from lading.runtime.custody import is_held
-from lading.runtime.named import Value, first_few, tensors_of
+from lading.runtime.named import first_few, tensors_of
+from lading.runtime.value_layout import Value
 
 _STEP = "step"
+
+
+def check_given(optimizer: torch.optim.Optimizer | None, rule: ParameterRule) -> None:
+    """Refuse a rule whose numbers a torch optimizer has where none is given.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if optimizer is None and isinstance(rule, TorchUpdate):
+        raise ConfigError(
+            f"optimizer: expected the {rule.optimizer} that the plan was made for, as its parameter "
+            "groups have the numbers, got None; give it to the Trainer too"
+        )
 
 
 class ParameterGroups:

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lading.errors import LadingError, ProgramError, StorageError
 from lading.ir.action import Action
+from lading.ir.program import Program
 from lading.runtime.device import Call, Lane, Mark, Stamp
 
 Jitter = Callable[[Action], None]
@@ -52,6 +54,20 @@ class ActionFailed(Exception):
     def __init__(self, action: int) -> None:
         super().__init__(action)
         self.action = action
+
+
+def named_error(program: Program, failure: BaseException) -> BaseException:
+    """Turn a failure of a step into one of Lading's errors that names the action."""
+    cause = failure.__cause__
+    if isinstance(failure, LadingError):
+        return failure
+    if not isinstance(failure, ActionFailed) or not isinstance(cause, Exception):  # KeyboardInterrupt as it is
+        return cause or failure
+    action = program.actions[failure.action]
+    text = f"action {action} ({program.label(action)}) failed: {cause}"
+    error: LadingError = StorageError(text) if isinstance(cause, OSError) else ProgramError(text, action_id=action.id)
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,18 @@ class Values:
             self._fetch(home, start, result[start:end])
         return view_of(result, self._views[storage]) if storage in self._views else result
 
+    def read_part(self, storage: int, start: int, room: torch.Tensor) -> None:
+        """Fill ``room`` (uint8, one dim) with the bytes of a storage from ``start`` on; it ``takes_chunks``."""
+        home, size, end = self._present(storage), self._graph.storages[storage].size_bytes, start + room.numel()
+        if home.tier == DEVICE:
+            self._fetch(home, start, room)
+            return
+        for begin in range(start // BOUNCE_BYTES * BOUNCE_BYTES, end, BOUNCE_BYTES):
+            piece = self._bounce.bytes_at(0, min(BOUNCE_BYTES, size - begin))  # a lower tier gives whole pages
+            self._tiers[home.tier].read(home.offset + begin, piece)
+            low, high = max(begin, start), min(begin + piece.numel(), end)
+            room[low - start : high - start] = piece[low - begin : high - begin]
+
     def chunks(self, storage: int) -> Iterator[memoryview]:
         """Read the bytes of a persistent tensor in the order of its elements; as ``Executor.chunks``."""
         home, size = self._present(storage), self._graph.storages[storage].size_bytes

@@ -97,6 +97,21 @@ def test_a_reference_model_begins_with_the_weights_of_its_twin(name: str, tmp_pa
         assert torch.equal(again.state_dict()[key], value), key
 
 
+def test_an_export_is_imported_again(tmp_path: Path) -> None:
+    """A model of 16 bits whose embedding is tied, by folders whose names are not plain."""
+    saved("gpt", tmp_path / "theirs")
+    run = run_of(tmp_path, table("gpt"), "optimization.precision=bf16")
+    first = open_checkpoint(import_run(run, tmp_path / "theirs"))
+    assert not {"head.weight", "tokens.weight"} <= first.tensors.keys()  # tied
+    (tmp_path / "größe 2").mkdir()
+    export = export_run(Path(run.out), tmp_path / "größe 2" / "the export")
+    other = run_of(tmp_path / "größe 2", table("gpt"), "optimization.precision=bf16")
+    again = open_checkpoint(import_run(other, export))
+    assert {name: saved.digest for name, saved in again.tensors.items()} == {
+        name: saved.digest for name, saved in first.tensors.items()
+    }
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_as_if_it_had_begun_with_the_folder(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

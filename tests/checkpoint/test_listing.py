@@ -39,6 +39,13 @@ def damage_of(path: Path) -> str:
     return "\n".join(words)
 
 
+@pytest.fixture
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes of hundreds of verifications need not survive a power cut."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.mark.usefixtures("_no_sync")
 def test_every_byte_that_is_altered_is_named(tmp_path: Path) -> None:
     path, chance = save(tmp_path), random.Random(0)
     assert damage_of(path) == ""
@@ -65,6 +72,7 @@ def test_every_byte_that_is_altered_is_named(tmp_path: Path) -> None:
     open_checkpoint(path).verify()
 
 
+@pytest.mark.usefixtures("_no_sync")
 def test_a_byte_that_is_missing_or_added_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path)
     for name in ("state.safetensors", "manifest.json"):
@@ -186,6 +194,60 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "expected a checkpoint, a folder of checkpoints or the out folder of a run, found none in" in said(
         "list", str(tmp_path / "nowhere"), code=2
     )
+
+
+def test_what_is_no_checkpoint_hides_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file, an empty folder, links to nothing and elsewhere, all by the names of checkpoints, beside a whole one."""
+    folder, other = tmp_path / "größe 1", tmp_path / "other disk"
+    whole = save(folder, 1)
+    (folder / "step-00000002").write_bytes(b"no folder")
+    (folder / "step-00000003").mkdir()
+    (folder / "step-00000004").symlink_to(tmp_path / "nowhere")
+    (folder / "step-00000005").symlink_to(save(other, 5))
+    shutil.copytree(whole, folder / "step-00000006")
+    (folder / "step-00000007").symlink_to(folder / "step-00000007")  # a circle
+    assert main(["checkpoint", "list", str(folder)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert ["damaged: " in row for row in rows] == [False, True, True, True, False, True, True]
+    assert [row.split()[0] for row in rows] == ["1", *(f"step-{n:08d}" for n in (2, 3, 4)), "5", "step-00000006",
+                                                "step-00000007"]  # fmt: skip
+    assert main(["checkpoint", "verify", str(folder)]) == 2
+    out, error = capsys.readouterr()
+    found = [row.removeprefix("whole").strip() for row in out.splitlines() if row.startswith("whole")]
+    assert found == [str(whole), f"{folder}/step-00000005"]
+    assert "5 of 7 checkpoints are damaged" in error
+
+
+def test_a_list_is_made_while_a_run_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What goes between two looks is no error."""
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    (tmp_path / "step-00000003.tmp-1").mkdir()
+    (tmp_path / "step-00000003.tmp-1" / "state.safetensors").write_bytes(bytes(2048))
+    look, seen = os.stat, set[str]()
+
+    def vanishing(path: Path, *args: object, **settings: object) -> os.stat_result:
+        """Look at each file that is being written once, after which it is gone."""
+        if ".tmp-" in str(path) and (name := str(path)) not in seen:
+            seen.add(name)
+            shutil.rmtree(tmp_path / "step-00000003.tmp-1", ignore_errors=True)
+        return look(path, *args, **settings)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "stat", vanishing)
+        assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "unfinished" not in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "lading.checkpoint.listing.described_checkpoint", lambda path: shutil.rmtree(path) or absent(path)
+        )
+        assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert [row for row in capsys.readouterr().out.splitlines() if row.startswith("deleted")] == [
+        f"deleted    {path}, by a save meanwhile" for path in (first, second)
+    ]
+
+
+def absent(path: Path) -> None:
+    raise StorageError(f"{path}: expected a manifest")
 
 
 def test_verifying_imports_no_torch(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,8 +36,8 @@ class ListedCheckpoint:
     """Row of a list of checkpoints.
 
     Attributes:
-        size_bytes: Bytes of its files.
-        saved_s: When it was saved, in seconds since 1970.
+        size_bytes: Bytes of its files; 0 where the system does not let them be looked at.
+        saved_s: When it was saved, in seconds since 1970; None where that cannot be told.
         verified_s: When all its bytes were last read and compared; None if nobody has looked since it was saved.
         damage: What is wrong with its manifest, header or size, or was found when it was verified; "" where nothing is.
     """
@@ -43,7 +45,7 @@ class ListedCheckpoint:
     path: Path
     step: int
     size_bytes: int
-    saved_s: float
+    saved_s: float | None
     verified_s: float | None
     damage: str
 
@@ -65,24 +67,24 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return found
 
 
-def list_checkpoint(path: Path) -> ListedCheckpoint:
-    """Describe a checkpoint, of which only the manifest and the header are read.
-
-    Raises:
-        StorageError: the system does not let it be looked at.
-    """
+def list_checkpoint(path: Path) -> ListedCheckpoint | None:
+    """Describe a checkpoint, of which only the manifest and the header are read; None if a save has deleted it."""
     step, damage = -1, ""
     try:
         step = described_checkpoint(path).step
         inspect_checkpoint(path)
     except StorageError as error:
         damage = str(error)
+    size_bytes, saved_s = 0, None
     try:
-        size_bytes = sum(each.stat().st_size for each in path.iterdir())
+        size_bytes = _bytes_in(path)
         manifest = path / MANIFEST
         saved_s = (manifest if manifest.exists() else path).stat().st_mtime
+    except FileNotFoundError:
+        if not os.path.lexists(path):
+            return None
     except OSError as error:
-        raise StorageError(f"cannot look at {path}: {error.strerror}; check its permissions") from error
+        damage = damage or f"cannot look at {path}: {error.strerror}; check its permissions"
     verified_s, places = _verified(path)
     if places and not damage:
         damage = f"{places} place{'s' * (places > 1)}, found by lading checkpoint verify"
@@ -102,9 +104,28 @@ def set_aside_bytes(folder: Path) -> int:
 def _bytes_of(folder: Path, mark: str) -> int:
     try:
         asides = [path for path in folder.iterdir() if path.name.startswith("step-") and mark in path.name]
-        return sum(each.stat().st_size for path in asides for each in path.glob("*"))
     except OSError as error:
-        raise StorageError(f"cannot look at {folder}: {error.strerror}; it changes while it is read") from error
+        raise StorageError(f"cannot look at {folder}: {error.strerror}; check its permissions") from error
+    total = 0
+    for path in asides:
+        with suppress(FileNotFoundError):  # a save has ended meanwhile
+            total += _bytes_in(path)
+    return total
+
+
+def _bytes_in(path: Path) -> int:
+    """Bytes of the files in a folder, or of a file in its place; of a file that goes meanwhile none.
+
+    Raises:
+        OSError: as the file system says; FileNotFoundError where the folder is gone.
+    """
+    if not path.is_dir():
+        return path.stat().st_size
+    total = 0
+    for each in path.iterdir():
+        with suppress(FileNotFoundError):
+            total += each.stat().st_size
+    return total
 
 
 def verify_checkpoint(path: Path) -> Iterator[str]:
@@ -120,7 +141,7 @@ def verify_checkpoint(path: Path) -> Iterator[str]:
                 damaged += 1
                 yield words
     except OSError as error:
-        if path.exists():
+        if os.path.lexists(path):
             damaged += 1
             yield str(error)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,11 +46,14 @@ def _list(paths: list[Path]) -> None:
     for folder, group in groupby(paths, key=lambda path: path.parent):
         print(f"{folder}\n      step       size  saved             verified")
         for path in group:
-            row = list_checkpoint(path)
+            if (row := list_checkpoint(path)) is None:
+                print(f"deleted    {path}, by a save meanwhile")
+                continue
             step = f"{row.step}" if row.step >= 0 else path.name
             verified = "no" if row.verified_s is None else _time(row.verified_s)
+            saved = "unknown" if row.saved_s is None else _time(row.saved_s)
             state = f"damaged: {row.damage}" if row.damage else verified
-            print(fitted(f"{step:>10} {format_bytes(row.size_bytes):>10}  {_time(row.saved_s)}  {state}"))
+            print(fitted(f"{step:>10} {format_bytes(row.size_bytes):>10}  {saved:16}  {state}"))
         if unfinished := unfinished_bytes(folder):
             print(f"unfinished {format_bytes(unfinished):>10}  goes with the next save, but for one under way")
         if aside := set_aside_bytes(folder):
@@ -67,7 +71,7 @@ def _verify(paths: list[Path]) -> None:
                 print(fitted(f"damaged  {words}"))
         if count > _SHOWN:
             print(f"         and {count - _SHOWN} more places of {path}")
-        if not path.exists():
+        if not os.path.lexists(path):
             print(f"deleted  {path}, by a save meanwhile")
         elif not count:
             print(f"whole    {path}")

@@ -100,7 +100,7 @@ def check_same_model(twin: Twin, found: Any, where: Path) -> None:
 
 #: Settings of transformers that change no result of a trained model.
 _NOT_COMPUTED = re.compile(
-    r"(architectures|.*_pdrop|attention_dropout|.*token_id|(torch_)?dtype|transformers_version|use_cache|id2label"
+    r"(architectures|.*_pdrop|attention_dropout|.*token_id|(torch_)?dtype|(transformers|lading)_version|use_cache|id2label"
     r"|initializer_range|summary_.*|output_.*|return_dict|_?name_or_path|label2id|problem_type|task_specific_params"
     r"|chunk_size_feed_forward|is_encoder_decoder|pretraining_tp|router_(aux_loss_coef|jitter_noise)|max_window_layers"
     r"|_attn_implementation.*|_experts_implementation.*)\Z"

@@ -38,8 +38,8 @@ else:  # Plans are kept for the tests of all processes, not in the user's cache.
 # Runs and ranks that tests start are forked from one process, which has imported what they need.
 multiprocessing.set_forkserver_preload(
     [
-        *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "tyro", "highspy"),
-        *("lading.cli.train_command", "lading.prepare", "lading.matrices"),
+        *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "tyro", "highspy", "pytest"),
+        *("lading.cli.train_command", "lading.train", "lading.matrices", "lading.models.reference"),
     ]
 )
 

@@ -228,7 +228,6 @@ def _scenes(rank: int, root: str) -> None:
     told["grown"] = train("growing", "--resume")
     told["unlike"] = train("unlike", f"optimization.optimizer.lr={0.1 * (rank + 1)}")
     told["probe"] = train("probe", "machine=probe")
-    told["stages"] = train("stages", *STAGES)
     told["too many"] = train("too many", "layout='dp4,zero3'")
     told["planned"] = _says(lambda: main(["train", "--plan", str(folder / "stages.json")]))
 
@@ -301,20 +300,18 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     assert numbers(records(tmp_path / "stopped")) == whole[:3]
     assert numbers(alone(path, f"out={tmp_path}/stopped", resume=True)) == whole
 
-    # Stages train on the same batches, whether they were planned here or before.
-    assert first["stages"][0] == first["planned"][0] == 0, first
-    job = JobTimeline.load(tmp_path / "planned" / "ranks.json")
+    # Stages train on the same batches.
+    assert first["planned"][0] == 0, first
+    out = tmp_path / "planned"
+    job = JobTimeline.load(out / "ranks.json")
     assert job.ranks[0].predicted_bytes != job.ranks[1].predicted_bytes  # stages are unlike
-    assert (tmp_path / "planned" / "report.html").read_text().count("Streams of rank") == 3
-    whole_stages = numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
-    assert numbers(records(tmp_path / "stages")) == numbers(records(tmp_path / "planned")) == whole_stages
-
-    out = tmp_path / "stages"
+    assert (out / "report.html").read_text().count("Streams of rank") == 3
+    assert numbers(records(out)) == numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
     assert sorted(p.name for p in out.iterdir() if p.suffix in (".html", ".jsonl")) == ["metrics.jsonl", "report.html"]
-    assert first["stages"][1].count("loss ") == 2  # of the result: in training and in validation
-    assert first["stages"][2].count("step 1/4") == 1
+    assert first["planned"][1].count("loss ") == 2  # of the result: in training and in validation
+    assert first["planned"][2].count("step 1/4") == 1
     assert Plan.load(out / "plan.json").ranks == 2
-    check_report(out, first["stages"][1])
+    check_report(out, first["planned"][1])
 
     # And from one process to two ranks, of which the first alone speaks.
     assert first["grown"][0] == second["grown"][0] == 0, first
@@ -322,6 +319,19 @@ def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     assert numbers(records(tmp_path / "growing")) == whole
     check_saved(tmp_path / "growing", tmp_path / "alone")
     assert "ranks (was 1, is 2)" in " ".join(first["grown"][1].split())
+
+
+def _stages(rank: int, root: str) -> None:
+    (Path(root) / f"told {rank}").write_text(json.dumps(_train(Path(root), "stages", *STAGES)))
+
+
+@pytest.mark.slow
+def test_stages_that_are_planned_where_they_train(tmp_path: Path) -> None:
+    """Those of a saved plan are in a quick test."""
+    path = written(tmp_path)
+    run_ranks(_stages, 2, str(tmp_path))
+    assert [json.loads((tmp_path / f"told {rank}").read_text())[0] for rank in range(2)] == [0, 0]
+    assert numbers(records(tmp_path / "stages")) == numbers(alone(path, *STAGES[:2], f"out={tmp_path}/one"))
 
 
 @pytest.mark.slow

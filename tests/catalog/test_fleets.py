@@ -100,7 +100,7 @@ def _toml(value: object) -> str:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_damaged_list_says_what_is_wrong_or_works(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

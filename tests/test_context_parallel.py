@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,27 @@ def test_gradients_are_reduced_once_a_step_in_buckets(layout: str, over: str, re
     assert told == [(over, replicas)]
     trained = sum(step.tensors[p.tensor].size_bytes for p in step.parameters if p.gradient is not None)
     assert reductions[0].bytes_read == trained
+
+
+class _Weighed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.size = nn.Parameter(torch.ones(8))
+
+
+def _weighed_loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    tokens = inputs["tokens"]
+    logits = model.out(model.tokens(tokens[:, :-1]))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + model.size.square().sum()
+
+
+def test_a_gradient_that_does_not_come_of_tokens_is_no_sum() -> None:
+    """Every rank has all of it already; the others are terms of sums over the tokens."""
+    graph = lading.capture(_Weighed(), batch(0, 0), _weighed_loss)
+    sharded = shard_context(graph, parse_layout("cp2"))
+    terms = {p.names[0]: p.gradient_terms for p in sharded.parameters}
+    assert terms == {"tokens.weight": 2, "out.weight": 2, "size": 1}
 
 
 class _Adds(nn.Module):

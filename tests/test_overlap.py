@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad_norm_
 from lading import AdamW
 from lading.errors import ConfigError
 from lading.matrices import SOAP, MatrixOptimizer, Muon
-from lading.runtime.in_flight import Late
+from lading.runtime.exchange import _equal_told, _is_equal  # pyright: ignore[reportPrivateUsage]
+from lading.runtime.in_flight import Early, Late
 from lading.runtime.optimizer_hooks import _gathering  # pyright: ignore[reportPrivateUsage]
 from lading.runtime.state_shards import Pieces
 from tests.ranks import run_ranks
@@ -356,6 +357,24 @@ def replica(overlap: str) -> tuple[nn.Module, MatrixOptimizer]:
     torch.manual_seed(0)
     model = Net()
     return model, optimizer_of(model, overlap=overlap, reduces=True)
+
+
+def test_a_gradient_that_changes_and_keeps_its_sum_is_noticed():
+    early = Early(SimpleNamespace(groups=[]), *[lambda number: None] * 2)  # type: ignore[arg-type]
+    gradient = torch.tensor([1.0, 3.0])
+    early.arrived(0, gradient)
+    early.moving[0] = None  # type: ignore[assignment]  # sent
+    assert not early.changed({0: gradient})[0]
+    gradient.copy_(torch.tensor([2.0, 2.0]))
+    assert early.changed({0: gradient})[0]
+
+
+@pytest.mark.parametrize("numbers", [(0, 2), (1, 3), (5, 7, 6), (2**56, 3 * 2**56)])
+def test_settings_that_differ_are_told_whatever_they_add_up_to(numbers: tuple[int, ...]):
+    """Ranks learn sums alone."""
+    told = [_equal_told(number) for number in numbers]
+    assert not _is_equal([sum(each) for each in zip(*told, strict=True)], len(numbers))
+    assert _is_equal([len(numbers) * each for each in told[0]], len(numbers))
 
 
 def test_weights_that_are_loaded_stay():

@@ -26,7 +26,9 @@ from lading.ir.layout import parse_layout
 from lading.ir.tensor_shards import Split, local_view, shard_tensors
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from lading.tracing.batches import input_leaves
 from tests.captured import shared_capture
+from tests.rank_threads import play
 from tests.ranks import run_ranks
 from tests.test_replicas import SIZES, batch, machine
 
@@ -182,6 +184,37 @@ def test_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
         trainer.step(batch(1, 0))
         alone = {name: trainer.value(name) for name in sorted(trainer._values)}
     Case().check(alone, [], (values, []))
+
+
+class Fused(nn.Module):
+    """Three products by one matrix, which are used apart, and once in one piece and in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.out = nn.Linear(16, 24, bias=False), nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.fused(x)
+        first, second, third = mixed.chunk(3, -1)
+        return self.out(torch.relu(first) * second + third).sum() + mixed.cumsum(-1).square().mean()
+
+
+def fused_loss(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(inputs["x"])
+
+
+def test_parts_of_a_fused_matrix_are_gathered_in_their_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given = Fused().double(), {"x": torch.randn(4, 16, dtype=torch.float64)}
+    initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+    graph = lading.capture(model, given, fused_loss)
+    plans = [lading.plan(graph, machine(), layout=text, budget="100%", cache=False) for text in ("tp2", "dp1")]
+    ranks = play(plans[0], graph, initial, lambda step, replica: [dict(input_leaves(given))], 2, tmp_path)
+    with lading.Trainer(plans[1], graph, model, folder=tmp_path) as trainer:
+        losses = [trainer.step(given) for _ in range(2)]
+        alone = {name: trainer.value(name) for name in initial}
+    for values, told in ranks:
+        Case().check({name: values[name] for name in initial}, [sum(each) for each in told], (alone, losses))
 
 
 def _local(view: Tensor, parts: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int, Split] | None:

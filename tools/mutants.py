@@ -4,9 +4,10 @@
 
 ``tools/faults/PART.toml`` has the faults of a part, each as a text of a file that occurs there exactly once and what
 stands in its place. A fault is put into a copy of the tree in a temporary folder; the working tree is never written
-to. Files of tests run one after another until one notices it: those that the fault names, those that its part names as
-near to its file, then all others of its part. Each has passed without a fault before it counts. Tests that take five
-times as long as without a fault, and half a minute more, hang, which counts as noticed.
+to. Files of tests run one after another until one notices it: those that the fault names (or single tests of files,
+``FILE::TEST``), those that its part names as near to its file, then all others of its part. Each has passed without a
+fault before it counts. Tests that take five times as long as without a fault, and half a minute more, hang, which
+counts as noticed.
 
 Results are kept in out/mutants, a file a fault, so that parts may be run one after another.
 """
@@ -63,9 +64,10 @@ class Fault:
         old: Text that occurs in the file exactly once.
         new: Text in its place.
         hurts: Who would be hurt, and how.
-        tests: Files of tests in the order in which they run.
+        tests: Files of tests, or single tests, in the order in which they run.
         same: Why it changes nothing; "" where it does.
-        since: Test that was written as this fault was not noticed; "" where it was from the beginning.
+        since: Test that was written as this fault was not noticed, which runs first; "" where it was from the
+            beginning.
     """
 
     part: str
@@ -106,7 +108,8 @@ def read_faults(folder: Path) -> list[Fault]:
         table = tomllib.loads(path.read_text())
         for entry in table["fault"]:
             near = table.get("near", {}).get(entry.get("file"), ())
-            tests = tuple(dict.fromkeys((*entry.pop("tests", ()), *near, *table["tests"])))
+            first = (entry["since"],) if entry.get("since") else ()
+            tests = tuple(dict.fromkeys((*first, *entry.pop("tests", ()), *near, *table["tests"])))
             try:
                 faults.append(Fault(part=path.stem, tests=tests, **entry))
             except TypeError as error:
@@ -351,7 +354,7 @@ def run(
     """
     for fault in faults:
         mutated(root, fault)
-        if missing := [test for test in fault.tests if not (root / test).is_file()]:
+        if missing := [test for test in fault.tests if not (root / test.partition("::")[0]).is_file()]:
             raise FaultError(f"{fault.part}/{fault.name}: expected tests that are there, found no {missing[0]}")
     for name in preloaded:
         importlib.import_module(name)

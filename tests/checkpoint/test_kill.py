@@ -6,46 +6,70 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
 
-# Saves steps 1, 2, ... whose bytes follow from the step. It dies by SIGKILL before its n-th call into the file
-# system when n > 0. The store itself needs no torch, so this starts in a tenth of a second.
-SAVER = """
-import os, shutil, signal, sys
-from pathlib import Path
-from lading.checkpoint.store import save_checkpoint
-folder, first, last, die_at = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-assert "torch" not in sys.modules
-calls = 0
-def deadly(function):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return call
-if die_at:
-    for name in ("write", "fsync", "rename", "rmdir", "unlink", "mkdir"):
+#: Calls into the file system before which a saver may die.
+CALLS = ("write", "fsync", "rename", "rmdir", "unlink", "mkdir")
+
+
+def data_of(step: int) -> bytes:
+    return step.to_bytes(4, "little") * 700_000
+
+
+def save(folder: Path, steps: range, die_at: int, said: TextIO) -> None:
+    """Save steps, and tell of each; die by SIGKILL before the ``die_at``-th call into the file system if that is > 0.
+
+    In a process of its own: the module ``os`` is changed.
+    """
+    calls = 0
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in CALLS if die_at else ():
         setattr(os, name, deadly(getattr(os, name)))
-for step in range(first, last):
-    data = step.to_bytes(4, "little") * 700_000
-    save_checkpoint(folder, step, [("w", "uint8", [len(data)], [memoryview(data)])], {"step": step}, 1)
-    print(step, flush=True)
-"""
+    for step in steps:
+        data = data_of(step)
+        save_checkpoint(folder, step, [("w", "uint8", [len(data)], [memoryview(data)])], {"step": step}, 1)
+        said.write(f"{step}\n")
+        said.flush()
 
 
-def start(folder: Path, first: int, last: int, die_at: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SAVER, str(folder), str(first), str(last), str(die_at)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+class Saver:
+    """Process that saves; forked, as one that is started anew takes a quarter of a second to import what it needs."""
+
+    def __init__(self, folder: Path, steps: range, die_at: int = 0) -> None:
+        told, tell = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                with open(tell, "w") as said:
+                    save(folder, steps, die_at, said)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(tell)
+        self.told = os.fdopen(told)
+
+    def ended(self) -> tuple[list[int], int]:
+        """Wait for the end; returns the steps that were told of, and the exit status, negative for a signal."""
+        with self.told:
+            steps = [int(line) for line in self.told]
+        return steps, os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def assert_complete(folder: Path, reported: int) -> None:
@@ -60,7 +84,7 @@ def assert_complete(folder: Path, reported: int) -> None:
     checkpoint = open_checkpoint(latest)
     assert checkpoint.step >= reported
     assert checkpoint.meta == {"step": checkpoint.step}
-    expected = hashlib.sha256(checkpoint.step.to_bytes(4, "little") * 700_000).hexdigest()
+    expected = hashlib.sha256(data_of(checkpoint.step)).hexdigest()
     assert hashlib.sha256(b"".join(checkpoint.chunks("w"))).hexdigest() == expected
 
 
@@ -69,13 +93,13 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     chance = random.Random(0)
     saved = 0
     for _ in range(kills):
-        saver = start(tmp_path, saved + 1, 1_000_000, 0)
-        assert saver.stdout is not None
-        saver.stdout.readline()  # it is at work
+        saver = Saver(tmp_path, range(saved + 1, 1_000_000))
+        first = int(saver.told.readline())  # it is at work
         time.sleep(chance.uniform(0, 0.1))
-        saver.send_signal(signal.SIGKILL)
-        lines = saver.communicate(timeout=20)[0].split()
-        assert_complete(tmp_path, max(map(int, lines), default=saved))
+        os.kill(saver.pid, signal.SIGKILL)
+        steps, status = saver.ended()
+        assert status == -signal.SIGKILL
+        assert_complete(tmp_path, max([first, *steps]))
         latest = latest_checkpoint(tmp_path)
         assert latest is not None
         saved = open_checkpoint(latest).step
@@ -87,17 +111,17 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
 @pytest.mark.parametrize("first", [5, 4])
 def test_killed_before_every_call_into_the_file_system(tmp_path: Path, first: int) -> None:
     """``first`` 4 saves step 4 again, so that the replacement of a checkpoint is interrupted too."""
+    die_at = status = 0
     for die_at in range(1, 60):
         folder = tmp_path / str(die_at)
-        data = (4).to_bytes(4, "little") * 700_000
+        data = data_of(4)
         save_checkpoint(folder, 4, [("w", "uint8", [len(data)], [memoryview(data)])], {"step": 4}, 1)
-        saver = start(folder, first, first + 1, die_at)
-        lines = saver.communicate(timeout=20)[0].split()
-        assert_complete(folder, max(map(int, lines), default=4))
+        steps, status = Saver(folder, range(first, first + 1), die_at).ended()
+        assert_complete(folder, max(steps, default=4))
         save_checkpoint(folder, 6, [], {}, 1)
         assert [path.name for path in folder.iterdir()] == ["step-00000006"]
-        if saver.returncode == 0:
+        if status == 0:
             break
-        assert saver.returncode == -signal.SIGKILL
+        assert status == -signal.SIGKILL
     assert die_at > 8
-    assert saver.returncode == 0
+    assert status == 0

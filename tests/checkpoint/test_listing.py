@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lading.checkpoint.listing import verify_checkpoint
+from lading.checkpoint.listing import list_checkpoint, verify_checkpoint
 from lading.checkpoint.lock import read_lock
 from lading.checkpoint.state import CHUNK_BYTES, TensorSource
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
@@ -149,6 +149,20 @@ def test_a_folder_with_the_name_of_another_step(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert latest_checkpoint(tmp_path) is None
     open_checkpoint(path.rename(tmp_path / "kept for later")).verify()
+
+
+def test_what_was_copied_over_is_no_longer_verified(tmp_path: Path) -> None:
+    """Who keeps two folders alike does so: the note on the bytes before stays beside the new ones."""
+    path, other = save(tmp_path / "here"), save_checkpoint(tmp_path / "there", 1, [], {}, 1)
+    assert damage_of(path) == ""
+    before = list_checkpoint(path)
+    for name in ("state.safetensors", "manifest.json"):
+        shutil.copy(other / name, path / name)
+    after = list_checkpoint(path)
+    assert before is not None
+    assert after is not None
+    assert before.verified_s is not None
+    assert (after.damage, after.verified_s) == ("", None)
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

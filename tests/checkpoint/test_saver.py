@@ -20,9 +20,10 @@ from threading import Thread
 import pytest
 
 from lading.checkpoint.saver import SaveOrder, Saver, StagedTensor
-from lading.checkpoint.staging import StagingMemory
+from lading.checkpoint.staging import StagingMemory, staged_bytes
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.errors import ConfigError, StorageError
+from lading.ir.program import LINE_BYTES
 
 SIZE = 3 << 20
 
@@ -91,6 +92,12 @@ def test_it_puts_pieces_of_several_memories_together(tmp_path: Path) -> None:
     memories[1].close()
     with pytest.raises(StorageError, match="see whether it lives"):
         StagingMemory.of_process(os.getpid(), 1 << 20, SIZE)
+
+
+@pytest.mark.parametrize("size", [1, LINE_BYTES - 1, LINE_BYTES, LINE_BYTES + 1, 4097])
+def test_a_staged_tensor_ends_before_the_next_begins(size: int) -> None:
+    assert size <= staged_bytes(size) < size + LINE_BYTES
+    assert staged_bytes(size) % LINE_BYTES == 0
 
 
 def test_signals_that_end_a_job_are_left_to_training(saver: Saver, tmp_path: Path) -> None:

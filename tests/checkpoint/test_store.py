@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from lading.checkpoint.manifest import manifest_bytes
 from lading.checkpoint.state import CHUNK_BYTES, TensorSource, tensor_source
-from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
+from lading.checkpoint.store import checkpoint_folders, latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.errors import ConfigError, StorageError
 from lading.files import name_aside
 
@@ -76,6 +76,13 @@ def test_safetensors_reads_the_state_file(tmp_path: Path) -> None:
             assert same_bytes(file.get_tensor(name), tensor), name
 
 
+def test_tensors_are_aligned_however_long_their_names_are(tmp_path: Path) -> None:
+    """Other libraries map the file and read numbers where they lie."""
+    for step in range(8):
+        checkpoint = open_checkpoint(save(tmp_path, step, {"n" * (step + 1): torch.ones(3, dtype=torch.float64)}))
+        assert [entry.start % 8 for entry in checkpoint.tensors.values()] == [0]
+
+
 def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
     saved = open_checkpoint(save(tmp_path)).tensors["big"]
     data = TENSORS["big"].numpy().tobytes()
@@ -124,6 +131,13 @@ def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
     assert open_checkpoint(latest).read("w")[0] == 1.0
     save(tmp_path, 6, small(2.0), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_a_replacement_cut_short_behind_the_new_one_goes_on_from_that(tmp_path: Path) -> None:
+    save(tmp_path, 5, small(1.0)).rename(tmp_path / "step-00000005.old")
+    new = save(tmp_path / "aside", 5, small(2.0)).rename(tmp_path / "step-00000005")
+    assert latest_checkpoint(tmp_path) == new
+    assert checkpoint_folders(tmp_path) == [new, tmp_path / "step-00000005.old"]
 
 
 def test_two_containers_with_equal_process_numbers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

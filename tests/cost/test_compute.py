@@ -90,6 +90,16 @@ def mm(m: int, k: int, n: int, dtype: str = "float32", repeat: int = 1) -> StepG
     return graph("aten.mm.default", operands, [tensor(m, n, dtype=dtype)], flops=2 * m * k * n, repeat=repeat)
 
 
+def joined(first: StepGraph, second: StepGraph) -> StepGraph:
+    """Two products, one after the other."""
+    return dataclasses.replace(
+        first,
+        storages=(*first.storages, *second.storages),
+        tensors=(*first.tensors, *(dataclasses.replace(t, storage=t.storage + 3) for t in second.tensors)),
+        ops=(*first.ops, dataclasses.replace(second.ops[0], args=(Ref(3), Ref(4)), inputs=(3, 4), outputs=(5,))),
+    )
+
+
 def seconds(g: StepGraph, device: Device) -> float:
     return op_seconds(g, g.ops[0], device)
 
@@ -184,6 +194,15 @@ def test_attention_flops_come_from_the_shapes() -> None:
     assert kernel_of(backward, backward.ops[0]).flops == full * 5 / 4  # causal: half
 
 
+def test_attention_goes_at_the_rate_of_one_of_its_heads() -> None:
+    """Each is a product of its own: many short ones are as slow as one."""
+    device = dataclasses.replace(FLAT, rates={"attention": Curve(size=(1e6, 1e9), rate=(1e9, 1e12))})
+    full = 4 * 2 * 3 * 128 * 128 * 16
+    assert seconds(attention(False, full), device) == pytest.approx(
+        1e-3 + full / device.rates["attention"].at(full / 6)
+    )
+
+
 def test_causal_attention_does_half() -> None:
     device = dataclasses.replace(FLAT, rates={"attention": Curve(size=(1.0,), rate=(1e9,))})
     full = 4 * 2 * 3 * 128 * 128 * 16
@@ -205,6 +224,8 @@ def test_bytes_are_those_that_move() -> None:
     assert op_bytes(lookup, lookup.ops[0]) == 160 + 160 + 40
     put = graph("aten.index_put_.default", [table, index, tensor(5, 8)], [], mutates=(0,))
     assert op_bytes(put, put.ops[0]) == 3 * 160
+    kernel = kernel_of(put, put.ops[0])  # of a table only the rows that are added to are written
+    assert (kernel.bytes_read, kernel.bytes_written) == (2 * 160, 160)
     copy = graph("aten.copy_.default", [tensor(100), tensor(100)], [], mutates=(0,))
     assert op_bytes(copy, copy.ops[0]) == 800
     zeros = graph("aten.zeros_like.default", [tensor(100)], [tensor(100)])
@@ -301,6 +322,8 @@ def test_sixteen_bits_take_their_own_rates_or_say_what_they_take() -> None:
 def test_memory_for_packing_grows_with_each_wider_product() -> None:
     assert packed_columns(mm(8, 512, 64, repeat=3)) == 64 + 200
     assert packed_columns(mm(8, 512, 100_000)) == PACKED_COLUMNS + 200
+    assert packed_columns(joined(mm(8, 512, 64), mm(8, 512, 300))) == (64 + 200) + (300 + 200)
+    assert packed_columns(joined(mm(8, 512, 300), mm(8, 512, 64))) == 300 + 200
     assert packed_columns(mm(8, 256, 100)) == 200  # not deep: two thirds
     assert packed_columns(mm(8, 512, 64, dtype="bfloat16")) == 0
     narrow = graph("aten.add.Tensor", [tensor(8)], [tensor(8)])
@@ -341,10 +364,4 @@ def test_code_is_compiled_once_for_each_distinct_product_of_16_bit_numbers() -> 
     straight, turned = tensor(8, 8, dtype="bfloat16"), tensor(8, 8, dtype="bfloat16", stride=(1, 8))
     once = graph("aten.mm.default", [straight, straight], [straight])
     other = graph("aten.mm.default", [straight, turned], [straight])
-    both = dataclasses.replace(
-        once,
-        storages=(*once.storages, *other.storages),
-        tensors=(*once.tensors, *(dataclasses.replace(t, storage=t.storage + 3) for t in other.tensors)),
-        ops=(*once.ops, dataclasses.replace(other.ops[0], args=(Ref(3), Ref(4)), inputs=(3, 4), outputs=(5,))),
-    )
-    assert compiled_products(both) == 2
+    assert compiled_products(joined(once, other)) == 2

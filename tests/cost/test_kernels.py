@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +14,7 @@ from lading.catalog.kernel_rates import kernel_rates
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.kernels import adam_bytes, attention_s, clip_s, kernel_s, memory_s, step_s
-from lading.cost.product import groups_launch_s, peak_flops, product_s, quantize_bytes
+from lading.cost.product import groups_launch_s, peak_flops, product_s, quantize_bytes, seconds
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.machine import ARCHITECTURES
@@ -140,6 +141,20 @@ def test_products_grow_with_every_dim_and_group():
     assert product_s(Product(512, 4096, 4096, groups=8), "bf16", gpu) > base
     assert product_s(Product(4096, 4096, 4096, accumulates=True), "bf16", gpu) > base
     assert product_s(Product(4096, 4096, 4096), "fp8", gpu) < 0.7 * base
+
+
+def test_a_product_that_is_split_writes_and_reads_its_parts_in_fp32():
+    """One tile on eight multiprocessors: eight sums, each of an eighth of k, and then the sum of these."""
+    rates = replace(
+        kernel_rates("ampere").product, tiles=((128, 128),), reach=1.0, operand_columns=0.0, wave_share=0.0,
+        prologue_k=0.0, epilogue_share=0.0, memory_share=1.0, fixed_s=0.0,
+    )  # fmt: skip
+    product, peak, bandwidth = Product(128, 128, 16384), 1e12, 1e11
+    outputs, operands = 128 * 128, 16384 * (128 + 128)
+    compute = product.flops / peak + (8 + 1) * 4 * outputs / bandwidth
+    memory = 2 * (operands + outputs) / bandwidth
+    found = seconds(product, (2.0, 2.0), peak, bandwidth, 8, rates)
+    assert found == pytest.approx((compute**4 + memory**4) ** 0.25, rel=1e-9)
 
 
 def test_a_power_limit_slows_products_and_less_attention():

@@ -66,6 +66,13 @@ def test_a_rank_has_as_many_rows_of_fewer_experts():
     assert [p.m * p.n * p.k * p.groups for p in cut] == [p.m * p.n * p.k * p.groups for p in whole]
 
 
+def test_experts_of_few_tokens_have_a_row_each():
+    table = family_table("moe", layers=2, **MOE)
+    few = rank_segment(table.segments[1], {**table.symbols, "s": 4, "b": 1}, parse_layout("dp1"))
+    assert 4 * A < E
+    assert all(p.groups == E and min(p.m, p.n, p.k) >= 1 for p in grouped(few))
+
+
 def test_experts_cut_within_gather_the_rows_of_tp_ranks():
     layer = moe("tp2,sp,dp4,ep4")
     half = ROWS * H * 2 // 2

@@ -153,6 +153,16 @@ def test_context_parallel_has_as_many_pairs_in_every_form():
     assert pairs("dp1") == 2 * pairs("cp2,cp_comm=all_to_all")
 
 
+def test_context_parallel_by_heads_takes_the_keys_of_its_own():
+    def heads(layout: str) -> set[tuple[int, int]]:
+        kernels = segments("llama", layout)[1].kernels
+        return {(k.detail.heads, k.detail.kv_heads) for k in kernels if isinstance(k.detail, Attention)}
+
+    assert heads("dp1") == {(N, K)}
+    assert heads("cp2,cp_comm=all_to_all") == {(N // 2, K // 2)}
+    assert heads("cp4,cp_comm=all_to_all") == {(N // 4, 1)}  # fewer heads of keys than ranks: one each
+
+
 def test_context_parallel_sends_keys_and_values_on():
     layer = segments("llama", "cp4")[1]
     both = 2 * B * K * (S // 4) * D * 2

@@ -13,7 +13,7 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
 from lading.memory.verify import verify
 from lading.planner import residency as policy
-from lading.planner.linear import dual_bound_s, solve
+from lading.planner.linear import _split, dual_bound_s, solve  # pyright: ignore[reportPrivateUsage]
 from lading.planner.lower import fixed_bytes
 from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.residency import StepProblem, rounded
@@ -72,6 +72,14 @@ def test_the_bound_from_prices_is_below_the_whole_program_and_near_it(share: flo
         assert priced == 0.0
         return
     assert 0.9 * whole.step_s <= priced <= whole.step_s * (1 + 1e-9)
+
+
+def test_a_write_is_paid_once_however_many_gaps_it_serves() -> None:
+    """Three gaps of one version, of which one saves nothing, and one of another."""
+    owner, saved = np.array([0, 0, 0, 1]), np.array([1.0, 3.0, 0.0, 2.0])
+    paid = _split(np.array([4.0, 4.0, 4.0, 5.0]), owner, saved)
+    assert paid.tolist() == [1.0, 3.0, 0.0, 5.0]
+    assert _split(np.array([4.0]), np.array([0]), np.array([0.0])).tolist() == [0.0]
 
 
 def test_rounding_gives_as_many_layers_an_option_as_the_shares_say() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from tests.interpreter import run_random
-from tests.planner.steps import NO_LIMIT, captured, needs, options_of, random_choices, tiny, within
+from tests.machines import machine_with_host, small_machine
+from tests.planner.steps import NO_LIMIT, captured, needs, options_of, random_choices, step_of, tiny, within
+from tests.programs import chain
 
 from lading.ir.action import ActionKind
 from lading.ir.graph import Role, StepGraph
@@ -21,7 +23,7 @@ from lading.memory.packing import Buffer, Packing
 from lading.memory.verify import verify
 from lading.planner import lower
 from lading.planner.emission import Emission
-from lading.planner.lower import fixed_bytes, overhead_bytes
+from lading.planner.lower import StepCosts, fixed_bytes, overhead_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import StepProblem
 from lading.planner.schedule import Stretched
@@ -34,6 +36,12 @@ def everything_on_disk(step: StepProblem) -> Choices:
     """Every storage of a page or more goes to disk after every use."""
     movable = (g for g in gaps(step.graph, step.lives) if is_movable(step.graph, g.storage, PAGE_BYTES))
     return {(g.storage, g.start): Option("disk") for g in movable}
+
+
+def of_chain(machine: Machine) -> StepProblem:
+    """Two layers of a page each, operations of a millisecond."""
+    graph = chain(2).graph
+    return step_of(graph, machine, StepCosts((1e-3,) * len(graph.ops), (0,) * len(graph.ops)))
 
 
 def check(step: StepProblem, choices: Choices) -> Program | None:
@@ -128,6 +136,26 @@ def test_slots_lie_one_after_another() -> None:
     assert program.tier_bytes("disk") == sum(sizes)
 
 
+def test_slots_of_a_tier_of_large_pages_begin_at_these() -> None:
+    disk = replace(small_machine().tiers[0], alignment_bytes=1 << 16)
+    step = of_chain(replace(small_machine(), tiers=(disk,)))
+    program = check(step, everything_on_disk(step))
+    assert program is not None
+    offsets = [offset for _, offset in program.slots["disk"]]
+    assert len(offsets) > 2
+    assert offsets == [number << 16 for number in range(len(offsets))]
+
+
+def test_what_is_to_go_to_two_tiers_goes_to_the_farther_every_time() -> None:
+    """It has a slot in one of them, and the nearer one has least room."""
+    step = of_chain(machine_with_host())
+    weight = next(s for s, each in enumerate(step.graph.storages) if each.role is Role.PARAMETER)
+    uses = step.lives.uses[weight]
+    program = check(step, {(weight, uses[0]): Option("host"), (weight, uses[-1]): Option("disk")})
+    assert program is not None
+    assert {tier: [storage for storage, _ in slots] for tier, slots in program.slots.items()} == {"disk": [weight]}
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     step = captured("llama", num_layers=1)
     fixed = fixed_bytes(step.machine, step.costs)
@@ -159,6 +187,13 @@ def test_code_compiled_for_16_bit_products_is_memory_of_the_process() -> None:
     plain = overhead_bytes(machine, step.costs)
     grown = [overhead_bytes(machine, replace(step.costs, compiled=count)) - plain for count in (1, 2, 12)]
     assert grown == [9000, 10_000, 20_000]  # the library's own code first
+
+
+def test_a_decomposition_leaves_the_memory_of_its_library() -> None:
+    step = captured("llama")
+    machine = replace(step.machine, device=replace(step.machine.device, packing_bytes=1000))
+    plain, more = (overhead_bytes(machine, replace(step.costs, decomposes=does)) for does in (False, True))
+    assert more - plain == 10 * MiB + 1000  # measured: up to 10 MiB that LAPACK keeps, and its own packed operands
 
 
 def test_choices_that_cannot_be_packed_are_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

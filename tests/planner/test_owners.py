@@ -12,7 +12,7 @@ from lading.catalog.tables import model_table
 from lading.errors import ConfigError
 from lading.optim.muon import Muon
 from lading.parallel.block_matrices import projections
-from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
+from lading.planner.owners import Loads, Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
 
 
 def qwen3(name: str, *, shared: bool = False) -> list[Matrix]:
@@ -86,6 +86,20 @@ def test_a_cap_on_whole_states_is_kept(seed: int):
     assert owners.bound_s <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "cap", "sizes"),
+    [
+        (2, 7, [(9.0, 0), (3.0, 3), (1.0, 0), (3.0, 5), (4.0, 1)]),
+        (2, 17, [(7.0, 0), (2.0, 8), (2.0, 5), (1.0, 8), (4.0, 0), (2.0, 6)]),
+        (3, 7, [(2.0, 6), (8.0, 2), (2.0, 1), (1.0, 6), (9.0, 4)]),
+    ],
+)
+def test_a_swap_keeps_the_cap_of_both_ranks(ranks: int, cap: int, sizes: list[tuple[float, int]]):
+    """The fullest rank gives a long matrix for a shorter one, whose state it may have no room for."""
+    matrices = [Matrix(str(i), s, 1, state_bytes=m) for i, (s, m) in enumerate(sizes)]
+    assert max(assign(matrices, ranks, cap_bytes=cap).state_bytes) <= cap
+
+
 def test_a_cap_that_only_one_assignment_keeps():
     """Filling largest first puts both long ones apart and then finds no room; listing finds the one way."""
     sizes = [(4.0, 1), (3.0, 5), (2.0, 5), (1.0, 9)]
@@ -150,6 +164,13 @@ def test_gangs_begin_together(ranks: int):
                 matrices[number].shared_s[(2, 4, 8, 16).index(len(gang))] if len(gang) > 1 else matrices[number].seconds
             )
     assert max(busy) == pytest.approx(owners.makespan_s)
+
+
+def test_a_gang_begins_when_its_last_is_free():
+    loads = Loads(3, None)
+    loads.put(0, Matrix("alone", 3.0, 1), (1,), 3.0)
+    loads.put(1, Matrix("shared", 4.0, 1, shared_s=(2.0,)), (0, 1), 2.0)
+    assert loads.seconds.tolist() == [5.0, 5.0, 0.0]
 
 
 def test_sharing_that_saves_nothing_is_left():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -27,7 +28,7 @@ from lading.placing import saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
-from lading.runtime.place import _lay_row_by_row, _path, _set_private
+from lading.runtime.place import Placed, _lay_row_by_row, _path, _set_private, _Tied
 from lading.tracing.trace import capture
 
 MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
@@ -156,6 +157,36 @@ def test_a_placed_model_has_the_losses_gradients_and_output_of_the_whole(under_w
     plan = _plan()
     in_flight = {name: min(count, under_way) for name, count in plan.choices.in_flight.items()}
     run_ranks(_part, 2, _plan(in_flight=in_flight))
+
+
+def test_losses_of_micro_batches_add_up_to_the_mean_of_the_step() -> None:
+    part = object.__new__(Placed)
+    part.plan, part._loss, part._passing = _plan(), nn.functional.mse_loss, False
+    output, target = torch.arange(8.0), torch.zeros(8)
+    shares = [
+        part._scaled(*pair) for pair in zip(output.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True)
+    ]
+    assert float(sum(shares)) == pytest.approx(float(nn.functional.mse_loss(output, target)))
+
+
+def test_gradients_of_a_tied_weight_are_exchanged_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps before an update: the second adds what both parts have of it, and not the first once more."""
+
+    def exchanged(operations: list[tuple[Any, torch.Tensor]]) -> list[Any]:
+        sent = next(tensor for kind, tensor in operations if kind is dist.isend)
+        next(tensor for kind, tensor in operations if kind is dist.irecv).copy_(10 * sent)  # the other part has as many
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda kind, tensor, peer, group: (kind, tensor))
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchanged)
+    part = nn.Linear(2, 1, bias=False)
+    tied = _Tied(part, "weight", (0, 1), 0, None)
+    for _ in range(2):
+        tied.set_aside()
+        part(torch.ones(1, 2)).sum().backward()
+        tied.add_up()
+    assert part.weight.grad is not None
+    assert part.weight.grad.tolist() == [[2 * (1 + 10)] * 2]
 
 
 class _Turned(nn.Sequential):

@@ -7,11 +7,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, tiny, within
+from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random_choices, tiny, within
 
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
-from lading.planner.linear import Relaxation, solve
+from lading.planner.linear import Relaxation, facets, solve
 from lading.planner.lower import fixed_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, spans
 from lading.planner.residency import StepProblem, lower_bound_s, rounded
@@ -49,6 +49,23 @@ def test_memory_and_shares(windows: int, share: float) -> None:
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6)
         assert min(shares.values()) >= -1e-9
     assert relaxed.step_s >= sum(step.costs.op_seconds) * (1 - 1e-9)
+
+
+def test_what_is_kept_from_one_step_to_the_next_is_there_at_both_ends() -> None:
+    step = tiny(0)
+    problem = problem_of(step)
+    total = problem.base.copy()
+    for candidate in problem.candidates:
+        for first, last in spans(candidate.gap, problem.num_ops):
+            total[first : last + 1] += candidate.size_bytes
+    lasting = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.persistent)
+    assert 0 < lasting <= total.min()
+
+
+def test_a_tier_that_moves_no_more_both_ways_than_one_takes_turns() -> None:
+    disk = dataclasses.replace(bytes_machine().tiers[0], mixed_read_bytes_per_s=5e8, mixed_write_bytes_per_s=5e8)
+    for read, written in ((3e9, 0.0), (0.0, 2e9), (3e9, 2e9)):
+        assert max(a * read + b * written for a, b in facets(disk)) == pytest.approx((read + written) / 1e9)
 
 
 def test_memory_is_full_where_something_has_to_leave() -> None:

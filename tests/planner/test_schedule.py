@@ -10,6 +10,7 @@ from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.sharding import UNSHARD
 from lading.planner.emission import Emission, Item, Residency
 from lading.planner.schedule import Stretched, filled, stretch
+from lading.units import GiB
 
 #: Three stays, of which the first two lie at one address one after another.
 BEFORE, AFTER, BESIDE = Residency(0, 0, 2), Residency(1, 6, 7), Residency(2, 0, 9)
@@ -47,6 +48,38 @@ def test_a_fetch_waits_for_what_the_host_makes_and_for_the_stay_before() -> None
 def test_what_is_there_at_an_end_of_the_step_stays_as_it_is() -> None:
     first = Residency(1, 6, 7, tier="host", final=True)
     assert ends([BEFORE, first, BESIDE], (0, 0, 0), (2, 7, 9))[1] == (6, 7)
+
+
+def roomed(stays: list[Residency], soft_bytes: int = 100 * GiB) -> Stretched:
+    """Give room to stays of three storages of a GiB each, over ten items of a second, on a disk of 1 GB/s."""
+    storages = tuple(Storage(f"s{n}", GiB, Role.ACTIVATION) for n in range(3))
+    tensors = tuple(Tensor(n, "uint8", (GiB,), (1,)) for n in range(3))
+    ops = tuple(_op("aten.add_.Tensor", (0,), mutates=(0,)) for _ in range(10))
+    emission = Emission([Item(ActionKind.COMPUTE, op=n) for n in range(10)], stays)
+    graph = StepGraph(storages, tensors, ops, (), (), ((),), ())
+    return stretch(graph, bytes_machine(), emission, [1.0] * 10, soft_bytes, repeats=False)
+
+
+def test_write_backs_follow_one_another() -> None:
+    """Each takes 1.34 s with its margin: from 1.0 s on to 2.34 and to 3.68."""
+    assert roomed([Residency(n, 0, 0, to_tier="disk") for n in range(2)]).last == (2, 3)
+
+
+def test_fetches_follow_one_another() -> None:
+    """Both are needed at 9.0 s: one begins at 7.66 and the other at 6.32."""
+    assert roomed([Residency(n, 9, 9, tier="disk") for n in range(2)]).first == (7, 6)
+
+
+def test_a_transfer_takes_no_room_that_there_is_not() -> None:
+    written, beside = Residency(0, 0, 0, to_tier="disk"), Residency(1, 2, 9)
+    assert roomed([written, beside]).last[0] == 2
+    assert roomed([written, beside], 3 * GiB // 2).last[0] == 1
+
+
+def test_a_fetch_begins_behind_the_stay_before() -> None:
+    kept, again = Residency(0, 0, 5), Residency(0, 7, 9, tier="disk")
+    assert roomed([again]).first == (5,)
+    assert roomed([kept, again]).first[1] == 6
 
 
 def _op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...] = (), mutates: tuple[int, ...] = ()) -> Op:

@@ -78,6 +78,28 @@ def test_bits_are_those_of_the_rule(
         assert torch.equal(param, wanted)
 
 
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_every_matrix_of_a_stack_is_rounded_from_its_master(clip: float | None) -> None:
+    """Parameter and gradient have 16 bits; the master moves by the gradient in 32, clipped."""
+    matrices, shape = RULES[1], (3, 16, 24)
+    rule, generator = matrices.made(), torch.Generator().manual_seed(1)
+    master = torch.randn(shape, generator=generator)
+    param, grad = master.bfloat16(), torch.randn(shape, generator=generator).bfloat16()
+    wanted, states = master.clone(), [fresh(maths(matrices), (16, 24), torch.float32) for _ in range(3)]
+    coefficient = torch.tensor(1.0 if clip is None else clip)
+    room = torch.empty(rule.workspace_elements(16, 24), dtype=getattr(torch, rule.product_dtype))
+    tensors = [param, grad, torch.zeros(shape), master, coefficient, room]
+    numbers = Tensors(
+        param=0, grad=1, states=(2,), master=3, coefficient=None if clip is None else 4,
+        workspace=5 if room.numel() else None,
+    )  # fmt: skip
+    bind(update_op(matrices, shape, numbers, ""), lambda tensor: tensors[tensor], rate=Rate(0.0, 0.1)).run()
+    for index, (held, whole) in enumerate(states):
+        update_matrix(maths(matrices), wanted[index], grad[index].float() * coefficient, held, whole, lr=0.1, update=1)
+    assert torch.equal(master, wanted)
+    assert torch.equal(param, wanted.bfloat16())
+
+
 @pytest.mark.parametrize("shape", [(256, 96), (2, 96, 200)])
 @pytest.mark.parametrize("matrices", RULES, ids=lambda m: m.rule + "-".join(map(str, m.settings)))
 def test_scratch_is_an_upper_bound(matrices: Matrices, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.machines import machine_with_host
 from tests.programs import (
     DEVICE,
     GraphBuilder,
@@ -28,9 +29,9 @@ from lading.cost.compute import op_costs
 from lading.cost.hosting import caller_seconds, move_seconds
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
-from lading.ir.graph import OpKind, Role
+from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.machine import Machine
-from lading.ir.program import Program, slot_bytes
+from lading.ir.program import HOST_STREAM, ActionList, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.verify import verify
 from lading.sim.device_step import simulate, stall_s, step_times
@@ -125,6 +126,18 @@ def test_two_tiers_share_nothing() -> None:
     timeline = simulate(program, machine(), op_seconds=[4.0, 2.0])
     assert spans(timeline)[1] == (4.0, 7.0)
     assert spans(timeline)[2] == (0.0, 11.0)
+
+
+@pytest.mark.parametrize(("tier", "longer_s"), [("host", 1 / 3), ("disk", 1 / 2)])
+def test_bytes_of_a_disk_go_through_the_hosts_memory_twice(tier: str, longer_s: float) -> None:
+    """They go in and out of it. The host has 2 GB/s and computes for 10 s; beside it 1 GB moves at 1 GB/s."""
+    storages, tensors = (Storage("w", 10**9, Role.PARAMETER),), (Tensor(0, "uint8", (10**9,), (1,)),)
+    update = Op("f", Phase.OPTIMIZER, (), (), (), (), (), (), "", OpKind.STEP)
+    moves = Action(1, ActionKind.MOVE, f"{tier}_read", storage=0, source=tier, target=DEVICE)
+    actions = ActionList().extend([Action(0, ActionKind.STEP, HOST_STREAM, op=0), moves])
+    program = Program((actions,), StepGraph(storages, tensors, (update,), (), (), ((),), ()), arena_bytes=10**9)
+    duration_s, _ = step_times(program, machine_with_host(), op_seconds=[10.0])
+    assert duration_s == pytest.approx(10.0 + longer_s, abs=1e-3)
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])

@@ -14,6 +14,7 @@ from tools.pipelines import PipelineRun, PipelineSeconds, simulate_pipeline
 from lading.errors import SimulationError
 from lading.ir.action import Work
 from lading.ir.schedules import KINDS, V_SHAPED, Schedule, schedule
+from lading.sim.rank_engine import end_beside
 
 TINY = 1e-9
 
@@ -219,6 +220,20 @@ def test_reductions_follow_each_other_on_a_rank() -> None:
         assert start[1] == max(ready[1], end[3])
     start, end = run.reductions([0.0, 0.0, 3.0, 0.0])
     assert start[0] == max(ready[0], ready[2] + 3.0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "end_s"),
+    [
+        ([(0.0, 100.0)], 15.0),  # all of it beside the network
+        ([(5.0, 8.0)], 11.0),  # 5 s alone, 3 that do 2, and 3 more
+        ([(2.0, 5.0), (6.0, 100.0)], 13.5),  # 2 alone, 3 that do 2, 1 alone, and 5 that take 7.5
+        ([(-9.0, -1.0), (10.0, 11.0)], 10.0),  # before and behind it
+    ],
+)
+def test_computing_is_slower_as_long_as_the_network_is_busy(busy: list[tuple[float, float]], end_s: float) -> None:
+    """Computing of 10 s takes half as long again there."""
+    assert end_beside(busy, 0.0, 10.0, 0.5) == pytest.approx(end_s)
 
 
 def test_a_large_pipeline_is_quick() -> None:

@@ -8,13 +8,13 @@ import pytest
 from tests.machines import small_machine
 from tests.rank_steps import RECV, SEND, Row, program_of, rows_of_replica
 
-from lading.cost.compute import device_costs
+from lading.cost.compute import device_costs, placed_costs
 from lading.errors import ConfigError
 from lading.ir import reduction
 from lading.ir.action import ActionKind
 from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.program import Program
-from lading.sim.device_step import simulate, simulate_ranks
+from lading.sim.device_step import simulate, simulate_ranks, straggler_step_s
 
 
 def host(busy: float = 0.0) -> Machine:
@@ -62,6 +62,18 @@ def test_a_collective_that_nothing_runs_beside_takes_what_was_measured() -> None
     ]  # fmt: skip
     machine = host(busy=1.6).shared_by(2)
     assert simulate(program("dp2", rows), machine, op_seconds=[1.0, 2.0, 1.0]).duration_s == pytest.approx(4.0)
+
+
+def test_a_rank_that_computes_slowly_has_the_network_of_the_others() -> None:
+    rows: list[Row] = [
+        ("compute", ActionKind.COMPUTE, (), 0.0, 1.0), ("network", ActionKind.REDUCE_GRAD, (0,), 1.0, 3.0),
+        ("compute", ActionKind.STEP, (1,), 3.0, 4.0),
+    ]  # fmt: skip
+    made, machine = program("dp2", rows), host()
+    first, reduction_s, last = placed_costs(made.graph, machine)
+    assert min(first, reduction_s, last) > 0
+    slower_s = straggler_step_s([made], machine, 3.0)
+    assert slower_s == pytest.approx([3 * (first + last) + reduction_s], rel=1e-9)
 
 
 def test_a_stage_computes_faster_while_the_others_wait() -> None:

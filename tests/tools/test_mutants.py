@@ -12,6 +12,8 @@ from tools.mutants import Fault, FaultError, mutated, read_faults
 CODE = "def last(numbers):\n    return len(numbers) - 1\n\n\ndef name():\n    return 'toy'\n"
 TESTS = """
 from toy import last, name
+def test_the_only_one():
+    assert last([1]) == 0
 def test_last():
     assert last([1, 2]) == 1
 """
@@ -24,6 +26,7 @@ file = "src/toy.py"
 old = "len(numbers) - 1"
 new = "len(numbers)"
 hurts = "who asks for the last"
+tests = ["tests/test_toy.py::test_last"]
 
 [[fault]]
 name = "another-name"
@@ -58,6 +61,7 @@ def test_faults_are_noticed_or_live_and_the_tree_stays_as_it_is(tree: Path, monk
     lines = {line.split()[3]: line.split()[0] for line in done.stdout.splitlines() if " s  toys/" in line}
     expected = {"toys/one-too-many": "failed", "toys/another-name": "lived", "toys/for-ever": "hung"}
     assert lines == expected, done.stdout + done.stderr
+    assert "toys/one-too-many  tests/test_toy.py::test_last\n" in done.stdout, "the test that it names runs alone"
     assert "3 faults tried, 1 of them live" in done.stdout
     assert done.returncode == 1, "a fault lives"
     assert (tree / "src/toy.py").read_text() == CODE

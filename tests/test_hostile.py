@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from lading.config import load_run
 from lading.errors import LadingError
 from lading.ir.job_timeline import JobTimeline
 from lading.ir.plan import Plan
+from lading.ir.stack import Stack
 from lading.ir.timeline import Timeline
 from lading.planner.placement.from_file import read_problem
 from lading.report.metrics import read_metrics, read_steps
+from lading.software_profile import stack_to_toml
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.machines import small_machine
 from tests.plans import cluster_plan, placed_plan, some_plan
@@ -85,6 +88,13 @@ def toml_file(data: Any) -> str:
     return "".join(f"{json.dumps(key)} = {toml(value)}\n" for key, value in table.items() if value is not None)
 
 
+def profiled() -> Stack:
+    """Software as a profile writes it."""
+    factors = {"cpu.products": 1.1, "cpu.loss": 0.9, "cpu.all_reduce": 1.4}
+    base = stack_by_name("torch-eager-cpu")
+    return replace(base, launch_s=1e-5, step_s=2e-4, fitted=("cpu",), in_situ=factors)
+
+
 def manifest(folder: Path) -> str:
     saved = save_checkpoint(folder, 1, [tensor_source("w", torch.ones(3))], {"loss": 1.5}, keep=1)
     return (saved / "manifest.json").read_text()
@@ -111,8 +121,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], str], Callable[[Path], object]]] = 
     "run": ("run.toml", lambda folder: RUN.format(root=folder), load_run),
     "machine": ("machine.toml", lambda _: machine_to_toml(small_machine()), load_machine),
     "devices": ("two.toml", lambda _: (FLEETS / "laptop-and-server.toml").read_text(), load_fleet),
-    "stack": ("stack.toml", lambda _: 'title = "t"\nfusion = "fused"\nlaunch_s = 1e-6\n[in_situ]\nmatmul = 0.9\n',
+    "stack": ("stack.toml", lambda _: 'title = "t"\nfusion = "fused"\nlaunch_s = 1e-6\n[in_situ]\nhopper = 0.9\n',
               lambda path: stack_by_name(str(path))),
+    "software": ("mine.toml", lambda _: stack_to_toml(profiled()), lambda path: stack_by_name(str(path))),
     "plan": ("plan.json", lambda folder: saved(some_plan(), folder), Plan.load),
     "cluster plan": ("plan.json", lambda folder: saved(cluster_plan(), folder), Plan.load),
     "checkpoint": ("manifest.json", manifest, open_altered),

@@ -91,10 +91,11 @@ def _captured(request: Request) -> tuple[ModelTable, int]:
 
     run = run_of_model(request.model, request.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))
-    module = defer(lambda: build(run.model, "bf16")).model
-    tokens = run.data.sequence_length
-    table = module_table(module, example_batch(run), loss_of(run.model), request.model, tokens=tokens)
-    return table, tokens
+    processors = load_machine(request.machine).device.kind == "cpu"  # there norms run as their operations
+    dtype = "fp32" if processors and "fp32" in request.layout.split(",") else "bf16"
+    module = defer(lambda: build(run.model, dtype)).model
+    tokens, batch, loss = run.data.sequence_length, example_batch(run), loss_of(run.model)
+    return module_table(module, batch, loss, request.model, tokens=tokens, whole=not processors), tokens
 
 
 def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.program import Program, Region
 from lading.ir.request import Architecture, StepRequest
 from lading.ir.schedules import Schedule, schedule
+from lading.ir.stack import Stack
 from lading.program.emit import ListShape, emit
 from lading.sim.rank_engine import Priced, action_seconds, run_sharing
 from lading.sim.simulate import Simulated, simulate
@@ -40,7 +41,7 @@ def host(shared: Processes | None = SHARED) -> Machine:
     return dataclasses.replace(load_machine("cpu"), collectives=collectives, processes=shared)
 
 
-def simulated(folder: Path, layout: str, machine: Machine | None = None) -> Simulated:
+def simulated(folder: Path, layout: str, machine: Machine | None = None, stack: Stack | None = None) -> Simulated:
     path = folder / "machine.toml"
     save_machine(machine or host(), path)
     request = StepRequest(
@@ -49,7 +50,7 @@ def simulated(folder: Path, layout: str, machine: Machine | None = None) -> Simu
         seq_len=256,
         machine=str(path),
         layout=parse_layout(layout),
-        stack=stack_by_name("torch-eager-cpu"),
+        stack=stack or stack_by_name("torch-eager-cpu"),
     )
     return simulate(request, family_table("gpt", layers=4, h=256, n=4, v=1000))
 
@@ -70,6 +71,15 @@ def test_replicas_take_turns_on_the_processors(tmp_path: Path) -> None:
     assert two["memory-bound"] == pytest.approx(1.5 * one["memory-bound"])
     assert four["memory-bound"] == pytest.approx(3 * one["memory-bound"])
     assert one["launches"] == pytest.approx(two["launches"]) == pytest.approx(four["launches"] / 2)
+
+
+def test_what_software_takes_on_the_host_takes_turns_too(tmp_path: Path) -> None:
+    """Four ranks on two processors launch half as fast each, and so is all else that their processes do."""
+    own = dataclasses.replace(stack_by_name("torch-eager-cpu"), launch_s=1e-4, parameter_s=1e-5, step_s=1e-3)
+    one, four = (simulated(tmp_path, f"dp{n},mb1,gb{n}", stack=own).step for n in (1, 4))
+    assert four.shares_s["launches"] == pytest.approx(2 * one.shares_s["launches"])
+    assert one.shares_s["host"] == pytest.approx(1e-3 + 1e-5 * one.stages[0].parameters)
+    assert four.shares_s["host"] == pytest.approx(2 * one.shares_s["host"])
 
 
 def test_a_reduction_beside_backward_costs_what_it_keeps_busy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``lading probe``: this host as a machine file."""
+"""``lading probe``: this host as a machine file, or software of your own as a set of switches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from lading.cli.options import check_targets
+from lading.cli.options import check_targets, optional
 from lading.errors import ConfigError
 
 
@@ -18,24 +18,62 @@ class ProbeCommand:
 
     The file it writes is what --machine and the machine of a run file take. Under torchrun it also has how fast the
     ranks of the job exchange tensors, over whatever joins them.
+
+    With --software it measures software of your own instead, and writes what --stack takes. The script is a Python
+    file with a function block(width) that makes one block of your model.
     """
 
-    out: Annotated[Path, arg(metavar="FILE", help="File to write the machine to.")] = Path("machine.toml")
+    out: Annotated[
+        Path | None, optional("FILE", "File to write to. If not given, machine.toml; with --software its own name.")
+    ] = None
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
     ranks: Annotated[
         int, arg(metavar="N", help="Also measure ranks: up to so many processes, and what they share.")
     ] = 1
+    software: Annotated[
+        Path | None, optional("SCRIPT.py", "Measure this software, on processors; it is run, and needs --machine.")
+    ] = None
+    machine: Annotated[
+        Path | None, optional("FILE", "What lading probe wrote for this host, to measure --software against.")
+    ] = None
 
     def run(self) -> None:
-        """Measure and write the machine file."""
-        check_targets(out=self.out)
+        """Measure and write the file."""
+        out = self.out or (Path("machine.toml") if self.software is None else Path(f"{self.software.stem}.toml"))
+        check_targets(out=out)
         if self.ranks < 1:
             raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
         if not self.folder.is_dir():
             raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
-        from lading.alone import rank_number
+        from lading.alone import num_ranks, rank_number
+
+        if self.software is not None:
+            if self.folder != Path():
+                raise ConfigError("--folder is a disk to measure, which --software does not; leave it out")
+            if num_ranks()[0] > 1:
+                raise ConfigError("--software starts its own ranks: expected --ranks N without torchrun")
+            _measure_software(self.software, self.machine, out, self.ranks)
+            return
+        if self.machine is not None:
+            raise ConfigError(f"--machine belongs to --software, got it alone: {self.machine}; leave it out")
         from lading.hosts import probe_to
 
-        probe_to(self.out, self.folder, ranks=self.ranks)
+        probe_to(out, self.folder, ranks=self.ranks)
         if rank_number() == 0:
-            print(f"wrote {self.out}")
+            print(f"wrote {out}")
+
+
+def _measure_software(script: Path, machine: Path | None, out: Path, ranks: int) -> None:
+    """Measure software and print how well its switches tell the steps that they were made from."""
+    if machine is None:
+        raise ConfigError(
+            "expected --machine FILE next to --software: software is measured against this host's own rates; measure "
+            "them first: lading probe --ranks 2 --out machine.toml"
+        )
+    from lading.software_profile import HEAD, profile_to
+
+    profile = profile_to(out, script, machine, ranks=ranks)
+    print(HEAD)
+    for row in profile.rows:
+        print(row)
+    print(f"wrote {out}; predict with it: lading simulate --model NAME --machine {machine} --stack {out}")

@@ -94,7 +94,7 @@ def _is_attention(kernel: Kernel) -> bool:
 
 def _megatron_loss(kernel: Kernel) -> Kernel:
     """Cross-entropy in Megatron's own passes over fp32 logits, which move more bytes than PyTorch's."""
-    if not _is_loss(kernel):
+    if not is_loss(kernel):
         return kernel
     read, written = (round(size * _LOSS_PASSES) for size in (kernel.bytes_read, kernel.bytes_written))
     return replace(kernel, bytes_read=read, bytes_written=written)
@@ -248,14 +248,14 @@ def _runs(kernels: Sequence[Kernel]) -> list[int]:
 
 def _one_kernel(one: Kernel, two: Kernel, fused_loss: bool) -> bool:
     """Whether libraries have one kernel for an operation and one that it feeds."""
-    if not fused_loss and (_is_loss(one) or _is_loss(two)):
+    if not fused_loss and (is_loss(one) or is_loss(two)):
         return False
     if one.module == two.module:
         return True
     return one.kind is OpKind.COPY or (one.kind is OpKind.RANDOM and two.kind is OpKind.ELEMENTWISE)
 
 
-def _is_loss(kernel: Kernel) -> bool:
+def is_loss(kernel: Kernel) -> bool:
     """Cross-entropy's operations, not the softmax of scores."""
     return "log_softmax" in kernel.name or "nll_loss" in kernel.name
 

@@ -60,6 +60,8 @@ _SERVED = {
     "cudnn9-mxfp8": {"ampere": "flash2", "hopper": "cudnn"},
 }
 _SMOOTH = 4.0
+#: Name of the factor of products in fewer than 16 bits, beside the same in their own format where no GPU runs them.
+LOW_KEY = "low-precision products"
 
 
 def attention_s(
@@ -154,8 +156,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention) and stack.attention == "unfused":
         return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
-    if device.gpu is None and not runs_low(kernel, precision):
-        return curve_s(kernel, device)
+    if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
+        return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)
     if isinstance(detail, Product):

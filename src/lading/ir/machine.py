@@ -134,6 +134,11 @@ class Device:
     rates: dict[str, Curve] = field(default_factory=lambda: {})
     gpu: Gpu | None = None
 
+    @property
+    def architecture(self) -> str:
+        """Name by which factors of software are given for its kernels: a GPU's architecture, "cpu"; "" for others."""
+        return self.gpu.architecture if self.gpu else "cpu" if self.kind == "cpu" else ""
+
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS and not all(self.kind.partition(":")):
             raise ConfigError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
+from lading.ir.machine import ARCHITECTURES
 
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
@@ -16,6 +17,18 @@ HOST_UPDATES = ("fused", "cpu-adam", "loop")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 #: Classes of software: what one that is not known is taken for.
 KINDS = ("eager-torch", "compiled-torch", "megatron-like", "deepspeed-like")
+#: What a factor of ``in_situ`` may be for: causes of kernels, the optimizer, and collectives.
+FACTORS = (
+    "products",
+    "low-precision products",
+    "attention",
+    "memory-bound",
+    "loss",
+    "optimizer",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+)
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
 #: How software is known on an architecture: steps were seen, or one run; its switches are named, or only its class.
@@ -72,7 +85,9 @@ class Stack:
         dispatcher: How tokens reach experts.
         imbalance: Tokens of the busiest expert's rank, over the mean.
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
-            libraries other than those measured), by architecture ("hopper"), or of one cause ("hopper.attention").
+            libraries other than those measured), by architecture ("hopper", or "cpu" of processors), or of one of
+            ``FACTORS`` ("hopper.attention"). "loss" is beside "memory-bound", "low-precision products" of processors
+            beside the same products in their own format.
         fitted: Architectures on which steps of this software were seen.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
@@ -205,6 +220,11 @@ class Stack:
             value = getattr(self, key)
             if value not in DTYPE_BYTES and (value or key in _STORED):
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
+        for key in self.in_situ:
+            architecture, dot, what = key.partition(".")
+            if architecture not in (*ARCHITECTURES, "cpu") or (dot and what not in FACTORS):
+                known = f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}"
+                raise ConfigError(f"stack {self.name}: in_situ has factors for {known}; got {key[:60]!r}")
         if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
             raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
         if type(self.moments) is not int or self.moments < 0:

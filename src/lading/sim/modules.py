@@ -254,7 +254,8 @@ def _updates(
     """Bytes of a rank's states by role, and seconds of the optimizer and the host; ``places``: segments of blocks."""
     layout, stack = request.layout, request.stack
     states, prices = state_bytes(stage.elements, layout, stack), prices_of(request, machine, table)
-    rest_s = prices.optimizer_s(stage.trained) + host_s([stage], stack, prices)
+    optimizer_s = prices.optimizer_s(stage.trained)
+    rest_s = optimizer_s + host_s([stage], stack, optimizer_s)
     if request.moves_matrices:
         of_segment = block_matrices(request, table)
         found = rank_update([stage], [of_segment[place] for place in places], request, machine)

@@ -10,6 +10,7 @@ import numpy as np
 
 from lading.cost.collective import collective_s, collectives_s, dispatch_s
 from lading.cost.contention import contention
+from lading.cost.fusion import is_loss
 from lading.cost.hosting import copy_s, host_step_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES
@@ -59,7 +60,13 @@ class MachinePrices:
     def kernel_s(self, kernel: Kernel) -> float:
         """Seconds of a kernel alone, without its launch; the rank with the busiest experts is waited for."""
         seconds = kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+        if is_loss(kernel):
+            seconds *= self._measured("loss")
         return seconds * self.stack.imbalance if kernel.is_experts else seconds
+
+    def _measured(self, what: str) -> float:
+        """Factor that a profile of the software found on this device for something that is no cause of kernels."""
+        return self.stack.in_situ.get(f"{self.architecture}.{what}", 1.0)
 
     def in_situ(self, cause: str) -> float:
         """Factor by which kernels of a cause take longer in a running step than alone."""
@@ -166,7 +173,8 @@ class MachinePrices:
             states = kept_state_bytes(self.stack)
             return host_step_s(kept, self.layout, self.stack, self.machine, state_bytes=states)
         clipped = clip_s(kept, self.stack, device) if self.stack.clips else 0.0
-        return (step_s(kept, adam_bytes(self.stack), device) + clipped) * self._slower("memory-bound")
+        alone = step_s(kept, adam_bytes(self.stack), device) + clipped
+        return alone * self._slower("memory-bound") * self._measured("optimizer")
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
         """Seconds of copying what blocks keep to where the layout moves it, and seconds back."""
@@ -181,9 +189,8 @@ class MachinePrices:
 
     @cached_property
     def architecture(self) -> str:
-        """Architecture of the device's kernels; "" where nothing is known of them."""
-        gpu = self.machine.device.gpu
-        return gpu.architecture if gpu else ""
+        """Architecture of the device's kernels, as of ``Device.architecture``."""
+        return self.machine.device.architecture
 
     def _kept(self, elements: Mapping[str, int]) -> float:
         """Number of ``elements`` that a rank updates itself."""
@@ -208,7 +215,7 @@ class MachinePrices:
         """Seconds of a collective of one size, or of an array of sizes in bytes."""
         seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
         alone = seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
-        return alone * max(1.0, self.taken(op, axis))
+        return alone * max(1.0, self.taken(op, axis)) * self._measured(op)
 
     def taken(self, op: str, axis: str) -> float:
         """Share of a host's processors that a collective takes in all groups of an axis at once, above 1 if they wait.

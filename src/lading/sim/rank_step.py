@@ -254,7 +254,7 @@ class ListedStep:
     @cached_property
     def host_s(self) -> float:
         """Seconds of a step that the host takes besides, likewise."""
-        return max(host_s(held, self.request.stack, self.prices) for held in self.ranks)
+        return max(host_s(held, self.request.stack, self.prices.optimizer_s(trained_of(held))) for held in self.ranks)
 
     def _sums_s(self, group: Region | UnitStorage | None = None) -> float:
         if not isinstance(group, ParameterGroup):

@@ -45,6 +45,8 @@ from lading.sim.variants import Parts, moved, parts_of
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
 MEMORY_SPREAD = 0.05
+#: Seconds of a rank's process by a stack: longer where more processes than processors take turns.
+_HOST_SECONDS = ("launch_s", "block_s", "module_s", "parameter_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Simulated:
         shares = {cause: seconds / step.step_s for cause, seconds in step.shares_s.items()}
         if self.request.layout.updates_on_host:
             shares["updates on the host"] = shares.pop("optimizer", 0.0)
-        evidence = self.request.stack.evidence_on(gpu.architecture if gpu else "")
+        evidence = self.request.stack.evidence_on(machine.device.architecture)
         measured = gpu is not None or machine.processes is not None
         return half_width(evidence, shares, measured=measured, unread=len(self.request.unread))
 
@@ -164,7 +166,7 @@ def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     """Sentences on what is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
-    evidence = stack.evidence_on(gpu.architecture if gpu else "")
+    evidence = stack.evidence_on(machine.device.architecture)
     told: list[str] = []
     if evidence == GUESSED:
         told.append(f"software that is not known: {stack.title}; what is not stated is the default of {stack.kind}")
@@ -216,11 +218,15 @@ def machine_of(request: StepRequest, devices: int = 0) -> Machine:
 
 
 def _on_host(request: StepRequest, machine: Machine) -> StepRequest:
-    """The request with what was measured of launching on a host, where its stack leaves that open."""
-    if machine.processes is None or request.stack.launch_s:
+    """The request with what a host takes to launch: as measured where its stack leaves that open, slower in turns."""
+    shared, stack, ranks = machine.processes, request.stack, request.layout.devices
+    if shared is None:
         return request
-    stack = replace(request.stack, launch_s=machine.processes.launch_s(request.layout.devices))
-    return replace(request, stack=stack)
+    turns = shared.slower("products", ranks)
+    seconds = {name: turns * getattr(stack, name) for name in _HOST_SECONDS}
+    if not stack.launch_s:
+        seconds["launch_s"] = shared.launch_s(ranks)
+    return replace(request, stack=replace(stack, **seconds))
 
 
 def prices_of(request: StepRequest, machine: Machine, table: ModelTable) -> MachinePrices:

@@ -177,12 +177,15 @@ def _parameters(segment: RankSegment) -> int:
     return sum(t.shape[0] if t.storage in stacked else 1 for t in owned.values())
 
 
-def host_s(stages: Sequence[SimulatedStage], stack: Stack, exchange: Exchange) -> float:
-    """Seconds of a rank's host in a step besides micro-batches; the optimizer's Python beside its kernels."""
+def host_s(stages: Sequence[SimulatedStage], stack: Stack, optimizer_s: float) -> float:
+    """Seconds of a rank's host in a step besides micro-batches; the optimizer's Python beside its kernels.
+
+    Args:
+        optimizer_s: Seconds of these kernels, which hide it but where the host waits for each.
+    """
     parameters = stack.parameter_s * sum(stage.parameters for stage in stages)
-    if not parameters:
-        return stack.step_s
-    return stack.step_s + max(0.0, parameters - exchange.optimizer_s(trained_of(stages)))
+    hidden = 0.0 if stack.launch_blocking else optimizer_s
+    return stack.step_s + max(0.0, parameters - hidden)
 
 
 def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:

@@ -26,7 +26,7 @@ from lading.optim.rule import MatrixRule
 from lading.parallel.block_matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
 from lading.sim.prices import MachinePrices
-from lading.sim.step import SimulatedStage, Step, trained_of
+from lading.sim.step import SimulatedStage, Step, host_s, trained_of
 from lading.sim.storage import held_stages
 
 
@@ -139,7 +139,7 @@ def rank_update(
     update = update_of(matrices, mine, _rule(request), layout, stack, machine)
     rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
     seconds = update.seconds + _adamw_s(rest, request, machine)
-    host = stack.step_s + max(0.0, stack.parameter_s * sum(stage.parameters for stage in own) - seconds)
+    host = host_s(own, stack, seconds)
     moment = DTYPE_BYTES[stack.moments_dtype]
     fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))

@@ -1,0 +1,506 @@
+"""Software of the user's own, measured: a script's blocks, loss, optimizer and exchange between ranks as it runs them.
+
+[Note: a script of software]
+The script is a Python file that the user names, with these names at its top level:
+
+    block(width)             required: a module that takes and gives (rows, tokens, width), such as ``MyBlock(width)``
+    prepare(model)           what is done to a model before it trains: compile it, wrap it. It gives what is called: a
+                             module, or an engine with ``backward(loss)`` and ``step()``, as DeepSpeed's
+    optimizer(parameters)    a ``torch.optim.Optimizer``; without it ``torch.optim.AdamW(parameters)``
+    loss(logits, targets)    of (tokens, vocabulary) and (tokens,); without it ``torch.nn.functional.cross_entropy``
+    all_gather(whole, part)  how it gathers what ranks have a part of; without it torch.distributed's
+    product(a, b)            its product in 8 bits of two bfloat16 matrices; without it scaled float8 of torch
+    like                     the set of switches to begin with, as --stack takes it; "torch-eager-cpu"
+    layout                   how ranks share the model, as --layout says it beside dp: "zero0", "zero2", "zero3"
+    widths                   of a small, a middle and a large block: (64, 256, 512)
+    framework                what it is called
+
+It is run once in each process, with ``__name__`` other than "__main__": a training script may be given if it has these
+names and begins to train under ``if __name__ == "__main__"`` only.
+
+Nothing is set that plain PyTorch has not set: temporaries find pages that were never touched, as in the user's run.
+Steps of all cases take turns, so that a busy moment of the host hits them alike, and their median counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lading.errors import ConfigError, did_you_mean
+from lading.runtime.batch_threads import batch_threads
+
+_FUNCTIONS = ("block", "prepare", "optimizer", "loss", "all_gather", "product")
+_SETTINGS: Mapping[str, Any] = {
+    "like": "torch-eager-cpu",
+    "layout": "zero0",
+    "widths": (64, 256, 512),
+    "framework": "",
+}
+_LAYOUTS = ("zero0", "zero2", "zero3")
+#: Operations whose own time is that of products, and of fused attention.
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise",
+             "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_grouped_mm")  # fmt: skip
+_ATTENTION = "aten::_scaled_dot_product"
+_FEWEST, _MOST, _PROFILED = 5, 60, 5
+#: Bytes of the gathered tensor; rows, columns and depth of the product in 8 bits.
+GATHERED_BYTES = 8 << 20
+SQUARE = 512
+
+
+@dataclass(frozen=True)
+class ProfileCase:
+    """Sizes of a small model that is measured.
+
+    Attributes:
+        name: What it says most of: "small", "loss", "middle", "large", ...
+        rows: Sequences of a rank's batch.
+    """
+
+    name: str
+    width: int
+    blocks: int
+    rows: int
+    tokens: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of a step's parts on the slowest rank, and of the operations in it by the profiler.
+
+    Attributes:
+        pass_s: Forward, loss and backward, with what ranks exchange in it.
+        update_s: What is behind: the optimizer, and what an engine does besides.
+        products_s, attention_s: Products and fused attention of forward and backward.
+    """
+
+    pass_s: float
+    update_s: float
+    products_s: float
+    attention_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.pass_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Result of measuring software among some ranks.
+
+    Attributes:
+        timings: One for each case.
+        gather_s: Seconds of gathering ``GATHERED_BYTES``; 0 on one rank.
+        product_s: Seconds of a product of ``SQUARE`` in 8 bits, and in bfloat16; () where there is none.
+        no_product: Reason why there is none.
+    """
+
+    timings: tuple[Timing, ...]
+    gather_s: float = 0.0
+    product_s: tuple[float, ...] = ()
+    no_product: str = ""
+
+
+def cases(widths: Sequence[int]) -> tuple[ProfileCase, ...]:
+    """Make the cases: the host's work is most of the first two, the loss's of the third, kernels' of the others."""
+    small, middle, large = widths
+    return (
+        ProfileCase("small", small, 6, 1, 16, 64),
+        ProfileCase("one block", small, 1, 1, 16, 64),
+        ProfileCase("loss", small, 1, 4, 128, 4096),
+        ProfileCase("middle", middle, 3, 4, 128, 1024),
+        ProfileCase("large", large, 2, 2, 256, 1024),
+    )
+
+
+class ProbeModel(nn.Module):
+    """Model of equal blocks between token embeddings and a head: tokens (rows, tokens) -> logits with a vocabulary."""
+
+    def __init__(self, case: ProfileCase, block: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(case.vocabulary, case.width)
+        self.layers = nn.ModuleList(block(case.width) for _ in range(case.blocks))
+        self.head = nn.Linear(case.width, case.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute logits of every token."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class UserSoftware:
+    """Names of a script ([Note: a script of software]), checked, and what stands for those it lacks.
+
+    Args:
+        path: The script, which is run.
+    Raises:
+        ConfigError: no such file, it raised, or a name is missing or not what it should be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ConfigError(f"--software: expected a Python file with a function block(width), got {str(path)!r}")
+        names = self._called("the script itself", lambda: runpy.run_path(str(path), run_name="lading_software"))
+        self.functions: dict[str, Callable[..., Any]] = {name: names[name] for name in _FUNCTIONS if name in names}
+        for name, function in self.functions.items():
+            if not callable(function):
+                raise ConfigError(f"{path}: expected {name} to be a function, got {type(function).__name__}")
+        if "block" not in self.functions:
+            own = sorted(name for name, value in names.items() if callable(value) and not name.startswith("_"))
+            raise ConfigError(
+                f"{path}: expected a function block(width) at its top level that makes a module of (rows, tokens, "
+                f"width) to the same, as in: def block(width): return MyBlock(width); got functions and classes "
+                f"{', '.join(own)[:200] or 'none'}{did_you_mean('block', own)}"
+            )
+        self.like, self.layout, self.widths, self.framework = (
+            names.get(name, default) for name, default in _SETTINGS.items()
+        )
+        self._check()
+
+    def _check(self) -> None:
+        path = self.path
+        for name in ("like", "layout", "framework"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{path}: expected {name} to be a text, got {getattr(self, name)!r:.60}")
+        if self.layout not in _LAYOUTS:
+            raise ConfigError(f"{path}: expected layout to be one of {', '.join(_LAYOUTS)}, got {self.layout!r:.60}")
+        if self.layout != "zero0" and "prepare" not in self.functions:
+            raise ConfigError(f"{path}: layout is {self.layout}: expected a function prepare(model) that shards it so")
+        self.framework = self.framework or path.stem
+        whole = isinstance(self.widths, list | tuple) and all(type(width) is int for width in self.widths)
+        if not whole or len(self.widths) != 3 or not 0 < self.widths[0] < self.widths[1] < self.widths[2]:
+            raise ConfigError(f"{path}: expected widths of three ascending numbers, got {self.widths!r:.60}")
+
+    @property
+    def read(self) -> str:
+        """Sentence on which names were read from the script, and what stands for the others."""
+        missing = [name for name in _FUNCTIONS if name not in self.functions]
+        return f"{self.path}: read {', '.join(self.functions)}; torch's own for {', '.join(missing) or 'nothing'}"
+
+    def _called(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call something of the script; what it raises becomes an error that names it."""
+        try:
+            return call()
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{self.path}: {what} raised {type(error).__name__}: {error!s:.300}; it is run with __name__ other "
+                'than "__main__", so put what begins to train under if __name__ == "__main__"'
+            ) from error
+
+    def block(self, width: int) -> nn.Module:
+        """Make a block and check that it keeps the shape of its input, in float32."""
+        made = self._called(f"block({width})", lambda: self.functions["block"](width))
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"{self.path}: expected block({width}) to give a torch.nn.Module, got {type(made)}")
+        if wrong := {p.dtype for p in made.parameters()} - {torch.float32}:
+            raise ConfigError(f"{self.path}: expected parameters of block({width}) in float32, got {wrong}")
+        x = torch.zeros(1, 16, width)
+        with torch.no_grad():
+            y = self._called(f"block({width}) on (1, 16, {width})", lambda: made(x))
+        shape = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+        if shape != tuple(x.shape):
+            raise ConfigError(f"{self.path}: expected block({width}) to map {tuple(x.shape)} to the same, got {shape}")
+        return made
+
+    def prepare(self, model: nn.Module, ranks: int) -> Any:
+        """Apply the script's ``prepare``; without one, replicas are DistributedDataParallel's."""
+        if "prepare" in self.functions:
+            made = self._called("prepare(model)", lambda: self.functions["prepare"](model))
+            if not callable(made):
+                raise ConfigError(f"{self.path}: expected prepare(model) to give what is called, got {type(made)}")
+            return made
+        return DistributedDataParallel(model) if ranks > 1 else model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the optimizer of a model."""
+        make: Callable[..., Any] = self.functions.get("optimizer", torch.optim.AdamW)
+        made = self._called("optimizer(parameters)", lambda: make(parameters))
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"{self.path}: expected optimizer(parameters) to give an Optimizer, got {type(made)}")
+        return made
+
+    def loss(self, model: Callable[..., Any], batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Mean loss of ``{"tokens": (rows, tokens + 1)}``, as ``lading.capture`` takes it."""
+        tokens = batch["tokens"]
+        compute: Callable[..., Any] = self.functions.get("loss", F.cross_entropy)
+        return compute(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class ScriptTraining:
+    """One model in training as a script's software runs it.
+
+    Args:
+        model: As it was built; it is prepared here.
+        batch: What the loss takes.
+        loss: (model, batch) -> loss.
+    """
+
+    def __init__(self, software: UserSoftware, model: nn.Module, batch: Any, loss: Callable[..., Any]) -> None:
+        self.software, self.batch, self.loss = software, batch, loss
+        self.model = software.prepare(model, dist.get_world_size())
+        parts = [callable(getattr(self.model, name, None)) for name in ("backward", "step")]
+        self.engine: Any = self.model if all(parts) else None
+        if any(parts) and not all(parts):
+            raise ConfigError(f"{software.path}: what prepare(model) gives has one of backward and step, not both")
+        self.optimizer = software.optimizer(list(self.model.parameters())) if self.engine is None else None
+
+    def step(self) -> tuple[float, float]:
+        """Run a step; gives seconds of forward, loss and backward, and of what is behind."""
+        started = time.perf_counter()
+        loss = self.loss(self.model, self.batch)
+        if self.engine is not None:
+            self.engine.backward(loss)
+        else:
+            loss.backward()
+        middle = time.perf_counter()
+        if self.engine is not None:
+            self.engine.step()
+        elif self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return middle - started, time.perf_counter() - middle
+
+    def check_together(self) -> None:
+        """Refuse replicas that drifted apart, whose gradients nobody reduced.
+
+        Raises:
+            ConfigError: parameters differ between ranks.
+        """
+        whole = [p for p in self.model.parameters() if type(p.data) is torch.Tensor]
+        mine = torch.stack([p.detach().double().sum() for p in whole]) if whole else torch.zeros(1)
+        low, high = mine.clone(), mine.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        dist.all_reduce(high, dist.ReduceOp.MAX)
+        if not torch.allclose(low, high, rtol=1e-6, atol=1e-6):
+            raise ConfigError(
+                f"{self.software.path}: replicas differ after their first steps: expected prepare(model) to reduce "
+                f"gradients over the {dist.get_world_size()} ranks, as DistributedDataParallel(model) does"
+            )
+
+
+def measure(path: Path, asked: Sequence[ProfileCase], *, ranks: int, threads: int, seconds: float) -> Measured:
+    """Measure the software of a script in processes of its own.
+
+    Args:
+        ranks: Processes that train together over gloo, >= 1.
+        threads: Threads of each.
+        seconds: Time for steps; starting, compiling and warming up come on top.
+    Raises:
+        ConfigError: the script is not what it should be, says how.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (str(path.resolve()), tuple(asked), ranks, threads, seconds, folder)
+        try:
+            start_processes(_run, given, nprocs=ranks, start_method="spawn")
+        except Exception as error:
+            refused = sorted(Path(folder).glob("refused*"))
+            if refused:
+                raise ConfigError(refused[0].read_text()) from error
+            if not (Path(folder) / "measured").exists():  # else gloo aborted a rank that was done, at its end
+                raise
+        found = json.loads((Path(folder) / "measured").read_text())
+    timings = tuple(Timing(**timing) for timing in found.pop("timings"))
+    return Measured(timings, **{**found, "product_s": tuple(found["product_s"])})
+
+
+def _run(
+    rank: int, path: str, asked: Sequence[ProfileCase], ranks: int, threads: int, seconds: float, folder: str
+) -> None:
+    """Run one process; the first writes what was measured."""
+    torch.set_num_threads(threads)
+    with in_group(rank, ranks, folder):
+        try:
+            found = _measured(UserSoftware(Path(path)), asked, rank, seconds)
+        except Exception as error:  # of the script's code, called by torch's
+            said = f"{path}: training in it raised {type(error).__name__}: {error!s:.400}"
+            (Path(folder) / f"refused{rank}").write_text(str(error) if isinstance(error, ConfigError) else said)
+            raise
+        if rank == 0:
+            (Path(folder) / "measured").write_text(json.dumps(asdict(found)))
+        dist.barrier()  # what was measured is written before any rank ends
+
+
+@contextmanager
+def in_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """Be one rank of a gloo group that meets in a folder; frameworks find the ranks in the environment too."""
+    ours, all_of = str(rank), str(ranks)
+    os.environ.update(RANK=ours, LOCAL_RANK=ours, WORLD_SIZE=all_of, LOCAL_WORLD_SIZE=all_of)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints that it begins and ends
+    with batch_threads():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(software: UserSoftware, asked: Sequence[ProfileCase], rank: int, seconds: float) -> Measured:
+    trainings = [_training(software, case, rank) for case in asked]
+    timings = timings_of(trainings, seconds)
+    if dist.get_world_size() > 1:
+        return Measured(timings, _gather_s(software))
+    product, reason = _product_s(software)
+    return Measured(timings, 0.0, product, reason)
+
+
+def _training(software: UserSoftware, case: ProfileCase, rank: int) -> ScriptTraining:
+    torch.manual_seed(0)
+    model = ProbeModel(case, software.block)
+    return ScriptTraining(software, model, batch_of(case, rank), software.loss)
+
+
+def batch_of(case: ProfileCase, seed: int) -> dict[str, torch.Tensor]:
+    """Draw tokens of a case."""
+    draw = torch.Generator().manual_seed(seed)
+    return {"tokens": torch.randint(case.vocabulary, (case.rows, case.tokens + 1), generator=draw)}
+
+
+def timings_of(trainings: Sequence[ScriptTraining], seconds: float) -> tuple[Timing, ...]:
+    """Time steps of several models in turns for so many seconds, then what the profiler says of a few.
+
+    Raises:
+        ConfigError: replicas differ.
+    """
+    _compile_each_alone()
+    for training in trainings:
+        for _ in range(2):
+            training.step()
+        if dist.get_world_size() > 1:
+            training.check_together()
+    samples: list[list[tuple[float, float]]] = [[] for _ in trainings]
+    operations: list[list[tuple[float, float]]] = [[] for _ in trainings]
+    begun = time.perf_counter()
+    _turn(trainings, samples)
+    rounds = max(_FEWEST, min(_MOST, int(seconds / _slowest([time.perf_counter() - begun])[0])))
+    looked = {rounds * number // _PROFILED for number in range(_PROFILED)}  # spread, as the host's speed drifts
+    for number in range(rounds):
+        if number in looked:
+            for training, found in zip(trainings, operations, strict=True):
+                found.append(_operations_s(training))
+        _turn(trainings, samples)
+    parts: list[float] = []
+    for steps, found in zip(samples, operations, strict=True):
+        for pairs in (steps[1:], found):
+            parts += [statistics.median(pair[part] for pair in pairs) for part in (0, 1)]
+    slowest = _slowest(parts)
+    return tuple(Timing(*slowest[i : i + 4]) for i in range(0, len(slowest), 4))
+
+
+def _compile_each_alone() -> None:
+    """Let torch.compile make kernels for each model's own sizes, as where it is the only one of its process.
+
+    The second model of other sizes would otherwise be compiled for any size, with slower kernels.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.automatic_dynamic_shapes = False
+    dynamo.recompile_limit = 256
+
+
+def _turn(trainings: Sequence[ScriptTraining], samples: Sequence[list[tuple[float, float]]]) -> None:
+    for training, steps in zip(trainings, samples, strict=True):
+        dist.barrier()
+        steps.append(training.step())
+
+
+def _slowest(seconds: Sequence[float]) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def _operations_s(training: ScriptTraining) -> tuple[float, float]:
+    """Seconds of one step that products and fused attention take, by torch's profiler."""
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        training.step()
+    products = attention = 0.0
+    for event in profiler.key_averages():
+        if event.key in _PRODUCTS:
+            products += event.self_cpu_time_total
+        elif event.key.startswith(_ATTENTION):
+            attention += event.self_cpu_time_total
+    return products / 1e6, attention / 1e6
+
+
+def _median_s(call: Callable[[], object], rounds: int = 15) -> float:
+    call()
+    seconds: list[float] = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _gather_s(software: UserSoftware) -> float:
+    """Seconds of gathering a tensor of which each rank has a part; the rank that comes last waits for nobody."""
+    ranks = dist.get_world_size()
+    part = torch.rand(GATHERED_BYTES // 4 // ranks)
+    whole = torch.empty(part.numel() * ranks)
+    torchs = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+    gather: Callable[..., Any] = software.functions.get("all_gather", torchs)
+    seconds: list[float] = []
+    for _ in range(15):
+        dist.barrier()
+        seconds.append(_once(lambda: gather(whole, part)))
+    if not torch.equal(whole.view(ranks, -1)[dist.get_rank()], part):
+        raise ConfigError(f"{software.path}: expected all_gather(whole, part) to put this rank's part in its place")
+    return _slowest([statistics.median(seconds)])[0]
+
+
+def _once(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _product_s(software: UserSoftware) -> tuple[tuple[float, ...], str]:
+    """Seconds of a product in 8 bits and in bfloat16, or why there is none."""
+    a, b = (torch.rand(SQUARE, SQUARE, dtype=torch.bfloat16) for _ in range(2))
+    low: Callable[..., Any] = software.functions.get("product", _scaled_product)
+    try:
+        made = low(a, b)
+    except Exception as error:
+        if "product" in software.functions:
+            raise ConfigError(
+                f"{software.path}: product(a, b) raised {type(error).__name__}: {error!s:.300}"
+            ) from error
+        return (), f"torch {torch.__version__} has no product in 8 bits here: {str(error).splitlines()[0]:.120}"
+    wide = torch.mm(a, b)
+    if made.shape != wide.shape or not torch.allclose(made.float(), wide.float(), rtol=0.1, atol=0.1 * SQUARE**0.5):
+        raise ConfigError(f"{software.path}: expected product(a, b) to be near a @ b, got something else")
+    return (_median_s(lambda: low(a, b)), _median_s(lambda: torch.mm(a, b))), ""
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Product in float8 with a scale for each matrix, casts included, as torchao's tensorwise recipe."""
+    kind = torch.float8_e4m3fn
+    most = torch.finfo(kind).max
+    scales = [matrix.abs().max().float().clamp(min=1e-12) / most for matrix in (a, b)]
+    low = [(matrix.float() / scale).to(kind) for matrix, scale in zip((a, b), scales, strict=True)]
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return multiply(low[0], low[1].t().contiguous().t(), scales[0], scales[1], out_dtype=torch.bfloat16)

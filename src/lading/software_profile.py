@@ -1,0 +1,427 @@
+"""Profile of a user's own software: a script's blocks are run for a minute, and switches are fitted to them.
+
+[Note: fit of a profile]
+A step is linear in what is sought, and the simulator says how much of each a step has, as it does for any prediction:
+
+    products, attention   measured / predicted, by the profiler's time of these operations
+    the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds
+    behind backward       optimizer * seconds + parameter_s * tensors + step_s
+    on several ranks      step = step of one rank, slower as processes are beside each other + reduction * seconds
+
+Each line is solved by least squares of shares of a step with nothing below 0, factors drawn a little to 1. A factor of
+operations holds for those of the machine file, so a profile belongs to the host and the machine file it was made with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lading.catalog.load import load_machine
+from lading.catalog.stacks import stack_by_name
+from lading.cost.hosting import update_bytes
+from lading.cost.kernels import LOW_KEY
+from lading.errors import CaptureError, ConfigError
+from lading.files import write_text
+from lading.ir.layout import Layout, parse_layout
+from lading.ir.machine import Machine
+from lading.ir.request import Architecture, StepRequest
+from lading.ir.stack import Stack
+from lading.ir.table import ModelTable
+from lading.ir.work import Collective
+from lading.runtime.host import host_id
+from lading.runtime.probe_software import (
+    GATHERED_BYTES,
+    Measured,
+    ProbeModel,
+    ProfileCase,
+    Timing,
+    UserSoftware,
+    batch_of,
+    cases,
+    measure,
+)
+from lading.sim.parts import ATTENTION, MEMORY, PRODUCTS
+from lading.sim.simulate import Simulated, machine_of, prices_of, simulate
+from lading.tracing.tabulate import module_table
+
+Progress = Callable[[str], None]
+#: Architecture that factors of processors are given for (``Device.architecture``).
+_CPU = "cpu"
+#: Seconds of a launch under which launches are counted; least of a launch, as 0 leaves it to the machine file.
+_UNIT_S, _LEAST_LAUNCH_S = 1e-6, 1e-8
+#: Weight of a factor's being 1 beside a case's error as a share of its step.
+_DRAWN = 0.02
+#: What a stack takes for a factor lies between these.
+_RANGE = (0.11, 9.9)
+#: Cases whose products are large enough to say what products take.
+_OF_KERNELS = ("middle", "large")
+_DIGITS = 4
+#: Share of the time in which one process is measured, where several are too.
+_ALONE = 0.6
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One case: seconds of a step measured, and predicted with the switches it began with and with the profile."""
+
+    case: str
+    ranks: int
+    measured_s: float
+    before_s: float
+    after_s: float
+
+    def __str__(self) -> str:
+        before, after = (seconds / self.measured_s - 1 for seconds in (self.before_s, self.after_s))
+        return f"{self.case:10}{self.ranks:6}{self.measured_s * 1e3:11.2f}{before:+14.1%}{after:+14.1%}"
+
+
+#: Heads of ``ProfileRow``'s columns.
+HEAD = f"{'case':10}{'ranks':>6}{'measured ms':>12}{'before':>13}{'with profile':>14}"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Software as a set of switches, and how well it tells the steps that it was made from."""
+
+    stack: Stack
+    rows: tuple[ProfileRow, ...]
+
+
+def profile_to(
+    path: Path, script: Path, machine_file: Path, *, ranks: int = 1, seconds: float = 30.0, progress: Progress = print
+) -> Profile:
+    """Measure the software of a script and write it as a set of switches, which --stack takes.
+
+    Args:
+        script: [Note: a script of software] in lading.runtime.probe_software.
+        machine_file: File that ``lading probe`` wrote for this host.
+        ranks: Processes to measure besides one alone.
+        seconds: Time for steps, of one process and of several together.
+        progress: Called with one line per stage.
+    Raises:
+        ConfigError: the script or the machine file is not what it should be, says how.
+    """
+    machine = _machine(machine_file, ranks)
+    software = UserSoftware(script)
+    progress(software.read)
+    base = _without_factors(stack_by_name(software.like))
+    asked = cases(software.widths)
+    bench = _Bench(software, str(machine_file), asked)
+    progress(f"captured {len(asked)} models of {software.widths} wide")
+    share = _ALONE if ranks > 1 else 1.0
+    progress(f"steps of one process, {share * seconds:.0f} s and what starting and compiling take")
+    threads = max(1, machine.device.num_threads)
+    alone = measure(script, asked, ranks=1, threads=threads, seconds=share * seconds)
+    stack = _of_one(bench, base, alone, machine)
+    rows = _rows(bench, base, stack, alone, 1)
+    if ranks > 1:
+        progress(f"steps of {ranks} processes, {(1 - share) * seconds:.0f} s")
+        threads = max(1, machine.with_threads().device.num_threads)
+        together = measure(script, asked, ranks=ranks, threads=threads, seconds=(1 - share) * seconds)
+        stack = _of_ranks(bench, stack, together, ranks)
+        rows += _rows(bench, base, stack, together, ranks)
+    stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, alone))
+    write_text(path, stack_to_toml(stack))
+    return Profile(stack, tuple(rows))
+
+
+def _machine(path: Path, ranks: int) -> Machine:
+    """Machine file that a profile is made against.
+
+    Raises:
+        ConfigError: of another host, of a GPU, or without what ranks share.
+    """
+    machine = load_machine(path)
+    if machine.device.kind != "cpu":
+        raise ConfigError(
+            f"--machine {path}: expected processors, got {machine.device.name}; software is measured on processors only"
+        )
+    if machine.host_id != host_id():
+        raise ConfigError(
+            f"--machine {path}: expected a file measured on this host ({host_id()}), got one of "
+            f"{machine.host_id or 'the catalog'}; measure it: lading probe --out {path}"
+        )
+    if ranks > 1 and machine.processes is None:
+        raise ConfigError(
+            f"--machine {path}: nothing was measured of ranks; expected a file of lading probe --ranks {ranks}"
+        )
+    return machine
+
+
+def _without_factors(stack: Stack) -> Stack:
+    """Stack without what a profile measures."""
+    others = {name: factor for name, factor in stack.in_situ.items() if name.partition(".")[0] != _CPU}
+    return replace(stack, launch_s=0.0, parameter_s=0.0, step_s=0.0, in_situ=others)
+
+
+class _Bench:
+    """Cases as the simulator sees them on a machine.
+
+    Raises:
+        ConfigError: the script's block cannot be captured.
+    """
+
+    def __init__(self, software: UserSoftware, machine: str, asked: Sequence[ProfileCase]) -> None:
+        self.software, self.machine, self.asked = software, machine, tuple(asked)
+        tables: dict[tuple[int, int], ModelTable] = {}
+        self.tables: list[ModelTable] = []
+        for case in asked:
+            key = case.width, case.vocabulary
+            if key not in tables:
+                tables[key] = self._table(case)
+            self.tables.append(replace(tables[key], counts=(1, case.blocks, 1)))
+
+    def _table(self, case: ProfileCase) -> ModelTable:
+        torch.manual_seed(0)
+        model = ProbeModel(replace(case, blocks=2), self.software.block)
+        try:
+            table = module_table(
+                model, batch_of(case, 0), self.software.loss, case.name, tokens=case.tokens, whole=False
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # code of the user's: whatever it raises under capture is told as theirs
+            said = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error!s:.300}"
+            raise ConfigError(
+                f"{self.software.path}: block({case.width}) cannot be captured: {said}; give a plain module from "
+                "block and compile or wrap it in prepare(model)"
+            ) from error
+        if len(table.counts) != 3:
+            raise ConfigError(
+                f"{self.software.path}: expected block({case.width}) to make equal blocks, got {table.counts} of them"
+            )
+        return table
+
+    def layout(self, case: ProfileCase, ranks: int) -> Layout:
+        """Layout of a case; a process alone shares nothing."""
+        shared = f",dp{ranks},{self.software.layout}" if ranks > 1 else ""
+        return parse_layout(f"fp32{shared},mb{case.rows},gb{ranks * case.rows}")
+
+    def request(self, number: int, stack: Stack, ranks: int) -> StepRequest:
+        """Step of a case under software."""
+        case = self.asked[number]
+        return StepRequest(
+            name=case.name,
+            model=Architecture(family=case.name, symbols={}, blocks=(("block", case.blocks),)),
+            seq_len=case.tokens,
+            machine=self.machine,
+            layout=self.layout(case, ranks),
+            stack=stack,
+        )
+
+    def simulated(self, number: int, stack: Stack, ranks: int = 1) -> Simulated:
+        """Simulate a case."""
+        return simulate(self.request(number, stack, ranks), self.tables[number])
+
+
+def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) -> Stack:
+    """Fit what one process says ([Note: fit of a profile])."""
+    counted = [_Counted.of(bench, base, number) for number in range(len(bench.asked))]
+    timings = measured.timings
+    found: dict[str, float] = {}
+    kernels = [number for number, case in enumerate(bench.asked) if case.name in _OF_KERNELS]
+    for cause in (PRODUCTS, ATTENTION):
+        seen = sum(getattr(timings[number], f"{cause}_s") for number in kernels)
+        said = sum(getattr(counted[number], cause) for number in kernels)
+        if seen and said:
+            found[cause] = seen / said
+    if ATTENTION not in found:  # in operations of its own: it is in what is left of the pass
+        counted = [replace(one, memory=one.memory + one.attention) for one in counted]
+    weights = np.array([1 / timing.step_s for timing in timings])
+    left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
+    columns = [[one.kernels * _UNIT_S, one.memory, one.loss] for one in counted]
+    columns = [[kernels, memory + loss, loss] for kernels, memory, loss in columns]  # the loss: what it takes beyond
+    launches, memory, beyond = _solved(columns, left, weights, drawn=(False, True, False))
+    found |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
+    if ATTENTION not in found:
+        found[ATTENTION] = memory
+    behind = np.array([timing.update_s for timing in timings])
+    columns = [[one.optimizer, one.tensors * _UNIT_S, 1.0] for one in counted]
+    optimizer, each, step_s = _solved(columns, behind, weights, drawn=(True, False, False))
+    found["optimizer"] = optimizer
+    if measured.product_s:
+        found[LOW_KEY] = measured.product_s[0] / measured.product_s[1]
+    return replace(
+        base,
+        title=f"{bench.software.framework}, measured",
+        framework=bench.software.framework,
+        fitted=tuple(dict.fromkeys((*base.fitted, _CPU))),
+        launch_s=_rounded(max(_LEAST_LAUNCH_S, launches * _UNIT_S)),
+        parameter_s=_rounded(each * _UNIT_S),
+        step_s=_rounded(step_s),
+        in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()},
+        **_host_update(base, counted[-1], timings[-1], machine),
+    )
+
+
+def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
+    """Fit what several processes say beyond one."""
+    found: dict[str, float] = {}
+    if measured.gather_s:
+        request = bench.request(0, stack, ranks)
+        machine = machine_of(request)
+        gathered = Collective("all_gather", "dp", GATHERED_BYTES)
+        found["all_gather"] = measured.gather_s / prices_of(request, machine, bench.tables[0]).collective_s(gathered)
+        stack = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.all_gather": _limited(found["all_gather"])})
+    op = "all_reduce" if bench.software.layout == "zero0" else "reduce_scatter"
+    twice = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.{op}": 2.0})
+    own, reduced, weights = [], [], []
+    for number, timing in enumerate(measured.timings):
+        one, two = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice))
+        own.append(timing.step_s - (2 * one - two))
+        reduced.append([two - one])
+        weights.append(1 / timing.step_s)
+    found[op] = float(_solved(reduced, np.array(own), np.array(weights), drawn=(True,))[0])
+    factors = {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()}
+    return replace(stack, in_situ=stack.in_situ | factors)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Parts of a case's step, before anything is measured.
+
+    Attributes:
+        products, attention, memory, loss, optimizer: Seconds; ``memory`` is memory-bound and not of the loss.
+        kernels, tensors: Number of launches, and of parameters' tensors.
+        elements: Parameters.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    loss: float
+    optimizer: float
+    kernels: float
+    tensors: int
+    elements: int
+
+    @classmethod
+    def of(cls, bench: _Bench, base: Stack, number: int) -> _Counted:
+        """Count a case under the switches that a profile begins with."""
+        plain = replace(base, launch_s=_UNIT_S)
+        twice = replace(plain, in_situ=plain.in_situ | {f"{_CPU}.loss": 2.0})
+        simulated = bench.simulated(number, plain)
+        shares = simulated.step.shares_s
+        memory = shares.get(MEMORY, 0.0)
+        loss = bench.simulated(number, twice).step.shares_s.get(MEMORY, 0.0) - memory
+        return cls(
+            products=shares.get(PRODUCTS, 0.0),
+            attention=shares.get(ATTENTION, 0.0),
+            memory=memory - loss,
+            loss=loss,
+            optimizer=shares["optimizer"],
+            kernels=shares.get("launches", 0.0) / _UNIT_S,
+            tensors=sum(stage.parameters for stage in simulated.step.stages),
+            elements=sum(sum(stage.trained.values()) for stage in simulated.step.stages),
+        )
+
+
+def _host_update(base: Stack, counted: _Counted, timing: Timing, machine: Machine) -> dict[str, Any]:
+    """Share of the memory's bandwidth that the update reaches here: that of updates on hosts behind GPUs."""
+    wide = base.in_precision("fp32")
+    bound_s = counted.elements * update_bytes(wide) / machine.device.memory_bandwidth_bytes_per_s
+    return {"host_update": "fused", "host_optimizer": _rounded(min(1.0, max(1e-3, bound_s / timing.update_s)))}
+
+
+def _solved(columns: Sequence[Sequence[float]], right: Any, weights: Any, *, drawn: Sequence[bool]) -> list[float]:
+    """Solve weighted least squares with no unknown below 0.
+
+    Args:
+        columns: [case, unknown].
+        weights: Weight of each case's equation.
+        drawn: Whether an unknown is a factor, drawn to 1.
+    """
+    left = np.array(columns) * weights[:, None]
+    told = right * weights
+    for place, draws in enumerate(drawn):
+        if draws:
+            row = np.zeros(left.shape[1])
+            row[place] = _DRAWN
+            left, told = np.vstack([left, row]), np.append(told, _DRAWN)
+    unknowns = range(left.shape[1])
+    best, least = np.zeros(left.shape[1]), float("inf")
+    for count in range(1, left.shape[1] + 1):
+        for chosen in combinations(unknowns, count):
+            tried = np.zeros(left.shape[1])
+            tried[list(chosen)] = np.linalg.lstsq(left[:, list(chosen)], told, rcond=None)[0]
+            error = float(np.sum((left @ tried - told) ** 2))
+            if tried.min() >= 0 and error < least:
+                best, least = tried, error
+    return [float(value) for value in best]
+
+
+def _limited(factor: float) -> float:
+    return min(max(factor, _RANGE[0]), _RANGE[1])
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _rows(bench: _Bench, base: Stack, stack: Stack, measured: Measured, ranks: int) -> list[ProfileRow]:
+    rows: list[ProfileRow] = []
+    for number, (case, timing) in enumerate(zip(bench.asked, measured.timings, strict=True)):
+        before, after = (bench.simulated(number, each, ranks).step.step_s for each in (base, stack))
+        rows.append(ProfileRow(case.name, ranks, timing.step_s, before, after))
+    return rows
+
+
+def _sources(stack: Stack, script: Path, machine_file: Path, ranks: int, alone: Measured) -> dict[str, str]:
+    """Say where each measured number comes from."""
+    today = datetime.date.today().isoformat()
+    how = (
+        f"measured {today} by lading probe --software {script.name} against {machine_file.name}, torch "
+        f"{torch.__version__}, {host_id()}"
+    )
+    limits = [name for name, factor in stack.in_situ.items() if factor in _RANGE]
+    told = f"{how}; among {ranks} ranks" if ranks > 1 else f"{how}; collectives as the machine file has them"
+    if alone.no_product:
+        told += f"; {alone.no_product}"
+    if limits:
+        told += f"; at the end of what a factor may be: {', '.join(limits)}"
+    keys = ("launch_s", "parameter_s", "step_s", "host_update", "host_optimizer", "fitted")
+    return stack.sources | dict.fromkeys(keys, how) | {"in_situ": told}
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    return vars(Stack(name="", title=""))
+
+
+def stack_to_toml(stack: Stack) -> str:
+    """Write software as TOML: ``stack_by_name`` of the file gives the same switches.
+
+    What every file has by itself is left out, its name too.
+    """
+    lines: list[str] = []
+    tables: list[str] = []
+    for field in dataclasses.fields(stack):
+        value = getattr(stack, field.name)
+        if field.name == "name" or (value == _defaults()[field.name] and field.name != "title"):
+            continue
+        if isinstance(value, dict):
+            table: dict[str, Any] = value
+            tables += ["", f"[{field.name}]", *(f"{_text(key)} = {_text(item)}" for key, item in table.items())]
+        else:
+            lines.append(f"{field.name} = {_text(value)}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        items: tuple[Any, ...] = value
+        return "[" + ", ".join(map(_text, items)) + "]"
+    return json.dumps(value) if isinstance(value, str | int) else repr(float(value))

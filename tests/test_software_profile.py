@@ -1,0 +1,271 @@
+"""A script's software becomes a set of switches: what is asked of the script, what is fitted, what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lading import software_profile
+from lading.catalog.load import load_machine, save_machine
+from lading.catalog.stacks import stack_by_name
+from lading.catalog.tables import family_table
+from lading.cli.main import main
+from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
+from lading.ir.machine import Curve, Machine, Processes
+from lading.ir.request import Architecture, StepRequest
+from lading.ir.stack import Stack
+from lading.runtime.host import host_id
+from lading.runtime.probe_software import Measured, ProfileCase, Timing, UserSoftware, cases, measure
+from lading.sim.simulate import simulate
+from lading.software_profile import profile_to, stack_to_toml
+
+BLOCK = """
+from torch import nn
+
+def block(width):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+"""
+LINE = Curve(size=(1e3, 1e9), rate=(1e9, 1e9))
+SHARED = Processes(
+    cores=2,
+    slowdown={"products": (1.0, 1.1, 1.6, 2.2), "memory-bound": (1.0, 1.4, 2.0, 2.8)},
+    busy={"all_reduce.2": 2.0, "all_gather.2": 2.0, "reduce_scatter.2": 2.0},
+    overhead_s={"operation": 1e-5},
+)
+#: What software of a host that is simulated takes, as a profile should find it.
+HIDDEN = {"products": 1.3, "attention": 0.8, "memory-bound": 1.7, "loss": 1.6, "optimizer": 4.0}
+
+
+def script_of(folder: Path, text: str = BLOCK) -> Path:
+    path = folder / "train_block.py"
+    path.write_text(text)
+    return path
+
+
+def machine_of(folder: Path, **changes: object) -> Path:
+    collectives = {f"{op}.2": LINE for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    machine = dataclasses.replace(
+        load_machine("cpu"), collectives=collectives, processes=SHARED, host_id=host_id(), **changes
+    )
+    save_machine(machine, folder / "machine.toml")
+    return folder / "machine.toml"
+
+
+def hidden(stack: Stack) -> Stack:
+    factors = {f"cpu.{what}": factor for what, factor in HIDDEN.items()} | {"cpu.all_reduce": 2.5}
+    return dataclasses.replace(stack, launch_s=2e-5, parameter_s=3e-5, step_s=4e-4, in_situ=stack.in_situ | factors)
+
+
+@pytest.fixture
+def simulated_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures what the simulator says of software with factors that the fit does not know."""
+    made: list[software_profile._Bench] = []
+    kept = software_profile._Bench.__init__
+
+    def init(self: software_profile._Bench, *args: object) -> None:
+        kept(self, *args)  # type: ignore[arg-type]
+        made.append(self)
+
+    def measured(path: Path, asked: tuple[ProfileCase, ...], *, ranks: int, threads: int, seconds: float) -> Measured:
+        bench, timings = made[-1], list[Timing]()
+        for number in range(len(asked)):
+            step = bench.simulated(number, hidden(stack_by_name("torch-eager-cpu")), ranks).step
+            shares = step.shares_s
+            behind = shares["optimizer"] + shares["host"]
+            kernels = shares.get("products", 0.0), shares.get("attention", 0.0)
+            timings.append(Timing(step.step_s - behind, behind, *kernels))
+        return Measured(tuple(timings), gather_s=3 * (8 << 20) / 1e9 if ranks > 1 else 0.0, no_product="none here")
+
+    monkeypatch.setattr(software_profile._Bench, "__init__", init)
+    monkeypatch.setattr(software_profile, "measure", measured)
+
+
+def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulated_host: None) -> None:
+    said: list[str] = []
+    out = tmp_path / "mine.toml"
+    profile = profile_to(out, script_of(tmp_path), machine_of(tmp_path), ranks=2, seconds=1, progress=said.append)
+    found = profile.stack.in_situ
+    for what in ("products", "memory-bound", "loss", "optimizer"):
+        assert found[f"cpu.{what}"] == pytest.approx(HIDDEN[what], rel=0.15), what
+    assert profile.stack.launch_s == pytest.approx(2e-5, rel=0.1)
+    assert profile.stack.parameter_s == pytest.approx(3e-5, rel=0.1)
+    assert profile.stack.step_s == pytest.approx(4e-4, rel=0.15)
+    assert found["cpu.all_reduce"] == pytest.approx(2.5, rel=0.1)
+    assert found["cpu.all_gather"] == pytest.approx(3.0, rel=0.01)
+    assert max(abs(row.after_s / row.measured_s - 1) for row in profile.rows) < 0.03
+    assert max(abs(row.before_s / row.measured_s - 1) for row in profile.rows) > 0.3
+    assert "read block; torch's own for prepare, optimizer, loss" in said[0]
+
+
+def test_what_is_written_is_what_is_read_and_runs_nothing(tmp_path: Path, simulated_host: None) -> None:
+    out = tmp_path / "mine.toml"
+    profile = profile_to(out, script_of(tmp_path), machine_of(tmp_path), seconds=1, progress=lambda _: None)
+    (tmp_path / "train_block.py").unlink()
+    again = stack_by_name(str(out))
+    assert again == profile.stack
+    assert again.name == "mine"
+    assert again.framework == "train_block"
+    assert again.evidence_on("cpu") == "fitted"
+    assert "measured" in again.sources["launch_s"]
+    assert "none here" in again.sources["in_situ"]
+
+
+def test_every_stack_of_the_catalog_is_written_as_it_is_read(tmp_path: Path) -> None:
+    for name in ("megatron-core", "torchtitan-compile", "torch-eager-cpu", "qwen-finetune"):
+        path = tmp_path / f"{name}-again.toml"
+        path.write_text(stack_to_toml(stack_by_name(name)))
+        assert dataclasses.replace(stack_by_name(str(path)), name=name) == stack_by_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def blocks(width): ...\n", r"expected a function block\(width\).*did you mean"),
+        ("x = 1\n", r"expected a function block\(width\).*none"),
+        ("block = 3\n", "expected block to be a function, got int"),
+        ("raise SystemExit(3)\n", "the script itself raised SystemExit"),
+        ("import no_such_module_at_all\n", "raised ModuleNotFoundError"),
+        (BLOCK + "widths = (1, 2)\n", "expected widths of three ascending numbers"),
+        (BLOCK + "layout = 'tp2'\n", "expected layout to be one of zero0, zero2, zero3"),
+        (BLOCK + "layout = 'zero3'\n", r"expected a function prepare\(model\) that shards it so"),
+        (BLOCK + "like = 3\n", "expected like to be a text, got 3"),
+        (BLOCK + "optimizer = 'adamw'\n", "expected optimizer to be a function, got str"),
+    ],
+)
+def test_a_script_that_lacks_something_is_refused_with_what_was_expected(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?is){said}"):
+        UserSoftware(script_of(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 3", r"expected block\(64\) to give a torch.nn.Module, got <class 'int'>"),
+        ("return nn.Linear(width, 2)", r"to map \(1, 16, 64\) to the same, got \(1, 16, 2\)"),
+        ("return nn.Linear(3, 4)", r"block\(64\) on \(1, 16, 64\) raised RuntimeError"),
+        ("return nn.Linear(width, width).bfloat16()", "in float32, got .*bfloat16"),
+        ("return nn.Linear(width, width).nothing", "raised AttributeError"),
+    ],
+)
+def test_a_block_is_a_module_that_keeps_its_input_s_shape(tmp_path: Path, body: str, said: str) -> None:
+    software = UserSoftware(script_of(tmp_path, f"from torch import nn\ndef block(width):\n    {body}\n"))
+    with pytest.raises(ConfigError, match=said):
+        software.block(64)
+
+
+def test_the_machine_file_is_of_processors_of_this_host(tmp_path: Path) -> None:
+    script = script_of(tmp_path)
+    with pytest.raises(ConfigError, match="expected a file measured on this host"):
+        profile_to(tmp_path / "mine.toml", script, Path("cpu"), seconds=1)
+    with pytest.raises(ConfigError, match="software is measured on processors only"):
+        profile_to(tmp_path / "mine.toml", script, Path("h100"), seconds=1)
+    alone: Machine = dataclasses.replace(load_machine("cpu"), host_id=host_id())
+    save_machine(alone, tmp_path / "alone.toml")
+    with pytest.raises(ConfigError, match="expected a file of lading probe --ranks 2"):
+        profile_to(tmp_path / "mine.toml", script, tmp_path / "alone.toml", ranks=2, seconds=1)
+
+
+def test_a_block_that_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
+    text = """
+import torch
+
+class Odd(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.from_numpy(x.detach().numpy()))
+
+def block(width):
+    return Odd(width, width)
+"""
+    with pytest.raises(ConfigError, match=r"compile or wrap it in prepare\(model\)"):
+        profile_to(tmp_path / "mine.toml", script_of(tmp_path, text), machine_of(tmp_path), seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--software", "{script}"], "expected --machine FILE next to --software"),
+        (["--machine", "{script}"], "--machine belongs to --software"),
+        (["--software", "{script}", "--machine", "cpu", "--folder", "{folder}"], "--folder is a disk to measure"),
+        (["--software", "{folder}/none.py", "--machine", "cpu"], "expected a file measured on this host"),
+    ],
+)
+def test_the_command_asks_for_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = [word.format(script=script_of(tmp_path), folder=tmp_path) for word in arguments]
+    assert main(["probe", *given, "--out", str(tmp_path / "m.toml")]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_products_in_8_bits_take_so_many_times_as_long_as_in_their_own_format(tmp_path: Path) -> None:
+    table, machine = family_table("gpt", layers=2, h=256, n=4, v=1000), machine_of(tmp_path)
+
+    def shares(precision: str, stack: Stack) -> dict[str, float]:
+        request = StepRequest(
+            name=precision,
+            model=Architecture(family="gpt", symbols={}, blocks=(("block", 2),)),
+            seq_len=128,
+            machine=str(machine),
+            layout=parse_layout(f"{precision},mb1,gb1"),
+            stack=stack,
+        )
+        return simulate(request, table).step.shares_s
+
+    plain = stack_by_name("torch-eager-cpu")
+    with pytest.raises(ConfigError, match="peak only for"):
+        shares("fp8", plain)
+    low = dataclasses.replace(plain, in_situ={"cpu.low-precision products": 3.0})
+    wide, eight = shares("bf16", low), shares("fp8", low)
+    assert eight["low-precision products"] > 0
+    both = eight["low-precision products"] / 3 + eight.get("products", 0.0)
+    assert both == pytest.approx(wide["products"])
+
+
+@pytest.mark.parametrize("key", ["cpu.product", "cpu.", "zen.products", "products"])
+def test_a_factor_of_nothing_that_is_known_is_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'title = "t"\n[in_situ]\n"{key}" = 1.5\n')
+    with pytest.raises(ConfigError, match=r"in_situ has factors for ampere, .*cpu, or one of these with \.products"):
+        stack_by_name(str(path))
+
+
+def small() -> tuple[ProfileCase, ...]:
+    return tuple(dataclasses.replace(case, rows=1, tokens=16, vocabulary=64) for case in cases((16, 32, 64)))
+
+
+def test_steps_of_a_script_are_timed(tmp_path: Path) -> None:
+    found = measure(script_of(tmp_path), small(), ranks=1, threads=1, seconds=0.2)
+    assert len(found.timings) == 5
+    for timing in found.timings:
+        assert 0 < timing.products_s < timing.pass_s < 5
+        assert 0 < timing.update_s < 5
+        assert timing.attention_s == 0
+    assert found.product_s or found.no_product
+    assert found.gather_s == 0
+
+
+@pytest.mark.slow
+def test_ranks_are_timed_and_replicas_that_drift_apart_refused(tmp_path: Path) -> None:
+    found = measure(script_of(tmp_path), small(), ranks=2, threads=1, seconds=0.2)
+    assert 0 < found.gather_s < 1
+    apart = BLOCK + "def prepare(model):\n    return model\n"
+    with pytest.raises(ConfigError, match=r"expected prepare\(model\) to reduce gradients over the 2 ranks"):
+        measure(script_of(tmp_path, apart), small(), ranks=2, threads=1, seconds=0.2)
+
+
+def test_an_engine_has_backward_and_step(tmp_path: Path) -> None:
+    engine = """
+def prepare(model):
+    class Engine:
+        parameters = model.parameters
+        def __call__(self, tokens):
+            return model(tokens)
+        def backward(self, loss):
+            loss.backward()
+    return Engine()
+"""
+    with pytest.raises(ConfigError, match="has one of backward and step, not both"):
+        measure(script_of(tmp_path, BLOCK + engine), small(), ranks=1, threads=1, seconds=0.1)

@@ -8,6 +8,8 @@ WORKERS ?= auto
 PYTEST := pytest -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 STAMP := .venv/.lading-installed
+# Bytecode, once: in a fresh clone every process of the tests would make all of it at the same time.
+COMPILE := $(BIN)/python -m compileall -q -j 0 src tools tests
 
 .PHONY: venv demo test check mutants docs format clean
 
@@ -25,6 +27,7 @@ demo: venv
 	$(BIN)/lading demo $(DEMO_ARGS)
 
 test: venv
+	$(COMPILE)
 	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
 
 check: venv
@@ -32,6 +35,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(COMPILE)
 	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
 
 # Plausible faults, one at a time in a copy of the code: do the tests notice? Half an hour; MUTANTS_ARGS="planner --lived" for some.

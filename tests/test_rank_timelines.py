@@ -21,7 +21,7 @@ from tests.test_pipelines import connected
 from tests.test_replicas import batch, build
 
 #: Seconds that an operation of the slow rank sleeps.
-SLEEP_S = 0.002
+SLEEP_S = 0.001
 LAYOUTS = ("dp2", "dp2,zero3", "pp2")
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from lading.catalog.load import load_machine
 from lading.catalog.networks import with_network
@@ -181,6 +180,8 @@ def tuning_of(values: Sequence[float]) -> Tuning:
 
 def fit(sweeps: Sequence[Sweep]) -> list[float]:
     """Constants of least error over the sweeps, each held near what it should be about."""
+    from scipy.optimize import least_squares  # takes a second, which those who only read the sweeps need not spend
+
     priors = np.log([about for about, _ in _PRIORS.values()])
     widths = np.array([width for _, width in _PRIORS.values()])
 

@@ -162,7 +162,7 @@ def test_one_that_no_processor_is_left_for_gives_way(
     monkeypatch.setattr("lading.checkpoint.saver._PATIENCE_S", 0.3)
     monkeypatch.setattr("lading.checkpoint.saver._LOOK_S", 0.01)
     saver.save(order(tmp_path, 1))
-    large = tuple(StagedTensor(f"w{n}", "uint8", (SIZE,), ((0, 0, SIZE),)) for n in range(20))
+    large = tuple(StagedTensor(f"w{n}", "uint8", (SIZE,), ((0, 0, SIZE),)) for n in range(8))
     idle, processor = saver.pid, min(os.sched_getaffinity(0))
     assert idle is not None
     before = os.sched_getaffinity(0)

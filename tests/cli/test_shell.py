@@ -51,7 +51,7 @@ def test_a_mistyped_option_is_compared_with_those_of_its_command(capsys: pytest.
 
 @pytest.mark.parametrize(
     "asked",
-    ["place --model llama3.2-1b --machine two-desktops --policy even --seq 128", "export nothing --to nowhere"],
+    ["place --model llama3.2-1b --machine two-desktops --policy even --seq 128", "checkpoint list nowhere"],
 )
 def test_a_closed_pipe_is_no_error(asked: str, tmp_path: Path) -> None:
     """A reader of all that is said goes away, as ``head`` does."""

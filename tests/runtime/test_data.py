@@ -226,7 +226,7 @@ print(resident("RssAnon") - before[0], resident("RssFile") - before[1])
 
 def test_the_text_does_not_fill_memory(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(os.urandom(1 << 10))
-    (tmp_path / "big").write_bytes(os.urandom(48 << 20))
+    (tmp_path / "big").write_bytes(os.urandom(24 << 20))
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, *(str(tmp_path / name) for name in ("small", "cache", "big"))],
         capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},

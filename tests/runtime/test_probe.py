@@ -6,6 +6,7 @@ import math
 import os
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
         for name, sizes in (("_ATTENTION", 2), ("_LOW_SHAPES", 2), ("_BATCHED", 3), ("SHAPES", 4)):
             patch.setattr(runtime_probe, name, getattr(runtime_probe, name)[:sizes])
         patch.setitem(_DISTURBANCE_BYTES, "cpu", MiB)
+        patch.setattr(runtime_probe, "_TRIES", 1)  # other tests load the host
+        patch.setattr(runtime_probe, "probe_disk", partial(probe_disk.probe_disk, file_bytes=32 * MiB))
         found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
     assert list(folder.iterdir()) == []
     assert len(lines) >= 3

@@ -1,14 +1,17 @@
-"""The planner's distance from its proven bound: models x machines x budgets x clipping, as a table.
+"""The planner's distance from its proven bound: models x machines x budgets x clipping, as tables.
 
-    python benchmarks/planner/zoo.py --models gpt-124m hf-bert-large --machines cpu rtx4090 --out results.md
+    python benchmarks/planner/zoo.py --models gpt-124m hf-bert-large --machines cpu rtx4090 --out zoo_NAME_YYYYMM
 
-Models are only captured, so any machine of the catalog can be planned for on any host. Times are predicted.
+Models are only captured, so any machine of the catalog can be planned for on any host. Times are predicted. A run
+writes each case into ``--out`` (.json) as soon as it is planned, in the place of an earlier one of the same case, and
+all tables (.md) are made of what is there: a zoo can be planned in several runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,11 +36,11 @@ from lading.units import format_bytes, format_seconds, share_or_bytes
 from models import cases
 
 _HEAD = (
-    "| model | clipping | machine | budget | step | bound | gap | deferred | loss in parts | busiest | "
-    "compute waits for | other policies | planned in |"
+    "| model | clipping | machine | budget | step | bound | above it | recomputed | deferred | late | loss in parts | "
+    "on host | busiest | compute waits for | other policies | planned in |"
 )
 _SUMMARY = (
-    "| machine | budget | cases | cannot | none found | within 10% | median gap | 90th percentile | CPU seconds |"
+    "| machine | budget | cases | cannot | none found | within 10% | median above | 90th percentile | CPU seconds |"
 )
 #: Share of the bound that a plan is to be within.
 _NEAR = 0.10
@@ -45,53 +48,96 @@ _NEAR = 0.10
 
 @dataclass(frozen=True)
 class Row:
-    """Case of the zoo: its line of the table, and what the summary counts.
+    """Case of the zoo, as planned.
 
     Attributes:
-        gap: Share of the bound by which the plan is above it; None where there is no plan.
-        cannot: Whether no plan can exist: one operation's operands are more than the budget leaves for tensors.
+        step_s, bound_s: Seconds of the step and of its bound; 0 where there is no plan, or no bound.
         seconds: CPU seconds of planning.
+        recompute_s: Seconds of the step that compute again.
+        deferred, late, loss_parts, hosted: Updates deferred and late, parts of the loss, operations on the host.
+        busiest, waits: Stream that runs longest, and those that compute waits for, with shares of the step.
+        others: Other policies, with their steps.
+        missing_bytes: Bytes by which the smallest plan found is above the budget, where there is none within it.
+        cannot: Why no plan can exist: one operation's operands are more than the budget leaves for tensors.
     """
 
+    model: str
+    clip_norm: float
     machine: str
     budget: str
-    line: str
-    gap: float | None
-    cannot: bool
     seconds: float
+    step_s: float = 0.0
+    bound_s: float = 0.0
+    recompute_s: float = 0.0
+    deferred: int = 0
+    late: int = 0
+    loss_parts: int = 0
+    hosted: int = 0
+    busiest: str = ""
+    waits: str = ""
+    others: str = ""
+    missing_bytes: int = 0
+    cannot: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """Share of the bound by which the plan is above it; None where there is no plan."""
+        return self.step_s / self.bound_s - 1 if self.bound_s else None
+
+    @property
+    def key(self) -> tuple[str, float, str, str]:
+        """Identify the case."""
+        return self.model, self.clip_norm, self.machine, self.budget
+
+    @property
+    def line(self) -> str:
+        """Line of the table of all cases."""
+        start = f"| {self.model} | {self.clip_norm:g} | {self.machine} | {self.budget} "
+        end = f"| {self.seconds:.1f} s |"
+        if not self.step_s:
+            why = f"cannot: {self.cannot}" if self.cannot else f"none found: {self.missing_bytes} bytes missing"
+            return f"{start}| {why} " + "| " * (_HEAD.count("|") - 7) + end
+        bound, gap = (format_seconds(self.bound_s), f"{self.gap:.1%}") if self.bound_s else ("none", "-")
+        return (
+            f"{start}| {format_seconds(self.step_s)} | {bound} | {gap} | {self.recompute_s / self.step_s:.0%} | "
+            f"{self.deferred} | {self.late} | {self.loss_parts or '-'} | {self.hosted or '-'} | {self.busiest} | "
+            f"{self.waits} | {self.others} {end}"
+        )
+
+    @property
+    def cell(self) -> str:
+        """Cell of the table of distances: how far above the bound, and CPU seconds of planning."""
+        if self.gap is None:
+            return f"{'cannot' if self.cannot else 'none found'}, {self.seconds:.0f} s"
+        return f"{self.gap:.1%}, {self.seconds:.0f} s"
 
 
-def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip_norm: float) -> Iterator[Row]:
+def rows(name: str, graph: StepGraph, machine: Machine, budgets: Sequence[str], clip_norm: float) -> Iterator[Row]:
     """One row a budget, a share of what keep-all needs (which may be more than the machine has)."""
     wide = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory_bytes=1 << 45))
     step = expand(graph, clip_norm=clip_norm)
     for budget in budgets:
         begin = time.process_time()
-        start = f"| {name} | {clip_norm:g} | {machine.name} | {budget} "
         try:
             planned = make_plan(step, wide, budget=budget)
-            plan = planned.plan
         except PlanInfeasible as error:
             seconds = time.process_time() - begin
-            reason = _cannot(step, wide, budget)
-            text = f"cannot: {reason}" if reason else f"none found: {error.missing_bytes} bytes missing"
-            yield Row(
-                machine.name, budget, f"{start}| {text} | | | | | | | | {seconds:.1f} s |", None, bool(reason), seconds
-            )
+            cannot = _cannot(step, wide, budget)
+            yield Row(name, clip_norm, machine.name, budget, seconds, missing_bytes=error.missing_bytes, cannot=cannot)
             continue
+        plan, choices = planned.plan, planned.plan.choices
+        seconds = time.process_time() - begin
+        chosen = next(row for row in plan.policies if row.policy == plan.request.policy)
         others = [
             f"{row.policy} {format_seconds(row.step_s) if row.step_s else 'does not fit'}"
             for row in plan.policies
-            if row.policy != plan.request.policy
+            if row is not chosen
         ]
-        bound, gap = (format_seconds(plan.lower_bound_s), f"{plan.gap:.1%}") if plan.lower_bound_s else ("none", "-")
-        seconds = time.process_time() - begin
-        line = (
-            f"{start}| {format_seconds(plan.step_s)} | {bound} | {gap} | {plan.choices.deferred} | "
-            f"{plan.choices.loss_parts or '-'} | {_busiest(planned)} | {_waits(planned)} | {', '.join(others)} | "
-            f"{seconds:.1f} s |"
-        )
-        yield Row(machine.name, budget, line, plan.gap if plan.lower_bound_s else None, False, seconds)
+        yield Row(
+            name, clip_norm, machine.name, budget, seconds, plan.step_s, plan.lower_bound_s, chosen.recompute_s or 0.0,
+            choices.deferred, len(choices.late_updates), choices.loss_parts, len(choices.hosted), _busiest(planned),
+            _waits(planned), ", ".join(others),
+        )  # fmt: skip
 
 
 def _cannot(step: StepGraph, machine: Machine, budget: str) -> str:
@@ -124,7 +170,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
         groups[row.machine, row.budget].append(row)
     for (machine, budget), group in groups.items():
         gaps = sorted(row.gap for row in group if row.gap is not None)
-        cannot = sum(row.cannot for row in group)
+        cannot = sum(bool(row.cannot) for row in group)
         middle, high = (f"{median(gaps):.1%}", f"{gaps[-(-9 * len(gaps) // 10) - 1]:.1%}") if gaps else ("-", "-")
         lines.append(
             f"| {machine} | {budget} | {len(group)} | {cannot} | {len(group) - cannot - len(gaps)} | "
@@ -132,6 +178,31 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"{sum(row.seconds for row in group):.0f} |"
         )
     return lines
+
+
+def distances(rows: Sequence[Row]) -> list[str]:
+    """Table of the cases without clipping: above the bound, and CPU seconds of planning."""
+    plain = {(row.model, row.machine, row.budget): row.cell for row in rows if not row.clip_norm}
+    columns = list(dict.fromkeys((machine, budget) for _, machine, budget in plain))
+    lines = ["| model | " + " | ".join(f"{machine} {budget}" for machine, budget in columns) + " |"]
+    lines.append("|" + "---|" * (len(columns) + 1))
+    for model in dict.fromkeys(model for model, _, _ in plain):
+        cells = (plain.get((model, *column), "not run") for column in columns)
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables, in Markdown."""
+    lines = [f"Lading {__version__}; predicted times; planned in: CPU seconds of one thread.", ""]
+    lines += [*summary(rows), "", *distances(rows), "", _HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
+    return "\n".join([*lines, *(row.line for row in rows)]) + "\n"
+
+
+def _known(path: Path) -> dict[tuple[str, float, str, str], Row]:
+    """Cases that earlier runs planned."""
+    rows = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    return {row.key: row for row in rows}
 
 
 def _busiest(planned: Planned) -> str:
@@ -163,17 +234,17 @@ def _waits(planned: Planned) -> str:
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", help="names of benchmarks/planner/models.py; all by default")
     parser.add_argument("--machines", nargs="*", default=["rtx4090", "h100", "l4", "apple-m4"])
     parser.add_argument("--budgets", nargs="*", default=["50%", "25%"])
     parser.add_argument("--clip", nargs="*", type=float, default=[0.0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write results here as .json and .md, beside those of other cases")
     chosen = parser.parse_args()
-    lines = [f"Lading {__version__}; predicted times; planned in: CPU seconds of one thread.", "", _HEAD]
-    lines.append("|" + "---|" * (_HEAD.count("|") - 1))
-    print("\n".join(lines))
-    found: list[Row] = []
+    planned: dict[tuple[str, float, str, str], Row] = {}
+    if chosen.out:
+        planned = _known(chosen.out.with_suffix(".json"))
+    print(_HEAD)
     for case in cases():
         if chosen.models and case.name not in chosen.models:
             continue
@@ -182,12 +253,14 @@ def main() -> None:
             for clip_norm in chosen.clip:
                 for row in rows(case.name, graph, machine, chosen.budgets, clip_norm):
                     print(row.line, flush=True)
-                    found.append(row)
-    ended = ["", *summary(found)]
-    print("\n".join(ended))
-    lines += [row.line for row in found] + ended
+                    planned[row.key] = row
+                    if chosen.out:
+                        every = [dataclasses.asdict(each) for each in planned.values()]
+                        chosen.out.with_suffix(".json").write_text(json.dumps(every, indent=1) + "\n")
+    text = tables(list(planned.values()))
+    print(text)
     if chosen.out:
-        chosen.out.write_text("\n".join(lines) + "\n")
+        chosen.out.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from tests.planner.steps import captured, tiny, within
 
 from lading.ir.plan import Option
 from lading.memory.verify import verify
-from lading.planner.orders import best_order, evicting
-from lading.planner.residency import Relaxations
+from lading.planner.orders import best_order, deferred_step, evicting
+from lading.planner.residency import Relaxations, ResidencySearch
 from lading.planner.streaming import moving
 
 
@@ -27,3 +27,21 @@ def test_the_same_choices_are_lowered_once() -> None:
     relaxations = Relaxations(step)
     first = relaxations.lowered({})
     assert relaxations.lowered({}) is first
+
+
+def test_a_second_search_of_a_step_plans_nothing_again() -> None:
+    step = captured("gpt", num_layers=1)
+    step = within(step, int(0.7 * step.needs({})))
+    assert deferred_step(step, 2) is deferred_step(step, 2)
+    first, second = ResidencySearch(step, ()), ResidencySearch(step, ())
+    assert first.advance()
+    assert second.advance()
+    assert first.best is second.best
+
+
+def test_moving_whatever_waits_is_left_out_where_reading_alone_takes_too_long() -> None:
+    step = captured("gpt", num_layers=1)
+    step = within(step, int(0.7 * step.needs({})))
+    (slowest, *_) = sorted(moving(step), key=lambda found: -found.step_s)
+    assert not list(moving(step, lambda: 1e-9))
+    assert list(moving(step, lambda: 2 * slowest.step_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.runtime.cases import OPTIMIZER, assert_equals_eager, at_random, graph
 from lading.errors import ConfigError
 from lading.ir.defer import defer, updates
 from lading.ir.graph import OpKind, Phase, StepGraph
-from lading.ir.late_updates import even_moves, with_late_updates
+from lading.ir.late_updates import even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import with_loss_parts
 from lading.ir.plan import Choices
 from lading.memory.restore import apply_choices
@@ -52,6 +53,38 @@ def test_updates_are_spread_evenly_and_never_early() -> None:
     first, last = behind[0], max(i for i, op in enumerate(moved.ops) if op.phase is not Phase.OPTIMIZER)
     half = (first + last) // 2
     assert 0.3 < sum(runs[:half]) / sum(runs[:last]) < 0.7, "half of the updates in half of the time"
+
+
+def paced(graph: StepGraph) -> tuple[StepGraph, int]:
+    moves, count = paced_moves(graph, [1.0] * len(graph.ops))
+    return defer(with_late_updates(graph, moves)[0], count)[0], count
+
+
+@pytest.mark.parametrize(("name", "micro"), [("llama", 1), ("moe", 2)])
+def test_updates_all_around_the_step_equal_plain_pytorch(tmp_path: Path, name: str, micro: int) -> None:
+    graph, count = paced(graph_of(name, micro=micro))
+    assert 0 < count < len(updates(graph_of(name, micro=micro)))
+    program = program_of(graph, at_random(3))
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, name, micro=micro, rates=RATES)
+
+
+def test_updates_are_spread_over_the_next_forward_too() -> None:
+    """A quarter of the step has about a quarter of what updates write, wherever it is."""
+    graph = paced(graph_of("gpt", num_layers=8))[0]
+    assert graph.deferred, "some wait for the next step"
+    written = [op.bytes_written if op.phase is Phase.OPTIMIZER else 0 for op in graph.ops]
+    ends = [i for i, op in enumerate(graph.ops) if op.phase is not Phase.OPTIMIZER]
+    quarters = [ends[len(ends) * k // 4] for k in range(4)] + [len(graph.ops)]
+    shares = [sum(written[a:b]) / sum(written) for a, b in itertools.pairwise(quarters)]
+    assert min(shares) > 0.12, shares
+    assert max(shares) < 0.4, shares
+
+
+def test_updates_behind_all_others_are_left_where_they_are() -> None:
+    """With clipping every update waits for the last gradient: there is nothing to compute between them."""
+    graph = graph_of("gpt", clip=1.0)
+    assert paced_moves(graph, [1.0] * len(graph.ops)) == ((), 0)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,19 @@ tier, the updates of a large parameter then come all at once, and what computes 
 it does not need. Run a few at a time between the operations of the backward that follow, they cost nothing but the
 place of the gradient for longer. What is done to every tensor, and in which order, stays as it was, so the numbers do
 too, to the bit. (``lading.ir.defer`` moves updates over the step's boundary.)
+
+[Note: updates all around the step] A step repeats, so what moves for updates has the next forward to pass beside as
+well. With B the seconds from the first final gradient to the end, and F those in which all parameters are read again,
+gradients are final at an even pace over B and parameters are read at an even pace over F, those of the first layers
+first. To run as many updates in each second of both, F / (B + F) of the updates of every layer have to wait for the
+next forward, and the others run evenly over B. So ``paced_moves`` picks parameters of about that share of the bytes,
+evenly, and puts their updates behind all others, where ``lading.ir.defer`` takes them from.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from lading.errors import ConfigError
 from lading.ir.defer import moved_blocks, updates
@@ -76,33 +83,79 @@ def _check_values(graph: StepGraph, order: Sequence[int]) -> None:
                 wrote[storage] = max(wrote.get(storage, -1), op)
 
 
-def even_moves(graph: StepGraph, op_seconds: Sequence[float], hurry: float = 1.0) -> tuple[Move, ...]:
-    """Spread updates evenly, by the elements they move, over what computes from the first of them on.
+def even_moves(
+    graph: StepGraph, op_seconds: Sequence[float], hurry: float = 1.0, *, left_out: Set[int] = frozenset()
+) -> tuple[Move, ...]:
+    """Spread updates evenly, by the bytes they write, over what computes from the first of them on.
 
     Args:
         op_seconds: Seconds of each operation.
         hurry: How many times faster than evenly they run; they never run before their gradients are final.
+        left_out: Operations of updates that are not spread.
 
     Returns:
         Moves for ``with_late_updates``; () where there is nothing to spread.
     """
     free = {op for group in updates(graph) for op in group}
     last = max((i for i in range(len(graph.ops)) if i not in free), default=-1)
-    early = [i for i in sorted(free) if i < last]
+    early = [i for i in sorted(free - left_out) if i < last]
     if not early:
         return ()
-    size = {op: sum(graph.storages[s].size_bytes for s in graph.op_writes[op]) for op in early}
+    size = {op: graph.ops[op].bytes_written for op in early}
     rest_s = sum(op_seconds[i] for i in range(early[0], last + 1) if i not in free)
     per_byte = rest_s / max(1, sum(size.values())) / hurry
     moves: list[Move] = []
     waiting: list[int] = []
     spare_s = 0.0
     for op in range(last + 1):
-        if op in free:
+        if op in size:
             waiting.append(op)
+        if op in free:
             continue
         spare_s = spare_s + op_seconds[op] if waiting else 0.0
         while waiting and (spare_s >= per_byte * size[waiting[0]] or op == last):
             spare_s -= per_byte * size[waiting[0]]
             moves.append((waiting.pop(0), op))
     return tuple((op, after) for op, after in moves if any(between not in free for between in range(op + 1, after + 1)))
+
+
+def paced_moves(graph: StepGraph, op_seconds: Sequence[float]) -> tuple[tuple[Move, ...], int]:
+    """Spread updates evenly over the whole step, the next forward included ([Note: updates all around the step]).
+
+    Args:
+        op_seconds: Seconds of each operation.
+
+    Returns:
+        Moves for ``with_late_updates``, and how many updates, then the last ones, are to be deferred
+        (``lading.ir.defer``); ((), 0) where no update comes before the end of the backward, or none is to wait.
+    """
+    groups = sorted(updates(graph), key=lambda group: group[0])
+    free = {op for group in groups for op in group}
+    last = max((i for i in range(len(graph.ops)) if i not in free), default=-1)
+    if not groups or groups[0][0] > last:
+        return (), 0
+    behind_s = sum(seconds for op, seconds in enumerate(op_seconds) if op > groups[0][0] and op not in free)
+    again_s = sum(op_seconds[: _all_read(graph, groups, free)])
+    share = again_s / max(again_s + behind_s, 1e-12)
+    wanted = waiting_bytes = 0.0
+    waiting: list[tuple[int, ...]] = []
+    for group in groups:
+        size = sum(graph.ops[op].bytes_written for op in group)
+        wanted += share * size
+        if waiting_bytes + size / 2 <= wanted:
+            waiting.append(group)
+            waiting_bytes += size
+    deferred = frozenset(op for group in waiting for op in group)
+    end = max(i for i in range(len(graph.ops)) if i not in deferred)
+    moves = [*even_moves(graph, op_seconds, left_out=deferred), *((op, end) for op in deferred if op < end)]
+    return (tuple(sorted(moves)), len(waiting)) if waiting else ((), 0)
+
+
+def _all_read(graph: StepGraph, groups: Sequence[Sequence[int]], free: Set[int]) -> int:
+    """First operation at which everything that the updates write has been read again."""
+    first: dict[int, int] = {}
+    for index, reads in enumerate(graph.op_reads):
+        for storage in reads if index not in free else ():
+            first.setdefault(storage, index)
+    touched = ({s for op in group for s in graph.op_reads[op] if s in first} for group in groups)
+    return max((min(first[s] for s in storages) for storages in touched if storages), default=-1) + 1

@@ -27,7 +27,7 @@ from lading.cost.compute import (
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.late_updates import even_moves, with_late_updates
+from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
 from lading.ir.layout import Layout
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
 from lading.ir.machine import KERNEL_BYTES, Machine
@@ -42,7 +42,14 @@ from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, l
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
 from lading.planner.lower import StepCosts
-from lading.planner.orders import Ordered, best_order, ordered_with_host, smallest_order_bytes
+from lading.planner.orders import (
+    Ordered,
+    best_order,
+    deferred_step,
+    ordered_with_host,
+    sharpened,
+    smallest_order_bytes,
+)
 from lading.planner.policies import (
     Policy,
     checkpoint_every_block,
@@ -165,9 +172,9 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     step = dataclasses.replace(free, budgets=allowed)
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
-    if policy == "residency" and homes is None:
-        progress.update(0.97, "operations on the host")
-        chosen = _with_host(chosen, step)
+    if policy == "residency":
+        progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
+        chosen = sharpened(chosen) if homes is not None else _with_host(chosen, step)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
     chosen = _with_staging(chosen, staging_bytes)
@@ -593,28 +600,35 @@ def _chosen_form(
         except PlanInfeasible as error:
             failure = min(failure or error, error, key=lambda each: each.smallest_budget_bytes)
             continue
-        bounds = [lower_bound_s(other) for other in forms if other is not form]
-        bound_s = min([chosen.bound_s, *(bound for bound in bounds if bound)])
+        others = [deferred_step(other, other.deferrals) for other in forms if other is not form]
+        bounds = [bound for other in others if (bound := lower_bound_s(other))]
+        chosen = dataclasses.replace(
+            chosen, bound_s=min([chosen.bound_s, *bounds]), orders=(*chosen.orders, *others) if chosen.orders else ()
+        )
         plain = min(fitting.values(), key=lambda found: found.step_s, default=chosen.found)
         if plain.step_s < chosen.found.step_s:
-            return Ordered(0, step, plain, bound_s)
-        return dataclasses.replace(chosen, bound_s=bound_s)
+            return dataclasses.replace(chosen, deferred=0, step=step, found=plain)
+        return chosen
     assert failure is not None, "no form has a plan"
     raise failure
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
-    """Try the plan with operations on the host; its bound then leaves out what its form of the step computes more."""
+    """Try the plan with operations on the host, and sharpen the bound of the plan that is taken.
+
+    With operations on the host it leaves out what the plan's form of the step computes more.
+    """
     hosted = ordered_with_host(chosen)
+    sharp = sharpened(hosted)
     if hosted is chosen:
-        return chosen
+        return sharp
     more_s = max(0.0, sum(chosen.step.costs.op_seconds) - sum(step.costs.op_seconds))
-    return dataclasses.replace(hosted, bound_s=max(0.0, hosted.bound_s - more_s))
+    return dataclasses.replace(sharp, bound_s=max(0.0, sharp.bound_s - more_s))
 
 
 def _first_plan_s(step: StepProblem) -> float:
     """Seconds of the first plan of a search; infinite where it does not fit."""
-    search = ResidencySearch(step, ())
+    search = ResidencySearch(deferred_step(step, step.deferrals), ())
     search.advance()
     return search.best_s()
 
@@ -630,15 +644,21 @@ def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:
 
 
 def _late_updates(step: StepProblem) -> list[StepProblem]:
-    """Step with its updates spread, evenly and faster; none where no operation could run between them."""
-    forms: list[StepProblem] = []
-    worth = step.defers and step.machine.tiers and len(step.graph.ops) > _FEW_OPS
-    for hurry in _HURRIES if worth else ():
-        moves = even_moves(step.graph, step.costs.op_seconds, hurry)
-        if moves:
-            graph, origins = with_late_updates(step.graph, moves)
-            forms.append(dataclasses.replace(_reordered(step, graph, origins), late_updates=moves))
-    return forms
+    """Step with its updates spread, evenly over the backward and over all of the step.
+
+    None where no operation could run between them.
+    """
+    if not (step.defers and step.machine.tiers and len(step.graph.ops) > _FEW_OPS):
+        return []
+    seconds = step.costs.op_seconds
+    paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
+    return [_paced(step, moves, deferrals) for moves, deferrals in (*paces, paced_moves(step.graph, seconds)) if moves]
+
+
+def _paced(step: StepProblem, moves: tuple[Move, ...], deferrals: int) -> StepProblem:
+    """Step with updates that run behind later operations, the last of which may be there to be deferred."""
+    made = _reordered(step, *with_late_updates(step.graph, moves))
+    return dataclasses.replace(made, late_updates=moves, deferrals=deferrals)
 
 
 def _reordered(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> StepProblem:

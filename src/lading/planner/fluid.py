@@ -20,12 +20,16 @@ A storage on its way takes its whole place, so at ``t`` it takes at least the sh
 at least what will not have been written when the window ends: every plan satisfies the constraints, and the optimum is
 a lower bound on the step time of any plan, as modelled (of an update that recomputation delays, as if it were not).
 Memory rows are generated where they are needed.
+
+[Note: windows] Inside a window, what is written at its end counts as written all the time. So windows end at the
+moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
+write until then is there, or made again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +41,8 @@ from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem, spans
 
 _HERE = (Option.KEEP, Option.RECOMPUTE)
-#: Price of moved or recomputed work that hides, against a second of step time.
-_TIE = 1e-3
 _ROUNDS = 16
 _ROWS_PER_ROUND = 32
-_SETTLED = 4
-#: Share of what moves in a window that takes its place over all of it, in a plan.
-_UNDER_WAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,51 +86,33 @@ def flow(problem: ResidencyProblem, budget_bytes: int, windows: int) -> RelaxedR
     Returns:
         Shares of each option and seconds; None if not even the flow fits.
     """
-    return FlowProgram(problem, windows).solve(budget_bytes)
+    return _FlowProgram(problem, budget_bytes, windows).solve()
 
 
-class FlowProgram:
-    """Linear program of a flow in HiGHS, solved for several budgets; a later solve starts from the one before.
+class _FlowProgram:
+    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once."""
 
-    Its columns and rows are collected first and handed over at once.
-    """
-
-    def __init__(self, problem: ResidencyProblem, windows: int, *, bound: bool = True) -> None:
-        """Collect all rows of the linear program but those of memory.
-
-        Args:
-            windows: K, >= 1.
-            bound: Whether the optimum is to bound every plan; else what a plan is likely to take is counted too: all
-                that is recomputed for a gap, in the window of its use, and its place from where it comes back; and half
-                the place of what moves in a window.
-        """
-        self.problem, self.windows, self.bound = problem, windows, bound
-        ended = np.cumsum(problem.op_seconds)
-        self.window = np.minimum((ended / ended[-1] * windows * (1 - 1e-9)).astype(int), windows - 1)
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
+        self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
+        self.window = _windows(problem, windows)
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
         self.flows: list[dict[Option, _GapColumns]] = []
         self.again: list[int | None] = []
-        self.positions: list[int] = []  # of the memory rows
-        self.covered: list[float] = []  # bytes at each if every gap is kept
+        self.positions: set[int] = set()  # of the memory rows
         self._add_gaps()
         self._add_times()
         self._add_capacity()
-        self.first_memory_row = len(self.rows)
         self.pieces = self._cut()
-        self.model: Any = None
 
-    def _column(self, price: float = 0.0) -> int:
-        self.costs.append(price)
+    def _column(self) -> int:
+        self.costs.append(0.0)
         self.upper.append(1.0)
         return len(self.costs) - 1
 
     def _row(self, low: float, high: float, columns: Sequence[int], values: Sequence[float]) -> None:
         self.rows.append((low, high, list(columns), list(values)))
-
-    def _again_s(self, candidate: Candidate) -> float:
-        return candidate.own_recompute_s if self.bound else candidate.recompute_s
 
     def _add_gaps(self) -> None:
         earlier: dict[tuple[tuple[int, int], Option], list[int]] = {}
@@ -140,7 +121,7 @@ class FlowProgram:
         by_version = sorted(enumerate(self.problem.candidates), key=lambda row: (not row[1].gap.wraps, row[0]))
         for index, candidate in by_version:
             if Option.RECOMPUTE in candidate.options:
-                self.again[index] = self._column(0.0 if self.bound else _TIE * candidate.recompute_s)
+                self.again[index] = self._column()
             for tier in self.problem.tiers:
                 if Option(tier.name) in candidate.options:
                     self.flows[index][Option(tier.name)] = self._add_gap(candidate, tier, earlier)
@@ -150,19 +131,19 @@ class FlowProgram:
     def _add_gap(
         self, candidate: Candidate, tier: Tier, earlier: dict[tuple[tuple[int, int], Option], list[int]]
     ) -> _GapColumns:
-        gap, tie = candidate.gap, 0.0 if self.bound else _TIE * candidate.size_bytes
+        gap = candidate.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
         count = last - first + 1
         share = self._column()
         reads = range(len(self.costs), len(self.costs) + count)
         for _ in reads:
-            self._column(tie / tier.read_bytes_per_s)
+            self._column()
         self._row(0.0, 0.0, [*reads, share], [*[1.0] * count, -1.0])
         if candidate.version is None:
             return _GapColumns(share, first, reads, range(0))
         writes = range(len(self.costs), len(self.costs) + count)
         for _ in writes:
-            self._column(tie / tier.write_bytes_per_s)
+            self._column()
         before = earlier.setdefault((candidate.version, Option(tier.name)), [])
         self._row(0.0, np.inf, [*writes, *before, share], [*[1.0] * count, *[1.0] * len(before), -1.0])
         before.append(share)
@@ -170,15 +151,11 @@ class FlowProgram:
 
     def _add_times(self) -> None:
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
-        again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
-        inside: list[list[tuple[int, float]]] = [[] for _ in range(self.windows)]
-        for column, candidate in () if self.bound else again:
-            inside[int(self.window[candidate.gap.end])].append((column, -self._again_s(candidate)))
-        for window, terms in enumerate(inside):
-            columns, values = [window, *(c for c, _ in terms)], [1.0, *(v for _, v in terms)]
-            self._row(float(compute[window]), np.inf, columns, values)
+        for window in range(self.windows):
+            self._row(float(compute[window]), np.inf, [window], [1.0])
         times = list(range(self.windows))
-        seconds = [self._again_s(g) for _, g in again]
+        again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
+        seconds = [g.own_recompute_s for _, g in again]
         ones = [1.0] * self.windows
         self._row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         for tier in self.problem.tiers:
@@ -238,92 +215,31 @@ class FlowProgram:
                     self._row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
             self._row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
 
-    def solve(self, budget_bytes: int, extra: np.ndarray | None = None) -> RelaxedResidency | None:
-        """Solve for a budget.
-
-        Args:
-            budget_bytes: Bytes of the arena.
-            extra: [position]: bytes to reserve besides ``base``.
-
-        Returns:
-            Shares of each option for each candidate, and seconds; None if not even the flow fits.
-        """
-        self.room = budget_bytes - self.problem.base - (0 if extra is None else extra)
+    def solve(self) -> RelaxedResidency | None:
+        """Solve, with more memory rows until none is broken."""
         if self.room.min(initial=0) < 0:
             return None
-        if self.model is None:
-            self.model = self._started()
-            self._add_memory(self._worst(np.zeros(len(self.costs))))
-        for row, high in enumerate(self._memory_room().tolist(), self.first_memory_row):
-            if row < self.model.getNumRow():
-                self.model.changeRowBounds(row, -np.inf, high)
-        values = self._feasible()
-        return None if values is None else self._relaxed(values)
-
-    def _started(self) -> Any:
-        """Model with all columns and no row."""
         import highspy
 
         model: Any = highspy.Highs()
         model.setOptionValue("output_flag", False)
         model.setOptionValue("threads", 1)
-        self.optimal = highspy.HighsModelStatus.kOptimal
-        none = np.empty(0, np.int32)
-        count = len(self.costs)
-        costs, upper = np.array(self.costs), np.array(self.upper)
-        model.addCols(count, costs, np.zeros(count), upper, 0, none, none, np.empty(0))
-        return model
-
-    def _feasible(self) -> np.ndarray | None:
-        """Solve again with more memory rows until none is broken; None if there is no solution."""
-        values: np.ndarray | None = None
+        none, count = np.empty(0, np.int32), len(self.costs)
+        model.addCols(count, np.array(self.costs), np.zeros(count), np.array(self.upper), 0, none, none, np.empty(0))
+        values = np.zeros(count)
+        self._add_memory(self._worst(values))
         for _ in range(_ROUNDS):
-            _hand_over(self.model, self.rows)
+            _hand_over(model, self.rows)
             self.rows.clear()
-            self.model.run()
-            if self.model.getModelStatus() != self.optimal:
+            model.run()
+            if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
-            values = np.array(self.model.getSolution().col_value)
+            values = np.array(model.getSolution().col_value)
             worst = self._worst(values)
             if not worst:
                 break
             self._add_memory(worst)
-        return values
-
-    def settled(self, relaxed: RelaxedResidency) -> RelaxedResidency:
-        """Solve again with the shares of the largest storages made whole, step by step; the others are free each time.
-
-        Call it right after ``solve``. Ends where nothing is split, or where rounding leaves no solution.
-        """
-        fixed: dict[int, Option] = {}
-        for _ in range(_SETTLED):
-            split = [
-                index
-                for index, shares in enumerate(relaxed.shares)
-                if index not in fixed and max(shares.values()) < 1.0 - 1e-6
-            ]
-            if not split:
-                break
-            split.sort(key=lambda index: (-self.problem.candidates[index].size_bytes, index))
-            for index in split[: (len(split) + 1) // 2]:
-                shares = relaxed.shares[index]
-                fixed[index] = max(shares, key=lambda option: shares[option])
-                self._fix(index, fixed[index])
-            values = self._feasible()
-            if values is None:
-                break
-            relaxed = self._relaxed(values)
-        for index in fixed:
-            self._fix(index, None)
-        return relaxed
-
-    def _fix(self, index: int, option: Option | None) -> None:
-        """Give a gap one option whole; None leaves it free again."""
-        columns = {o: f.share for o, f in self.flows[index].items()}
-        if (again := self.again[index]) is not None:
-            columns[Option.RECOMPUTE] = again
-        for other, column in columns.items():
-            self.model.changeColBounds(column, float(other == option), float(option is None or other == option))
+        return self._relaxed(values)
 
     def _relaxed(self, values: np.ndarray) -> RelaxedResidency:
         shares = tuple(self._shares(index, values) for index in range(len(self.flows)))
@@ -336,18 +252,14 @@ class FlowProgram:
         return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
 
     def _cut(self) -> _Pieces:
-        """Cut the positions inside all gaps by window, and where a recomputed storage is back."""
+        """Cut the positions inside all gaps by window."""
         owners: list[tuple[int, int, int]] = []
         terms: list[tuple[int, int, float]] = []
         for index, candidate in enumerate(self.problem.candidates):
-            back = () if self.bound else candidate.held.get(Option.RECOMPUTE, ())
             for first, last, window in self._windows_of(candidate):
                 columns, factors = self._terms(index, window)
-                for low, high, is_back in _parted(first, last, back):
-                    skipped = self.again[index] if is_back else None
-                    pairs = zip(columns, factors, strict=True)
-                    terms += [(len(owners), column, factor) for column, factor in pairs if column != skipped]
-                    owners.append((index, low, high))
+                terms += [(len(owners), column, factor) for column, factor in zip(columns, factors, strict=True)]
+                owners.append((index, first, last))
         who, first, last = np.array(owners, dtype=np.int64).reshape(-1, 3).T
         sizes = np.array([c.size_bytes for c in self.problem.candidates], dtype=np.float64)
         row, column, factor = zip(*terms, strict=True) if terms else ((), (), ())
@@ -377,10 +289,6 @@ class FlowProgram:
             read, left = window - gap_columns.first, max(0, window - gap_columns.first + 1)
             columns += [gap_columns.share, *gap_columns.reads[:read], *gap_columns.writes[left:]]
             factors += [-1.0, *[1.0] * read, *[1.0] * len(gap_columns.writes[left:])]
-            if not self.bound:  # in the mean half of what moves in a window is there
-                now = (*gap_columns.reads[read : read + 1], *gap_columns.writes[max(left - 1, 0) : left])
-                columns += now
-                factors += [_UNDER_WAY] * len(now)
         return columns, factors
 
     def _worst(self, values: np.ndarray) -> list[int]:
@@ -392,12 +300,11 @@ class FlowProgram:
         change -= np.bincount(pieces.last + 1, weights=size, minlength=self.problem.num_ops + 1)
         excess = np.cumsum(change)[:-1] - self.room
         excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
-        taken = set(self.positions)
         positions: list[int] = []
         for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
             if len(chunk) and excess[chunk].max() > 0:
                 position = int(chunk[excess[chunk].argmax()])
-                if position not in taken:
+                if position not in self.positions:
                     positions.append(position)
         return positions
 
@@ -411,22 +318,32 @@ class FlowProgram:
                 np.arange(int(counts.sum())) - np.repeat(ends - counts, counts) + np.repeat(pieces.starts[here], counts)
             )
             values = np.repeat(pieces.size[here], counts) * pieces.factor[at] / 1e6
-            self.positions.append(t)
-            self.covered.append(float(pieces.size[here].sum()))
-            self._row(-np.inf, float(self._memory_room()[-1]), pieces.column[at].tolist(), values.tolist())
-
-    def _memory_room(self) -> np.ndarray:
-        """Right-hand sides of the memory rows, in MB: the room less what keeping everything would take."""
-        return (self.room[self.positions] - np.array(self.covered)) / 1e6
+            self.positions.add(t)
+            covered = float(pieces.size[here].sum())
+            room = (float(self.room[t]) - covered) / 1e6
+            self._row(-np.inf, room, pieces.column[at].tolist(), values.tolist())
 
 
-def _parted(first: int, last: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    """Cut first..last where it enters or leaves one of some disjoint ranges, as (first, last, whether inside one)."""
-    cuts = {first, last + 1}
-    for low, high in ranges:
-        cuts |= {at for at in (low, high + 1) if first < at <= last}
-    for low, after in itertools.pairwise(sorted(cuts)):
-        yield low, after - 1, any(a <= low <= b for a, b in ranges)
+def _windows(problem: ResidencyProblem, count: int) -> np.ndarray:
+    """Window of each position: of equal compute time before the fullest moment, and after it ([Note: windows])."""
+    change = np.zeros(problem.num_ops + 1)
+    for candidate in problem.candidates:
+        for first, last in spans(candidate.gap, problem.num_ops):
+            change[first] += candidate.size_bytes
+            change[last + 1] -= candidate.size_bytes
+    fullest = int((np.cumsum(change)[:-1] + problem.base).argmax())
+    ended = np.cumsum(problem.op_seconds)
+    until_s, all_s = float(ended[fullest]), float(ended[-1])
+    if count == 1 or not 0.0 < until_s < all_s:
+        return _equal(ended, all_s, count)
+    before = min(count - 1, max(1, round(count * until_s / all_s)))
+    after = before + _equal(ended - until_s, all_s - until_s, count - before)
+    return np.where(np.arange(problem.num_ops) <= fullest, _equal(ended, until_s, before), after)
+
+
+def _equal(ended: np.ndarray, whole_s: float, count: int) -> np.ndarray:
+    """Window of each position by the second at which it ends, of ``count`` windows of equal length."""
+    return np.clip((ended / whole_s * count * (1 - 1e-9)).astype(int), 0, count - 1)
 
 
 def _hand_over(model: Any, rows: Sequence[tuple[float, float, list[int], list[float]]]) -> None:

@@ -271,7 +271,8 @@ class _GreedyRun:
 _LAST_SHARE = 1 / 3
 #: Operations planned in all orders together, but for the first order.
 _ORDERED = 8000
-#: An order whose first plan takes this share longer than another's is not searched further.
+#: An order whose first plan takes this share longer than another's is not searched further, nor is a step with
+#: operations on the host that takes no more than this share less.
 _REACH = 0.03
 #: Most operations of a step whose bound is sharpened where the plan is not within reach of it.
 _SHARP_OPS = 2500
@@ -285,18 +286,24 @@ class Ordered:
         deferred: Number of updates that are deferred, the last ones of the step.
         step: Step in that order.
         bound_s: Seconds that no plan in any of the orders is below, every operation where it is; 0 where none is known.
+        orders: Orders that it is a bound of, as steps of their own; () where it is not to be made sharper.
     """
 
     deferred: int
     step: StepProblem
     found: Found
     bound_s: float
+    orders: tuple[StepProblem, ...] = ()
 
 
 def deferred_step(step: StepProblem, count: int) -> StepProblem:
     """Defer the last ``count`` updates of a step."""
-    if not count:
-        return step
+    if count and count not in step.orders:
+        step.orders[count] = _deferred(step, count)
+    return step.orders[count] if count else step
+
+
+def _deferred(step: StepProblem, count: int) -> StepProblem:
     graph, order = defer(step.graph, count)
     seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
     costs = dataclasses.replace(
@@ -345,7 +352,7 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
         search.advance()
         tell(0.6, "plans that only move, or only evict")
         evicted = () if count else evicting(ordered, search.best_s)
-        for plan in chain([search.best], moving(ordered), evicted):
+        for plan in chain([search.best], moving(ordered, search.best_s), evicted):
             search.offer(plan)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)
@@ -353,10 +360,7 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
     count, plan = _finished(searches, bound_s, progress)
     progress.update(0.9, "the fastest plan with single choices changed")
     plan = polished(plan, bound_s)
-    if not good_enough(plan, bound_s):
-        progress.update(0.95, "a sharper time that no plan can beat")
-        bound_s = _sharper(step, bound_s)
-    return Ordered(count, plan.step, plan, bound_s)
+    return Ordered(count, plan.step, plan, bound_s, tuple(search.step for _, search in searches))
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:
@@ -372,11 +376,15 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
     hosted = with_host(chosen.found, plan)
     if hosted is chosen.found:
         return chosen
+    bound_s = lower_bound_s(hosted.step)
     search = ResidencySearch(hosted.step, [hosted])
-    search.advance()
+    if hosted.step_s < (1 - _REACH) * hosted.device_s:
+        search.finish(bound_s)
+    else:
+        search.advance()
     assert search.best is not None, "the plan it started with"
     best = dataclasses.replace(search.best, device_s=hosted.device_s)
-    return dataclasses.replace(chosen, step=best.step, found=best, bound_s=lower_bound_s(best.step))
+    return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))
 
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:
@@ -414,26 +422,29 @@ def _finished(
     return best
 
 
-def _sharper(step: StepProblem, bound_s: float) -> float:
-    """Sharpen a bound by when bytes have to move, where that is not too much work; ``bound_s`` elsewhere.
+def sharpened(chosen: Ordered) -> Ordered:
+    """Sharpen the bound of a plan that is not near it by when bytes have to move, where that is not too much work.
 
     An order in which it is no sharper ends the matter, as the least over the orders counts.
     """
-    if not bound_s or len(step.graph.ops) > _SHARP_OPS:
-        return bound_s
+    many = any(len(step.graph.ops) > _SHARP_OPS for step in chosen.orders)
+    if not chosen.bound_s or many or good_enough(chosen.found, chosen.bound_s):
+        return chosen
     least = float("inf")
-    for count in _counts(step):
-        sharp = flow_bound_s(deferred_step(step, count))
-        least = min(least, sharp) if sharp else least
-        if least <= (1 + 1e-9) * bound_s:
-            return bound_s
-    return least if least < float("inf") else bound_s
+    for step in chosen.orders:
+        sharp = flow_bound_s(step)
+        least = min(least, max(sharp, step.bound_s)) if sharp else least
+        if least <= (1 + 1e-9) * chosen.bound_s:
+            return chosen
+    return dataclasses.replace(chosen, bound_s=least) if least < float("inf") else chosen
 
 
 def _counts(step: StepProblem) -> tuple[int, ...]:
     """Numbers of deferred updates worth a plan, the likeliest first; for a large step only the first of them."""
     if step.lives.homes is not None or not step.defers:
         return (0,)
+    if step.deferrals:
+        return (step.deferrals,)
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)
     behind = sum(group[-1] > last for group in updates(step.graph))

@@ -122,7 +122,7 @@ def build(
     min_bytes: int,
     *,
     every: bool = False,
-    moving: bool = False,
+    moving: float = 0.0,
     across: bool = False,
 ) -> ResidencyProblem:
     """Collect the candidate gaps of a step and the bytes that are there whatever is chosen.
@@ -131,7 +131,8 @@ def build(
         min_bytes: Smaller storages are no candidates and always kept.
         every: Offer all that can be lowered, do not count small storages between uses, and count what passes between
             the step and its caller: what a bound needs.
-        moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
+        moving: Let a storage on its way to a tier or back take its place, as long as the transfer takes alone: how many
+            times longer than its operations the step takes, >= 1, as fewer run meanwhile where others wait; 0 does not.
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
     homes = lives.homes
@@ -143,7 +144,7 @@ def build(
     beside = np.isin(np.arange(len(graph.ops)), list(graph.beside))
     on_network = np.array([stream_of(graph, op) == NETWORK_STREAM for op in range(len(graph.ops))], dtype=bool)
     network = np.where(on_network, costs.op_seconds, 0.0)
-    clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
+    clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)]) * moving
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
         if homes is not None and gap.wraps and gap.storage in homes.resident:

@@ -38,7 +38,7 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
-from lading.planner.fluid import FlowProgram, flow
+from lading.planner.fluid import flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
@@ -58,9 +58,6 @@ class Aim:
         careful: Whether to rely on a share of each tier's rates only.
         across: Whether recomputation may lead from block to block.
         settled: Whether large storages are decided one after another (``Relaxation.settled``).
-        flowing: Whether it knows when bytes move (``lading.planner.fluid``); then ``windows`` are those at most.
-        near: Whether only the nearest tier is used: what lies behind it is slower, so that one transfer there that is
-            late holds up more than it carries.
     """
 
     reserve: float
@@ -69,8 +66,6 @@ class Aim:
     careful: bool = False
     settled: bool = False
     across: bool = False
-    flowing: bool = False
-    near: bool = False
 
 
 #: Shares of rates that leave room for queues, of the host's memory and of what lies behind it, whose transfers are
@@ -86,10 +81,6 @@ _CAREFUL_FIRST = (
     Aim(0.02, 4, moving=True),
     Aim(0.05, 16, moving=True, settled=True),
 )
-_NEAR = (Aim(0.05, 16, moving=True, careful=True, settled=True, near=True), Aim(0.02, 4, moving=True, near=True))
-_FLOWING = (Aim(0.05, 10, careful=True, settled=True, flowing=True),)
-#: Candidates times windows of a flow, at most, and the windows that it needs to say more than a relaxation does.
-_FLOWS, _LEAST_WINDOWS = 10_000, 4
 _LATER = (
     Aim(0.15, 16),
     Aim(0.15, 4, moving=True, careful=True, settled=True),
@@ -107,7 +98,7 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     if num_ops > _LARGE_OPS:  # of which few are tried: both beliefs at least
         return (_LATER[0], *_CAREFUL_FIRST, *_LATER[1:]), tight
     if num_ops > _SMALL_OPS:
-        return _CAREFUL_FIRST[:1] + _NEAR[:1] + _FLOWING + _CAREFUL_FIRST[1:] + _NEAR[1:] + _LATER, tight
+        return _CAREFUL_FIRST + _LATER, tight
     every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
     across = tuple(Aim(reserve, count, across=True) for reserve in (0.15, 0.0) for count in windows)
     return every + _CAREFUL_FIRST + across, tight
@@ -154,6 +145,7 @@ class StepProblem:
         defers: Whether updates may wait for the next step.
         loss_parts: Parts in which ``graph`` computes the loss (``lading.ir.loss_parts``); 0 where it is whole.
         late_updates: Updates that wait inside ``graph`` (``lading.ir.late_updates``), before others are deferred.
+        deferrals: Updates, the last ones of ``graph``, that were put there to be deferred; 0 where any number may be.
     """
 
     graph: StepGraph
@@ -165,6 +157,7 @@ class StepProblem:
     defers: bool = True
     loss_parts: int = 0
     late_updates: tuple[tuple[int, int], ...] = ()
+    deferrals: int = 0
 
     @property
     def arena_bytes(self) -> int:
@@ -175,6 +168,33 @@ class StepProblem:
     def bound_problem(self) -> ResidencyProblem:
         """Problem that offers every choice, of which a bound on all plans is made."""
         return _problem(self, every=True)
+
+    @cached_property
+    def orders(self) -> dict[int, StepProblem]:
+        """Steps with so many of the last updates deferred (``planner.orders``), each made once."""
+        return {}
+
+    @cached_property
+    def relaxations(self) -> Relaxations:
+        """Linear programs of this step, and what they led to, for all searches of it."""
+        return Relaxations(self)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Value of ``lower_bound_s``, worked out once."""
+        problem = self.bound_problem
+        folding = fold(self.graph, problem.candidates, _CLASSES)
+        if folding is not None:
+            return dual_bound_s(problem, folding, self.arena_bytes)
+        relaxed = solve(problem, self.arena_bytes)
+        return relaxed.step_s if relaxed is not None else 0.0
+
+    @cached_property
+    def slower(self) -> float:
+        """How many times longer than all its operations the step takes at least."""
+        beside = self.graph.beside
+        computing_s = sum(seconds for op, seconds in enumerate(self.costs.op_seconds) if op not in beside)
+        return max(1.0, self.bound_s / computing_s) if computing_s else 1.0
 
     @property
     def is_hopeless(self) -> bool:
@@ -302,7 +322,7 @@ class ResidencySearch:
         self.step = step
         self.looked_at, self.num_candidates = 0, len(aims(len(step.graph.ops))[0])
         self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
-        self._candidates = iter(() if step.is_hopeless else _candidates(step, Relaxations(step)))
+        self._candidates = iter(() if step.is_hopeless else _candidates(step))
 
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
@@ -340,7 +360,8 @@ class ResidencySearch:
         if self.best is None and not (self.step.sparing or self.step.is_hopeless):
             tell(self.num_candidates / (self.num_candidates + 1), "plans with less room for transfers, as none fits")
             again = ResidencySearch(dataclasses.replace(self.step, sparing=True), ())
-            while again.best is None and again.advance():
+            small = tries(len(self.step.graph.ops)) > 0  # then single choices are changed from the first on
+            while (again.best is None or not (small or good_enough(again.best, bound_s))) and again.advance():
                 pass
             self.best = again.best
         if self.best is None:
@@ -373,12 +394,7 @@ def _improved(step: StepProblem, found: Found) -> Found:
 
 def lower_bound_s(step: StepProblem) -> float:
     """Lower bound, in seconds, over all plans within the budget, as modelled; 0.0 where no plan exists."""
-    problem = step.bound_problem
-    folding = fold(step.graph, problem.candidates, _CLASSES)
-    if folding is not None:
-        return dual_bound_s(problem, folding, step.arena_bytes)
-    relaxed = solve(problem, step.arena_bytes)
-    return relaxed.step_s if relaxed is not None else 0.0
+    return step.bound_s
 
 
 def flow_bound_s(step: StepProblem) -> float:
@@ -417,7 +433,7 @@ def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lo
     return best
 
 
-def _problem(step: StepProblem, *, every: bool = False, moving: bool = False, across: bool = False) -> ResidencyProblem:
+def _problem(step: StepProblem, *, every: bool = False, moving: float = 0.0, across: bool = False) -> ResidencyProblem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
     problem = build(
         step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
@@ -428,31 +444,31 @@ def _problem(step: StepProblem, *, every: bool = False, moving: bool = False, ac
     return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 
 
-def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
+def _candidates(step: StepProblem) -> Iterable[Found]:
     """Lower the solutions of all aims; tight aims only where no roomier one fits.
 
     Of a large step fewer are lowered, the likeliest first.
     """
-    left = max(_FEWEST_TRIES, _LOWERED // len(step.graph.ops))
+    left, roomy = max(_FEWEST_TRIES, _LOWERED // len(step.graph.ops)), False
     for some in aims(len(step.graph.ops)):
         fits = False
         for aim in some:
             if fits and left <= 0:
                 return
-            if not every.offers(aim):
-                continue
-            candidate, tried = _repaired(step, every, aim)
+            candidate, tried = step.relaxations.repaired(aim)
             left -= tried
             if candidate is not None:
-                fits = True
+                fits, roomy = True, roomy or aim not in step.relaxations.eased
                 yield candidate
-        if fits:
+        if roomy:
             return
 
 
-#: Whether storages take room while they move, whether blocks are recomputed in chains, whether rates are shared, and
-#: whether only the nearest tier is used.
-_Beliefs = tuple[bool, bool, bool, bool]
+#: How many times longer than its operations a step is taken to be where storages take room while they move (0: they do
+#: not), whether blocks are recomputed in chains, and whether rates are shared.
+_Beliefs = tuple[float, bool, bool]
+#: How many times longer than its bound a step is taken to be, in turn, where what moves has no room otherwise.
+_LONGER = (1.0, 2.0, 4.0)
 
 
 class Relaxations:
@@ -462,46 +478,58 @@ class Relaxations:
         self._step = step
         self._problems: dict[_Beliefs, ResidencyProblem] = {}
         self._solved: dict[tuple[_Beliefs, int], Relaxation] = {}
-        self._flows: dict[tuple[_Beliefs, int], FlowProgram] = {}
         self._lowered: dict[frozenset[tuple[tuple[int, int], Option]], Found | np.ndarray] = {}
+        self._repaired: dict[Aim, tuple[Found | None, int]] = {}
+        self._slower = [1.0]  # the last is what counts
+        self._eases = not tries(len(step.graph.ops))  # else single choices are changed from the best on
+        #: Aims without a solution but for a slower step or for reserving less than was missing.
+        self.eased: set[Aim] = set()
 
-    def problem(self, aim: Aim) -> ResidencyProblem:
-        """Build or look up what an aim's linear program asks."""
-        what = aim.moving, aim.across, aim.careful, aim.near
+    def of(self, aim: Aim) -> Relaxation:
+        """Build or look up the linear program of an aim."""
+        what = self._slower[-1] if aim.moving else 0.0, aim.across, aim.careful
         if what not in self._problems:
             machine = careful(self._step.machine) if aim.careful else self._step.machine
-            machine = dataclasses.replace(machine, tiers=machine.tiers[:1]) if aim.near else machine
             step = dataclasses.replace(self._step, machine=machine)
-            self._problems[what] = _problem(step, moving=aim.moving, across=aim.across)
-        return self._problems[what]
-
-    def offers(self, aim: Aim) -> bool:
-        """Whether an aim makes sense of this step: a flow is not too large, and what is nearest holds all there is."""
-        tiers, budgets = self._step.machine.tiers, self._step.budgets
-        whole = sum(slot_bytes(storage.size_bytes) for storage in self._step.graph.storages)
-        if aim.near and (len(tiers) < 2 or whole > budgets[tiers[0].name]):
-            return False
-        return not aim.flowing or self.flow_windows(aim) > 0
-
-    def flow_windows(self, aim: Aim) -> int:
-        """Windows of an aim's flow; 0 where the step is too large for as many as it needs, or uses a network."""
-        problem = self.problem(aim)
-        windows = min(aim.windows, _FLOWS // max(1, len(problem.candidates)))
-        known = problem.folding is not None or problem.network_seconds.any() or not problem.tiers
-        return 0 if known or windows < _LEAST_WINDOWS else windows
-
-    def of(self, aim: Aim) -> Relaxation | FlowProgram:
-        """Build or look up the linear program of an aim."""
-        what = aim.moving, aim.across, aim.careful, aim.near
-        problem = self.problem(aim)
-        if aim.flowing:
-            windows = self.flow_windows(aim)
-            if (what, windows) not in self._flows:
-                self._flows[what, windows] = FlowProgram(problem, windows, bound=False)
-            return self._flows[what, windows]
+            self._problems[what] = _problem(step, moving=what[0], across=aim.across)
         if (what, aim.windows) not in self._solved:
-            self._solved[what, aim.windows] = Relaxation(problem, aim.windows)
+            self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
         return self._solved[what, aim.windows]
+
+    def repaired(self, aim: Aim) -> tuple[Found | None, int]:
+        """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
+
+        Returns:
+            The plan, None where there is none, and the number of lowerings.
+        """
+        if aim not in self._repaired:
+            made, tried = self._repair(aim)
+            while made is None and not tried and self._eases and aim.moving and len(self._slower) <= len(_LONGER):
+                # what moves has no room, so compute will wait and the step take longer
+                self._slower.append(self._step.slower * _LONGER[len(self._slower) - 1])
+                made, tried = self._repair(aim)
+            if aim.moving and len(self._slower) > 1:
+                self.eased.add(aim)
+            self._repaired[aim] = made, tried
+        return self._repaired[aim]
+
+    def _repair(self, aim: Aim) -> tuple[Found | None, int]:
+        relaxation, target = self.of(aim), int(self._step.arena_bytes * (1.0 - aim.reserve))
+        problem = relaxation.problem
+        extra = np.zeros(problem.num_ops, dtype=np.int64)
+        for tried in range(_REPAIRS):
+            relaxed = relaxation.solve(target, extra)
+            if relaxed is None:
+                return None, tried
+            choices = rounded(problem, relaxation.settled(relaxed) if aim.settled else relaxed)
+            made = self.lowered(choices)
+            if isinstance(made, Found):
+                return made, tried + 1
+            extra, most = extra + made, np.maximum(target - problem.base, 0)
+            if self._eases and (extra > most).any():
+                extra = np.minimum(extra, most)
+                self.eased.add(aim)
+        return None, _REPAIRS
 
     def lowered(self, choices: dict[tuple[int, int], Option]) -> Found | np.ndarray:
         """Lower choices into a plan; where they do not fit, the bytes to reserve at each position next time."""
@@ -513,27 +541,6 @@ class Relaxations:
             else:
                 self._lowered[key] = step.retimed(Found(choices, made.program, step), 1)
         return self._lowered[key]
-
-
-def _repaired(step: StepProblem, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
-    """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
-
-    Returns:
-        The plan, None where there is none, and the number of lowerings.
-    """
-    relaxation, target = every.of(aim), int(step.arena_bytes * (1.0 - aim.reserve))
-    problem = relaxation.problem
-    extra = np.zeros(problem.num_ops, dtype=np.int64)
-    for tried in range(_REPAIRS):
-        relaxed = relaxation.solve(target, extra)
-        if relaxed is None:
-            return None, tried
-        choices = rounded(problem, relaxation.settled(relaxed) if aim.settled else relaxed)
-        made = every.lowered(choices)
-        if isinstance(made, Found):
-            return made, tried + 1
-        extra += made
-    return None, _REPAIRS
 
 
 def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[int, int], Option]:

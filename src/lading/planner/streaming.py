@@ -14,7 +14,8 @@ Updates whose states are in the host's memory run there as far as that makes the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
 
 from lading.errors import PlanInfeasible
 from lading.ir.graph import PERSISTENT, Role
@@ -83,19 +84,33 @@ def _streamed(step: StepProblem) -> Found:
     return min(plans, key=lambda made: made.step_s)
 
 
-def moving(step: StepProblem) -> Iterator[Found]:
-    """Yield plans that fit in which storages wait on lower tiers while they are unused; nothing is recomputed."""
+def moving(step: StepProblem, best_s: Callable[[], float] = lambda: inf) -> Iterator[Found]:
+    """Yield plans that fit in which storages wait on lower tiers while they are unused; nothing is recomputed.
+
+    Args:
+        best_s: Gives the seconds that a plan must be below; asked before each.
+    """
     if not step.machine.tiers or len(step.graph.ops) > _MANY_OPS:
         return
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
     tried: set[frozenset[tuple[int, int]]] = set()
     for least_ops in _WHILES if len(step.graph.ops) <= _FEW_OPS else (_LEAST_OPS,):
         choices = _placed(step, {}, _leaving(step, {}, least_ops, least_bytes), 0)
-        if frozenset(choices) in tried:
+        if frozenset(choices) in tried or _reads_s(step, choices) >= best_s():
             continue
         tried.add(frozenset(choices))
         if (found := _found(step, choices)) is not None:
             yield step.retimed(found, MOST_RETIMED)
+
+
+def _reads_s(step: StepProblem, choices: _Choices) -> float:
+    """Seconds that the tier with most to read takes to read what choices bring back."""
+    seconds = dict.fromkeys((Option(tier.name) for tier in step.machine.tiers), 0.0)
+    rates = {Option(tier.name): tier.read_bytes_per_s for tier in step.machine.tiers}
+    for (storage, _), option in choices.items():
+        if option in seconds:
+            seconds[option] += step.graph.storages[storage].size_bytes / rates[option]
+    return max(seconds.values(), default=0.0)
 
 
 def persistent_away(step: StepProblem) -> Iterator[_Choices]:

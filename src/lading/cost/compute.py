@@ -140,7 +140,6 @@ def _keeps_last_dim(graph: StepGraph, op: Op) -> bool:
 
 #: Collectives of shards as ``lading.runtime.job`` does them, and those of a library that send as many bytes.
 _GATHERS, _SCATTERS = ("gather_shards", "all_gather"), ("sum_shards", "all_to_all", "reduce_scatter")
-PRODUCT_KINDS = (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
 #: What Python takes for a step of a torch optimizer on one parameter, and for each of its operations. Measured: 38 to
 #: 110 us for 3 to 19 operations, torch 2.13 (benchmarks/optimizers/torch_updates.py).
 _UPDATE_S, _CALL_S = 25e-6, 4.5e-6

@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -385,6 +385,26 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostSpeed:
+    """Factors on the seconds of a machine file: 1.0 is as it says, 2.0 is twice as long.
+
+    Attributes:
+        products: Of products and attention.
+        others: Of all other operations, which caches and memory bound.
+        tiers: Of moves, by the tier's name and direction ("disk.read"); a missing one is 1.0.
+    """
+
+    products: float = 1.0
+    others: float = 1.0
+    tiers: dict[str, float] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        for name, factor in (("products", self.products), ("others", self.others), *self.tiers.items()):
+            if not 0 < factor < float("inf"):
+                raise ConfigError(f"expected a positive factor of {name}, got {factor}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A host: one device and the tiers behind it, nearest first.
 
@@ -511,7 +531,8 @@ class Machine:
         if device.kind == "cpu":
             device = dataclasses.replace(device, memory_bytes=device.memory_bytes // ranks)
             if self.processes is not None:
-                device = _share_of_processors(device, self.processes, ranks)
+                products, passes = (self.processes.slower(cause, ranks) for cause in ("products", "memory-bound"))
+                device = _slower(device, products, passes, launch=products)
         processes = None if self.processes is None else dataclasses.replace(self.processes, computing=ranks)
         sources = {**self.sources, "ranks": share}
         return dataclasses.replace(self, device=device, tiers=tiers, processes=processes, sources=sources)
@@ -544,6 +565,25 @@ class Machine:
         sources = {**self.sources, "ranks": said}
         return dataclasses.replace(self, host_device=host, tiers=tiers, node_devices=ranks, sources=sources)
 
+    def at_speed(self, speed: HostSpeed) -> Machine:
+        """Make the machine as it is now, where it takes other times than were measured for it."""
+        devices = [self.device, *([self.processes.device] if self.processes and self.processes.device else [])]
+        device, *other = (_slower(each, speed.products, speed.others, launch=speed.others) for each in devices)
+        processes = self.processes
+        if processes is not None:
+            processes = dataclasses.replace(
+                processes,
+                device=other[0] if other else None,
+                tiers={name: _now(name, each, speed.tiers) for name, each in processes.tiers.items()},
+            )
+        tiers = tuple(
+            dataclasses.replace(
+                tier, **{key: _now(f"{tier.name}.{key}", (getattr(tier, key),), speed.tiers)[0] for key in _TIER_RATES}
+            )
+            for tier in self.tiers
+        )
+        return dataclasses.replace(self, device=device, processes=processes, tiers=tiers)
+
     @property
     def fingerprint(self) -> str:
         """Hash of every number of the machine."""
@@ -568,12 +608,19 @@ def _of_job(tier: Tier, share: float, memory_bytes_per_s: float, bus: Tier | Non
     return dataclasses.replace(tier, **rates, capacity_bytes=capacity)
 
 
-def _share_of_processors(device: Device, shared: Processes, ranks: int) -> Device:
-    products, passes = shared.slower("products", ranks), shared.slower("memory-bound", ranks)
+def _now(speed: str, measured: tuple[float, ...], factors: Mapping[str, float]) -> tuple[float, ...]:
+    """Speeds of a tier, named as in ``Processes.tiers``, where its moves take ``factors`` times longer."""
+    tier, _, key = speed.rpartition(".")
+    factor = factors.get(f"{tier}.{'read' if 'read' in key else 'write'}", 1.0) if key in _TIER_RATES else 1.0
+    return tuple(each / factor for each in measured)
+
+
+def _slower(device: Device, products: float, passes: float, *, launch: float) -> Device:
+    """Device whose products, passes over memory and launches take so many times longer."""
     return dataclasses.replace(
         device,
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s / passes,
-        op_overhead_s=device.op_overhead_s * products,
+        op_overhead_s=device.op_overhead_s * launch,
         peak_flops_per_s={dtype: peak / products for dtype, peak in device.peak_flops_per_s.items()},
         optimizer_elements_per_s=device.optimizer_elements_per_s / passes,
         rates={

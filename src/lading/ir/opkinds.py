@@ -6,6 +6,8 @@ from functools import cache
 
 from lading.ir.graph import OpKind
 
+#: Kinds whose seconds are those of products of matrices.
+PRODUCT_KINDS = (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.ATTENTION)
 # Base names: no namespace, no overload, no trailing underscore of the in-place form.
 _NAMES = {
     OpKind.MATMUL: """

@@ -26,11 +26,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from lading.catalog.load import as_machine
-from lading.cost.compute import PRODUCT_KINDS, crowding, placed_costs, slower_beside
+from lading.cost.compute import crowding, placed_costs, slower_beside
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier
+from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, RUNS_OP, Program, operation_streams
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
@@ -114,9 +115,21 @@ def straggler_step_s(programs: Sequence[Program], machine: Machine, factor: floa
         for program, each in zip(programs, plain, strict=True)
     ]
     if len(programs) == 1:
-        return [simulate(programs[0], machine, op_seconds=slow[0]).duration_s]
+        return [job_step_s(programs, machine, slow)]
     steps = [[*plain[:rank], slow[rank], *plain[rank + 1 :]] for rank in range(len(programs))]
-    return [max(timeline.duration_s for timeline in simulate_ranks(programs, machine, each)) for each in steps]
+    return [job_step_s(programs, machine, each) for each in steps]
+
+
+def job_step_s(programs: Sequence[Program], machine: Machine, op_seconds: Sequence[Sequence[float]] = ()) -> float:
+    """Predict the seconds of a step of all ranks.
+
+    Args:
+        programs: Program of each rank that has one of its own; the only one where all ranks run the same.
+        op_seconds: As of ``simulate_ranks``.
+    """
+    if len(programs) == 1:
+        return simulate(programs[0], machine, op_seconds=op_seconds[0] if op_seconds else None).duration_s
+    return max(timeline.duration_s for timeline in simulate_ranks(programs, machine, op_seconds))
 
 
 def simulate_ranks(

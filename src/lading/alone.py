@@ -7,6 +7,7 @@ left out without a word, and replicas would drift apart. A collective has no par
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import platform
 import sys
@@ -68,6 +69,24 @@ def num_ranks() -> tuple[int, str]:
         return told, "torch.distributed is initialized"
     told_by_launcher = os.environ.get("WORLD_SIZE", "")
     return int(told_by_launcher) if told_by_launcher.isdecimal() else 1, "its launcher set WORLD_SIZE"
+
+
+def import_groupless() -> None:
+    """Import the part of torch whose functions keep the process group that is there when it is imported.
+
+    torch.distributed.nn.functional has that group as a default argument, and fake tensors import it (by torch._dynamo).
+    A group that is kept outlives ``destroy_process_group``, gloo's threads with it, and a thread that lets go of a
+    tensor as Python ends takes the process down ("terminate called without an active exception", one end of 20 with
+    torch 2.13). So it is imported before a job is joined, or as if none were.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or "torch.distributed.nn.functional" in sys.modules:
+        return
+    there, distributed.group.WORLD = distributed.group.WORLD, None
+    try:
+        importlib.import_module("torch.distributed.nn.functional")
+    finally:
+        distributed.group.WORLD = there
 
 
 def rank_number() -> int:

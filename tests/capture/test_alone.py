@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,3 +129,31 @@ def test_a_batch_in_pieces() -> None:
     pieces = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Replicate()])
     with pytest.raises(CaptureError, match="x: expected a plain tensor, found a DTensor"):
         capture(_plain(), {"x": pieces}, _loss)
+
+
+_ENDING = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import lading
+
+def gloo_threads():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
+before = dist.group.WORLD
+assert gloo_threads() > 0
+lading.capture(torch.nn.Linear(2, 2), torch.ones(1, 2), lambda model, batch: model(batch).sum())
+assert dist.group.WORLD is before
+assert "torch._dynamo" in sys.modules
+del before
+dist.destroy_process_group()
+assert gloo_threads() == 0
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked for as Linux lists them")
+def test_a_process_group_ends_where_it_is_destroyed_though_a_step_was_captured(tmp_path: Path) -> None:
+    # One that something keeps has threads as Python ends, which then takes the process down once in a while.
+    subprocess.run([sys.executable, "-c", _ENDING, str(tmp_path)], check=True, timeout=60)

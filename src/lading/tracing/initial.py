@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lading.alone import import_groupless
 from lading.ir.graph import Op, Storage, Tensor
 from lading.tracing.interpret import Interpreter
 from lading.tracing.slow_notice import told_if_slow
@@ -145,6 +146,7 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     Raises:
         CaptureError: the constructor needs tensor values or an operation that has no fake rule.
     """
+    import_groupless()
     tracer = Tracer("the model's constructor")
     slow = told_if_slow("building the model", lambda: len(tracer.ops))
     with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:

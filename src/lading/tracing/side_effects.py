@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import _lru_cache_wrapper, partial  # pyright: ignore[reportPrivateUsage]  the type of what lru_cache makes
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ def _caches(model: torch.nn.Module) -> list[Any]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     methods = [value for kind in kinds for value in vars(kind).values()]
     inner = [value for method in methods for value in _enclosed(method)]
-    return [each for each in (*gc.get_objects(), *methods, *inner) if type(each) is _lru_cache_wrapper]
+    every = chain(gc.get_objects(), methods, inner)  # a list of them made here would hold itself, and so all
+    return [each for each in every if type(each) is _lru_cache_wrapper]
 
 
 def _enclosed(function: object) -> Iterator[object]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lading.alone import check_alone, check_whole, refusing_wrappers
+from lading.alone import check_alone, check_whole, import_groupless, refusing_wrappers
 from lading.errors import CaptureError, ConfigError, LadingError, check_type
 from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
@@ -74,6 +74,7 @@ def capture(
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(f"accumulation: expected an integer >= 1, got {accumulation!r}")
     model = as_written(model)
+    import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, partial(forward_backward, loss, evaluation=evaluation), accumulation)
     with _evaluating(model) if evaluation else nullcontext():

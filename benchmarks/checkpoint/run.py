@@ -180,7 +180,8 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     asked: dict[str, Any] = {"policy": "keep-all", "cache": False, "layout": layout}
     least = lading.plan(graph, given.machine, budget="100%", **asked)
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
-    budget = least.budgets["device"] + state_bytes + (64 << 20)
+    most = lading.load_machine(given.machine).shared_by(ranks).device.memory_bytes  # ranks stage parts of the state
+    budget = min(most, least.budgets["device"] + state_bytes + (64 << 20))
     plan = lading.plan(graph, given.machine, budget=budget, stage_saves=True, **asked)
     own = folder / f"rank-{rank}"
     own.mkdir(parents=True)

@@ -27,6 +27,7 @@ from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_
 from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import make_folder
 from lading.freezing import Freezing
+from lading.host_watch import HostWatch
 from lading.hosts import machine_of
 from lading.ir.job_timeline import JobTimeline, RankTimeline, slow_words
 from lading.ir.plan import Plan
@@ -103,7 +104,7 @@ def train_run(
         DamagedCheckpoint: the one to go on from is damaged; names the newest older one that is whole.
     """
     with begun(what, resume=resume, resume_from=resume_from, cache=cache) as (prepared, ranks, goes_on):
-        return _run(prepared, ranks, resume=goes_on)
+        return _run(prepared, ranks, resume=goes_on, plans=isinstance(what, RunConfig))
 
 
 @contextmanager
@@ -147,8 +148,12 @@ def _out_of(what: RunConfig | Plan) -> Path:
     return Path(what.out if isinstance(what, RunConfig) else (what.request.run or {}).get("out", ""))
 
 
-def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
-    """Train a planned run in its folder, which this job has for itself; raises as ``train_run``."""
+def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> RunResult:
+    """Train a planned run in its folder, which this job has for itself; raises as ``train_run``.
+
+    Args:
+        plans: Whether the run was planned here, and may be again.
+    """
     run, out = prepared.run, Path(prepared.run.out)
     data, held_out = ranks.opened(partial(opened_data, run, prepared.step.initial.model))
     if (note := short_of_peak(run.optimization)) is not None:
@@ -164,7 +169,7 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool) -> RunResult:
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
     data, meta = data.continued(position), meta_of(run, data, ranks, position)
-    prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks, meta)
+    prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks, meta, plans=plans)
     return _checked(_told(ranks, partial(_reported, prepared, job, first, peak)))
 
 
@@ -210,12 +215,15 @@ def _trained(
     newest: Checkpoint | None,
     ranks: RunRanks,
     meta: dict[str, Any],
+    *,
+    plans: bool,
 ) -> tuple[Prepared, int, JobTimeline | None, int]:
     """Train to the last step, or until a signal asks to stop.
 
     Args:
         held_out: Validation data; None for a run without.
         meta: What checkpoints of the run say of it.
+        plans: Whether the run may be planned again.
 
     Returns:
         The run by its last plan, the first step, the timelines of all ranks for the last (on the first rank), and the
@@ -242,8 +250,9 @@ def _trained(
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
+        watch = HostWatch(prepared, trainer, plans=plans and freezer is None and ranks.count == 1)
         try:
-            stop, mine = _loop(trainer, run, data, meta, validation, freezer, loggers, ranks)
+            stop, mine = _loop(trainer, data, meta, validation, freezer, watch, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {going_on_words(out)}"), flush=True)
             raise
@@ -251,8 +260,7 @@ def _trained(
             ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
             print(fitted(f"{ended}; {going_on_words(out)}"), flush=True)
             stop.deliver()
-        if freezer is not None:
-            prepared = freezer.prepared
+        prepared = watch.prepared if freezer is None else freezer.prepared
         return prepared, first, trainer.timelines(mine), int(trainer.largest(trainer.peak_bytes)[0])
 
 
@@ -330,11 +338,11 @@ def _result(
 
 def _loop(
     trainer: Trainer,
-    run: RunConfig,
     data: Dataset,
     meta: Mapping[str, Any],
     validation: _Validation | None,
     freezer: _Freezer | None,
+    watch: HostWatch,
     loggers: Sequence[Logger],
     ranks: RunRanks,
 ) -> tuple[StopRequest, RankTimeline | None]:
@@ -343,6 +351,7 @@ def _loop(
     Returns:
         The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
+    run = watch.prepared.run
     total = run.optimization.steps
     if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
@@ -355,6 +364,7 @@ def _loop(
                 trainer.check_saved()
                 record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
                 mine = trainer.rank_timeline() if trainer.steps == total else None  # an evaluation is no step
+                watch.look()
                 excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
                 record |= {"excess": excess} if excess else {}
                 try:
@@ -368,8 +378,9 @@ def _loop(
                         log.log(record)
             _tell(record, run, loggers, progress, ranks)
             told = len(trainer.excess)
-            if freezer is not None and (words := freezer.advance()):
-                progress.note(fitted(words))
+            for words in ("" if freezer is None else freezer.advance(), watch.advance(total - trainer.steps)):
+                if words:
+                    progress.note(fitted(words))
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save(wait=bool(is_broken) or not run.checkpoint.stages or trainer.steps == total)
                 saved = trainer.steps

@@ -389,9 +389,9 @@ class HostSpeed:
     """Factors on the seconds of a machine file: 1.0 is as it says, 2.0 is twice as long.
 
     Attributes:
-        products: Of products and attention.
-        others: Of all other operations, which caches and memory bound.
-        tiers: Of moves, by the tier's name and direction ("disk.read"); a missing one is 1.0.
+        products: Factor of products and attention.
+        others: Factor of all other operations, which caches and memory bound.
+        tiers: Factors of moves, by the tier's name and direction ("disk.read"); a missing one is 1.0.
     """
 
     products: float = 1.0

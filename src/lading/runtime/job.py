@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
+from lading.alone import import_groupless
 from lading.errors import ConfigError, StorageError
 from lading.ir.layout import AXES, Layout
 from lading.ir.program import RUNS_OP, Program
@@ -85,6 +86,7 @@ def start_job(ranks: int) -> int:
 def _connect() -> None:
     """Make the process group of the ranks that a launcher has started; raises as ``start_job``."""
     count, limit = os.environ["WORLD_SIZE"], timedelta(seconds=TIMEOUT_S)
+    import_groupless()
     try:
         with ending_at_once(), batch_threads():
             store, rank, ranks = next(rendezvous("env://", timeout=limit))

@@ -1,0 +1,143 @@
+"""Watch over the host: what a run's first steps took beside the machine file, and another plan where that pays.
+
+The machine file is from another hour: others use the disk now, or the processors. So the first steps are compared with
+their prediction by cause, and what differs is said. A run that moves or recomputes tensors is then planned again for
+this speed, in a process of its own, whose memory is none of the run's, and goes on by the new plan if that is shorter
+at the same speed. Numbers stay the same, as those of any two plans do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from lading.catalog.load import machine_from_dict
+from lading.config import run_from_dict, run_to_dict
+from lading.ir.host_speed import OTHERS, PRODUCTS, measured_speed
+from lading.ir.machine import HostSpeed, Machine
+from lading.ir.plan import Plan
+from lading.ir.timeline import Timeline
+from lading.memory.restore import restore_program
+from lading.run import Prepared
+from lading.trainer import Trainer
+from lading.units import format_seconds
+
+#: Steps of a run that are not looked at, as the first ones are slower; steps that are, behind these.
+_SKIPPED, _LOOKED_AT = 2, 7
+#: Shares by which a cause, or the step, has to differ from the machine file to be told.
+_TOLD = 0.15
+#: Seconds of training ahead below which a plan, which takes tens of them, is not made again; share of a step that it
+#: has to save.
+_WORTH_S, _SAVED = 300.0, 0.03
+#: Seconds that the process which plans may take.
+_PLANNING_S = 600.0
+_PLAN = "import sys; sys.path[:] = {path!r}; from lading.host_watch import plan_for; plan_for(sys.argv[1])"
+
+
+class HostWatch:
+    """Comparison of a run's first steps with their prediction.
+
+    Args:
+        prepared: The run as it was planned.
+        plans: Whether the run may be planned again: it was not given its plan, and this process has all of it.
+
+    Attributes:
+        prepared: The run by its plan of now.
+    """
+
+    def __init__(self, prepared: Prepared, trainer: Trainer, *, plans: bool) -> None:
+        self.prepared, self._trainer = prepared, trainer
+        choices = prepared.plan.choices
+        self._plans = plans and bool(choices.gaps or choices.deferred or choices.hosted)
+        self._fingerprint = trainer.plan.fingerprint
+        self._seen, self._timelines = 0, list[Timeline]()
+
+    def look(self) -> None:
+        """Take the timeline of the step that has just ended, if it is one that is looked at."""
+        if self._trainer.plan.fingerprint != self._fingerprint:  # planned again by others: another prediction
+            self._seen = _SKIPPED + _LOOKED_AT + 1
+            self._timelines.clear()
+        self._seen += 1
+        if _SKIPPED < self._seen <= _SKIPPED + _LOOKED_AT:
+            self._timelines.append(self._trainer.rank_timeline().timeline)
+
+    def advance(self, steps_left: int) -> str:
+        """Compare, once enough steps have been seen, and plan again where that pays.
+
+        Returns:
+            What to say; "" for nothing.
+        """
+        if len(self._timelines) < _LOOKED_AT:
+            return ""
+        speed = measured_speed(self._trainer.program, self.prepared.predicted, self._timelines)
+        step_s = sorted(each.duration_s for each in self._timelines)[_LOOKED_AT // 2]
+        self._timelines.clear()
+        planned_s = self.prepared.plan.step_s
+        if not (words := speed_words(speed)) and abs(step_s / planned_s - 1) <= _TOLD:
+            return ""
+        told = f"steps take {format_seconds(step_s)}, {format_seconds(planned_s)} were predicted"
+        told = f"{told}: {words}" if words else told
+        if not self._plans or step_s * steps_left < _WORTH_S:
+            return told
+        return f"{told}; {self._planned_again(speed)}"
+
+    def _planned_again(self, speed: HostSpeed) -> str:
+        from lading.sim.device_step import job_step_s  # a run with a plan of its own needs no simulator
+
+        started, before = time.perf_counter(), self.prepared
+        now = machine_from_dict(before.plan.request.machine_table, "the plan's machine").at_speed(speed)
+        now_s = job_step_s([before.program], now)
+        plan = _plan_apart(before, now)
+        took = format_seconds(time.perf_counter() - started)
+        if plan is None or plan.step_s > (1 - _SAVED) * now_s:
+            return f"planned again for this speed in {took}, which saves nothing: {format_seconds(now_s)} are predicted"
+        self.prepared = dataclasses.replace(before, plan=plan, program=restore_program(plan, before.step.graph, now))
+        self._trainer.pause()
+        self._trainer.resume(plan, before.step.captured, others=before.step.others)
+        plan.save(Path(before.run.out) / "plan.json")  # of the steps that reports are about from now on
+        return (
+            f"planned again for this speed in {took}, step predicted {format_seconds(now_s)} -> "
+            f"{format_seconds(plan.step_s)}"
+        )
+
+
+def speed_words(speed: HostSpeed) -> str:
+    """Say what takes another time than the machine file says; "" where nothing does by much."""
+    names = {PRODUCTS: "products", OTHERS: "other operations"}
+    factors = {names[PRODUCTS]: speed.products, names[OTHERS]: speed.others}
+    for cause, factor in speed.tiers.items():
+        tier, _, way = cause.rpartition(".")
+        factors[f"{'reads' if way == 'read' else 'writes'} of the {tier}"] = factor
+    told = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
+    return f"beside the machine file, {', '.join(told)} times as long" if told else ""
+
+
+def _plan_apart(before: Prepared, machine: Machine) -> Plan | None:
+    """Plan a run for another machine in a process of its own; None where that finds none, or takes too long."""
+    budgets = dict(before.plan.budgets)
+    memory = dataclasses.replace(before.run.memory, budget=budgets.pop("device")).with_tier_budgets(budgets)
+    run = dataclasses.replace(before.run, memory=memory)
+    with tempfile.TemporaryDirectory(prefix="lading-") as folder:
+        asked, made = Path(folder) / "asked.json", Path(folder) / "plan.json"
+        table = dataclasses.asdict(machine)
+        asked.write_text(json.dumps({"run": run_to_dict(run), "machine": table, "out": str(made)}))
+        command = [sys.executable, "-P", "-c", _PLAN.format(path=sys.path), str(asked)]
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, timeout=_PLANNING_S)
+        except (subprocess.TimeoutExpired, OSError):
+            return None
+        return Plan.load(made) if done.returncode == 0 else None
+
+
+def plan_for(path: str) -> None:
+    """Plan the run that a file asks for; run by the process that plans apart from a run that trains."""
+    from lading.prepare import plan_run
+
+    asked = json.loads(Path(path).read_text())
+    machine = machine_from_dict(asked["machine"], "the machine as it is now")
+    plan_run(run_from_dict(asked["run"]), machine).plan.save(Path(asked["out"]))

@@ -1,0 +1,117 @@
+"""A run compares its first steps with their prediction, and is planned again for the host as it is now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lading import host_watch
+from lading.config import RunConfig, load_run
+from lading.host_watch import speed_words
+from lading.ir.machine import HostSpeed, Machine
+from lading.ir.plan import Plan
+from lading.prepare import plan_run
+from lading.report.metrics import read_metrics
+from lading.run import Prepared
+from lading.summary import write_run_report
+from lading.train import train_run
+from lading.units import KiB
+from tests.runs import write_run
+
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return load_run(write_run(tmp_path_factory.mktemp("run")), (f"optimization.steps={STEPS}",))
+
+
+def metrics(out: Path) -> tuple[list[float], list[str]]:
+    """Losses, and the plan of each step."""
+    records = list(read_metrics(out / "metrics.jsonl"))
+    return [record["loss"] for record in records], [record["plan"] for record in records]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_run_says_what_takes_another_time_than_its_machine_file_says(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The machine of the tests is made up, so this host differs from it.
+    train_run(dataclasses.replace(asked, out=str(tmp_path / "out")))
+    said = one_line("".join(capsys.readouterr()))
+    assert said.count("were predicted: beside the machine file,") == 1
+    assert "other operations" in said
+    assert "planned again" not in said  # seconds of training are left
+
+
+def test_a_run_is_planned_again_between_two_steps_and_keeps_its_numbers(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, again = (dataclasses.replace(asked, out=str(tmp_path / name)) for name in ("plain", "again"))
+    train_run(plain)
+    machines = list[Machine]()
+
+    def plan_here(before: Prepared, machine: Machine) -> Plan:
+        machines.append(machine)
+        smaller = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"] - 256 * KiB)
+        return plan_run(dataclasses.replace(before.run, memory=smaller), machine).plan
+
+    monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(host_watch, "_SAVED", -1e9)
+    monkeypatch.setattr(host_watch, "_plan_apart", plan_here)
+    capsys.readouterr()
+    result = train_run(again)
+    losses, plans = metrics(tmp_path / "again")
+    assert losses == metrics(tmp_path / "plain")[0]
+    assert plans[:9] == plans[:1] * 9
+    assert len(set(plans[9:])) == 1
+    assert plans[9] != plans[8]
+    assert "planned again for this speed" in one_line("".join(capsys.readouterr()))
+    saved = Plan.load(tmp_path / "again" / "plan.json")
+    assert saved.fingerprint == plans[9]
+    assert result.predicted_step_s == saved.step_s
+    write_run_report(tmp_path / "again")  # of the plan that ran last
+
+
+@pytest.mark.slow
+def test_a_plan_is_made_apart_and_taken_where_it_saves_time(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
+    train_run(dataclasses.replace(asked, out=str(tmp_path / "out")))
+    said = one_line("".join(capsys.readouterr()))
+    assert "planned again for this speed in" in said
+    assert ("saves nothing: " in said) != ("step predicted" in said)
+
+
+def test_a_saved_plan_is_kept(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
+    train_run(plan_run(dataclasses.replace(asked, out=str(tmp_path / "out")), cache=True).plan)
+    said = one_line("".join(capsys.readouterr()))
+    assert "beside the machine file" in said
+    assert "planned again" not in said
+
+
+def test_words_name_what_differs() -> None:
+    speed = HostSpeed(products=1.1, others=2.0, tiers={"disk.read": 0.5, "disk.write": 1.0, "host.write": 3.0})
+    assert speed_words(speed) == (
+        "beside the machine file, other operations 2.00, reads of the disk 0.50, writes of the host 3.00 times as long"
+    )
+    assert not speed_words(HostSpeed())

@@ -7,10 +7,10 @@ Twenty minutes for all. Each case is a launch of torchrun with a thread a rank: 
 everything needs on a rank in that layout, and trains. A budget is a rank's, so that of a pipeline's stages is the same.
 
 A host that others share is faster now and slower then, by a third within minutes, its caches more than its products. So
-each case has before it a launch of one process that keeps everything. It tells how many times longer products, other
-operations and the disk take now than the machine file says (``lading.ir.host_speed``), and what is predicted at that
-speed stands beside the first prediction. A launch during which others took more than a tenth of the processors is made
-again, three times at most.
+each case has before it a launch of as many processes as it has ranks, each of which trains for itself and keeps
+everything. They tell how many times longer products, other operations and the disk take now than the machine file says
+(``lading.ir.host_speed``), and what is predicted at that speed stands beside the first prediction. A launch during
+which others took more than a tenth of the processors is made again, three times at most.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lading.ir.host_speed import measured_speed
 from lading.ir.layout import parse_layout
 from lading.ir.machine import HostSpeed
 from lading.ir.timeline import Timeline
-from lading.memory.restore import predicted_timeline, program_of
+from lading.memory.restore import program_of
 from lading.models.reference import build_model, model_class
 from lading.runtime.probe import QUIET, LoadMeter
 from lading.runtime.probe_disk import probe_disk
-from lading.sim.device_step import job_step_s
+from lading.sim.device_step import job_step_s, simulate
 from lading.units import MiB
 
 _LLAMA = {"num_layers": 6, "dim": 384, "num_heads": 6, "num_kv_heads": 6, "hidden_dim": 1024, "vocab_size": 4096}
@@ -80,8 +80,8 @@ _LAUNCHES = 3
 class Row:
     """Result of one case; bytes by rank, seconds those of the slowest rank.
 
-    ``now_s`` is predicted at the host's ``speed``, which one process told just before; that one's own row has what it
-    found. ``load`` is the largest share of the processors that others took meanwhile.
+    ``now_s`` is predicted at the host's ``speed``, which processes without each other told just before; their own row
+    has what they found. ``load`` is the largest share of the processors that others took meanwhile.
     """
 
     case: str
@@ -124,7 +124,7 @@ def train(case: tuple[str, str, int, str], machine: str, speed: HostSpeed | None
     """Plan and train one case; called on all ranks.
 
     Args:
-        speed: Speed of the host; None where this case of one process is to tell it.
+        speed: Speed of the host; None where processes that train for themselves are to tell it.
     """
     name, layout, micro_batches, share = case
     sizes, rows, tokens = _MODELS[name]
@@ -139,10 +139,12 @@ def train(case: tuple[str, str, int, str], machine: str, speed: HostSpeed | None
     model = build_model(name, **sizes)
     graph = lading.capture(model, batches(0)[0], model_class(name).loss, accumulation=micro_batches)
     plan = lading.plan(graph, machine, budget=share, cache=False, layout=layout)
-    mine, seconds, timelines = plan.of_rank(dist.get_rank()), list[float](), list[Timeline]()
+    apart = {"threads": 1, "optimizer": lading.AdamW(lr=1e-3), "independent": speed is None}
+    mine = plan if speed is None else plan.of_rank(dist.get_rank())
+    seconds, timelines = list[float](), list[Timeline]()
     with (
         tempfile.TemporaryDirectory() as folder,
-        lading.Trainer(plan, graph, model, folder=folder, threads=1, optimizer=lading.AdamW(lr=1e-3)) as trainer,
+        lading.Trainer(plan, graph, model, folder=folder, **apart) as trainer,
     ):
         for step in range(_STEPS):
             given = batches(step)
@@ -152,8 +154,9 @@ def train(case: tuple[str, str, int, str], machine: str, speed: HostSpeed | None
             seconds.append(time.perf_counter() - started)
             timelines.append(trainer.rank_timeline().timeline)
         if speed is None:
-            told = measured_speed(trainer.program, predicted_timeline(plan, trainer.program), timelines[_WARM_UP:])
-            speed = replace(told, tiers=_disk_now(lading.load_machine(machine), Path(folder)))
+            shared = lading.load_machine(machine).with_threads(1).shared_by(dist.get_world_size())
+            told = measured_speed(trainer.program, simulate(trainer.program, shared), timelines[_WARM_UP:])
+            speed = _mean(replace(told, tiers=_disk_now(shared, Path(folder))))
         measured = [mine.peak_bytes["device"], trainer.peak_bytes, mine.budgets["device"]]
     every = _of_all(measured)
     step_s = statistics.median(max(ranks) for ranks in zip(*_of_all(seconds[_WARM_UP:]), strict=True))
@@ -162,6 +165,16 @@ def train(case: tuple[str, str, int, str], machine: str, speed: HostSpeed | None
     now_s = job_step_s([program_of(each, graph) for each in (plan, *plan.peers)], now)
     label = f"{name} {layout} mb{micro_batches} {share}"
     return Row(label, plan.step_s, step_s, predicted, peaks, budgets, now_s, asdict(speed))
+
+
+def _mean(speed: HostSpeed) -> HostSpeed:
+    """Average what the processes found."""
+    every: list[HostSpeed] = _of_all(speed)
+    return HostSpeed(
+        products=statistics.fmean(each.products for each in every),
+        others=statistics.fmean(each.others for each in every),
+        tiers={name: statistics.fmean(each.tiers[name] for each in every) for name in speed.tiers},
+    )
 
 
 def _disk_now(machine: lading.Machine, folder: Path) -> dict[str, float]:
@@ -173,26 +186,30 @@ def _disk_now(machine: lading.Machine, folder: Path) -> dict[str, float]:
     return {f"{tier.name}.{way}": getattr(tier, rate) / getattr(now, rate) for way, rate in rates.items()}
 
 
-def _of_all(values: list[Any]) -> list[list[Any]]:
+def _of_all(values: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, values)
     return every
 
 
-def quiet(case: tuple[str, str, int, str], machine: str, folder: Path, speed: dict[str, Any] | None) -> Row | None:
+def quiet(
+    case: tuple[str, str, int, str], machine: str, folder: Path, ranks: int, speed: dict[str, Any] | None
+) -> Row | None:
     """Run one case while the host is quiet, else as quietly as in three launches; None where one failed."""
     rows: list[Row] = []
     while not rows or (rows[-1].load > QUIET and len(rows) < _LAUNCHES):
-        row = launched(case, machine, folder, speed)
+        row = launched(case, machine, folder, ranks, speed)
         if row is None:
             return None
         rows.append(row)
     return min(rows, key=lambda row: row.load)
 
 
-def launched(case: tuple[str, str, int, str], machine: str, folder: Path, speed: dict[str, Any] | None) -> Row | None:
+def launched(
+    case: tuple[str, str, int, str], machine: str, folder: Path, ranks: int, speed: dict[str, Any] | None
+) -> Row | None:
     """Run one case in ranks of its own; None, with what they said on stderr, where they failed."""
-    ranks, out = parse_layout(case[1]).devices, folder / "row.json"
+    out = folder / "row.json"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     given = [machine, "--case", json.dumps([case, speed]), "--json", str(out)]
@@ -228,8 +245,9 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for case in (each for each in CASES if args.only in " ".join(map(str, each))):
-            alone = quiet((case[0], "dp1", 2, "100%"), args.machine, Path(folder), None)
-            row = alone and quiet(case, args.machine, Path(folder), alone.speed)
+            ranks = parse_layout(case[1]).devices
+            alone = quiet((case[0], "dp1", 2, "100%"), args.machine, Path(folder), ranks, None)
+            row = alone and quiet(case, args.machine, Path(folder), ranks, alone.speed)
             if alone and row:
                 rows.append(replace(row, load=max(alone.load, row.load)))
                 print(rows[-1], flush=True)

@@ -84,11 +84,12 @@ def test_what_a_step_hardly_has_gets_the_factor_of_all_operations() -> None:
 
 def test_every_number_of_the_processors_is_slower() -> None:
     shared = Processes(cores=2, slowdown={"memory-bound": (1.0, 1.5)}, tiers={"disk.read_bytes_per_s": (1e9, 4e8)})
-    before = dataclasses.replace(host(), processes=dataclasses.replace(shared, device=host().device))
+    device = dataclasses.replace(host().device, op_overhead_s=2e-6)
+    before = dataclasses.replace(host(), device=device, processes=dataclasses.replace(shared, device=device))
     now = before.at_speed(HostSpeed(products=2.0, others=4.0, tiers={"disk.read": 5.0}))
     assert now.processes is not None
-    for device in (now.device, now.processes.device):
-        assert device is not None
+    for device in filter(None, (now.device, now.processes.device)):
+        assert device.op_overhead_s == 8e-6
         assert device.peak_flops_per_s == {"float32": 5e10, "bfloat16": 2.5e10}
         assert device.rates["matmul.bfloat16"].rate == (5e9,)
         assert device.rates["elementwise"].rate == (2.5e9,)

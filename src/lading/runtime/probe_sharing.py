@@ -1,7 +1,9 @@
 """Sharing: measure what processes of this host that train together take from each other, and PyTorch's own overhead.
 
-1, 2, ... processes run the same kernels at once, and each round lasts until the last of them is done, as
-it does in a step. Rounds are longer than a scheduler's turn. Then each reads and writes the disk under its kernels.
+1, 2, ... processes run the same kernels at once, and each round lasts until the last of them is done, as it does in a
+step. Rounds are longer than a scheduler's turn, and numbers of processes take turns, round by round: a host that
+others share is faster now and slower then, and what is asked is how many times longer two take than one. Then each
+process reads and writes the disk under its kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,13 @@ from lading.runtime.probe_disk import probe_disk
 from lading.runtime.probe_ranks import OPS, busy_processors
 from lading.units import MiB
 
-#: Longer than a scheduler takes to spread three processes over two processors.
-_ROUND_S = 0.1
+#: Longer than a scheduler takes to spread three processes over two processors; rounds at least.
+_ROUND_S, _LEAST_ROUNDS = 0.1, 5
 #: Rows, columns and depth of the product that stands for all.
 PRODUCT = (512, 1408, 512)
 #: Elements of each tensor of the pass that stands for all that memory bounds: 1 MiB, as in steps of small models.
 #: Measured on 2 cores: beside another process tensors of 1/4 MiB took 1.6 times as long, of 1 1.3, of 4 2.4, of 16 1.5.
 _PASS_ELEMENTS = 1 << 18
-_FASTEST_SHARE = 0.5
 #: Bytes of the file of each process, and the least seconds in which its speed is measured.
 _FILE_BYTES, _DISK_S = 64 * MiB, 2.0
 #: Layers of the tiny models, and kernels of one: a product with its bias and a GELU, and four on the way back.
@@ -54,37 +56,41 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
     """
     if ranks < 2 or seconds <= 0:
         raise ConfigError(f"expected ranks >= 2 and seconds > 0, got {ranks} and {seconds}")
-    taken: dict[str, list[float]] = {}
+    slowdown: dict[str, tuple[float, ...]] = {}
     busy: dict[str, float] = {}
     overhead: dict[str, float] = {}
     tiers: dict[str, list[float]] = {}
     for count in range(1, ranks + 1):
         with tempfile.TemporaryDirectory() as made:
-            given = (count, threads, made, folder, seconds / ranks)
+            given = (count, threads, made, folder, seconds / ranks, count == ranks)
             start_processes(_run, given, nprocs=count, start_method="spawn")
             lines = (Path(made) / "found").read_text().splitlines()
         for line in lines:
             what, name, text = line.split()
             if what == "kernels":
-                taken.setdefault(name, []).append(float(text))
+                slowdown[name] = tuple(map(float, text.split(",")))
             elif what == "busy":
                 busy[f"{name}.{count}"] = float(text)
             elif what == "disk":
                 tiers.setdefault(f"disk.{name}", []).append(float(text))
             else:
                 overhead[name] = float(text)
-    slowdown = {name: tuple(each / times[0] for each in times) for name, times in taken.items()}
     measured = {name: tuple(each) for name, each in tiers.items()}
     return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, tiers=measured, overhead_s=overhead)
 
 
-def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: float) -> None:
-    """Run one of the processes that share the host; the first of them writes the times of all."""
+def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: float, kernels: bool) -> None:
+    """Run one of the processes that share the host; the first of them writes the times of all.
+
+    Args:
+        kernels: Whether slowdowns of kernels are measured among these processes, in their part of all the time.
+    """
     torch.set_num_threads(threads)
     with batch_threads():
         dist.init_process_group("gloo", init_method=f"file://{made}/meet", rank=rank, world_size=count)
     try:
-        lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
+        slowdowns = kernel_slowdowns(0.6 * seconds * count) if kernels else {}
+        lines = [f"kernels {name} {','.join(map(repr, each))}" for name, each in slowdowns.items()]
         if count > 1:
             busy = {op: busy_processors(op, rank, count) for op in OPS if op != "send" or count == 2}
             lines += [f"busy {op} {share!r}" for op, share in busy.items()]
@@ -99,8 +105,11 @@ def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: 
         dist.destroy_process_group()
 
 
-def kernels_s(seconds: float) -> dict[str, float]:
-    """Seconds of a kernel, by what slows it, while all processes run it: the mean of the faster half of rounds.
+def kernel_slowdowns(seconds: float) -> dict[str, tuple[float, ...]]:
+    """Factors on the seconds of a kernel while 1, 2, ... of the processes run it, by what slows it.
+
+    Each number of processes is compared with one alone in the same round, and the median of rounds counts. More
+    processes are never faster.
 
     Args:
         seconds: Time to measure for; a process group is there.
@@ -112,17 +121,25 @@ def kernels_s(seconds: float) -> dict[str, float]:
         "products": lambda: torch.mm(a, b, out=out),
         "memory-bound": lambda: torch.mul(wide, other, out=made),
     }
-    numbers = {name: _repeats(call) for name, call in calls.items()}
-    rounds = max(4, int(seconds / len(calls) / _ROUND_S / max(1.0, dist.get_world_size() / (os.cpu_count() or 1))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    numbers, count = {name: _repeats(call) for name, call in calls.items()}, dist.get_world_size()
+    turns_s = sum(max(1.0, each / (os.cpu_count() or 1)) for each in range(1, count + 1)) * _ROUND_S
+    rounds = max(_LEAST_ROUNDS, int(seconds / len(calls) / turns_s))
+    ratios = {name: [[1.0] * rounds for _ in range(count)] for name in calls}
+    for round_ in range(rounds):
         for name, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(numbers[name]):
-                call()
-            times[name].append(_slowest(time.perf_counter() - start) / numbers[name])
-    return {name: _faster(rounds_s) for name, rounds_s in times.items()}
+            took = [_among(each, call, numbers[name]) for each in range(1, count + 1)]
+            for each, times in zip(took, ratios[name], strict=True):
+                times[round_] = each / took[0]
+    return {name: tuple(accumulate(map(statistics.median, times), max)) for name, times in ratios.items()}
+
+
+def _among(processes: int, call: Callable[[], object], number: int) -> float:
+    """Seconds until the last of the first processes has made so many calls, while the others wait."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(number if dist.get_rank() < processes else 0):
+        call()
+    return _slowest(time.perf_counter() - start)
 
 
 def disk_speeds(folder: Path, seconds: float) -> dict[str, float]:
@@ -153,11 +170,6 @@ def _slowest(seconds: float) -> float:
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
-
-
-def _faster(times: list[float]) -> float:
-    fastest = sorted(times)[: max(1, int(len(times) * _FASTEST_SHARE))]
-    return statistics.fmean(fastest)
 
 
 def _tiny() -> nn.Sequential:

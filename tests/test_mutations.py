@@ -20,11 +20,12 @@ from lading.checkpoint.state import tensor_source
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import DataConfig, ModelConfig
 from lading.models import hugging_face
-from lading.models.weight_files import INDEX, WeightFiles
+from lading.models.weight_files import INDEX
 from lading.runtime.arrays import ArrayDataset
 from lading.runtime.documents import files_of, pieces
 from lading.runtime.resident import PeakMeter
 from lading.runtime.tokens import load_tokenizer
+from tests import meanings
 from tests.fuzz import Watch
 from tests.mutations import CANARY, Hang, Kind, Reader, mutation
 from tests.test_hostile import KINDS as DOCUMENTS
@@ -43,10 +44,19 @@ def rehashed_plan(document: Any) -> Any:
     return {**table, "fingerprint": fingerprint}
 
 
+#: Documents whose readers compare what they read with what the file says.
+COMPARED = {
+    **dict.fromkeys(("plan", "cluster plan", "placement"), meanings.read_plan),
+    "machine": meanings.read_machine,
+    "run": meanings.read_run,
+}
+
+
 def documents() -> dict[str, Kind]:
-    """The kinds that are text, read as tests/test_hostile.py reads them."""
+    """The kinds that are text, read as tests/test_hostile.py reads them, or compared."""
     kinds: dict[str, Kind] = {}
-    for name, (file, whole, read) in DOCUMENTS.items():
+    for name, (file, whole, just_read) in DOCUMENTS.items():
+        read = COMPARED.get(name, just_read)
         form = "toml" if file.endswith(".toml") else "lines" if file.endswith(".jsonl") else "json"
         is_plan = name in ("plan", "cluster plan", "placement")
         mend = {"mend": rehashed_plan} if is_plan else {}
@@ -90,9 +100,7 @@ def index(folder: Path) -> bytes:
 def read_weights(path: Path) -> None:
     model = ModelConfig(name=str(path.parent))
     hugging_face.weights_dtype(model)
-    files = WeightFiles(path.parent)
-    for name in files.names():
-        files.read(name)
+    meanings.check_weights(path.parent)
 
 
 def columns() -> dict[str, np.ndarray]:
@@ -126,7 +134,10 @@ def read_arrays(path: Path) -> None:
         rows = path.parent / "rows"
         shutil.rmtree(rows, ignore_errors=True)
         config = DataConfig(kind="arrays", source=str(path), batch_size=2, inputs=inputs)
-        ArrayDataset(config, rows, seed=1).batch(0, 0)
+        dataset = ArrayDataset(config, rows, seed=1)
+        dataset.batch(0, 0)
+        if path.suffix != ".parquet":
+            meanings.check_arrays(dataset, path, columns())
 
 
 def text_parquet(folder: Path) -> bytes:

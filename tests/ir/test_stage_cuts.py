@@ -165,6 +165,23 @@ def test_stages_are_even_where_activations_shrink() -> None:
     assert cheap > cut
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_is_changed_in_place_is_of_one_stage(stages: int) -> None:
+    """As the gates of an LSTM, whose parts are changed one after another."""
+    model = nn.LSTM(8, 8, 2)
+    graph = lading.capture(model, torch.zeros(5, 2, 8), lambda model, inputs: model(inputs)[0].square().mean())
+    assert any(op.mutates for op in graph.ops)
+    cuts = narrow_cuts(graph, stages, [1.0] * len(graph.ops), 0.0)
+    of_op = stage_of_ops(graph, cuts)
+    writers: dict[int, set[int]] = {}
+    for index, op in enumerate(graph.ops):
+        if op.phase is Phase.FORWARD:
+            for storage in graph.op_writes[index]:
+                writers.setdefault(storage, set()).add(of_op[index])
+    assert max(map(len, writers.values())) == 1
+    rank_steps(graph, of_op, Layout(pp=stages), lambda stage: stage)
+
+
 def test_refused() -> None:
     _, graph = captured("llama")
     with pytest.raises(ConfigError, match="cut into 9999 stages, found"):

@@ -103,6 +103,15 @@ def test_an_index_that_is_none(folder: Path, change: Callable[[str], str | bytes
     assert expected in text
 
 
+@pytest.mark.parametrize("entry", ["lm_head.weight", "none.weight"])
+def test_a_tensor_that_is_not_where_the_index_says(folder: Path, entry: str) -> None:
+    """Of another file of the folder, or of none."""
+    there = json.loads((folder / INDEX).read_text())["weight_map"]
+    other = next(name for name in sorted(set(there.values())) if name != there.get(entry))
+    text = said(folder / INDEX, index_with(folder, entry, other), lambda: loaded(ModelConfig(name=str(folder))))
+    assert f"{other}: expected {entry!r} in it, as {INDEX} says, found no such tensor" in text
+
+
 def test_a_tensor_in_two_files_is_that_of_the_index(folder: Path, tmp_path: Path) -> None:
     """Neither silently wins where the index does not say."""
     tensors: Any = pytest.importorskip("safetensors.torch")

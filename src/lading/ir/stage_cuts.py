@@ -2,7 +2,8 @@
 
 [Note: where stages begin]
 Forward is cut where fewer bytes are alive than before and behind, which is between the blocks of most models, so that
-the stage with the most work, that of sending included, has as little as can be. An operation of backward belongs to the
+the stage with the most work, that of sending included, has as little as can be; never where a value is changed in place
+before and behind. An operation of backward belongs to the
 stage of its module's forward; where that is several or none, to the lowest stage whose gradients it reads. Work that
 needs no parameter, such as masks and tables of positions, is done again by each rank that reads it.
 
@@ -111,8 +112,8 @@ def narrow_cuts(graph: StepGraph, stages: int, work: Sequence[float], sending: f
     """
     free = _free(graph)
     order = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD and i not in free]
-    alive = _alive_bytes(graph, order)
-    inner = range(1, len(order))
+    alive, changing = _alive_bytes(graph, order), _changing(graph, order)
+    inner = [at for at in range(1, len(order)) if not changing[at]]
     places = [at for at in inner if alive[at] <= min(alive[at - 1] or alive[at], alive[at + 1] or alive[at])]
     places = sorted(sorted(places, key=lambda at: alive[at])[:_MOST_PLACES])
     if len(places) < stages - 1:
@@ -139,6 +140,21 @@ def _alive_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
         if graph.storages[storage].role not in _EVERYWHERE and last.get(storage, -1) > place:
             change[place + 1] += graph.storages[storage].size_bytes
             change[last[storage] + 1] -= graph.storages[storage].size_bytes
+    return np.cumsum(change).tolist()
+
+
+def _changing(graph: StepGraph, order: Sequence[int]) -> list[int]:
+    """Values written before each position of forward and again from it on, as the gates of an LSTM: no place to cut."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, index in enumerate(order):
+        for storage in graph.op_writes[index]:
+            last[storage] = place
+            first.setdefault(storage, place)
+    change = [0] * (len(order) + 1)
+    for storage, place in first.items():
+        change[place + 1] += 1
+        change[last[storage] + 1] -= 1
     return np.cumsum(change).tolist()
 
 

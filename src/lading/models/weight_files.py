@@ -35,7 +35,7 @@ class WeightFiles:
 
     Raises:
         ConfigError: the folder has no such files.
-        StorageError: a file, or the index, is damaged or missing.
+        StorageError: a file, or the index, is damaged or missing, or a tensor is not where the index says.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,6 +59,12 @@ class WeightFiles:
         self._where = {
             key: names[0] if len(names) == 1 else self._home(key, names, listed) for key, names in homes.items()
         }
+        for key, name in listed.items():
+            if key not in self._places[name]:
+                raise StorageError(
+                    f"{folder / name}: expected {shortened(key)} in it, as {INDEX} says, found no such tensor; "
+                    "download both again"
+                )
 
     def _home(self, key: str, names: list[str], listed: Mapping[str, str]) -> str:
         """Name of the file that has a tensor; where several have it, the one that the index says."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ShardedUnit
+from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ResourceLimit, ShardedUnit
 from lading.ir.request import Request
 
 _PARTS = {"request": Request, "choices": Choices, "predictions": Predictions}
@@ -31,6 +31,10 @@ def some_plan(**changes: Any) -> Plan:
         "program": ("arena 4096", "0 COMPUTE compute op=0"),
         "step_s": 0.5,
         "lower_bound_s": 0.4,
+        "limits": (
+            ResourceLimit(resource="computing", seconds=0.4),
+            ResourceLimit(resource="reads from disk", seconds=0.2, size_bytes=7),
+        ),
         "keep_all_bytes": 9,
         "host_saves_s": 0.1,
         "peaks": {"step": {"device": 5}},

@@ -12,7 +12,17 @@ import pytest
 from tests.plans import cluster_plan, placed_plan, some_plan
 
 from lading.errors import ConfigError
-from lading.ir.plan import PLAN_FORMAT, Choice, Choices, Plan, PlanKind, PolicyRow, Predictions, ShardedUnit
+from lading.ir.plan import (
+    PLAN_FORMAT,
+    Choice,
+    Choices,
+    Plan,
+    PlanKind,
+    PolicyRow,
+    Predictions,
+    ResourceLimit,
+    ShardedUnit,
+)
 from lading.ir.request import Request
 
 PLANS = {PlanKind.RUN: some_plan(), PlanKind.CLUSTER: cluster_plan(), PlanKind.PLACEMENT: placed_plan()}
@@ -69,8 +79,8 @@ def test_a_plan_of_an_earlier_version_is_refused_by_its_format(name: str, tmp_pa
 
 
 #: A hash of the fields that files of the format have: who changes fields raises the format too.
-_KINDS = (Plan, Request, Choices, Choice, ShardedUnit, Predictions, PolicyRow)
-_FIELDS = (9, "5c6c09d7")
+_KINDS = (Plan, Request, Choices, Choice, ShardedUnit, Predictions, PolicyRow, ResourceLimit)
+_FIELDS = (10, "92da931d")
 
 
 def test_fields_do_not_change_without_the_format() -> None:

@@ -153,9 +153,10 @@ def test_a_step_of_plain_pytorch_stands_beside(run: dict[str, Any], tmp_path: Pa
         assert f"Step without a budget{format_seconds(compute_s)}predicted, for computing alone" in page.text
 
 
-def test_only_the_chosen_policy_is_marked(report: tuple[str, Page]) -> None:
+def test_only_the_chosen_policy_and_the_resource_that_binds_are_marked(report: tuple[str, Page]) -> None:
     source, _ = report
-    assert re.findall(r'<tr class="chosen"><td class="l name">([^<]+)', source) == ["residency"]
+    assert re.findall(r'<tr class="chosen"><td class="l name">([^<]+)', source) == ["residency", "computing"]
+    assert "Limit of a step in this budget: computing" in source
 
 
 def test_tooltips_know_every_slice(report: tuple[str, Page], run: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lading.ir.graph import Role
-from lading.ir.plan import Choice, Choices, Option
+from lading.ir.plan import Choice, Choices, Option, ResourceLimit
 from lading.ir.timeline import Timeline
 from lading.report.figures import coarse, peak_storages, placement, seconds_by_kind
-from lading.report.plan_table import fit_table, policy_table, print_plan
+from lading.report.plan_table import fit_table, limits_table, policy_table, print_plan
+from lading.report.promises import limit_words
 from lading.units import MiB, format_bytes
 
 
@@ -118,3 +119,25 @@ def test_no_torch_and_no_rich_until_needed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_limit_of_a_step_is_said_by_resource(run: dict[str, Any]) -> None:
+    """In a table at 80 columns, and in one sentence before a run."""
+    limits = (
+        ResourceLimit(resource="disk both ways", seconds=0.4, size_bytes=3 * MiB),
+        ResourceLimit(resource="computing", seconds=0.25),
+    )
+    predictions = dataclasses.replace(run["plan"].predictions, limits=limits, step_s=0.5)
+    plan = dataclasses.replace(run["plan"], predictions=predictions)
+    shown = printed(limits_table(plan), width=80)
+    binds, other = (
+        next(line for line in shown.splitlines() if line.strip().startswith(each.resource)) for each in limits
+    )
+    assert binds.split()[3:] == ["3.00", "MiB", "400.0", "ms", "25.0%"]
+    assert other.split()[1:] == ["-", "250.0", "ms", "100.0%"]
+    assert limit_words(plan) == (
+        "limit of a step in this budget: disk both ways 400.0 ms for 3.00 MiB (beside it: computing 250.0 ms); "
+        "planned 500.0 ms, 25.0% above it"
+    )
+    none = dataclasses.replace(plan, predictions=dataclasses.replace(predictions, limits=()))
+    assert limit_words(none) == ""

@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 9
+PLAN_FORMAT = 10
 
 
 class PlanKind(StrEnum):
@@ -180,6 +180,20 @@ class PolicyRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResourceLimit:
+    """Least seconds that a step takes of one resource, whatever is chosen inside the budgets (``planner.limit``).
+
+    Attributes:
+        resource: What takes the time: "computing", "reads from disk".
+        size_bytes: Bytes that have to move; 0 for what moves none.
+    """
+
+    resource: str
+    seconds: float
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choices:
     """Choices of a plan about the step.
 
@@ -234,6 +248,7 @@ class Predictions:
         step_s: Seconds of a step.
         lower_bound_s: Seconds that no plan within the budgets, with the same operations on the host, is below, as
             modelled; 0.0 where no bound is known.
+        limits: Least seconds of each resource by itself, the largest first; () where they were not asked for.
         peaks: Most bytes by moment ("start", "step", "longest", "save", "resume") and tier, or by device where devices
             are unlike; on the busiest rank.
         keep_all_bytes: Device bytes that keeping everything needs; 0 where that was not asked.
@@ -245,6 +260,7 @@ class Predictions:
 
     step_s: float
     lower_bound_s: float = 0.0
+    limits: tuple[ResourceLimit, ...] = ()
     peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {})
     keep_all_bytes: int = 0
     host_saves_s: float = 0.0

@@ -31,7 +31,7 @@ from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_upda
 from lading.ir.layout import Layout
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
 from lading.ir.machine import KERNEL_BYTES, Machine
-from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
+from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ResourceLimit
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program, slot_sizes
 from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
 from lading.ir.reporting import SILENT, PlanProgress
@@ -41,6 +41,7 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
+from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
     Ordered,
@@ -182,9 +183,12 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
         rows.append(_row(policy, chosen.found))
     plan = chosen.found
     verify(plan.program)
+    limits = resource_limits(chosen.orders or (plan.step, step, *step.orders.values())) if chosen.bound_s else ()
+    bound_s = max(chosen.bound_s, limits[0].seconds) if limits else chosen.bound_s
     predictions = _predictions(
         plan,
-        lower_bound_s=min(chosen.bound_s, plan.step_s),  # a plan that reaches its bound does so up to rounding
+        lower_bound_s=min(bound_s, plan.step_s),  # a plan that reaches its bound does so up to rounding
+        limits=limits,
         keep_all_bytes=whole_bytes,
         policies=tuple(rows),
     )
@@ -209,13 +213,19 @@ def _request(
 
 
 def _predictions(
-    found: Found, *, lower_bound_s: float = 0.0, keep_all_bytes: int, policies: tuple[PolicyRow, ...] = ()
+    found: Found,
+    *,
+    lower_bound_s: float = 0.0,
+    limits: tuple[ResourceLimit, ...] = (),
+    keep_all_bytes: int,
+    policies: tuple[PolicyRow, ...] = (),
 ) -> Predictions:
     program = found.program
     peaks = {DEVICE: program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}}
     return Predictions(
         step_s=found.timeline.duration_s,
         lower_bound_s=lower_bound_s,
+        limits=limits,
         keep_all_bytes=keep_all_bytes,
         host_saves_s=_saved_s(found),
         peaks={"step": peaks},

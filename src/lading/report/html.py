@@ -27,7 +27,15 @@ from lading.report.figures import (
 )
 from lading.report.gantt import gantt_figure
 from lading.report.plan_table import policy_cells
-from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
+from lading.report.promises import (
+    RunSummary,
+    error_words,
+    limit_words,
+    relative_error,
+    remarks,
+    sentence_of,
+    verdict,
+)
 from lading.report.rank_section import RankReport, ranks_section
 from lading.report.svg import el, table, text, unbroken_options
 from lading.units import format_bytes, format_seconds
@@ -445,7 +453,26 @@ def _policies(plan: Plan) -> str:
     if not predictions.lower_bound_s:
         bound = f"This plan takes {format_seconds(plan.step_s)}; no lower bound is known."
     body = table(head, rows, chosen=chosen, left=(0, 6, 7))
-    return el("h2", "Policies compared") + body + el("p", text(f"Chosen: {policy}. {bound}"), class_="under")
+    body += el("p", text(f"Chosen: {policy}. {bound}"), class_="under")
+    return el("h2", "Policies compared") + body + _limits(plan)
+
+
+def _limits(plan: Plan) -> str:
+    """Table of the limit of a step by resource; "" where none is known."""
+    limits = plan.predictions.limits
+    if not limits:
+        return ""
+    rows = [
+        [
+            each.resource,
+            format_bytes(each.size_bytes) if each.size_bytes else "-",
+            format_seconds(each.seconds),
+            f"{plan.step_s / each.seconds - 1.0:.1%}",
+        ]
+        for each in limits
+    ]
+    body = table(("resource", "has to move", "at least", "planned above it"), rows, chosen=0, left=(0,))
+    return el("h2", "Limit of a step") + body + el("p", text(sentence_of(limit_words(plan))), class_="under")
 
 
 def _placement(plan: Plan, program: Program) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lading.errors import ConfigError
+from lading.ir.plan import Plan
 from lading.units import MiB, format_bytes, format_seconds
 
 
@@ -113,6 +114,27 @@ def verdict(summary: RunSummary) -> str:
         f"{error_words(summary.predicted_peak_bytes, peak)}), at {format_seconds(step)} a step "
         f"(predicted {format_seconds(summary.predicted_step_s)}, {error_words(summary.predicted_step_s, step)})."
     )
+
+
+def limit_words(plan: Plan) -> str:
+    """Say the limit of a plan's step by resource, which of them binds, and how far above it the plan is.
+
+    Returns:
+        One sentence; "" where the plan knows no limits.
+    """
+    limits = plan.predictions.limits
+    if not limits:
+        return ""
+    first, *others = [f"{each.resource} {format_seconds(each.seconds)}{_moved(each.size_bytes)}" for each in limits]
+    above = plan.step_s / limits[0].seconds - 1.0
+    beside = f" (beside it: {', '.join(others)})" if others else ""
+    return (
+        f"limit of a step in this budget: {first}{beside}; planned {format_seconds(plan.step_s)}, {above:.1%} above it"
+    )
+
+
+def _moved(size_bytes: int) -> str:
+    return f" for {format_bytes(size_bytes)}" if size_bytes else ""
 
 
 def budget_remedy(budget_bytes: int, predicted_bytes: int, peak_bytes: int) -> str:

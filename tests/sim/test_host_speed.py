@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 from tests.machines import small_machine
 from tests.programs import GraphBuilder, ProgramBuilder, chain, offloaded
+from tests.rank_steps import Row, program_of
 
 from lading.errors import ConfigError
+from lading.ir.action import ActionKind
 from lading.ir.graph import OpKind, Role
 from lading.ir.host_speed import measured_speed
 from lading.ir.machine import Curve, HostSpeed, Machine, Processes
@@ -80,6 +82,17 @@ def test_what_a_step_hardly_has_gets_the_factor_of_all_operations() -> None:
     assert told.products == pytest.approx(2.5 / 1.01)
     assert told.others == pytest.approx(2)
     assert told.tiers == {}
+
+
+def test_what_ranks_do_together_says_nothing_of_the_host() -> None:
+    rows: list[Row] = [
+        ("network", ActionKind.UNSHARD, (), 0.0, 1.0), ("compute", ActionKind.COMPUTE, (0,), 1.0, 3.0),
+        ("network", ActionKind.REDUCE_GRAD, (1,), 3.0, 7.0),
+    ]  # fmt: skip
+    made = dataclasses.replace(program_of("dp2,zero3", rows), resident=((0, 0),))
+    predicted = simulate(made, host(), op_seconds=[1.0, 2.0, 4.0])
+    told = measured_speed(made, predicted, [simulate(made, host(), op_seconds=[5.0, 3.0, 40.0])])
+    assert (told.products, told.others, told.tiers) == (pytest.approx(1.5), pytest.approx(1.5), {})
 
 
 def test_every_number_of_the_processors_is_slower() -> None:

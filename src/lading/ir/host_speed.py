@@ -53,11 +53,12 @@ def _cause(program: Program, number: int) -> str:
     action = program.actions[number]
     if action.stream == COMPUTE_STREAM and action.kind in RUNS_OP and action.op is not None:
         return PRODUCTS if program.graph.ops[action.op].kind in PRODUCT_KINDS else OTHERS
-    route = program.ranks[0].routes[number]
-    if action.kind is ActionKind.MOVE and CALLER not in route:
-        source, target = route
-        return f"{source}.{READ}" if target == DEVICE else f"{target}.{WRITE}"
-    return ""
+    if action.kind is not ActionKind.MOVE:
+        return ""
+    source, target = program.ranks[0].routes[number]
+    if CALLER in (source, target):
+        return ""
+    return f"{source}.{READ}" if target == DEVICE else f"{target}.{WRITE}"
 
 
 def _seconds(causes: Sequence[str], timeline: Timeline) -> dict[str, float]:

@@ -77,10 +77,10 @@ class Shape:
             for parameter in module.parameters():
                 parameter.copy_(tiled(parameter.shape, dtype))
             for name, buffer in module.named_buffers():
-                buffer.copy_(self._buffer(name))
+                buffer.copy_(self.buffer(name))
         return module
 
-    def _buffer(self, name: str) -> torch.Tensor:
+    def buffer(self, name: str) -> torch.Tensor:
         """Value of a buffer, from a model with one layer: all layers share those of rotation."""
         small = build_model("llama", **{**self.sizes, "num_layers": 1}, max_seq_len=self.tokens)
         found = dict(small.named_buffers())
@@ -171,7 +171,8 @@ def lading_side(cases: Cases, shape: Shape, cap: float) -> dict[str, Any]:
         ) as trainer,
     ):
         names = dict(shape.on_meta(torch.bfloat16).named_parameters())
-        buffers = {name: shape._buffer(name) for name, _ in shape.on_meta(torch.bfloat16).named_buffers()}
+        named = dict(shape.on_meta(torch.bfloat16).named_buffers())
+        buffers = {name: shape.buffer(name).to(buffer.dtype) for name, buffer in named.items()}
         for name, parameter in names.items():
             trainer.set_value(name, tiled(parameter.shape, torch.bfloat16))
         for name, value in buffers.items():
@@ -251,7 +252,7 @@ def fsdp2_side(cases: Cases, shape: Shape, cap: float) -> dict[str, Any]:
     fully_shard(module, **policy)
     for buffers in module.modules():
         for name, buffer in buffers.named_buffers(recurse=False):
-            setattr(buffers, name, buffer.to(device))
+            setattr(buffers, name, buffer.to(device, torch.bfloat16))
     optimizer = torch.optim.AdamW(module.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> float:

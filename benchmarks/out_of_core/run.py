@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from sides import LR, MAKERS, Side
+from sides import LR, MAKERS, Side, control_group
 
 from lading.catalog.load import load_machine, save_machine
 from lading.errors import LadingError
@@ -185,6 +185,13 @@ class Running:
         if counted:
             self.peak_bytes, self.process_bytes = answer["peak"], answer["process"]
 
+    def end(self) -> None:
+        """End the process, and its control group if it made one."""
+        self.process.kill()
+        self.process.wait()
+        if (group := control_group(self.process.pid)) is not None and group.is_dir():
+            group.rmdir()
+
     def figures(self, parameters: int) -> dict[str, Any]:
         """Sum up the counted steps; bytes of the disk are for each parameter and step."""
         moved = [(b - a) / sum(self.steps[1:]) / parameters for a, b in zip(self.disk[0], self.disk[-1], strict=True)]
@@ -225,6 +232,7 @@ def in_turns(sides: dict[str, tuple[Side, str]], turns: int, length: int, until:
         Sides that ended well, and why others did not, by name.
     """
     running: list[Running] = []
+    begun: list[Running] = []
     failed: dict[str, str] = {}
 
     def attempt(one: Running, numbers: list[int] | None, *, counted: bool = False) -> None:
@@ -241,6 +249,7 @@ def in_turns(sides: dict[str, tuple[Side, str]], turns: int, length: int, until:
     try:
         for name, (side, python) in sides.items():
             running.append(started(name, side, python))
+            begun.append(running[-1])
             attempt(running[-1], None)
         plans = [list(range(_WARM_UP))]
         plans += [list(range(first, first + length)) for first in range(_WARM_UP, _WARM_UP + length * turns, length)]
@@ -252,9 +261,8 @@ def in_turns(sides: dict[str, tuple[Side, str]], turns: int, length: int, until:
                 time.sleep(_PAUSE_S)
                 attempt(one, numbers, counted=turn > 0)
     finally:
-        for one in running:
-            one.process.kill()
-            one.process.wait()
+        for one in begun:
+            one.end()
     return running, failed
 
 
@@ -418,8 +426,7 @@ def run_largest(options: argparse.Namespace) -> None:
             one.train([0], counted=False)
             one.train([1, 2], counted=True, skipped=0)
         finally:
-            one.process.kill()
-            one.process.wait()
+            one.end()
     count = num_parameters(side)
     row = {**one.figures(count), "plan": predicted(made, count)}
     row |= {"when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "turns_with": [], "built_bytes": built_bytes}

@@ -133,6 +133,9 @@ def fsdp2(side: Side) -> Step:
     for layer in module.layers:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(layer, **policy)
     fully_shard(module, **policy)
+    for each in module.modules():  # those of rotation, which are in a parameter's format elsewhere
+        for name, buffer in each.named_buffers(recurse=False):
+            setattr(each, name, buffer.to(side.dtype))
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     loss_of = model_class(side.model).loss
 
@@ -258,13 +261,18 @@ def _mapped(sizes: Sequence[int], path: Path) -> tuple[IO[bytes], mmap.mmap, lis
     return file, whole, tensors
 
 
-def _confine(limit_bytes: int) -> None:
-    """Put this process into a control group that may take so many bytes more than it has."""
+def control_group(process: int) -> Path | None:
+    """Name the control group of a side's process; None on a host without those of version 1."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = next((line.split(":", 2)[2] for line in lines if ":memory:" in line), None)
-    if own is None:
+    return None if own is None else Path("/sys/fs/cgroup/memory") / own.strip("/") / f"lading-benchmark-{process}"
+
+
+def _confine(limit_bytes: int) -> None:
+    """Put this process into a control group that may take so many bytes more than it has."""
+    group = control_group(os.getpid())
+    if group is None:
         raise OSError("expected control groups of version 1 with memory, found none; leave the side out")
-    group = Path("/sys/fs/cgroup/memory") / own.strip("/") / f"lading-benchmark-{os.getpid()}"
     group.mkdir()
     # What the process has already stays counted above, so the limit is for what it touches from now on.
     (group / "memory.limit_in_bytes").write_text(str(limit_bytes))

@@ -21,8 +21,8 @@ from lading.ir.update_ops import (
     rule_of,
     update_op,
 )
+from lading.optim import rule as rule_module
 from lading.optim.rule import fresh, update_matrix
-from lading.runtime import update_kernels
 from lading.runtime.executor import Executor
 from lading.runtime.kernel_calls import BoundKernel, Rate, bind
 from lading.tracing.trace import capture
@@ -63,7 +63,7 @@ def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> BoundK
 def test_bits_are_those_of_the_rule(
     matrices: Matrices, shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_kernels, "AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(rule_module, "AT_ONCE", {"cpu": at_once})
     generator = torch.Generator().manual_seed(1)
     param, grad = torch.randn(shape, generator=generator), torch.empty(shape)
     wanted, rule = param.clone(), maths(matrices)
@@ -165,3 +165,8 @@ def test_a_device_behind_the_host_gives_the_same_bits(rule: Any, tmp_path: Path,
     (losses, values), (got, moved) = found
     assert got == losses
     assert all(torch.equal(values[name], moved[name]) for name in values)
+
+
+def test_a_device_that_lading_does_not_know_is_given_as_few_elements_as_a_cpu() -> None:
+    assert rule_module.elements_at_once("somewhere:driver") == rule_module.elements_at_once("cpu")
+    assert rule_module.elements_at_once("cuda") > rule_module.elements_at_once("cpu")

@@ -37,6 +37,13 @@ States = dict[str, "torch.Tensor"]
 #: Elements that an update with temporaries is given at once, by kind of device: few enough for a cache, many enough to
 #: hide launches on a GPU.
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+
+def elements_at_once(kind: str) -> int:
+    """Elements that an update with temporaries is given at once; on a device of another kind as few as on a CPU."""
+    return AT_ONCE.get(kind, AT_ONCE["cpu"])
+
+
 #: What to do where an update does not treat elements alone.
 INSTEAD = (
     'take one that does, lading.optimizer("adafactor"), or lading.Matrices(rule="muon") for matrices; a rule of your '

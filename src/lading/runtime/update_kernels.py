@@ -20,7 +20,7 @@ from lading.errors import ConfigError
 from lading.ir.graph import Op
 from lading.ir.update_ops import matrix_rule_of, rule_of
 from lading.optim.registry import name_of
-from lading.optim.rule import AT_ONCE, MatrixCase, MatrixRule, ParameterRule, StatePlace, States, WorkspaceRule
+from lading.optim.rule import MatrixCase, MatrixRule, ParameterRule, StatePlace, States, WorkspaceRule, elements_at_once
 from lading.runtime.resident import give_back
 from lading.runtime.scratch import bytes_of
 
@@ -104,7 +104,7 @@ class _Update:
 
     def rows_at_once(self, kind: str) -> int:
         """Number of rows that hold about as many elements as are worked on at once."""
-        return max(1, AT_ONCE[kind] // self.param.shape[-1])
+        return max(1, elements_at_once(kind) // self.param.shape[-1])
 
 
 def parameter_kernel(
@@ -199,7 +199,7 @@ def _pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> list
     """Cut (param, grad, what moves, states...) alike, so that temporaries stay small; without any, leave them whole."""
     if rule.whole or not rule.temporaries or not all(t.is_contiguous() for t in tensors):
         return [tensors]
-    return _cut(tensors, AT_ONCE[kind])
+    return _cut(tensors, elements_at_once(kind))
 
 
 def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> tuple[list[list[torch.Tensor]], int]:
@@ -210,7 +210,7 @@ def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) 
     count = prod(grad.shape)
     if rule.whole or not all(t.is_contiguous() for t in tensors):
         return [tensors], 4 * count
-    return _cut(tensors, AT_ONCE[kind]), 4 * min(count, AT_ONCE[kind])
+    return _cut(tensors, elements_at_once(kind)), 4 * min(count, elements_at_once(kind))
 
 
 def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:

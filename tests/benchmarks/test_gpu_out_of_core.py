@@ -29,5 +29,5 @@ def test_a_dry_run_trains_on_the_stand_in_device(tmp_path: Path) -> None:
         assert found["tokens_per_s"] > 0
         assert found["peak_bytes"] <= found["budget_bytes"]
         plain = sections[name.replace("Lading", "plain PyTorch")]
-        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-2), name
-    assert "| tiny-1 in 60%: Lading |" in out.with_suffix(".md").read_text()
+        assert found["losses"] == plain["losses"], name
+    assert "| tiny-1 in 85%: Lading |" in out.with_suffix(".md").read_text()

@@ -184,6 +184,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     plan = chosen.found
     verify(plan.program)
     limits = resource_limits(chosen.orders or (plan.step, step, *step.orders.values())) if chosen.bound_s else ()
+    limits = tuple(dataclasses.replace(each, seconds=min(each.seconds, plan.step_s)) for each in limits)  # rounding
     bound_s = max(chosen.bound_s, limits[0].seconds) if limits else chosen.bound_s
     predictions = _predictions(
         plan,

@@ -293,6 +293,7 @@ def measure(cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, 
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     for row in rows.values():
         row |= {"when": when, "turns_with": sorted(sides)}
+        row["of_plain"] = row["median_s"] / rows["plain"]["median_s"] if "plain" in rows else None
     return {"parameters": parameters, "sides": rows, "failed": failed}
 
 
@@ -346,7 +347,7 @@ def _line(key: str, name: str, row: dict[str, Any], plain: dict[str, Any] | None
         limit, above = f"{seconds[binds]:.2f}", f"{step / seconds[binds] - 1:+.0%}"
         beside_it = f"{step / max(seconds.values()) - 1:+.0%}"
         said, read, written = f"{made['step_s']:.2f}", f"{made['read']:.1f}", f"{made['written']:.1f}"
-    beside = f"{step / plain['median_s']:.2f}" if plain and plain["when"] == row["when"] else "-"
+    beside = f"{row['of_plain']:.2f}" if row.get("of_plain") else "-"
     spread = f"{step:.2f} ({row['fastest_s']:.2f} to {row['slowest_s']:.2f})"
     sizes = [f"{row[key] / MiB:.0f}" for key in ("peak_bytes", "process_bytes")]
     disk = f"{row['read']:.1f}", read, f"{row['written']:.1f}", written

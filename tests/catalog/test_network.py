@@ -47,6 +47,9 @@ WORDS = [
     ("4 nodes x 8 GPUs, 1600 Gb/s RoCE per node", "ethernet", 8, 200),
     ("125 MB/s Ethernet", "ethernet", 1, 1),
     ("ConnectX-7 400G per GPU", "infiniband", 8, 400),
+    ("400G per GPU", "infiniband", 8, 400),
+    ("2x100G", "infiniband", 2, 100),
+    ("200 Gigabit/s per GPU", "infiniband", 8, 200),
 ]
 
 

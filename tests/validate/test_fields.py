@@ -176,3 +176,129 @@ def test_what_was_understood_stands_with_each_prediction(tmp_path: Path) -> None
     said = line["understood"]
     assert "1 x 50 GB/s (400 Gb/s) ethernet for 1 devices" in said["links"]
     assert {"software", "switches", "number formats", "recompute", "sequences", "groups"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        ({"optimizer": "outer Nesterov every 500 steps"}, "meet every few steps"),
+        ({"optimizer": "local Adam, H=50"}, "meet every few steps"),
+        ({"framework": "OpenDiLoCo"}, "diloco"),
+        ({"sharding": "ZeRO++ with qgZ"}, "compressed on its way"),
+        ({"pp_schedule": "PipeDream"}, "do not wait"),
+        ({"task": "DPO"}, "pairs of answers"),
+        ({"task": "inference"}, "no backward"),
+        ({"offload": "optimizer to cpu, ratio 0.5"}, "a part of optimizer stays"),
+    ],
+)
+def test_methods_that_skip_or_add_to_a_step_are_refused(tmp_path: Path, layout: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        asked(tmp_path, layout=layout)
+
+
+def test_methods_that_only_the_notes_name_are_told(tmp_path: Path) -> None:
+    assert any("diloco" in words for words in asked(tmp_path, notes="trained with DiLoCo").unread)
+    assert any("every 16 steps" in words for words in asked(tmp_path, notes="gradients sync every 16 steps").unread)
+    assert not asked(tmp_path, notes="pipedream-flush, 1F1B").unread
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("AdamW, no fp32 copy", {"master_weights": False, "parameters_dtype": ""}),
+        ("AdamW with fp32 master weights", {"master_weights": True, "parameters_dtype": ""}),
+        ("memory-efficient-fp16 adam", {"master_weights": False}),
+        ("decoupled_lionw_8b", {"moments": 1, "moments_dtype": "uint8"}),
+        ("adamw_bnb_8bit", {"moments_dtype": "uint8"}),
+        ("DeepSpeedCPUAdam", {"host_update": "cpu-adam"}),
+    ],
+)
+def test_optimizers_in_the_words_of_frameworks(tmp_path: Path, words: str, settings: dict[str, Any]) -> None:
+    request = asked(tmp_path, layout={"optimizer": words})
+    assert {name: getattr(request.stack, name) for name in settings} == settings
+    assert not request.unread
+
+
+@pytest.mark.parametrize("words", ["adamw 4bit", "StableAdamW", "low-bit adam", "sgd with warm restarts of pages"])
+def test_words_of_an_optimizer_that_no_rule_reads_are_told(tmp_path: Path, words: str) -> None:
+    assert any("layout.optimizer" in text for text in asked(tmp_path, layout={"optimizer": words}).unread)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage"),
+    [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), ("ds_z3_offload_config", 3), ("optimizer state", 1)],
+)
+def test_sharding_in_the_words_of_frameworks(tmp_path: Path, sharding: str, stage: int) -> None:
+    request = asked(tmp_path, layout={"sharding": sharding, "zero_stage": None})
+    assert (request.layout.zero, request.unread) == (stage, ())
+    assert asked(tmp_path, layout={"sharding": "FULL_SHARD", "zero_stage": 1}).unread
+
+
+def test_what_the_name_of_a_framework_says_of_sharding_and_offload(tmp_path: Path) -> None:
+    layout = {"framework": "LLaMA-Factory (DeepSpeed ZeRO-3 + CPU offload)", "zero_stage": None, "offload": None}
+    request = asked(tmp_path, layout=layout)
+    assert (request.layout.zero, request.layout.offload) == (3, ("parameters",))
+    assert asked(tmp_path, layout={**layout, "offload": "none"}).layout.offload == ()
+
+
+def test_number_formats_in_the_words_of_frameworks(tmp_path: Path) -> None:
+    def stack(words: str) -> Any:
+        return asked(tmp_path, layout={"precision": words}).stack
+
+    assert asked(tmp_path, layout={"precision": "16-mixed"}).layout.precision == "fp16"
+    assert asked(tmp_path, layout={"precision": "32-true"}).layout.precision == "fp32"
+    assert not stack("pure bf16").master_weights
+    assert stack("bf16 params, fp32 grads").gradient_dtype == "float32"
+    assert asked(tmp_path, layout={"precision": "fp8 rowwise"}).linear_dtype == "rowwise"
+    assert asked(tmp_path, layout={"precision": "bf16 with Foo rounding"}).unread
+
+
+def test_lists_and_flags_of_recomputing(tmp_path: Path) -> None:
+    def modules(**layout: Any) -> tuple[str, ...]:
+        return asked(tmp_path, layout=layout).layout.recompute_modules
+
+    chosen = {"activation_checkpointing": "selective"}
+    assert modules(**chosen, ac_detail=["core_attn", "mlp"]) == ("core_attn", "mlp")
+    assert modules(**chosen, ac_detail="core attention and MLP") == ("core_attn", "mlp")
+    assert modules(activation_checkpointing="recompute core attention and layernorm") == ("core_attn", "layernorm")
+    assert asked(tmp_path, layout={"activation_checkpointing": True}).layout.recompute == "full"
+    assert asked(tmp_path, layout={"activation_checkpointing": "full", "ac_detail": "mlp only"}).unread
+
+
+def test_first_and_last_stages_of_other_sizes(tmp_path: Path) -> None:
+    layout = {"dp": 1, "pp": 4}
+    parts: dict[str, Any] = {"hardware": {"gpus": 4}, "model": {"layers": 6}}
+
+    def uneven(notes: str = "", **more: Any) -> StepRequest:
+        return asked(tmp_path, layout={**layout, **more}, notes=notes, **parts)
+
+    assert uneven(first_stage_layers=1, last_stage_layers=1).edge_layers_fewer == 1
+    words = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    assert uneven(words).edge_layers_fewer == 1
+    assert uneven(last_stage_layers=3).unread
+    assert uneven("account-for-embedding-in-pipeline-split").embedding_is_layer
+    assert uneven("embedding and loss are counted as layers").embedding_is_layer
+
+
+def test_rank_and_modules_of_adapters(tmp_path: Path) -> None:
+    request = asked(tmp_path, layout={"task": "QLoRA rank 64 on q_proj,v_proj"})
+    assert (request.task, request.lora_rank, request.stack.adapter_modules) == ("qlora", 64, ("wq", "wv"))
+    assert any("dora" in words for words in asked(tmp_path, layout={"task": "DoRA r=8"}).unread)
+
+
+def test_kernels_of_attention_by_number_and_by_library(tmp_path: Path) -> None:
+    def request(words: str, **parts: Any) -> StepRequest:
+        return asked(tmp_path, model={"attention": words}, **parts)
+
+    assert request("flash_attention_2").stack.attention == "flash2"
+    assert request("Flash Attention 3 (hopper)").stack.attention == "flash3"
+    assert not request("flash attn v2.5").unread
+    assert request("xformers", source="a fork of 2021").stack.attention == "flash1"
+
+
+def test_memory_of_a_stage_by_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    prediction = Prediction(step_s=1.0, low_s=1.0, high_s=1.0, peak_bytes=9, rank_bytes=(9, 5, 7, 6))
+    for words, expected in (("allocated, stage 2", 7), ("pipeline rank 1", 5), ("GPU 7", 6)):
+        file.write_text(changed(measured={"memory_kind": words, "peak_memory_gib": 1.0}))
+        assert reported_bytes(read_rows([file])[0][0], prediction, 8) == expected

@@ -26,11 +26,13 @@ _LOW_RANK_QUERIES, _QUERY_RANK = 5120, 1536
 #: Words of attention's form that are read, or that change nothing here.
 _ATTENTION_WORDS = re.compile(
     r"\b(?:gqa|mqa|mha|mla|multi-head|multi-query|grouped-query|grouped|query|latent|attention|causal|full|self|standard|"
-    r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|rope|rotary|alibi|learned|"
+    r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|torch|pytorch|hopper|cutedsl|rope|rotary|alibi|learned|"
     r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
     r"global|every|other|layers?|tokens?|size|ratio|[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
     re.IGNORECASE,
 )
+#: Ways to write FlashAttention and its number.
+_FLASH = re.compile(r"\bflash[-_ ]?att(?:entio)?n(?:[-_ ]?v?\d(?:\.\d+)*)?|\bfa-?[123]\b", re.IGNORECASE)
 _NO_SOFTMAX = re.compile(
     r"linear attention|lightning|retention|retnet|rwkv|deltanet|hyena|sparse attention|\bdsa\b|\bnsa\b|block-sparse",
     re.IGNORECASE,
@@ -104,7 +106,11 @@ def unread_of_model(model: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"model.attention: expected softmax attention, got {attention!r}: no table has {found[0]!r}")
     if re.search(r"encoder-decoder|seq2seq|\bt5\b|enc-dec", kind):
         raise ConfigError(f"model.kind: expected a decoder, a mixture of experts or a DiT, got {kind!r}: no such table")
-    left = re.sub(r"[\d.=:,;/()+-]+", " ", _ATTENTION_WORDS.sub(" ", re.sub(r"\([^)]*\d[^)]*\)", " ", attention)))
+    left = re.sub(
+        r"[\d.=:,;/()+-]+",
+        " ",
+        _ATTENTION_WORDS.sub(" ", re.sub(r"\([^)]*\d[^)]*\)", " ", _FLASH.sub("flash", attention))),
+    )
     unread = [f"model.attention: {' '.join(left.split())!r} in {attention!r}"] if left.strip() else []
     if kind and not re.search(r"dense|moe|expert|dit|diffusion|hybrid|mamba|ssm|decoder|gpt|llama|causal", kind):
         unread.append(f"model.kind {kind!r}: simulated as a causal decoder of these sizes")

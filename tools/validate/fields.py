@@ -18,6 +18,14 @@ _PRECISION_WORDS = (
     *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),
     *(("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")),
     *(("float16", "fp16"), ("half", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("float32", "fp32")),
+    *(("16-mixed", "fp16"), ("16-true", "fp16"), ("32-true", "fp32"), ("nf4", "bf16")),
+)
+#: Words of a number format that are read, or that change nothing here.
+_PRECISION_READ = re.compile(
+    r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
+    r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
+    r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
+    r"training|gemms?|products|linears?)\b"
 )
 #: In order: words of a schedule, and the kind that Lading has.
 _SCHEDULES = (
@@ -26,7 +34,7 @@ _SCHEDULES = (
     (r"zb|zero-?bubble|interleavedzerobubble", "zero-bubble"),
     (r"gpipe|afab|all[- ]forward", "gpipe"),
     (r"interleaved|1f1b-i|vpp|virtual", "interleaved"),
-    (r"1f1b|pipedream-?flush|one[- ]forward", "1f1b"),
+    (r"(?<!seq)1f1b|pipedream-?flush|one[- ]forward", "1f1b"),
 )
 _CP = (
     (r"^a2a\+p2p|usp|hierarchical|2d", ""),
@@ -35,7 +43,11 @@ _CP = (
     (r"ring|p2p", "ring"),
 )
 _TASKS = (
-    *((r"q-?lora", "qlora"), (r"\blora", "lora"), (r"sft|full|fine-?tun|finetun|instruct", "sft")),
+    *(
+        (r"q-?lora", "qlora"),
+        (r"\b(?:rs|ada|do|ve)?-?lora|\bdora|lora\+|peft|adapter", "lora"),
+        (r"sft|full|fine-?tun|finetun|instruct", "sft"),
+    ),
     (r"pre-?train|continu\w* pre|from scratch|cpt|train", "pretrain"),
 )
 _MODES = (
@@ -60,17 +72,52 @@ _NOT_MODELLED = (
     ),
     (r"super-?offload", "SuperOffload updates speculatively, and rolls back"),
     (r"delayed (?:parameter )?update|one[- ]step[- ](?:delay|stale)|\bdpu\b", "updates come a step late"),
-    (r"local[- ]?sgd|diloco|fed-?avg|model averaging", "replicas meet every few steps only"),
-    (r"1-?bit|0/1 ?adam|power-?sgd|compressed (?:gradient|comm)|sparsif", "gradients are compressed on their way"),
-    (r"pipedream-?2bw|async(?:hronous)? (?:sgd|pipeline|update)", "updates do not wait for all micro-batches"),
-    (r"galore|apollo|\blomo\b|\blisa\b|badam", "gradients or states are projected, fused or left out"),
+    (
+        r"local[- ]?(?:sgd|adam\w*|update|step)|\w*lo-?co\b|dipaco|fed-?avg|federated|hivemind|"
+        r"(?:model|parameter|weight) averaging|outer (?:optimizer|nesterov|step|loop)|"
+        r"(?:sync\w*|averag\w*|all-?reduc\w*|outer)[^.;|]{0,30} every "
+        r"\d+ (?:inner |local )?(?:steps|iterations)|(?:inner|local) steps",
+        "replicas meet every few steps only",
+    ),
+    (
+        r"\b[1248]-?bit (?:gradient|all-?reduce|comm|adam(?=.*comm)|lamb)|\b1-?bit|0/1 ?adam|power-?sgd|"
+        r"compressed (?:gradient|comm)|quantized (?:gradient|weight|comm|all)|sparsif|zero ?\+\+|zeropp|\bq[wg]z\b|"
+        r"\bdemo\b|\bsdp4bit\b",
+        "what is sent is compressed on its way",
+    ),
+    (
+        r"pipedream(?!-?flush)|pipemare|async(?:hronous)?[- ](?:sgd|pipeline|update)|weight[- ]stash",
+        "updates do not wait for all micro-batches",
+    ),
+    (r"galore|apollo|\blomo\b|adalomo|\blisa\b|badam|\bfira\b", "gradients or states are projected, fused or left out"),
+)
+#: Kinds of training whose steps have other parts than a forward, a backward and an update of one model.
+_OTHER_TASKS = (
+    (r"\bdpo\b|\bkto\b|\borpo\b|preference", "steps of it run pairs of answers, and often a second model"),
+    (r"\brlh?a?i?f\b|\bppo\b|\bgrpo\b|reinforc|\brloo\b", "steps of it generate text between updates"),
+    (r"distill", "steps of it run a second model"),
+    (r"inference|generation|serving|decod|prefill", "it has no backward"),
+    (
+        r"\bia3\b|prompt[- ]tun|prefix[- ]tun|\bbitfit\b|frozen|freez|linear prob",
+        "a part of the weights is trained, but not by LoRA",
+    ),
 )
 _METHOD_FIELDS = ("offload", "optimizer", "pp_schedule", "sharding", "framework", "task")
 _ADAM = r"adam"
 _OPTIMIZERS = (
     (r"^(sgd)\b", "sgd"),
-    *((rf"\b{name}\b", name) for name in ("lion", "adafactor", "muon", "shampoo", "soap")),
+    *((rf"\b{name}w?\b", name) for name in ("lion", "adafactor", "muon", "shampoo", "soap")),
     (_ADAM, "adamw"),
+)
+#: Words of an optimizer that are read, or that change nothing here.
+_OPTIMIZER_READ = re.compile(
+    r"\b(?:(?:torch|optim|fused|apex|bnb|bitsandbytes|cpu|deepspeed|distributed|decoupled|megatron|te|hf|"
+    r"transformer engine|paged|hybrid|flash)\.? ?)*(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap)\b|"
+    r"\b(?:8 ?-?b(?:it)?|int8|fp32|float32|bf16|bfloat16|fp16|float16|16-bit|32-?bit|32b|pure|full|only|memory|"
+    r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
+    r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|"
+    r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
+    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim)\b"
 )
 
 
@@ -106,6 +153,20 @@ def refuse_what_is_not_modelled(layout: Mapping[str, Any]) -> None:
                     f"layout.{name}: expected a method that is modelled, got {words!r} ({match[0]}): {reason}, which "
                     "is not"
                 )
+    task = str(layout.get("task", "")).lower()
+    for pattern, reason in _OTHER_TASKS:
+        if match := re.search(pattern, task):
+            raise ConfigError(
+                f"layout.task: expected pretraining, fine-tuning, LoRA or Q-LoRA, got {task!r} ({match[0]}): {reason}, "
+                "which is not modelled"
+            )
+
+
+def unread_methods(text: str) -> list[str]:
+    """Methods that are not modelled and that prose names, which may as well say that they were not used."""
+    lowered = text.lower()
+    found = (re.search(pattern, lowered) for pattern, _ in _NOT_MODELLED[2:])
+    return [f"notes name {match[0]!r}, which is not modelled" for match in found if match]
 
 
 def precision_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> str:
@@ -116,6 +177,9 @@ def precision_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str
     for word, name in _PRECISION_WORDS:
         if word in words:
             assumed.append(f"precision {words!r} as {name}")
+            left = " ".join(re.findall(r"[a-z]\w*", _PRECISION_READ.sub(" ", words.replace("_", " "))))
+            if left or "mxfp4" in words:
+                unread.append(f"layout.precision {words!r}: {left or 'mxfp4'!r}; {name}")
             return name
     if words:
         unread.append(f"layout.precision {words!r}: bf16")
@@ -155,12 +219,14 @@ def task_of(stated: Mapping[str, Any], unread: list[str]) -> str:
     named = next((task for pattern, task in _TASKS if re.search(pattern, words)), None)
     if named is None:
         unread.append(f"layout.task {words!r}: as pretraining")
+    elif named != "sft" and (variant := re.search(r"dora|(?:rs|ada|ve)-?lora|lora\+|peft|adapter", words)):
+        unread += [f"layout.task {words!r}: {variant[0]!r} as LoRA"] if variant[0] != "adapter" else []
     return named or "pretrain"
 
 
 def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dict[str, Any]]:
     """Rule of the optimizer, and what its words change of the stack."""
-    words = str(stated.get("optimizer", "")).lower()
+    words = str(stated.get("optimizer", "")).lower().replace("_", " ")
     if _NOTHING.match(words):
         return "adamw", {}
     named = next((rule for pattern, rule in _OPTIMIZERS if re.search(pattern, words)), None)
@@ -168,9 +234,13 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         unread.append(f"layout.optimizer {words!r}: AdamW")
         return "adamw", {}
     settings: dict[str, Any] = {}
+    apart = re.sub(r"(?<=[a-z])(?=adam|sgd)|(?<=adam)(?=[w\d])(?!w\b)|(?<=adamw)(?=\d)", " ", words)
+    left = re.findall(r"[a-z]\w*|\b4 ?-?bit", _OPTIMIZER_READ.sub(" ", apart))
+    if left:
+        unread.append(f"layout.optimizer {words!r}: {' '.join(left)!r}")
     if named == "sgd":
         return "adamw", {"moments": int("moment" in words)}
-    if re.search(r"8-?bit|int8", words):
+    if re.search(r"8 ?-?bit|\b8b\b|int8", words):
         settings["moments_dtype"] = "uint8"
     elif re.search(r"bf16|bfloat16", words):
         settings["moments_dtype"] = "bfloat16"
@@ -189,14 +259,14 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     Args:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
     """
-    lowered = words.lower()
+    lowered = words.lower().replace("_", " ")
     if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math)\b", lowered):
         return {"attention": "unfused"}
-    if re.search(r"flash-?attention-?\s?1\b|\bfa1\b", lowered):
-        return {"attention": "flash1"}
-    if re.search(r"flash-?attention-?\s?2\b|\bfa2\b|flash2", lowered):
-        return {"attention": "flash2"}
-    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|fused", lowered):
+    if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([123])(?:\.\d+)*\b", lowered):
+        return {"attention": f"flash{numbered[1]}"}
+    if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", lowered):
+        return {"attention": "triton" if "triton" in lowered else "flash1"}
+    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|fused|cudnn", lowered):
         return {"attention": "flash2"}
     return {}
 
@@ -204,18 +274,58 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
 def dtypes_of(row_words: str) -> dict[str, Any]:
     """Settings of the stack that words on number formats and copies of what is kept replace."""
     words, settings = row_words.lower(), dict[str, Any]()
-    if re.search(r"(?:no|without|w/o)(?: fp32| float32)? master|pure[ _]bf16|bf16[- ]only|full[- ]bf16", words):
+    if re.search(
+        r"(?:no|without|w/o)(?: fp32| float32)? (?:master|cop(?:y|ies))|pure[ _](?:bf|fp)16|(?:bf|fp)16[- ]only|"
+        r"full[- ](?:bf|fp)16|16-true|memory[- ]efficient[- ](?:bf|fp)16",
+        words,
+    ):
         settings |= {"master_weights": False, "parameters_dtype": ""}
+    elif re.search(r"(?:fp32|float32|with) master|master (?:weights|copy) in (?:fp32|float32)", words):
+        settings |= {"master_weights": True, "parameters_dtype": ""}
+    elif kept := re.search(r"\b(?:bf16|bfloat16|fp16|(fp32|float32)) (?:param|weight)", words):
+        settings |= {"parameters_dtype": "float32", "master_weights": False} if kept[1] else {"parameters_dtype": ""}
     if re.search(r"(?:bf16|bfloat16|16-bit) (?:optimizer|moments|adam|states|exp_avg)", words):
         settings["moments_dtype"] = "bfloat16"
+    if gradients := re.search(r"\b(fp32|float32|bf16|bfloat16|fp16|float16) (?:grad|accum|reduc)", words):
+        named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        settings["gradient_dtype"] = named.get(gradients[1], gradients[1])
     return settings
 
 
-def offload_of(stated: Mapping[str, Any], text: str, assumed: list[str], unread: list[str]) -> dict[str, Any]:
-    """Settings of what lies behind the device, and where."""
+#: Part of what is moved: percent, or a ratio.
+_PART = re.compile(r"(\d+(?:\.\d+)?) ?%|(?:ratio|fraction)\D{0,3}([01]?\.\d+|[01]\b)")
+
+
+#: Modules that adapters attach to, as frameworks name them, and their last names in tables.
+_ADAPTED = (
+    *((r"\bq_?proj\b|\bwq\b", ("wq",)), (r"\bk_?proj\b|\bwk\b", ("wk",)), (r"\bv_?proj\b|\bwv\b", ("wv",))),
+    (r"\bo_?proj\b|\bwo\b|linear_proj\b", ("wo",)),
+    (r"query_key_value|linear_qkv|\bc_attn\b|\bw?qkv\b", ("wq", "wk", "wv", "qkv")),
+    *((r"gate_?proj", ("gate",)), (r"up_?proj", ("up",)), (r"down_?proj|linear_fc2", ("down",))),
+    (r"linear_fc1", ("gate", "up")),
+    (r"attention(?: only| modules| layers| projections)", ("wq", "wk", "wv", "qkv", "wo")),
+    (r"mlp(?: only| modules| layers)", ("gate", "up", "down")),
+)
+
+
+def adapted_of(task: str) -> dict[str, Any]:
+    """Settings of the modules that adapters attach to, where a task's words list them."""
+    names = [name for pattern, names in _ADAPTED if re.search(pattern, task.lower()) for name in names]
+    return {"adapter_modules": tuple(dict.fromkeys(names))} if names else {}
+
+
+def offload_of(
+    stated: Mapping[str, Any], text: str, layers: int, assumed: list[str], unread: list[str]
+) -> dict[str, Any]:
+    """Settings of what lies behind the device, and where; software's own words count where no field says it."""
     if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
         return {"offload": ("activations",), "offload_layers": int(moved[1])}
     words = str(stated.get("offload", "")).lower()
+    elsewhere = " ".join(str(stated.get(name, "")) for name in ("framework", "sharding")).lower()
+    if "offload" not in stated and re.search(r"offload|zero-?infinity", elsewhere):
+        words = f"{elsewhere} nvme" if "infinity" in elsewhere else elsewhere
+        if not re.search(r"optim|param|activation|state", words) and re.search(r"zero-?3|z3|stage ?3|infinity", words):
+            words += " parameters"
     if _NOTHING.match(words):
         return {}
     kinds = {
@@ -233,14 +343,36 @@ def offload_of(stated: Mapping[str, Any], text: str, assumed: list[str], unread:
     if not named:
         assumed.append(f"offload {words!r}: the optimizer's states, as what is moved is not said")
         named = ("optimizer",)
-    return {"offload": named, **({"offload_to": "disk"} if where else {})}
+    settings: dict[str, Any] = {"offload": named, **({"offload_to": "disk"} if where else {})}
+    if share := _PART.search(words):
+        part = float(share[1] or share[2]) / (100 if share[1] else 1)
+        if named == ("activations",) and part <= 1:
+            settings["offload_layers"] = max(1, round(part * layers))
+            assumed.append(f"offload {words!r}: activations of {settings['offload_layers']} of {layers} layers")
+        elif part < 1:
+            raise ConfigError(
+                f"layout.offload: expected what is moved as a whole, got {words!r} ({share[0]}): a part of {named[0]} "
+                "stays on the device, which is not modelled"
+            )
+    return settings
+
+
+#: Parts of a block in other words than a module's name.
+_PARTS = (
+    (r"core[- _]att(?:entio)?n|attention[- _]core|attention scores?|softmax", "core_attn"),
+    (r"(?:self[- _])?attention", "attn"),
+    (r"mlp|ffn|feed[- _]?forward", "mlp"),
+    (r"(?:layer|rms)[- _]?norms?|norms?", "layernorm"),
+    (r"act(?:ivation)?(?:[- _]func(?:tion)?)?|swi?glu|gelu|silu", "act"),
+)
 
 
 def modules_of(detail: str, text: str) -> tuple[str, ...]:
     """Parts of a block that are recomputed, as a row lists them; () where it lists none."""
     named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
-    words = named[1] if named else detail
+    words = re.sub(r"['\"]", "", named[1] if named else detail)
     parts = [part.strip() for part in re.split(r"[,+/]|\band\b", words.strip("[]() ")) if part.strip()]
+    parts = [next((name for pattern, name in _PARTS if re.fullmatch(pattern, part.lower())), part) for part in parts]
     if not parts or any(not re.fullmatch(r"\w+", part) for part in parts):
         return ()
     return tuple(part for part in parts if part not in ("selective", "full", "no"))
@@ -252,6 +384,10 @@ def recompute_of(
     """Recomputing: its mode, number of layers (-1 all) and modules, as far as words say."""
     words = str(stated.get("activation_checkpointing", "")).strip().lower()
     detail = str(stated.get("ac_detail", "")).strip()
+    if listed := re.match(r"(?:selective|recompute|checkpoint)\w*(?:[: (]| of)+(?=\w)", words):
+        of = words[listed.end() :].rstrip(")")
+        if not detail and modules_of(of, "") and re.search(r"att(?:entio)?n|mlp|ffn|norm|act", of):
+            words, detail = "selective", of
     if not words:
         if detail != "no":
             assumed.append("no activation recompute: none is stated")
@@ -267,6 +403,8 @@ def recompute_of(
         assumed.append(f"{count} of {layers} layers recomputed in full: {detail or 'as the notes say'}")
         return "full", count, ()
     if mode == "full":
+        if detail and not re.search(r"^(?:full|all|every|each|uniform|yes|complete)\b|1 layer", detail, re.IGNORECASE):
+            unread.append(f"layout.ac_detail {detail!r}: every layer in full")
         return mode, -1, ()
     modules = modules_of(detail, text)
     if modules:

@@ -15,6 +15,7 @@ from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from tools.validate.architecture import architecture_of, unread_of_model
 from tools.validate.fields import (
+    adapted_of,
     attention_of,
     cp_comm_of,
     dtypes_of,
@@ -25,6 +26,7 @@ from tools.validate.fields import (
     refuse_what_is_not_modelled,
     schedule_of,
     task_of,
+    unread_methods,
     unread_of_gpu,
 )
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
@@ -33,6 +35,14 @@ from tools.validate.software import software_of
 from tools.validate.words import machine_of
 
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
+
+
+#: Words for pipelines that count embedding and loss as a layer each, Megatron's two options among them.
+_EDGES = re.compile(
+    r"account[-_ ]for[-_ ](?:embedding|loss)[-_ ]in[-_ ]pipeline|"
+    r"embeddings?(?: layer)? and (?:the )?(?:loss|head|output)(?: layer)? "
+    r"(?:are |is )?(?:each )?(?:count|treat)\w* as (?:a |one )?(?:transformer )?(?:layer|block)"
+)
 
 
 def request_of(row: Row, *, known: bool = True) -> StepRequest:
@@ -73,7 +83,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         dropout=_dropout(stack, model.family, text, assumed),
         alibi="alibi" in text.lower(),
         optimizer=optimizer,
-        **_extras(row, text, model.layers),
+        **(_extras(row, text, model.layers) | _edges(row, text, layout, model.layers, unread)),
     )
     request = _as_published(request, text, assumed, known=known)
     said_unread = (f"not understood: {words}" for words in unread)
@@ -83,13 +93,21 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
 def _unread(row: Row, machine: str) -> list[str]:
     """Fields of a row, and words of its device and model, that no rule reads."""
     gpu, words = load_machine(machine).device.gpu, str(row.hardware.get("gpu", ""))
-    return [*row.unread, *unread_of_gpu(words, gpu.power_w if gpu else 0.0), *unread_of_model(row.model)]
+    return [
+        *row.unread,
+        *unread_of_gpu(words, gpu.power_w if gpu else 0.0),
+        *unread_of_model(row.model),
+        *unread_methods(row.notes),
+    ]
 
 
 def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
     """Software with what a row's words say of optimizer, number formats and attention; and the optimizer's rule."""
     optimizer, settings = optimizer_of(row.layout, unread)
-    settings |= dtypes_of(f"{row.layout.get('precision_detail', '')} {row.layout.get('optimizer', '')}")
+    settings |= dtypes_of(
+        " | ".join(str(row.layout.get(name, "")) for name in ("precision", "precision_detail", "optimizer"))
+    )
+    settings |= adapted_of(str(row.layout.get("task", "")))
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     return dataclasses.replace(stack, **settings), optimizer
 
@@ -128,7 +146,7 @@ def said(row: Row) -> str:
 
 def _rank(row: Row, assumed: list[str]) -> int:
     """Rank of the adapters; where none is printed 16, as in Megatron-Bridge (recipes/llama/llama3.py, 70B)."""
-    if match := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
+    if match := re.search(r"\b(?:lora[-_ ])?(?:r|rank|dim)[ =:]*(\d+)", str(row.layout.get("task", "")), re.IGNORECASE):
         return int(match[1])
     assumed.append("adapters of rank 16")
     return 16
@@ -202,20 +220,34 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
         recompute_layers=layers,
         recompute_modules=modules,
         precision=precision_of(stated, assumed, unread),
-        **offload_of(stated, text, assumed, unread),
+        **offload_of(stated, text, int(row.model["layers"]), assumed, unread),
     )
 
 
+#: (words, stage of ZeRO that they mean), in order.
+_SHARDING = (
+    (r"no-shard|\bddp\b|data[- ]parallel only|^(?:none|no|off)\b", 0),
+    (r"(?:zero|\bz|stage)[- =]?3|full-shard|fully[- ]shard|hybrid-shard(?!-zero2)|zero-?infinity", 3),
+    (r"(?:zero|\bz|stage)[- =]?2|shard-grad-op|hybrid-shard-zero2", 2),
+    (r"(?:zero|\bz|stage)[- =]?1|distributed[- ]optimizer|optimizer[- ]state|\boss\b|zero-redundancy-?optimizer", 1),
+    (r"(?:zero|stage)[- =]?0", 0),
+    (r"[fh]sdp", 3),
+)
+
+
 def _zero(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> int:
-    words = str(stated.get("sharding", "")).lower()
-    if words and not re.search(r"fsdp|hsdp|ddp|zero|distributed optimizer|none|no\b", words):
+    words = str(stated.get("sharding") or stated.get("framework", "")).lower().replace("_", "-")
+    named = next((stage for pattern, stage in _SHARDING if re.search(pattern, words)), None)
+    if named is None and stated.get("sharding"):
         unread.append(f"layout.sharding {words!r}")
+    if named is not None and stated.get("sharding") and "zero_stage" in stated and named != stated["zero_stage"]:
+        unread.append(f"layout.sharding {words!r}: zero_stage {stated['zero_stage']} counts")
     if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
         assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
         return 3
-    if "zero_stage" not in stated and (stage := re.search(r"zero-?(\d)|([fh]sdp)", words)):
-        assumed.append(f"sharding {words!r}: as under ZeRO-{stage[1] or 3}")
-        return min(3, int(stage[1] or 3))
+    if "zero_stage" not in stated and named is not None:
+        assumed.append(f"sharding {words!r}: as under ZeRO-{named}")
+        return named
     return int(stated.get("zero_stage") or 0)
 
 
@@ -302,11 +334,34 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
         "embedding_is_layer": bool(stated.get("embedding_as_layer", False)),
         "schedule_detail": str(stated.get("pp_schedule", "")),
     }
-    if stated.get("precision") == "fp8":
-        words = str(stated.get("precision_detail", "")).lower()
+    if re.search(r"(?<!mx)fp8(?![-_]mx)|float8", str(stated.get("precision", "")).lower()):
+        words = f"{stated.get('precision_detail', '')} {stated['precision']}".lower()
         extras["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
     if share := re.search(r"last (\d+)% of (?:decoder )?layers bf16", detail):
         extras["high_precision_layers"] = -(-int(share[1]) * layers // 100)
-    if fewer := re.search(r"(one|two|1|2) (?:transformer )?(?:layer|block)s? fewer", detail):
-        extras["edge_layers_fewer"] = {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])
     return extras
+
+
+def _edges(row: Row, text: str, layout: Layout, layers: int, unread: list[str]) -> dict[str, Any]:
+    """Settings of pipelines whose first and last stages hold another number of blocks than those between."""
+    words = f"{row.layout.get('precision_detail', '')} {text}".lower()
+    if _EDGES.search(words):
+        return {"embedding_is_layer": True}
+    if fewer := re.search(r"(one|two|1|2) (?:transformer )?(?:layer|block)s? fewer", words):
+        return {"edge_layers_fewer": {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])}
+    ends = [_stage_layers(row, words, end) for end in ("first", "last")]
+    if ends == [0, 0]:
+        return {}
+    stages = layout.pp * layout.vpp
+    between, left = divmod(layers - sum(ends), max(1, stages - 2))
+    if ends[0] != ends[1] or stages < 3 or left or between < 1:
+        unread.append(f"layers of the first and last stage, {ends[0]} and {ends[1]}: {stages} stages as even as can be")
+        return {}
+    return {"edge_layers_fewer": between - ends[0]}
+
+
+def _stage_layers(row: Row, words: str, end: str) -> int:
+    """Blocks of the first or last stage, by a field or in Megatron's words; 0 where nobody says."""
+    stated = int(row.layout.get(f"{end}_stage_layers") or 0)
+    named = re.search(rf"decoder[-_ ]{end}[-_ ]pipeline[-_ ]num[-_ ]layers[ =:]*(\d+)", words)
+    return stated or (int(named[1]) if named else 0)

@@ -39,6 +39,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "layout": {
         **dict.fromkeys(("dp", "tp", "pp"), _NUMBER),
         **dict.fromkeys(("cp", "ep", "etp", "vpp", "fsdp", "zero_stage", "micro_batch", "global_batch"), _NUMBER),
+        **dict.fromkeys(("first_stage_layers", "last_stage_layers"), _NUMBER),
         **dict.fromkeys(("n_microbatches", "grad_accum"), _NUMBER),
         **dict.fromkeys(("activation_checkpointing", "ac_detail", "precision", "precision_detail", "offload"), _TEXT),
         **dict.fromkeys(("framework", "pp_schedule", "task", "cp_comm", "sharding", "optimizer"), _TEXT),
@@ -66,7 +67,7 @@ _COUNTS = frozenset(
     (
         *("layers", "hidden", "heads", "seq_len", "ffn_hidden", "kv_heads", "head_dim", "vocab", "experts", "topk"),
         *("window", "moe_ffn_hidden", "shared_expert_ffn", "first_dense_layers", "gpus", "gpus_per_node"),
-        *("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "fsdp", "zero_stage"),
+        *("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "fsdp", "zero_stage", "first_stage_layers", "last_stage_layers"),
         *("micro_batch", "global_batch", "n_microbatches", "grad_accum"),
     )
 )
@@ -212,6 +213,7 @@ def _checked(
     fields: Mapping[str, Any], known: Mapping[str, tuple[type, ...]], prefix: str, place: str, unknown: dict[str, str]
 ) -> dict[str, Any]:
     """Select the fields that are not null, each of its type; unknown names are noted, misspelled ones are errors."""
+    fields = {name: _plain(name, value) for name, value in fields.items()}
     for name, value in fields.items():
         if name not in known:
             near = [n for n in difflib.get_close_matches(name, known, 1, 0.9) if n not in fields]
@@ -222,6 +224,20 @@ def _checked(
             expected = " or ".join(t.__name__ for t in known[name])
             raise ConfigError(f"{place}: {prefix}{name}: expected {expected}, got {type(value).__name__} {value!r:.60}")
     return {name: value for name, value in fields.items() if value is not None and name in known}
+
+
+#: Fields of words that frameworks set by a flag as well, and those that they set by a list.
+_SWITCHED, _LISTED = ("activation_checkpointing", "offload"), ("ac_detail", "offload")
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A flag or a list of words where a field is words, as words."""
+    if name in _SWITCHED and isinstance(value, bool):
+        return "yes" if value else "none"
+    if name in _LISTED and isinstance(value, list):
+        items = cast("list[object]", value)
+        return ",".join(items) if all(isinstance(item, str) for item in items) else value  # type: ignore[arg-type]
+    return value
 
 
 def _is(value: object, types: tuple[type, ...]) -> bool:

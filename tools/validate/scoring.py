@@ -170,7 +170,9 @@ def reported_bytes(row: Row, prediction: Prediction, devices: int) -> int:
         return round(sum(ranks) / len(ranks))
     if re.search(r"last (?:rank|stage|pipeline)", words):
         return ranks[-1]
-    if named := re.search(r"rank (\d+)", words):
+    if stage := re.search(r"(?:stage|(?:pp|pipeline)[-_ ]rank)[ =#]*(\d+)", words):
+        return ranks[min(len(ranks) - 1, int(stage[1]))]
+    if named := re.search(r"(?:rank|gpu|device)[ =#]*(\d+)", words):
         return ranks[min(len(ranks) - 1, int(named[1]) * len(ranks) // max(1, devices))]
     return ranks[0] if re.search(r"first (?:rank|stage|pipeline)", words) else prediction.peak_bytes
 

@@ -90,7 +90,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
     StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
     StackRule(r"megatron-deepspeed|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
-    StackRule(r"deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 without model parallelism"),
+    StackRule(r"(?:2104\.04473|sc'21).*deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 of 2021"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),
     StackRule(r"megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),

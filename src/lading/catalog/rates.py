@@ -19,7 +19,7 @@ _SECOND = r"(?:\s?/\s?s(?:ec(?:ond)?)?|\s?ps|\s?per\s+sec(?:ond)?|\s?s-1)"
 #: After the number: a prefix; then bits or bytes, a second at the end, which "Gb" of a port may leave out.
 _UNIT = re.compile(
     _NUMBER
-    + r"\s?-?([kKmMgGtT])(i?)(?:"
+    + r"\s?-?([kKmMgGtT])(i?|ega(?=bi)|iga(?=bi)|era(?=bi))(?:"
     + rf"(?P<word>bits?|Bits?|BITS?|bytes?|Bytes?|BYTES?)(?P<word_s>{_SECOND})?"
     + r"|(?P<ports>(?:ig)?E)"
     + rf"|(?P<letter>[bB])(?:(?P<letter_s>{_SECOND}|PS|/S)|(?P<port>[eE](?:thernet)?)?)"
@@ -60,7 +60,7 @@ def find_rates(text: str, *, bits: bool) -> tuple[NamedRate, ...]:
 def _rates(text: str, bits: bool) -> Iterator[NamedRate]:
     for match in _UNIT.finditer(text):
         prefix = match[2].lower()
-        scale = 1024.0 ** (1 + "kmgt".index(prefix)) if match[3] else _PREFIXES[prefix]
+        scale = 1024.0 ** (1 + "kmgt".index(prefix)) if match[3] == "i" else _PREFIXES[prefix]
         in_bits, assumed = _in_bits(match, text, bits)
         if in_bits is None:
             continue
@@ -77,7 +77,9 @@ def _in_bits(match: re.Match[str], text: str, bits: bool) -> tuple[bool | None, 
     if match["ports"]:
         return True, ""
     if match["letter"] is None:  # "400G": a port, where ports are spoken of
-        return (True if _PORTS.search(text) and match[2] == "G" else None), ""
+        if match[2] == "G" and _PORTS.search(text):
+            return True, ""
+        return (True, f"{match[0].strip()!r} is Gb/s") if bits and match[2] == "G" else (None, "")
     if not match["letter_s"]:  # "100Gb" and "100GbE" are ports, "80 GB" is a size
         return (True if match["port"] or match["letter"] == "b" else None), ""
     shouted = match["letter_s"] in ("PS", "/S")

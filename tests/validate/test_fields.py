@@ -302,3 +302,32 @@ def test_memory_of_a_stage_by_its_number(tmp_path: Path) -> None:
     for words, expected in (("allocated, stage 2", 7), ("pipeline rank 1", 5), ("GPU 7", 6)):
         file.write_text(changed(measured={"memory_kind": words, "peak_memory_gib": 1.0}))
         assert reported_bytes(read_rows([file])[0][0], prediction, 8) == expected
+
+
+def test_switches_of_software_by_their_names(tmp_path: Path) -> None:
+    stack = asked(tmp_path, layout={"overlap_grad_reduce": False, "attention": "unfused"}).stack
+    assert (stack.overlap_grad_reduce, stack.attention) == (False, "unfused")
+    assert asked(tmp_path, notes="gradients reduced in fp32").stack.gradient_dtype == "float32"
+    assert not asked(tmp_path, notes="no overlap of communication").stack.overlap_grad_reduce
+    with pytest.raises(ConfigError, match="attention"):
+        asked(tmp_path, layout={"attention": "psychic"})
+
+
+@pytest.mark.parametrize(
+    ("words", "detail", "count"),
+    [("full", "block 2", 2), ("selective", "50%", 2), ("partial", "first 1 layers", 1), ("selective", "1/2", 2)],
+)
+def test_parts_of_the_layers_recomputed(tmp_path: Path, words: str, detail: str, count: int) -> None:
+    layout = asked(tmp_path, layout={"activation_checkpointing": words, "ac_detail": detail}).layout
+    assert (layout.recompute, layout.recompute_layers) == ("full", count)
+
+
+def test_chunks_that_the_schedule_says_and_blocks_without_attention(tmp_path: Path) -> None:
+    layout = {"dp": 1, "pp": 2, "vpp": None, "pp_schedule": "interleaved 1F1B, v=3"}
+    assert asked(tmp_path, model={"layers": 6}, layout=layout).layout.vpp == 3
+    with pytest.raises(ConfigError, match="RWKV"):
+        asked(tmp_path, model={"arch": "RWKV"})
+
+
+def test_saving_at_intervals_is_no_method(tmp_path: Path) -> None:
+    assert not asked(tmp_path, notes="async checkpointing every 100 steps").unread

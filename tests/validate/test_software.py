@@ -97,3 +97,17 @@ def test_facts_of_a_run_itself_stay_where_its_framework_is_left_out() -> None:
 def test_each_row_of_tier_a_has_a_framework() -> None:
     missing = [row.id for row in ROWS.values() if row.tier == "A" and not framework_of(row, said(row))]
     assert not missing, json.dumps(missing[:5])
+
+
+@pytest.mark.parametrize(
+    ("source", "attention"),
+    [
+        ("LLaMA-Factory with DeepSpeed, 2025", "flash2"),
+        ("a fork of Megatron-LM with DeepSpeed, 2025", "unfused"),
+        ("DeepSpeed, 2022", "unfused"),
+        ("DeepSpeed, 2025; unfused attention", "unfused"),
+    ],
+)
+def test_attention_of_software_on_deepspeed_is_of_its_year(tmp_path: Path, source: str, attention: str) -> None:
+    row = row_of(tmp_path, source)
+    assert software_of(row, said(row), []).attention == attention

@@ -104,6 +104,9 @@ def unread_of_model(model: Mapping[str, Any]) -> list[str]:
     attention, kind = str(model.get("attention", "")), str(model.get("kind", "")).lower()
     if found := _NO_SOFTMAX.search(attention):
         raise ConfigError(f"model.attention: expected softmax attention, got {attention!r}: no table has {found[0]!r}")
+    arch = str(model.get("arch", ""))
+    if found := _NO_SOFTMAX.search(f"{arch} {kind}"):
+        raise ConfigError(f"model.arch: expected blocks with softmax attention, got {arch or kind!r}: no such table")
     if re.search(r"encoder-decoder|seq2seq|\bt5\b|enc-dec", kind):
         raise ConfigError(f"model.kind: expected a decoder, a mixture of experts or a DiT, got {kind!r}: no such table")
     left = re.sub(

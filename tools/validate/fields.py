@@ -53,16 +53,20 @@ _TASKS = (
 _MODES = (
     (r"^(none|no|off|false|disabled|0)$", "none"),
     (r"^(full|yes|true|on|all|uniform|complete|1)$|^(full|all|each|every|per)[- ](layers?|blocks?)$", "full"),
-    (r"^(full|activation|gradient)[- _](recompute|recomputation|check\w*)$", "full"),
-    (r"^(selective|sac|per-?op|op)\b", "selective"),
+    (r"^(full|activation|gradient)[- _](recompute|recomputation|check\w*)(: ?(true|yes|on))?$", "full"),
+    (r"^full,? (?:per|each|every) (?:layer|block)|^torch\.utils\.checkpoint|^nothing_saveable$|^use_reentrant", "full"),
+    (r"^everything_saveable$", "none"),
+    (r"^(selective|sac|per-?op|op|partial)(?:\b|_)", "selective"),
 )
 #: Ways to write which layers are recomputed, all of them in full: a number of them, or every so many.
 _LAYERS = (
     re.compile(r"(?:recompute|checkpoint)\w* (\d+) of \d+ layers"),
-    re.compile(r"^\s*(\d+)(?: of \d+)? layers\b"),
+    re.compile(r"^\s*(?:first |last )?(\d+)(?: of \d+)? (?:layers|blocks)\b"),
+    re.compile(r"(?:\bblock|num[-_ ]layers)[ =:,]+(\d+)"),
 )
 _EVERY = re.compile(r"every (?:(\d+)(?:nd|rd|th|st)?|other|second|third) (?:layer|block)", re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?% of (?:the )?(?:layers|blocks)")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%(?: of (?:the )?(?:layers|blocks))?$")
+_SHARE = re.compile(r"^(?:ratio|fraction|share)?[ =:]*(?:(0\.\d+)|(\d+)/(\d+))(?: of (?:the )?(?:layers|blocks))?$")
 #: Methods that change what a step does, and that nothing here models.
 _NOT_MODELLED = (
     (r"zen-?flow", "ZenFlow updates the important gradients at once and the others every few steps"),
@@ -75,7 +79,7 @@ _NOT_MODELLED = (
     (
         r"local[- ]?(?:sgd|adam\w*|update|step)|\w*lo-?co\b|dipaco|fed-?avg|federated|hivemind|"
         r"(?:model|parameter|weight) averaging|outer (?:optimizer|nesterov|step|loop)|"
-        r"(?:sync\w*|averag\w*|all-?reduc\w*|outer)[^.;|]{0,30} every "
+        r"\b(?:sync(?!\w* (?:check|sav))\w*|averag\w*|all-?reduc\w*|outer)[^.;|]{0,30} every "
         r"\d+ (?:inner |local )?(?:steps|iterations)|(?:inner|local) steps",
         "replicas meet every few steps only",
     ),
@@ -426,4 +430,7 @@ def _layers(detail: str, text: str, layers: int) -> int | None:
         return -(-layers // max(1, each))
     if found := _PERCENT.search(detail):
         return round(layers * min(100.0, float(found[1])) / 100)
+    if found := _SHARE.search(detail):
+        share = float(found[1]) if found[1] else int(found[2]) / max(1, int(found[3]))
+        return round(layers * min(1.0, share))
     return None

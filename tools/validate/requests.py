@@ -30,7 +30,7 @@ from tools.validate.fields import (
     unread_of_gpu,
 )
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
-from tools.validate.rows import Row
+from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import software_of
 from tools.validate.words import machine_of
 
@@ -108,6 +108,7 @@ def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
         " | ".join(str(row.layout.get(name, "")) for name in ("precision", "precision_detail", "optimizer"))
     )
     settings |= adapted_of(str(row.layout.get("task", "")))
+    settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     return dataclasses.replace(stack, **settings), optimizer
 
@@ -271,7 +272,10 @@ def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
 def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) -> int:
     if "vpp" in row.layout or degrees["pp"] == 1:
         return degrees["vpp"]
-    if re.search(r"interleaved 1f1b", text.lower()):
+    schedule = str(row.layout.get("pp_schedule", "")).lower()
+    if told := re.search(r"\b(?:v|vpp|chunks|virtual stages)[ =:]*(\d+)|(\d+) (?:chunks|virtual)", schedule):
+        return int(told[1] or told[2])
+    if re.search(r"interleaved 1f1b|1f1b interleaved", f"{text.lower()} {schedule}"):
         per_rank = max(1, int(row.model["layers"]) // degrees["pp"])
         assumed.append(f"two layers in a chunk of the interleaved pipeline: {max(1, per_rank // 2)} chunks")
         return max(1, per_rank // 2)

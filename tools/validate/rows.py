@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -13,11 +14,19 @@ from typing import Any, cast
 
 from lading.errors import ConfigError
 from lading.files import parse_json
+from lading.ir.stack import Stack
 
 TIERS = ("A", "B", "C")
 _NUMBER = (int, float)
 _TEXT = (str,)
 _FLAG = (bool,)
+
+#: Switches of software that a row may set by their names, with the type of each.
+SWITCHES: dict[str, tuple[type, ...]] = {
+    field.name: _NUMBER if isinstance(field.default, float) else (type(field.default),)
+    for field in dataclasses.fields(Stack)
+    if isinstance(field.default, bool | int | float | str) and field.name not in ("name", "title", "kind", "framework")
+}
 
 #: Per part, the type of each known field; the first ones of a part must be there (their value may be null).
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -37,6 +46,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         **dict.fromkeys(("intra_node_link", "inter_node_link", "gpu_family"), _TEXT),
     },
     "layout": {
+        **SWITCHES,
         **dict.fromkeys(("dp", "tp", "pp"), _NUMBER),
         **dict.fromkeys(("cp", "ep", "etp", "vpp", "fsdp", "zero_stage", "micro_batch", "global_batch"), _NUMBER),
         **dict.fromkeys(("first_stage_layers", "last_stage_layers"), _NUMBER),

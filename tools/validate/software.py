@@ -22,9 +22,12 @@ from tools.validate.words import machine_of, stack_rule_of
 #: in which most was published of it and kernels of attention were common.
 _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: From this year on FlashAttention without a number is taken for the second in PyTorch; before, and where a source has
-#: no year, for the first.
+#: no year, for the first. From it on, what trains models of transformers on DeepSpeed has PyTorch's fused attention
+#: (sdpa is the default of transformers from 4.36, December 2023); forks of Megatron have their own.
 _NUMBERED = 2024
-_COMPILED = r"compile=true|torch\.compile|\bjax\b|\bxla\b|maxtext"
+_COMPILED = (
+    r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
+)
 _DEEPSPEED = r"deepspeed"
 _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
 #: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
@@ -33,14 +36,22 @@ _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimi
 _REPLAYED_ROUTER = 0.65
 #: Assumption: Python on a core of a Grace CPU takes this many times as long as on one of an x86 host of H100s or B200s.
 _GRACE = 1.3
+_APART = r"no (?:comm(?:unication)?s? overlap|overlap of comm)|without overlap|communication is not overlapped"
 #: (words, switches): what a row states of its software; all that are found count.
 _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
-    (r"no gradient bucketing|no comm overlap", {"overlap_grad_reduce": False}),
-    (r"no comm overlap", {"overlap_param_gather": False, "hidden": {}}),
+    (rf"no gradient bucketing|{_APART}|overlap[-_]grad[-_]reduce[ =:]+(?:false|off)", {"overlap_grad_reduce": False}),
+    (r"overlap[-_]param[-_]gather[ =:]+(?:false|off)", {"overlap_param_gather": False}),
+    (_APART, {"overlap_param_gather": False, "hidden": {}}),
     (r"overlapped grad/param sync", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    (r"bf16 gradient sync", {"gradient_dtype": "bfloat16"}),
+    (
+        r"bf16 gradient sync|(?:reduc|grad)[\w-]*(?: \w+)? in (?:bf16|bfloat16)|bf16 reduc",
+        {"gradient_dtype": "bfloat16"},
+    ),
     (r"gradient accumulation in fp16", {"gradient_dtype": "float16"}),
-    (r"fp32 grad(?:ient)? accumulation|fp32 reduce", {"gradient_dtype": "float32"}),
+    (
+        r"fp32 grad(?:ient)? accumulation|fp32 reduce|(?:reduc|grad)[\w-]*(?: \w+)? in (?:fp32|float32)",
+        {"gradient_dtype": "float32"},
+    ),
     (r"cross-entropy fusion", {"fused_loss": True}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (r"gptq", {"quantizer": "gptq"}),
@@ -132,7 +143,13 @@ def _attention(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
     if not re.search(r"flash[- _]?att", lowered):
-        return {}
+        recent = (
+            "megatron" not in lowered
+            and stack.kind == "deepspeed-like"
+            and stack.attention == "unfused"
+            and year_of(row) >= _NUMBERED
+        )
+        return {"attention": "flash2"} if recent else {}
     if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
         return {"attention": "flash1"}
     return {"attention": "flash2"} if stack.attention == "unfused" else {}

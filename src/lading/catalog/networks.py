@@ -331,7 +331,8 @@ def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link
     rates = find_rates(words, bits=False)
     if not rates:
         return dataclasses.replace(own, ranks=ranks), "", ()
-    rate, own_rate = rates[0].bytes_per_s, own.bandwidth_bytes_per_s
+    counted = re.search(r"(?<![\w.])(\d{1,2}) ?(?:x|links? (?:of|at|x)) ?$", words[: rates[0].start].lower())
+    rate, own_rate = rates[0].bytes_per_s * (int(counted[1]) if counted else 1), own.bandwidth_bytes_per_s
     added = both_ways(words)
     if added is None:
         added = abs(rate / own_rate - 1) > 0.02
@@ -340,7 +341,11 @@ def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link
         each = own_rate
     how = "both ways added up" if added else "each way"
     near = dataclasses.replace(own, ranks=ranks, bandwidth_bytes_per_s=each)
-    return near, f"{words!r}: {rates[0].words} read as {how}, {each / 1e9:g} GB/s each way", ()
+    return (
+        near,
+        f"{words!r}: {counted[0] if counted else ''}{rates[0].words} read as {how}, {each / 1e9:g} GB/s each way",
+        (),
+    )
 
 
 def _pcie(own: Link, machine: Machine, text: str, words: str) -> tuple[Link, str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ import pytest
 from tests.machines import unsourced
 
 from lading.catalog.load import load_machine
-from lading.catalog.networks import checked_network, parse_network, with_network
+from lading.catalog.networks import checked_network, parse_network, parse_node, with_network
 from lading.catalog.rates import find_rates, parse_rate
 from lading.errors import ConfigError
 from lading.units import parse_bytes
@@ -117,3 +117,10 @@ def test_what_is_no_network_is_refused() -> None:
         with_network(machine, machine.links[0])
     with pytest.raises(ConfigError, match="node_ranks"):
         parse_network("400 Gb/s", 0)
+
+
+def test_counted_links_of_a_node_are_added_up() -> None:
+    machine = load_machine("a100")
+    near = parse_node(machine, "12 links of 50 GB/s NVLink").links[0]
+    assert near.bandwidth_bytes_per_s == pytest.approx(machine.links[0].bandwidth_bytes_per_s, rel=0.02)
+    assert parse_node(machine, "8x 50 GB/s NVLink").links[0].bandwidth_bytes_per_s == pytest.approx(2e11)

@@ -380,9 +380,8 @@ def _loop(
                         log.log(record)
             _tell(record, run, loggers, progress, ranks)
             told = len(trainer.excess)
-            for words in ("" if freezer is None else freezer.advance(), watch.advance(total - trainer.steps)):
-                if words:
-                    progress.note(fitted(words))
+            for words in _planned_again(freezer, watch, total - trainer.steps):
+                progress.note(fitted(words))
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save(wait=bool(is_broken) or not run.checkpoint.stages or trainer.steps == total)
                 saved = trainer.steps
@@ -395,6 +394,11 @@ def _loop(
         trainer.wait_saved()
     stop.number = int(asked)
     return stop, mine
+
+
+def _planned_again(freezer: _Freezer | None, watch: HostWatch, steps_left: int) -> Iterator[str]:
+    """Plan again between two steps where layers froze or the host takes another time; yields what to say of it."""
+    yield from filter(None, ("" if freezer is None else freezer.advance(), watch.advance(steps_left)))
 
 
 def _judge(validation: _Validation, loss: float, log: MetricsLog | None, progress: Progress) -> None:

@@ -58,9 +58,14 @@ def difference(said: Any, meant: Any, where: str = "") -> str:
         pairs = enumerate(zip(said, cast("list[Any]", meant), strict=True))
         return next((found for n, (a, b) in pairs if (found := difference(a, b, f"{where}[{n}]"))), "")
     if isinstance(said, (int, float)) and isinstance(meant, (int, float)):
-        same = float(said) == meant or (math.isnan(said) and math.isnan(meant))
+        same = said == meant or (isinstance(meant, float) and _as_float(said, meant))
         return "" if same and isinstance(said, bool) is isinstance(meant, bool) else f"{where}: {said!r}, {meant!r}"
     return "" if said == meant else f"{where}: {said!r:.80}, {meant!r:.80}"
+
+
+def _as_float(said: float, meant: float) -> bool:
+    """Whether a number of a file is read as this one, an integer rounded."""
+    return float(said) == meant or (math.isnan(said) and math.isnan(meant))
 
 
 def _difference_of_fields(said: Any, meant: Any, where: str) -> str:

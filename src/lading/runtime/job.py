@@ -497,6 +497,7 @@ class Replicas:
             return
         made = dict.fromkeys((*(group for group, _ in self._groups.values()), self._group))
         self._group = None
+        self._groups.clear()  # what holds this object, as an error's frames do, keeps no connection
         if not dist.is_initialized():
             return
         with suppress(RuntimeError):  # the others are gone, so there is nobody to wait for

@@ -64,10 +64,8 @@ def test_a_run_is_planned_again_between_two_steps_and_keeps_its_numbers(
 ) -> None:
     plain, again = (dataclasses.replace(asked, out=str(tmp_path / name)) for name in ("plain", "again"))
     train_run(plain)
-    machines = list[Machine]()
 
     def plan_here(before: Prepared, machine: Machine) -> Plan:
-        machines.append(machine)
         smaller = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"] - 256 * KiB)
         return plan_run(dataclasses.replace(before.run, memory=smaller), machine).plan
 
@@ -97,6 +95,17 @@ def test_a_plan_is_made_apart_and_taken_where_it_saves_time(
     said = one_line("".join(capsys.readouterr()))
     assert "planned again for this speed in" in said
     assert ("saves nothing: " in said) != ("step predicted" in said)
+
+
+def test_why_no_other_plan_was_made_is_said(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(host_watch, "_PLAN", "import sys; sys.exit('no plan today')")
+    train_run(dataclasses.replace(asked, out=str(tmp_path / "out")))
+    said = one_line("".join(capsys.readouterr()))
+    assert "in vain: no plan today; the run keeps its plan" in said
+    assert len(set(metrics(tmp_path / "out")[1])) == 1
 
 
 def test_a_saved_plan_is_kept(

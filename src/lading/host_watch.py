@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lading.catalog.load import machine_from_dict
 from lading.config import run_from_dict, run_to_dict
-from lading.ir.host_speed import OTHERS, PRODUCTS, measured_speed
+from lading.ir.host_speed import OTHERS, PRODUCTS, READ, measured_speed
 from lading.ir.machine import HostSpeed, Machine
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
@@ -94,7 +94,9 @@ class HostWatch:
         now_s = job_step_s([before.program], now)
         plan = _plan_apart(before, now)
         took = format_seconds(time.perf_counter() - started)
-        if plan is None or plan.step_s > (1 - _SAVED) * now_s:
+        if isinstance(plan, str):
+            return f"tried for {took} to plan again for this speed, in vain: {plan}; the run keeps its plan"
+        if plan.step_s > (1 - _SAVED) * now_s:
             return f"planned again for this speed in {took}, which saves nothing: {format_seconds(now_s)} are predicted"
         self.prepared = dataclasses.replace(before, plan=plan, program=restore_program(plan, before.step.graph, now))
         self._trainer.pause()
@@ -112,13 +114,13 @@ def speed_words(speed: HostSpeed) -> str:
     factors = {names[PRODUCTS]: speed.products, names[OTHERS]: speed.others}
     for cause, factor in speed.tiers.items():
         tier, _, way = cause.rpartition(".")
-        factors[f"{'reads' if way == 'read' else 'writes'} of the {tier}"] = factor
+        factors[f"{'reads' if way == READ else 'writes'} of the {tier}"] = factor
     told = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
     return f"beside the machine file, {', '.join(told)} times as long" if told else ""
 
 
-def _plan_apart(before: Prepared, machine: Machine) -> Plan | None:
-    """Plan a run for another machine in a process of its own; None where that finds none, or takes too long."""
+def _plan_apart(before: Prepared, machine: Machine) -> Plan | str:
+    """Plan a run for another machine in a process of its own; returns why there is no plan where there is none."""
     budgets = dict(before.plan.budgets)
     memory = dataclasses.replace(before.run.memory, budget=budgets.pop("device")).with_tier_budgets(budgets)
     run = dataclasses.replace(before.run, memory=memory)
@@ -128,10 +130,11 @@ def _plan_apart(before: Prepared, machine: Machine) -> Plan | None:
         asked.write_text(json.dumps({"run": run_to_dict(run), "machine": table, "out": str(made)}))
         command = [sys.executable, "-P", "-c", _PLAN.format(path=sys.path), str(asked)]
         try:
-            done = subprocess.run(command, check=False, capture_output=True, timeout=_PLANNING_S)
-        except (subprocess.TimeoutExpired, OSError):
-            return None
-        return Plan.load(made) if done.returncode == 0 else None
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_PLANNING_S)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return f"{error}"
+        said = done.stderr.strip().splitlines()
+        return Plan.load(made) if done.returncode == 0 else (said[-1] if said else f"it ended with {done.returncode}")
 
 
 def plan_for(path: str) -> None:

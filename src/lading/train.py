@@ -353,8 +353,7 @@ def _loop(
     Returns:
         The signal, and this rank's timeline of the run's last step; None where it was not reached.
     """
-    run = watch.prepared.run
-    total = run.optimization.steps
+    run, total = watch.prepared.run, watch.prepared.run.optimization.steps
     if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
@@ -380,8 +379,7 @@ def _loop(
                         log.log(record)
             _tell(record, run, loggers, progress, ranks)
             told = len(trainer.excess)
-            for words in _planned_again(freezer, watch, total - trainer.steps):
-                progress.note(fitted(words))
+            _plan_again(freezer, watch, total - trainer.steps, progress)
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save(wait=bool(is_broken) or not run.checkpoint.stages or trainer.steps == total)
                 saved = trainer.steps
@@ -396,9 +394,11 @@ def _loop(
     return stop, mine
 
 
-def _planned_again(freezer: _Freezer | None, watch: HostWatch, steps_left: int) -> Iterator[str]:
-    """Plan again between two steps where layers froze or the host takes another time; yields what to say of it."""
-    yield from filter(None, ("" if freezer is None else freezer.advance(), watch.advance(steps_left)))
+def _plan_again(freezer: _Freezer | None, watch: HostWatch, steps_left: int, progress: Progress) -> None:
+    """Plan again between two steps where layers froze or the host takes another time, and show what comes of it."""
+    for words in ("" if freezer is None else freezer.advance(), watch.advance(steps_left)):
+        if words:
+            progress.note(fitted(words))
 
 
 def _judge(validation: _Validation, loss: float, log: MetricsLog | None, progress: Progress) -> None:

@@ -110,4 +110,6 @@ def test_each_row_of_tier_a_has_a_framework() -> None:
 )
 def test_attention_of_software_on_deepspeed_is_of_its_year(tmp_path: Path, source: str, attention: str) -> None:
     row = row_of(tmp_path, source)
-    assert software_of(row, said(row), []).attention == attention
+    assumed = list[str]()
+    assert software_of(row, said(row), assumed).attention == attention
+    assert any("by default" in words for words in assumed) == (attention == "flash2")

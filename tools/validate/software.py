@@ -22,8 +22,9 @@ from tools.validate.words import machine_of, stack_rule_of
 #: in which most was published of it and kernels of attention were common.
 _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: From this year on FlashAttention without a number is taken for the second in PyTorch; before, and where a source has
-#: no year, for the first. From it on, what trains models of transformers on DeepSpeed has PyTorch's fused attention
-#: (sdpa is the default of transformers from 4.36, December 2023); forks of Megatron have their own.
+#: no year, for the first. From it on, what trains models of transformers on DeepSpeed has PyTorch's fused attention:
+#: "SDPA is used by default for torch>=2.1.1" (transformers, pages of its models); forks of
+#: Megatron have their own.
 _NUMBERED = 2024
 _COMPILED = (
     r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
@@ -72,7 +73,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
     if rule is None:
         stack = stack_by_name(class_of(row, text))
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
-        stack = dataclasses.replace(stack, **_attention(row, text, stack), **_cut_parameters(row))
+        stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
@@ -135,7 +136,7 @@ def _cut_parameters(row: Row) -> dict[str, Any]:
     return {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def _attention(row: Row, text: str, stack: Stack) -> dict[str, Any]:
+def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention that a row states, where the class has another kind."""
     lowered = text.lower()
     if re.search(r"unfused attention|no flash|without flash", lowered):
@@ -149,7 +150,10 @@ def _attention(row: Row, text: str, stack: Stack) -> dict[str, Any]:
             and stack.attention == "unfused"
             and year_of(row) >= _NUMBERED
         )
-        return {"attention": "flash2"} if recent else {}
+        if not recent:
+            return {}
+        assumed.append("PyTorch's fused attention, as models of transformers have it by default")
+        return {"attention": "flash2"}
     if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
         return {"attention": "flash1"}
     return {"attention": "flash2"} if stack.attention == "unfused" else {}

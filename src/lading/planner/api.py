@@ -184,7 +184,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     plan = chosen.found
     verify(plan.program)
     limits = resource_limits(chosen.orders or (plan.step, step, *step.orders.values())) if chosen.bound_s else ()
-    limits = tuple(dataclasses.replace(each, seconds=min(each.seconds, plan.step_s)) for each in limits)  # rounding
+    limits = tuple(_rounded(each, plan.step_s) for each in limits)
     bound_s = max(chosen.bound_s, limits[0].seconds) if limits else chosen.bound_s
     predictions = _predictions(
         plan,
@@ -211,6 +211,11 @@ def _request(
         policy=policy,
         settings=dict(settings),
     )
+
+
+def _rounded(limit: ResourceLimit, step_s: float) -> ResourceLimit:
+    """Limit that a plan reaches, without what rounding puts it above the plan; a wrong one stays for all to see."""
+    return dataclasses.replace(limit, seconds=step_s) if step_s < limit.seconds < step_s * (1 + 1e-9) else limit
 
 
 def _predictions(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Protocol, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Phase
-from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
+from lading.ir.program import COMPUTE_STREAM, NETWORK_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
 from lading.ir.reduction import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -153,7 +154,8 @@ class Bound:
 
     Attributes:
         entries: Queue of each stream, in the order of ``streams``; ``lanes`` likewise.
-        instant: Pairs (action, the action before it in its stream): the first has no work, and ends when the second
+        actions: Ids of the actions of each queue in order, with those that have no work.
+        instant: Pairs (action, the action before it in its queue): the first has no work, and ends when the second
             does.
         scratch_bytes: Bytes that an action takes beside the arena, by action id.
         regions: Regions that run as one call, by the id of their first action.
@@ -163,6 +165,7 @@ class Bound:
     streams: tuple[str, ...]
     lanes: list[Lane]
     entries: list[list[Entry]]
+    actions: list[list[int]]
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
     regions: tuple[FusibleRegion, ...] = ()
@@ -287,9 +290,10 @@ class Binder:
         near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
         issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
         lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
-        bound = _queues(self.program, runs, lanes, self.scratch, self.jitter)
+        taken = taken_over(self.program, runs) if self.device.kind == "cpu" else frozenset[int]()
+        bound = queues(self.program, runs, lanes, taken, self.jitter)
         regions = tuple(f.region for f in self.fused.values())
-        return dataclasses.replace(bound, regions=regions, posts=tuple(self.posts))
+        return dataclasses.replace(bound, scratch_bytes=self.scratch, regions=regions, posts=tuple(self.posts))
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """View of a graph tensor where its storage lies now; None if it has no place."""
@@ -475,25 +479,61 @@ def _nothing() -> None:
     return None
 
 
-def _queues(
-    program: Program, runs: list[Call | None], lanes: list[Lane], scratch: dict[int, int], jitter: Jitter | None
+def taken_over(program: Program, runs: Sequence[Call | None]) -> frozenset[int]:
+    """Find the network's actions that the compute stream's thread does itself, as it could only wait meanwhile.
+
+    Such an action waits for the last work before it on the compute stream, and the next work there waits for it. Where
+    an action has ended when its call returns, one thread may do both, and neither has to wake the other, twice for each
+    collective. What waits for what stays as it is.
+    """
+    need, number, sent = 0, dict[int, int](), 0
+    wanted: list[tuple[int, int]] = []  # of each work of the compute stream: how many have gone before it that it needs
+    for action in program.actions:
+        if action.stream == NETWORK_STREAM:
+            sent += 1
+            number[action.id] = sent
+        elif action.stream == COMPUTE_STREAM:
+            need = max([need, *(number.get(wait, 0) for wait in action.waits)])
+            if runs[action.id] is not None:
+                wanted.append((action.id, need))
+    computing, taken, last = [action for action, _ in wanted], set[int](), -1
+    for action in (each for each in program.actions if each.stream == NETWORK_STREAM):
+        streams = {wait: program.actions[wait].stream for wait in action.waits}
+        work = max((wait for wait, stream in streams.items() if stream == COMPUTE_STREAM), default=-1)
+        after = bisect_right(computing, work)
+        follows = after < len(computing) and number[action.id] <= wanted[after][1]
+        if runs[action.id] is None:  # ends with what is before it
+            follows = last in taken and set(streams.values()) <= {COMPUTE_STREAM, NETWORK_STREAM}
+        if follows:
+            taken.add(action.id)
+        last = action.id
+    return frozenset(taken)
+
+
+def queues(
+    program: Program, runs: list[Call | None], lanes: list[Lane], taken: Set[int], jitter: Jitter | None
 ) -> Bound:
-    """Split the actions over their streams. An action without work and waits joins the one before it."""
+    """Split the actions over their streams. An action without work and waits joins the one before it.
+
+    Args:
+        taken: Actions of the network that the compute stream's queue has (``taken_over``).
+    """
     streams = program.streams
     index = {name: i for i, name in enumerate(streams)}
-    awaited = {wait for action in program.actions for wait in action.waits}
-    bound = Bound(streams, lanes, [[] for _ in streams], [], scratch)
-    counts = [0] * len(streams)
+    after = _other_queues(program, taken)
+    awaited = {wait for action in program.actions for wait in action.waits} | set(after.values())
+    bound = Bound(streams, lanes, [[] for _ in streams], [[] for _ in streams], [], {})
     position: list[tuple[int, int]] = []
     known = [[0] * len(streams) for _ in streams]
     for action, run in zip(program.actions, runs, strict=True):
-        stream = index[action.stream]
-        counts[stream] += 1
-        position.append((stream, counts[stream]))
-        waits = _minimal_waits([position[w] for w in action.waits], known[stream], stream)
+        stream = index[COMPUTE_STREAM if action.id in taken else action.stream]
+        bound.actions[stream].append(action.id)
+        position.append((stream, count := len(bound.actions[stream])))
+        before = (*action.waits, after[action.id]) if action.id in after else action.waits
+        waits = _minimal_waits([position[w] for w in before], known[stream], stream)
         queue = bound.entries[stream]
         if run is None and not waits and queue and jitter is None:
-            queue[-1].count = counts[stream]
+            queue[-1].count = count
             queue[-1].announce |= action.id in awaited
             bound.instant.append((action.id, queue[-1].action))
             continue
@@ -502,9 +542,15 @@ def _queues(
             call = _after(partial(jitter, action), call)
         if run is not None or jitter is not None:
             call = lanes[stream].bound(call)
-        queue.append(Entry(call, waits, counts[stream], action.id in awaited, action.id))
+        queue.append(Entry(call, waits, count, action.id in awaited, action.id))
     _mark(bound)
     return bound
+
+
+def _other_queues(program: Program, taken: Set[int]) -> dict[int, int]:
+    """Action of the network before each one that another queue has, so that their order stays."""
+    network = [action.id for action in program.actions if action.stream == NETWORK_STREAM]
+    return {b: a for a, b in pairwise(network) if (a in taken) != (b in taken)}
 
 
 def _mark(bound: Bound) -> None:

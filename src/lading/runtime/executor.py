@@ -599,8 +599,10 @@ class Executor:
         if not self._has_run or COMPUTE_STREAM not in self._running.streams:
             return 0.0
         starts, ends = self._moments or self._moments_s()
-        entries = self._running.entries[self._running.streams.index(COMPUTE_STREAM)]
-        return sum(ends[entry.action] - starts[entry.action] for entry in entries)
+        actions = self.program.actions
+        queue = self._running.entries[self._running.streams.index(COMPUTE_STREAM)]
+        computing = (each.action for each in queue if actions[each.action].stream == COMPUTE_STREAM)
+        return sum(ends[action] - starts[action] for action in computing)
 
     @property
     def timing(self) -> bool:

@@ -165,7 +165,7 @@ def salvage(
     slots[DEVICE] = dict(program.resident)
     start = {s: _Copies({tier: (0, Location(tier, slots[tier][s]))}) for s, tier in homes.items()}
     walk = _SalvageWalk(program, start, slots, skipped, at=dict(program.resident))
-    ended, cut = _actions(program, bound, reached)
+    ended, cut = _actions(bound, reached)
     for action in program.actions:
         if action.id in ended:
             walk.ended(action)
@@ -185,14 +185,14 @@ def salvage(
     return Salvage(places, changed, frozenset(), frozenset(caught_up)).without(lost, graph)
 
 
-def _actions(program: Program, bound: Bound, reached: Iterable[Reached]) -> tuple[set[int], set[int]]:
+def _actions(bound: Bound, reached: Iterable[Reached]) -> tuple[set[int], set[int]]:
     """Find the ids of the actions that have ended, and of those that were cut short."""
     ended: set[int] = set()
     cut: set[int] = set()
     regions = {region.actions[0]: region.actions for region in bound.regions}
-    for name, queue, far in zip(bound.streams, bound.entries, reached, strict=True):
+    for actions, queue, far in zip(bound.actions, bound.entries, reached, strict=True):
         count = queue[far.ended - 1].count if far.ended else 0
-        ended.update([a.id for a in program.actions if a.stream == name][:count])
+        ended.update(actions[:count])
         if far.cut:
             action = queue[far.ended].action
             cut.update(regions.get(action, (action,)))

@@ -54,6 +54,8 @@ def test_what_processes_share_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert {cause: len(times) for cause, times in found.slowdown.items()} == {"products": 2, "memory-bound": 2}
     assert all(times[0] == 1.0 for times in found.slowdown.values())
+    assert (len(found.skew), found.skew[0]) == (2, 0.0)
+    assert 0 < found.skew[1] < 1
     assert set(found.busy) == {f"{op}.2" for op in OPS}
     assert set(found.overhead_s) == {"operation", "tensor-parallel", "unit"}
     assert 0 < found.overhead_s["operation"] < found.overhead_s["tensor-parallel"] < 1

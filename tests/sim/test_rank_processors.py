@@ -94,3 +94,20 @@ def test_a_stage_computes_faster_while_the_others_wait() -> None:
     assert ends[0][1] == pytest.approx(5.0)
     assert ends[1][1] == pytest.approx(6.0)
     assert ends[1][2] == pytest.approx(8.0)
+
+
+def test_ranks_wait_for_the_last_of_them_as_long_as_their_stretches_differ() -> None:
+    # 4 s of computing, then 0.2 * sqrt(4) s for the last of two ranks, the collective of 1 s, and 1 s of computing.
+    rows: list[Row] = [
+        ("compute", ActionKind.COMPUTE, (), 0.0, 4.0), ("network", ActionKind.REDUCE_GRAD, (0,), 4.0, 5.0),
+        ("compute", ActionKind.COMPUTE, (1,), 5.0, 6.0),
+    ]  # fmt: skip
+    plain, made = host(), program("dp2", rows)
+    assert plain.processes is not None
+    skewed = dataclasses.replace(plain, processes=dataclasses.replace(plain.processes, skew=(0.0, 0.2)))
+    seconds = [4.0, 1.0, 1.0]
+    assert simulate(made, plain.shared_by(2), op_seconds=seconds).duration_s == pytest.approx(6.0)
+    assert simulate(made, skewed.shared_by(2), op_seconds=seconds).duration_s == pytest.approx(6.4)
+    assert simulate(made, skewed, op_seconds=seconds).duration_s == pytest.approx(6.0)  # one process meets nobody
+    with pytest.raises(ConfigError, match=r"processes.skew: expected seconds >= 0 from one process on, got \(-1.0,\)"):
+        Processes(cores=2, slowdown={"memory-bound": (1.0,)}, skew=(-1.0,))

@@ -330,6 +330,9 @@ class Processes:
             in eager, forward or backward), "tensor-parallel" (a linear layer of DTensors forward and back, beyond a
             plain one), "unit" (FSDP2's hooks of a unit, forward and back).
         cores: Processors of the host.
+        skew: Seconds by which the last of 1, 2, ... processes comes to a collective later than they do in the mean, a
+            second of computing after the one before; it grows as the square root of that time, as what holds up one of
+            them does not hold up the others. () where it was not measured.
         device: The host's processors as one such process has them, alone, with its share of the threads; None where the
             machine's device was measured with as many.
         computing: Number of processes, all computing, of which the machine's device is one (``Machine.shared_by``).
@@ -340,10 +343,13 @@ class Processes:
     busy: dict[str, float] = field(default_factory=lambda: {})
     tiers: dict[str, tuple[float, ...]] = field(default_factory=lambda: {})
     overhead_s: dict[str, float] = field(default_factory=lambda: {})
+    skew: tuple[float, ...] = ()
     device: Device | None = None
     computing: int = 1
 
     def __post_init__(self) -> None:
+        if any(not 0 <= each < float("inf") for each in self.skew):
+            raise ConfigError(f"processes.skew: expected seconds >= 0 from one process on, got {self.skew}")
         if self.cores < 1 or not self.slowdown:
             raise ConfigError(f"processes: expected cores >= 1 and a slowdown, got {self.cores} and {self.slowdown}")
         if self.computing < 1:
@@ -378,6 +384,10 @@ class Processes:
                 more = max(1.0, processes / len(times)) if key in _TIER_RATES else 1.0
                 speeds[key] = times[min(processes, len(times)) - 1] / more
         return dataclasses.replace(tier, **speeds, capacity_bytes=max(1, tier.capacity_bytes // processes))
+
+    def skew_s(self, between_s: float) -> float:
+        """Seconds that those that compute wait in the mean for the last of them, so long after they met before."""
+        return self.skew[min(self.computing, len(self.skew)) - 1] * between_s**0.5 if self.skew else 0.0
 
     def launch_s(self, processes: int) -> float:
         """Seconds to launch an operation while so many processes compute."""

@@ -31,6 +31,8 @@ from lading.units import MiB
 
 #: Longer than a scheduler takes to spread three processes over two processors; rounds at least.
 _ROUND_S, _LEAST_ROUNDS = 0.1, 5
+#: Seconds of computing between two meetings, and how many of these are measured.
+_STRETCH_S, _MEETINGS = 0.01, 80
 #: Rows, columns and depth of the product that stands for all.
 PRODUCT = (512, 1408, 512)
 #: Elements of each tensor of the pass that stands for all that memory bounds: 1 MiB, as in steps of small models.
@@ -57,6 +59,7 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
     if ranks < 2 or seconds <= 0:
         raise ConfigError(f"expected ranks >= 2 and seconds > 0, got {ranks} and {seconds}")
     slowdown: dict[str, tuple[float, ...]] = {}
+    skew: tuple[float, ...] = ()
     busy: dict[str, float] = {}
     overhead: dict[str, float] = {}
     tiers: dict[str, list[float]] = {}
@@ -69,6 +72,8 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
             what, name, text = line.split()
             if what == "kernels":
                 slowdown[name] = tuple(map(float, text.split(",")))
+            elif what == "skew":
+                skew = tuple(map(float, text.split(",")))
             elif what == "busy":
                 busy[f"{name}.{count}"] = float(text)
             elif what == "disk":
@@ -76,7 +81,9 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
             else:
                 overhead[name] = float(text)
     measured = {name: tuple(each) for name, each in tiers.items()}
-    return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, tiers=measured, overhead_s=overhead)
+    return Processes(
+        cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, tiers=measured, overhead_s=overhead, skew=skew
+    )
 
 
 def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: float, kernels: bool) -> None:
@@ -91,6 +98,7 @@ def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: 
     try:
         slowdowns = kernel_slowdowns(0.6 * seconds * count) if kernels else {}
         lines = [f"kernels {name} {','.join(map(repr, each))}" for name, each in slowdowns.items()]
+        lines += [f"skew processes {','.join(map(repr, arrival_skew()))}"] if kernels else []
         if count > 1:
             busy = {op: busy_processors(op, rank, count) for op in OPS if op != "send" or count == 2}
             lines += [f"busy {op} {share!r}" for op, share in busy.items()]
@@ -131,6 +139,39 @@ def kernel_slowdowns(seconds: float) -> dict[str, tuple[float, ...]]:
             for each, times in zip(took, ratios[name], strict=True):
                 times[round_] = each / took[0]
     return {name: tuple(accumulate(map(statistics.median, times), max)) for name, times in ratios.items()}
+
+
+def arrival_skew() -> tuple[float, ...]:
+    """Seconds by which the last of 1, 2, ... processes comes late after a second of computing (``Processes.skew``).
+
+    All of them compute for some hundredths of a second and meet, again and again; the latest meetings of each number
+    of processes are left out, as something outside of the job held them up. A process group is there.
+    """
+    m, n, k = PRODUCT
+    a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)
+
+    def call() -> object:
+        return torch.mm(a, b, out=out)
+
+    number = max(1, round(_repeats(call) * _STRETCH_S / _ROUND_S))
+    late_s = [[0.0] * _MEETINGS for _ in range(dist.get_world_size())]
+    between_s = [[1.0] * _MEETINGS for _ in late_s]
+    for meeting in range(_MEETINGS):
+        for processes in range(2, len(late_s) + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(number if dist.get_rank() < processes else 0):
+                call()
+            arrived = [torch.zeros(2, dtype=torch.float64) for _ in late_s]
+            dist.all_gather(arrived, torch.tensor([start, time.perf_counter()], dtype=torch.float64))
+            starts, ends = zip(*(pair.tolist() for pair in arrived[:processes]), strict=True)
+            late_s[processes - 1][meeting] = max(ends) - statistics.fmean(ends)
+            between_s[processes - 1][meeting] = max(ends) - min(starts)
+    kept = _MEETINGS * 19 // 20
+    return tuple(
+        statistics.fmean(sorted(late)[:kept]) / statistics.fmean(between) ** 0.5
+        for late, between in zip(late_s, between_s, strict=True)
+    )
 
 
 def _among(processes: int, call: Callable[[], object], number: int) -> float:

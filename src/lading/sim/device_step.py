@@ -249,6 +249,7 @@ class _Costs:
         #: Share by which computing, and each collective of the same processors, take longer beside each other.
         self.beside_collective = slower_beside(program.graph, machine)
         self.crowded = crowding(machine)
+        self.skew_s = machine.processes.skew_s if machine.processes is not None else None
         self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
             raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
@@ -381,6 +382,8 @@ class _TierResources:
         self._expected: dict[int, int] = {}  # by stream, a ticket
         self._now_s = 0.0
         self._latency: dict[int, int] = {}  # by stream, the move that waits for its tier
+        self._late: int | None = None  # the network's action that waits for the last rank
+        self._met_s = 0.0  # when the network's last action ended
         self._moving: dict[int, tuple[str, bool]] = {}  # by stream
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: dict[int, _Work] = {}  # by stream
@@ -390,17 +393,24 @@ class _TierResources:
     def begin(self, action: int, stream: int, start_s: float) -> None:
         """Start an operation, or the latency of a move."""
         self._now_s = max(self._now_s, start_s)  # what it waited for may have ended on another device
-        if self._computing[stream]:
-            if stream == NETWORK:
-                self._beside = self._costs.slower_beside(action)
-            crowding = self._costs.crowding(action) if stream == COMPUTE else ()
-            self._work[stream] = work = _Work(self._seconds[action], start_s, 0.0, crowding)
-            work.slowdown = self._slowdown(stream)
-            self._expect_work(stream, work)
-            self._retime_beside_network(stream)
+        skew_s = self._costs.skew_s
+        if stream == NETWORK and skew_s is not None and (late_s := skew_s(start_s - self._met_s)):
+            self._late = action
+            self._expect(start_s + late_s, stream)
+        elif self._computing[stream]:
+            self._begin_work(action, stream)
         else:
             self._latency[stream] = action
             self._expect(start_s + self._seconds[action], stream)
+
+    def _begin_work(self, action: int, stream: int) -> None:
+        if stream == NETWORK:
+            self._beside = self._costs.slower_beside(action)
+        crowding = self._costs.crowding(action) if stream == COMPUTE else ()
+        self._work[stream] = work = _Work(self._seconds[action], self._now_s, 0.0, crowding)
+        work.slowdown = self._slowdown(stream)
+        self._expect_work(stream, work)
+        self._retime_beside_network(stream)
 
     def advance(self) -> Sequence[tuple[int, float]]:
         """Go on to the next end."""
@@ -422,13 +432,17 @@ class _TierResources:
         if stream in self._latency:
             self._begin_transfer(stream, self._latency.pop(stream))
             return ()
+        if stream == NETWORK and self._late is not None:
+            action, self._late = self._late, None
+            self._begin_work(action, stream)
+            return ()
         if stream in self._moving:
             self._end_transfer(stream)
         else:
             del self._work[stream]
             self._retime_beside_network(stream)
             if stream == NETWORK:
-                self._beside = 0.0
+                self._beside, self._met_s = 0.0, time_s
         return ((stream, time_s),)
 
     @property

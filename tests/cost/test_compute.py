@@ -177,6 +177,17 @@ def test_an_operation_prefers_its_own_rate_then_its_class_then_bandwidth() -> No
     assert seconds(g, with_rates(transcendental=1e8, gelu_backward=1e6)) == pytest.approx(1e-3 + 12e3 / 1e6)
 
 
+def test_a_gelu_through_a_tanh_has_a_rate_of_its_own() -> None:
+    erf, other = Curve(size=(1.0,), rate=(1e8,)), Curve(size=(1.0,), rate=(2e7,))
+    plain = graph("aten.gelu.default", [tensor(1000)], [tensor(1000)])
+    (op,) = plain.ops
+    through_tanh = dataclasses.replace(plain, ops=(dataclasses.replace(op, kwargs=(("approximate", "tanh"),)),))
+    both = dataclasses.replace(FLAT, rates={"gelu": erf, "gelu.tanh": other})
+    assert seconds(plain, both) == pytest.approx(1e-3 + 8e3 / 1e8)
+    assert seconds(through_tanh, both) == pytest.approx(1e-3 + 8e3 / 2e7)
+    assert seconds(through_tanh, dataclasses.replace(FLAT, rates={"gelu": erf})) == seconds(plain, both)
+
+
 def attention(causal: bool, flops: int) -> StepGraph:
     q, stats = tensor(2, 3, 128, 16), tensor(2, 3, 128)
     name = "aten._scaled_dot_product_flash_attention_for_cpu.default"

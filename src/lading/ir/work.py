@@ -106,6 +106,7 @@ class Kernel:
         inputs, outputs: Local tensors of the RankSegment, or tensors of a StepGraph.
         strided: Whether it walks against the order of memory, where strides are known.
         runs: Two-dimensional pieces of memory that it goes through, likewise.
+        form: Form of the operation that takes another time: "tanh" of a GELU; "" for the plain one, or unknown.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Kernel:
     detail: Product | Attention | Collective | None = None
     strided: bool = False
     runs: int = 1
+    form: str = ""
 
     @property
     def is_experts(self) -> bool:

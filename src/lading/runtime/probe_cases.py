@@ -130,14 +130,14 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
                 work = 2 * _touched(outs[0]) + _touched(args[-1])
             if name == _STEP:
                 work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
-            yield Case(key, float(work), float(work), bind_call(name, args, outs))
+            yield Case(key, float(work), float(work), bind_call(name, args, outs, _NAMED.get(key)))
 
 
 #: Rates that are measured in bfloat16 too, and at which sizes.
 _LOW_KEYS = (
     "elementwise", "elementwise.strided", "transcendental", "pow", "silu", "silu_backward", "gelu", "gelu_backward",
-    "reduction", "softmax", "_softmax_backward_data", "norm", "native_layer_norm_backward", "gather",
-    "embedding_dense_backward", "copy", "copy.strided", "cat", "random",
+    "gelu.tanh", "gelu_backward.tanh", "reduction", "softmax", "_softmax_backward_data", "norm",
+    "native_layer_norm_backward", "gather", "embedding_dense_backward", "copy", "copy.strided", "cat", "random",
 )  # fmt: skip
 _LOW_SIZES = (16 * KiB, 128 * KiB, 1 * MiB, 8 * MiB)
 
@@ -151,7 +151,7 @@ def low_cases(pool: Pool, wide: Pool) -> Iterator[Case]:
             work = float(sum(_touched(t) for t in (*_tensors(args), *outs)))
             if key == "gather":
                 work = 2.0 * _touched(outs[0]) + _touched(args[-1])
-            yield Case(f"{key}.{suffix}", work, work, bind_call(name, args, outs))
+            yield Case(f"{key}.{suffix}", work, work, bind_call(name, args, outs, _NAMED.get(key)))
     for size in _LOW_SIZES:
         rows, width = _rows(size, 2)
         yield _cast(f"_to_copy.{suffix}", pool.cut("a", rows, width), wide.cut("o", rows, width))
@@ -347,6 +347,8 @@ _MAKERS: dict[str, _Make] = {
     "silu_backward": _binary("silu_backward.default"),
     "gelu": _unary("gelu.default"),
     "gelu_backward": _binary("gelu_backward.default"),
+    "gelu.tanh": _unary("gelu.default"),
+    "gelu_backward.tanh": _binary("gelu_backward.default"),
     "reduction": _reduce("sum.dim_IntList", 1),
     "reduction.strided": _reduce("sum.dim_IntList", 0),
     "linalg_vector_norm": _vector_norm,
@@ -370,6 +372,9 @@ _MAKERS: dict[str, _Make] = {
     "step": _update,
 }
 
+
+#: Arguments by name of rates that are of one form of an operation (``Kernel.form``).
+_NAMED = {key: {"approximate": "tanh"} for key in ("gelu.tanh", "gelu_backward.tanh")}
 
 #: What two events of CUDA can tell apart.
 _TICK_S = 5e-7

@@ -333,7 +333,7 @@ def test_an_update_by_itself_runs_by_the_numbers_of_its_class(name: str) -> None
     """As where its memory is measured, in a process that has the operation alone."""
     rule = rule_of_optimizer(OPTIMIZERS[name](net()))
     alone = replace(rule, numbers="")
-    param, states = torch.ones(4), {key: torch.zeros(spec.shape) for key, spec in rule.states((4,)).items()}
+    param, states = torch.ones(4), {key: torch.zeros(spec.shape) for key, spec in rule.state_specs((4,)).items()}
     for number in (1.0, 2.0):
         alone.update(param, torch.ones(4), states, lr=0.1, step=torch.tensor(number))
     assert (param < 1).all()

@@ -33,7 +33,7 @@ Make = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
 def _ours(rule: Rule | PieceRule, param: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
     moved = param.clone()
     if isinstance(rule, PieceRule):
-        held = {name: torch.zeros_like(param) for name in rule.states(tuple(param.shape))}
+        held = {name: torch.zeros_like(param) for name in rule.state_specs(tuple(param.shape))}
         for number, grad in enumerate(grads, 1):
             rule.step(moved, grad, held, lr=lr, update=number)
         return moved

@@ -210,9 +210,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Specifications of a matrix's states that lie with its owner, by name."""
         whole, rule = self._wholes[number], self._rules[number]
         specs = (
-            rule.states(whole.region.shape)
+            rule.state_specs(whole.region.shape)
             if isinstance(rule, PieceRule)
-            else rule.settings.states(*whole.rows_columns)
+            else rule.settings.state_specs(*whole.rows_columns)
         )
         return {name: state for name, state in specs.items() if self.how.reduces or state.held is StatePlace.WHOLE}
 
@@ -427,7 +427,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.how.reduces:
             return {}
         rule, shape = member.rule, member.param.shape
-        kinds = rule.states(tuple(shape)) if isinstance(rule, PieceRule) else rule.settings.states(*shape[-2:])
+        kinds = rule.state_specs(tuple(shape)) if isinstance(rule, PieceRule) else rule.settings.state_specs(*shape[-2:])
         return {name: kind for name, kind in kinds.items() if kind.held is StatePlace.ELEMENTWISE}
 
     def _held(self, number: int) -> States:

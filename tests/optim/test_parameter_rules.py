@@ -47,7 +47,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def states_of(rule: ParameterRule, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    kinds = rule.states(tuple(param.shape))
+    kinds = rule.state_specs(tuple(param.shape))
     return {name: torch.zeros(kind.shape, dtype=dtype_of(kind, param.dtype)) for name, kind in kinds.items()}
 
 
@@ -122,14 +122,14 @@ def test_parts_at_whole_vectors_give_the_bits_of_the_whole(rule: ParameterRule, 
     try:
         torch.manual_seed(0)
         count = 100_003
-        start = [torch.randn(count), torch.randn(count), *(torch.rand(count) for _ in rule.states((count,)))]
+        start = [torch.randn(count), torch.randn(count), *(torch.rand(count) for _ in rule.state_specs((count,)))]
 
         def updated(size: int) -> list[torch.Tensor]:
             tensors = [t.clone() for t in start]
             for step in (1.0, 2.0):
                 for at in range(0, count, size):
                     param, grad, *states = (t[at : at + size] for t in tensors)
-                    named = dict(zip(rule.states((count,)), states, strict=True))
+                    named = dict(zip(rule.state_specs((count,)), states, strict=True))
                     rule.update(param, grad, named, lr=1e-2, step=torch.tensor(step))
             return tensors
 

@@ -87,7 +87,7 @@ def test_settings_are_read_without_torch() -> None:
 import sys
 from lading.optim import registry
 rules = [registry.make_rule(name, {}) for name in registry.rule_names()]
-[rule.states((4, 4)) if isinstance(rule, registry.ParameterRule) else rule.work(4, 4) for rule in rules]
+[rule.state_specs((4, 4)) if isinstance(rule, registry.ParameterRule) else rule.work(4, 4) for rule in rules]
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

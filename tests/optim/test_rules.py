@@ -128,7 +128,7 @@ def test_adamw_is_torchs_to_the_bit(shape: tuple[int, ...]):
     generator = torch.Generator().manual_seed(0)
     param = torch.randn(shape, generator=generator)
     leaf, rule = torch.nn.Parameter(param.clone()), PieceRule(settings)
-    held = {name: torch.zeros(shape) for name in rule.states(shape)}
+    held = {name: torch.zeros(shape) for name in rule.state_specs(shape)}
     reference = torch.optim.AdamW([leaf], lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, foreach=False, fused=False)
     for update in range(1, 7):
         leaf.grad = torch.randn(shape, generator=generator)
@@ -209,7 +209,7 @@ def test_shampoo_leaves_out_factors_above_a_limit(limit: int, sides: set[str], g
     found = run(ShampooRule(settings), param, grads, 1e-2).numpy()
     expected = shampoo_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 1e-2)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
-    assert {"left", "right"} & settings.states(12, 20).keys() == sides
+    assert {"left", "right"} & settings.state_specs(12, 20).keys() == sides
     assert [n for _, n in settings.work(12, 20).eigen] == [{"left": 12, "right": 20}[side] for side in sorted(sides)]
     turned = run(ShampooRule(settings), param.T.contiguous(), [g.T.contiguous() for g in grads], 1e-2).numpy()
     assert np.abs(turned.T - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
@@ -239,7 +239,7 @@ def test_pieces_give_the_bits_of_the_whole(rule: Rule):
     param, grads = drawn((rows, columns), 5)
     expected = run(rule, param, grads, 0.02)
     pieces = [param[cut].clone() for cut in cuts]
-    states = rule.settings.states(rows, columns)
+    states = rule.settings.state_specs(rows, columns)
     elementwise = [name for name, state in states.items() if state.held is StatePlace.ELEMENTWISE]
     held = [{name: torch.zeros(piece.shape) for name in elementwise} for piece in pieces]
     _, whole = fresh(rule, (rows, columns), torch.float32)
@@ -265,7 +265,7 @@ def test_a_matrix_cut_in_two_is_another_update():
 
 @pytest.mark.parametrize("rule", [*RULES, ShampooRule(Shampoo(grafting="sgd"))])
 def test_states_are_as_many_as_a_plan_counts(rule: Rule):
-    states = rule.settings.states(12, 20).values()
+    states = rule.settings.state_specs(12, 20).values()
     cut, whole = (
         sum(int(np.prod(s.shape)) for s in states if s.held is held)
         for held in (StatePlace.ELEMENTWISE, StatePlace.WHOLE)

@@ -21,7 +21,7 @@ class Toy(ParameterRule):
 
     temporaries: ClassVar[int] = 1
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Largest size of each element's gradient, and the mean of each element, in 16 bits."""
         return {"largest": StateSpec(shape), "mean": StateSpec(shape, "bfloat16")}
 

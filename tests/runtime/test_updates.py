@@ -44,7 +44,7 @@ def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> BoundK
     """The update of a matrix, or of a stack, with states of zeros."""
     rule, shape = matrices.made(), (param.shape[-2], param.shape[-1])
     held = param.dtype if matrices.rule == "muon" else torch.float32
-    states = [torch.zeros(*param.shape[:-2], *s.shape, dtype=held) for s in rule.states(*shape).values()]
+    states = [torch.zeros(*param.shape[:-2], *s.shape, dtype=held) for s in rule.state_specs(*shape).values()]
     room = rule.workspace_elements(*shape)
     dtype = getattr(torch, rule.product_dtype)
     tensors = [param, grad, *states, torch.zeros(()), torch.empty(room, dtype=dtype)]

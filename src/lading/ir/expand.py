@@ -423,7 +423,7 @@ class _StepBuilder:
             cuts = zip(_cut(value, count), _cut(gradient, count), strict=True)
             pairs = [(self._tensor(v), self._tensor(g)) for v, g in cuts]
         step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
-        whole = rule.states(value.shape)
+        whole = rule.state_specs(value.shape)
         suffixes = (*whole, *(("master",) if self.has_master(parameter) else ()))
         parts = {suffix: [self._rule_state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
         for suffix, tensors in parts.items():
@@ -447,7 +447,7 @@ class _StepBuilder:
     def _rule_state(self, parameter: Parameter, suffix: str, like: int) -> int:
         """Make a state of the rule, or the master, for a part of a parameter."""
         shape = self.tensors[like].shape
-        state = self.optimizer.states(shape).get(suffix)
+        state = self.optimizer.state_specs(shape).get(suffix)
         if state is None or (state.shape == shape and not state.dtype):
             return self._state(parameter, suffix, like)
         dtype = state.dtype or self._moved_dtype(parameter)
@@ -489,7 +489,7 @@ class _StepBuilder:
                     coefficient=coefficient, workspace=self._workspace(matrices, piece),
                 )  # fmt: skip
                 ops.append(self._sized(update_op(matrices, piece.shape, tensors, name.rpartition(".")[0])))
-            for suffix, state in rule.states(*member.shape[1:]).items():
+            for suffix, state in rule.state_specs(*member.shape[1:]).items():
                 whole = state.shape if len(value.shape) == 2 else (member.shape[0], *state.shape)
                 tensors_of = tuple(names[suffix] for names in states)
                 self.states.append(
@@ -508,7 +508,7 @@ class _StepBuilder:
         count, rows, columns = piece.shape
         stack = (count,) if len(piece.value.shape) == 3 else ()
         states: dict[str, int] = {}
-        for suffix, state in matrices.made().states(rows, columns).items():
+        for suffix, state in matrices.made().state_specs(rows, columns).items():
             name = f"{piece.label}.{suffix}" + (f"[{start}]" if start else "")
             dtype = state.dtype or self._moved_dtype(parameter)
             states[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)

@@ -50,7 +50,7 @@ class Adafactor(ParameterRule):
         if type(self.beta2_decay) not in (int, float) or not -100 < self.beta2_decay <= 0:
             raise ConfigError(f"beta2_decay: expected a number from -100 to 0, got {self.beta2_decay!r}")
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shapes of the second moments by rows and columns of the last two dims; a vector has one of its own size."""
         if len(shape) < 2:
             return {"variance": StateSpec(shape)}

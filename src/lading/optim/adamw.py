@@ -32,7 +32,7 @@ class AdamW(ParameterRule):
         check_number("eps", self.eps, 0, above=True)
         check_number("weight_decay", self.weight_decay, 0)
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shapes of both moments."""
         return {"exp_avg": StateSpec(shape), "exp_avg_sq": StateSpec(shape)}
 

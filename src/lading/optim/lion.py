@@ -35,7 +35,7 @@ class Lion(ParameterRule):
         check_number("beta2", self.beta2, 0, 1)
         check_number("weight_decay", self.weight_decay, 0)
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shape of the momentum."""
         return {"exp_avg": StateSpec(shape)}
 

@@ -138,7 +138,7 @@ class Muon(MatrixRule):
         """Number format that gradients travel in: the iteration's, as it begins by rounding to that."""
         return self.dtype
 
-    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+    def state_specs(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shape of the momentum."""
         return {"momentum": StateSpec((rows, columns))}
 

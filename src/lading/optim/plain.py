@@ -34,7 +34,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         kept = self.state[param]
         if not kept:
             kept["step"] = torch.zeros(())
-            for name, state in self.rule.states(tuple(param.shape)).items():
+            for name, state in self.rule.state_specs(tuple(param.shape)).items():
                 dtype = dtype_of(state, param.dtype)
                 is_like = state.shape == tuple(param.shape)
                 kept[name] = (

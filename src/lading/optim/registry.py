@@ -186,5 +186,5 @@ def optimizers_with(names: Iterable[str], usual: str) -> str:
 def _names_of_states(rule: ParameterRule | MatrixRule) -> frozenset[str]:
     """Names of the states that a rule keeps, of matrices and of vectors."""
     if isinstance(rule, MatrixRule):
-        return frozenset(rule.states(2, 2))
-    return frozenset((*rule.states((2, 2)), *rule.states((2,))))
+        return frozenset(rule.state_specs(2, 2))
+    return frozenset((*rule.state_specs((2, 2)), *rule.state_specs((2,))))

@@ -123,7 +123,7 @@ class ParameterRule(ABC):
     calls: ClassVar[int] = 0
 
     @abstractmethod
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """States of a parameter of this shape, or of a part of one, by name, in the order in which they are kept."""
 
     @abstractmethod
@@ -158,11 +158,11 @@ class ParameterRule(ABC):
     def moments(self) -> int:
         """Number of states of a matrix that have its shape."""
         shape = (2, 3)
-        return sum(state.shape == shape for state in self.states(shape).values())
+        return sum(state.shape == shape for state in self.state_specs(shape).values())
 
     def state_elements(self, shape: tuple[int, ...]) -> int:
         """Number of elements of all states of a parameter."""
-        return sum(prod(state.shape) for state in self.states(shape).values())
+        return sum(prod(state.shape) for state in self.state_specs(shape).values())
 
 
 def trial_of(size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -192,7 +192,7 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
         param, grads = trial_of(256)
         moved = param[part].clone().view(shape)
         states: States = {}
-        for name, spec in rule.states(shape).items():
+        for name, spec in rule.state_specs(shape).items():
             states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, moved.dtype))
             if name in initial:
                 states[name].copy_(initial[name][part].view(shape) if spec.shape else initial[name])
@@ -272,7 +272,7 @@ class MatrixRule(ABC):
         """Dtype in which a gradient travels to its owner without losing a bit; "" for the gradient's."""
 
     @abstractmethod
-    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+    def state_specs(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """States of one matrix, by name, in the order in which they are kept."""
 
     @abstractmethod
@@ -318,11 +318,11 @@ class MatrixRule(ABC):
     @property
     def cut_states(self) -> int:
         """Number of states that are cut as the matrix is."""
-        return sum(state.held is StatePlace.ELEMENTWISE for state in self.states(1, 1).values())
+        return sum(state.held is StatePlace.ELEMENTWISE for state in self.state_specs(1, 1).values())
 
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
         """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
-        states = self.states(rows, columns).values()
+        states = self.state_specs(rows, columns).values()
         cut, whole = (sum(prod(s.shape) for s in states if s.held is place) for place in StatePlace)
         return cut, whole
 
@@ -474,7 +474,7 @@ def fresh(
     import torch
 
     by_place: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
-    for name, state in rule.settings.states(*shape).items():
+    for name, state in rule.settings.state_specs(*shape).items():
         by_place[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
     return by_place[StatePlace.ELEMENTWISE], by_place[StatePlace.WHOLE]
 

@@ -38,7 +38,7 @@ class SGD(ParameterRule):
                 f"dampening {self.dampening}"
             )
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shape of the momentum, if there is one."""
         return {"momentum_buffer": StateSpec(shape)} if self.momentum else {}
 

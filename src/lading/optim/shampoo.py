@@ -105,7 +105,7 @@ class Shampoo(MatrixRule):
         """Number format that gradients travel in: "" for the gradient's, as factors see it as it is."""
         return ""
 
-    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+    def state_specs(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the filtered gradient, factors, their roots and the grafted method's second moment. None is cut."""
         sides = self.sides(rows, columns)
         sizes = {"filtered": (rows, columns)}

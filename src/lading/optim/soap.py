@@ -82,7 +82,7 @@ class SOAP(MatrixRule):
         """Number format that gradients travel in: "" for the gradient's, as factors see it as it is."""
         return ""
 
-    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+    def state_specs(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the moments in the eigenbasis, the factors and their bases. None is cut."""
         whole, left, right = (rows, columns), (rows, rows), (columns, columns)
         sizes = {"exp_avg": whole, "exp_avg_sq": whole, "left": left, "right": right}

@@ -70,7 +70,7 @@ class TorchUpdate(ParameterRule):
     def __post_init__(self) -> None:
         check_code(self.optimizer, "optimizer")  # here, as updates run on threads, which have no grant of a command
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shapes of the states; the number of updates is not among them."""
         cut = {name: StateSpec(shape) for name in self.elementwise.split()}
         return cut | {name: StateSpec((), "float32") for name in self.scalars.split()}
@@ -154,7 +154,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer) -> TorchUpdate:
     tried: dict[str, TorchUpdate] = {}
     for numbers in {_numbers(name, group): None for group in optimizer.param_groups}:
         rule = _tried_or_refused(name, numbers)
-        tried[", ".join(rule.states(()))] = rule
+        tried[", ".join(rule.state_specs(()))] = rule
     if len(tried) > 1:
         raise ConfigError(
             f"optimizer: expected every parameter group of {kind.__name__} to keep the same states, got "
@@ -182,7 +182,7 @@ def check_states(rule: TorchUpdate) -> None:
         ConfigError: with them the optimizer keeps other states than were planned.
     """
     planned, now = (
-        ", ".join(each.states(())) or "none" for each in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
+        ", ".join(each.state_specs(())) or "none" for each in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
     )
     if planned != now:
         raise ConfigError(
@@ -359,7 +359,7 @@ def _initial(rule: TorchUpdate, name: str, param: torch.Tensor) -> dict[str, tor
     seed = _seed(name, {**json.loads(rule.numbers), "lr": rule.lr, "params": [param]}) if rule.seeded else None
     return {
         key: torch.zeros(state.shape) if seed is None else seed[key]
-        for key, state in rule.states(tuple(param.shape)).items()
+        for key, state in rule.state_specs(tuple(param.shape)).items()
     }
 
 

@@ -87,9 +87,9 @@ class PieceRule:
     def __init__(self, settings: ParameterRule) -> None:
         self.settings = settings
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+    def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """States of a piece of this shape, by name."""
-        return self.settings.states(shape)
+        return self.settings.state_specs(shape)
 
     def step(self, param: torch.Tensor, grad: torch.Tensor, held: States, *, lr: float, update: int) -> None:
         """Move a piece of the parameter; ``update`` counts from 1."""

@@ -147,7 +147,7 @@ class ParameterGroups:
                 state[_STEP] = self._steps[name]
             named.append((f"{name}.{_STEP}", self._steps[name]))
             filled.append(self._steps[name])
-            for suffix, spec in self._rule.states(values[name].shape).items():
+            for suffix, spec in self._rule.state_specs(values[name].shape).items():
                 if state.get(suffix) is not None:
                     filled.append(state[suffix])
                 else:

@@ -44,7 +44,7 @@ def kernels(shared: torch.Tensor) -> None:
         torch.mm(out, b.t(), out=a)
     p, g, m = shared[0], shared[1], shared[2]
     rule = default_rule()
-    states = {name: m.clone().abs_() if number else m for number, name in enumerate(rule.states(tuple(p.shape)))}
+    states = {name: m.clone().abs_() if number else m for number, name in enumerate(rule.state_specs(tuple(p.shape)))}
     rule.update(p, g, states, lr=1e-3, step=torch.ones(()))
 
 

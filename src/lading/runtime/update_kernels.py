@@ -133,7 +133,7 @@ def parameter_kernel(
     """
     rule = check_planned(op, optimizer)
     param, grad, *others = args
-    names = list(rule.states(tuple(param.shape)))
+    names = list(rule.state_specs(tuple(param.shape)))
     states: States = dict(zip(names, others, strict=False))
     step = others[len(names)] if rule.counts else None
     master, coefficient = kwargs.get("master"), kwargs.get("coefficient")
@@ -235,7 +235,7 @@ def matrix_kernel(
     rule = matrix_rule_of(op)
     assert rule is not None
     param, grad, *others = args
-    names = list(rule.states(*param.shape[-2:]))
+    names = list(rule.state_specs(*param.shape[-2:]))
     states = {name: _stacked(t) for name, t in zip(names, others, strict=False)}
     step = others[len(names)] if rule.counts else None
     master = kwargs.get("master")
@@ -297,7 +297,7 @@ def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -
         rows: Rows that are worked on at once.
     """
     states = {name: state[index] for name, state in update.states.items()}
-    kinds = update.rule.states(*update.param.shape[-2:])
+    kinds = update.rule.state_specs(*update.param.shape[-2:])
     elementwise = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
     if update.workspace is None:
         matrix = rule.pre(_gradient(update, index, slice(None)), elementwise, number).contiguous()

@@ -427,7 +427,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.how.reduces:
             return {}
         rule, shape = member.rule, member.param.shape
-        kinds = rule.state_specs(tuple(shape)) if isinstance(rule, PieceRule) else rule.settings.state_specs(*shape[-2:])
+        is_of_pieces = isinstance(rule, PieceRule)
+        kinds = rule.state_specs(tuple(shape)) if is_of_pieces else rule.settings.state_specs(*shape[-2:])
         return {name: kind for name, kind in kinds.items() if kind.held is StatePlace.ELEMENTWISE}
 
     def _held(self, number: int) -> States:

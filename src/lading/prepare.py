@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
@@ -31,7 +32,7 @@ from lading.errors import ConfigError, PlanInfeasible, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.action import DEVICE
-from lading.ir.graph import StepGraph
+from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
@@ -41,6 +42,7 @@ from lading.ir.stage_cuts import narrow_cuts
 from lading.ir.together import one_after_another, together
 from lading.ir.update_ops import grouped
 from lading.memory.restore import of_each_rank, pipeline_of, programs_of, step_of
+from lading.optim.moment_rule import MomentRule
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
@@ -72,7 +74,7 @@ from lading.runtime.value_layout import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 from lading.staging_layout import planned_staging_bytes
-from lading.units import parse_bytes, share_of, share_or_bytes
+from lading.units import format_bytes, parse_bytes, share_of, share_or_bytes
 
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
 #: layers, 0.7 for a Llama of 6 that gave no freed scratch back before, torch 2.13.
@@ -84,6 +86,8 @@ _QUICK_S = 2.0
 _SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule", "tp", "sp", "ep", "cp")
 #: Size of which the speed of sends is taken to choose stages by.
 _SENT_BYTES = 1 << 20
+#: Shape of a parameter whose states are kept as those of large ones are.
+_LARGE = (1 << 20,)
 
 
 def plan(  # noqa: PLR0913  the public entry spells out all it takes
@@ -438,7 +442,24 @@ def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
         return "further steps (others=), which use parameters in an order of their own"
+    if any(spec.block > 1 for spec in rule.state_specs(_LARGE).values()):
+        return f'{name_of(rule)} with states = "8bit", of which a block of elements has one scale'
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
+
+
+def _states_told(captured: StepGraph, rule: ParameterRule) -> str:
+    """Say in words how many bytes the states take, of a rule that keeps them in a format of its own; "" of others."""
+    if not isinstance(rule, MomentRule) or rule.states == "auto":
+        return ""
+    shapes = [captured.tensors[p.tensor].shape for p in captured.parameters if p.gradient is not None]
+    specs = [spec for shape in shapes for spec in rule.of_size(prod(shape)).state_specs(shape).values()]
+    size = sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in specs)
+    each = size / max(1, sum(map(prod, shapes)))
+    dtypes = ", ".join(dict.fromkeys(spec.dtype for spec in specs))
+    return (
+        f"states of {name_of(rule)} take {each:.2f} bytes a trained parameter, {format_bytes(size)} in all ({dtypes}); "
+        f"their updates are timed by what their operations read and write, partly from a cache"
+    )
 
 
 def _other_groups(optimizer: torch.optim.Optimizer, captured: StepGraph) -> tuple[tuple[str, ...], ...]:
@@ -624,6 +645,8 @@ def _told(
             "partly from a cache, and by Python's part in each",
             *said,
         )
+    if told := _states_told(captured, optimizer):
+        said = (told, *said)
     settings = {} if optimizer == default_rule() else dataclasses.asdict(optimizer)
     request = dataclasses.replace(plan.request, optimizer=name_of(optimizer), optimizer_settings=settings)
     if matrices is not None:

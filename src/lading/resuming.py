@@ -49,6 +49,10 @@ _CHANGEABLE = frozenset(
 ) | {"ranks"}
 
 
+#: Format of the optimizer's states, which are saved in it.
+_STATES = "optimization.optimizer.states"
+
+
 def resumed_path(
     run: RunConfig, data: Dataset | None, ranks: RunRanks, *, resume: bool, resume_from: str | Path = ""
 ) -> str:
@@ -142,7 +146,8 @@ def going_on_words(out: Path) -> str:
 
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
-    now, before = {"ranks": 1, **meta_of(run, data, ranks)}, {"ranks": 1, **checkpoint.meta}
+    usual = {"ranks": 1, _STATES: "auto"}  # those of older checkpoints, and of rules without formats
+    now, before = {**usual, **meta_of(run, data, ranks)}, {**usual, **checkpoint.meta}
     beside = {VALIDATION, FREEZING, POSITION, *([] if data is not None else ["data.source"])}
     keys = (now.keys() | before.keys()) - beside
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
@@ -150,7 +155,7 @@ def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks
 
 def _may_change(key: str) -> bool:
     """Whether a run may go on with another value: of how parameters move, but not of which states they have."""
-    is_number = key.startswith("optimization.optimizer.") and key != "optimization.optimizer.rule"
+    is_number = key.startswith("optimization.optimizer.") and key not in ("optimization.optimizer.rule", _STATES)
     return key in _CHANGEABLE or is_number
 
 

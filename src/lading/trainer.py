@@ -12,7 +12,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -171,9 +170,8 @@ class Trainer:
         self.plan = plan
         programs = programs_of(plan, graph, others, program)
         self.program = programs[0]
-        for op in chain.from_iterable(each.graph.ops for each in programs):
-            if isinstance(rule_of(op), ParameterRule):
-                check_planned(op, self.optimizer)
+        if any(isinstance(rule_of(op), ParameterRule) for each in programs for op in each.graph.ops):
+            check_planned(planned, self.optimizer)
         self._random = any(op.random for each in (graph, *others, *shapes) for op in each.ops)
         values, stages = of_stages(whole, graph, plan.choices.rank) or (values_of(self.program.graph), [])
         if self._paused is not None:

@@ -566,7 +566,7 @@ def _step_elements(graph: StepGraph, op: Op) -> float:
     rule, shape = rule_of(op), graph.tensors[op.inputs[0]].shape
     if not isinstance(rule, ParameterRule) or not prod(shape):
         return largest
-    numbers = 3 + rule.passes + 2 * rule.state_elements(shape) / prod(shape)
+    numbers = 3 + rule.passes + 2 * rule.state_numbers(shape) / prod(shape)
     return largest * (numbers / UPDATE_NUMBERS)
 
 

@@ -12,8 +12,9 @@ the parameter becomes the master rounded; ``lading.optim.master`` is the same in
 [Note: states in parts] The states of a large parameter are storages of a few MiB each, with one update for each, on
 views of the parameter and its gradient, so that they can pass through the device one after another. Fused kernels
 treat elements alone, in vectors from the start of what they are given: cut at whole vectors, parts give the bits of
-the whole (tests/optim/test_parameter_rules.py). A rule that needs the whole parameter says so
-(``ParameterRule.whole``); for a rule for matrices (``lading.ir.update_ops``) states are cut between matrices only.
+the whole (tests/optim/test_parameter_rules.py); where blocks of elements have a scale (``lading.optim.low_bit``), those
+are whole blocks too. A rule that needs the whole parameter says so (``ParameterRule.whole``); for a rule for matrices
+(``lading.ir.update_ops``) states are cut between matrices only.
 """
 
 from __future__ import annotations
@@ -414,8 +415,8 @@ class _StepBuilder:
         """Make one update, or one for each part of the states. See [Note: states in parts]."""
         if self.matrices is not None and parameter.tensor in self.parts:
             return self._matrix_updates(parameter, self.matrices, coefficient, part_elements)
-        rule, name = self.optimizer, parameter.names[0]
-        value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
+        name, value = parameter.names[0], self.tensors[parameter.tensor]
+        gradient, rule = self.tensors[self.gradients[parameter.tensor]], self.optimizer.of_size(prod(value.shape))
         count = 1 if rule.whole else -(-prod(value.shape) // max(part_elements, _UNIT))
         if count <= 1 or not (value.is_row_major and gradient.is_row_major):
             pairs = [(parameter.tensor, self.gradients[parameter.tensor])]
@@ -425,7 +426,7 @@ class _StepBuilder:
         step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
         whole = rule.state_specs(value.shape)
         suffixes = (*whole, *(("master",) if self.has_master(parameter) else ()))
-        parts = {suffix: [self._rule_state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
+        parts = {suffix: [self._rule_state(rule, parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
         for suffix, tensors in parts.items():
             shape = whole[suffix].shape if suffix in whole else value.shape
             if not shape and len(tensors) > 1:  # a number, of which each part has its own
@@ -435,7 +436,7 @@ class _StepBuilder:
             self.states.append(State(f"{name}.step", "float32", (), (step,)))
         return [
             self._update(
-                parameter,
+                rule, parameter,
                 Tensors(
                     param=pair[0], grad=pair[1], states=tuple(parts[suffix][i] for suffix in whole), step=step,
                     first=i == 0, master=parts["master"][i] if "master" in parts else None, coefficient=coefficient,
@@ -444,13 +445,13 @@ class _StepBuilder:
             for i, pair in enumerate(pairs)
         ]  # fmt: skip
 
-    def _rule_state(self, parameter: Parameter, suffix: str, like: int) -> int:
+    def _rule_state(self, rule: ParameterRule, parameter: Parameter, suffix: str, like: int) -> int:
         """Make a state of the rule, or the master, for a part of a parameter."""
         shape = self.tensors[like].shape
-        state = self.optimizer.state_specs(shape).get(suffix)
-        if state is None or (state.shape == shape and not state.dtype):
-            return self._state(parameter, suffix, like)
-        dtype = state.dtype or self._moved_dtype(parameter)
+        state = rule.state_specs(shape).get(suffix)
+        dtype = (state and state.dtype) or self._moved_dtype(parameter)
+        if state is None or state.shape == shape:
+            return self._state(parameter, suffix, like, dtype)
         offset = self.tensors[like].offset
         name = f"{parameter.names[0]}.{suffix}" + (f"[{offset}]" if like != parameter.tensor else "")
         return self._fresh(name, dtype, state.shape, Role.OPTIMIZER_STATE)
@@ -472,9 +473,9 @@ class _StepBuilder:
             )
         step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
         interleaved = len(value.shape) == 3 and len(self.parts[parameter.tensor]) > 1
-        master = (
-            self._state(parameter, "master", parameter.tensor) if interleaved and self.has_master(parameter) else None
-        )
+        master = None
+        if interleaved and self.has_master(parameter):
+            master = self._state(parameter, "master", parameter.tensor, "float32")
         masters = [] if master is None else [master]
         ops: list[Op] = []
         for member in members(name, value, gradient, self.parts[parameter.tensor]):
@@ -544,19 +545,17 @@ class _StepBuilder:
             op, bytes_read=read, bytes_written=sum(self.tensors[t].touched_bytes for t in op.mutates)
         )
 
-    def _state(self, parameter: Parameter, suffix: str, like: int) -> int:
-        """Make a state of the size of one part of the parameter."""
+    def _state(self, parameter: Parameter, suffix: str, like: int, dtype: str) -> int:
+        """Make a state that lies as one part of the parameter does."""
         part = self.tensors[like]
-        dtype = "float32" if self.has_master(parameter) else part.dtype
         whole = like == parameter.tensor
         extent = self.storages[part.storage].size_bytes // DTYPE_BYTES[part.dtype] if whole else prod(part.shape)
         name = f"{parameter.names[0]}.{suffix}" + ("" if whole else f"[{part.offset}]")
         storage = self._storage(name, extent * DTYPE_BYTES[dtype], Role.OPTIMIZER_STATE)
         return self._tensor(dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if whole else 0))
 
-    def _update(self, parameter: Parameter, tensors: Tensors) -> Op:
+    def _update(self, rule: ParameterRule, parameter: Parameter, tensors: Tensors) -> Op:
         """Make the update of a parameter, or of a part of one."""
-        rule = self.optimizer
         counting = () if tensors.step is None else (tensors.step,)
         args = (tensors.param, tensors.grad, *tensors.states, *counting)
         named = {"master": tensors.master, "coefficient": tensors.coefficient}
@@ -567,7 +566,8 @@ class _StepBuilder:
             PREFIX + name_of(rule), tuple(map(Ref, args)), parameter, (*args, *extra.values()), mutates=mutates
         )
         later: tuple[tuple[str, Arg], ...] = (("first", False),) if counting and not tensors.first else ()
-        settings: Arg = tuple((key, getattr(rule, key)) for key in rule.planned)
+        usual = {field.name: field.default for field in dataclasses.fields(rule)}
+        settings: Arg = tuple((key, now) for key in rule.planned if (now := getattr(rule, key)) != usual[key])
         planned: tuple[tuple[str, Arg], ...] = (("settings", settings),) if settings else ()
         kwargs = (*((name, Ref(tensor)) for name, tensor in extra.items()), *later, *planned)
         again = int(rule.passes * self.tensors[tensors.param].touched_bytes)

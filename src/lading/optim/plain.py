@@ -31,10 +31,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         return loss
 
     def _move(self, param: torch.Tensor, lr: float) -> None:
-        kept = self.state[param]
+        kept, rule = self.state[param], self.rule.of_size(param.numel())
         if not kept:
             kept["step"] = torch.zeros(())
-            for name, state in self.rule.state_specs(tuple(param.shape)).items():
+            for name, state in rule.state_specs(tuple(param.shape)).items():
                 dtype = dtype_of(state, param.dtype)
                 is_like = state.shape == tuple(param.shape)
                 kept[name] = (
@@ -45,4 +45,4 @@ class PlainOptimizer(torch.optim.Optimizer):
         kept["step"] += 1
         states = {name: value for name, value in kept.items() if name != "step"}
         assert param.grad is not None
-        self.rule.update(param, param.grad, states, lr=lr, step=kept["step"] if self.rule.counts else None)
+        rule.update(param, param.grad, states, lr=lr, step=kept["step"] if rule.counts else None)

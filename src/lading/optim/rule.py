@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from lading.errors import ConfigError
 
@@ -51,6 +51,8 @@ INSTEAD = (
 )
 #: Norms, orders, and what LAPACK takes whatever the size.
 SMALL_BYTES = 4 << 10
+#: Bytes of a number in the formats that states have, over those of float32.
+_SHARES = MappingProxyType({"bfloat16": 0.5, "uint8": 0.25})
 
 
 class StatePlace(StrEnum):
@@ -67,11 +69,14 @@ class StateSpec:
     Attributes:
         shape: Its own; that of the parameter or matrix if it is cut like it.
         dtype: "float32", ...; "" for that of the weights that move: the parameter's, or its float32 master's.
+        block: Elements of the parameter, in the order of memory, for which one element stands, as a scale does; 1 for
+            a state that is cut element by element.
     """
 
     shape: tuple[int, ...]
     dtype: str = ""
     held: StatePlace = StatePlace.ELEMENTWISE
+    block: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,10 @@ class ParameterRule(ABC):
     passes: ClassVar[float] = 0.0
     calls: ClassVar[int] = 0
 
+    def of_size(self, elements: int) -> Self:
+        """Rule that moves a parameter of so many elements: this one, unless small ones have other planned settings."""
+        return self
+
     @abstractmethod
     def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """States of a parameter of this shape, or of a part of one, by name, in the order in which they are kept."""
@@ -135,7 +144,7 @@ class ParameterRule(ABC):
         Args:
             param, grad: Tensors of one dtype, shape and dense strides; flat parts of these unless the rule is
                 ``whole``.
-            states: Tensors by the names of ``states``.
+            states: Tensors by the names of ``state_specs``.
             lr: Learning rate of this update.
             step: float32 scalar, the number of this update from 1; None where the rule does not count.
         """
@@ -160,9 +169,9 @@ class ParameterRule(ABC):
         shape = (2, 3)
         return sum(state.shape == shape for state in self.state_specs(shape).values())
 
-    def state_elements(self, shape: tuple[int, ...]) -> int:
-        """Number of elements of all states of a parameter."""
-        return sum(prod(state.shape) for state in self.state_specs(shape).values())
+    def state_numbers(self, shape: tuple[int, ...]) -> float:
+        """Number of elements of all states of a parameter; those of fewer bits than float32 count as a part of one."""
+        return sum(prod(s.shape) * _SHARES.get(s.dtype, 1.0) for s in self.state_specs(shape).values())
 
 
 def trial_of(size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -470,6 +470,18 @@ def differences(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)
 
 
+def _other_formats(
+    saved: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> str | None:
+    """Say which state was saved in another dtype, of a parameter that was not; None if there is none."""
+    alike = saved.keys() & wanted.keys()
+    for name in sorted(alike):
+        of, (was, shape), (now, planned) = name.rpartition(".")[0], saved[name], wanted[name]
+        if was != now and shape == planned and of in alike and saved[of] == wanted[of]:
+            return f"has {name} in {was}, this plan keeps it in {now}"
+    return None
+
+
 def check_saved(
     path: str | Path, saved: Mapping[str, tuple[str, tuple[int, ...]]], values: Mapping[str, Value], usual: str
 ) -> None:
@@ -485,6 +497,8 @@ def check_saved(
     wanted = {name: (value.dtype, value.shape) for name, value in values.items()}
     if not (differing := differences(saved, wanted)):
         return
+    if (formats := _other_formats(saved, wanted)) is not None:
+        raise StorageError(f"{path}: {formats}; load it with the optimizer's states= of then")
     writer, planned = optimizers_with(saved, usual), optimizers_with(wanted, usual)
     if writer != planned:
         raise StorageError(

@@ -131,19 +131,20 @@ def parameter_kernel(
     Raises:
         ConfigError: the operation was planned for another rule, or for other settings.
     """
-    rule = check_planned(op, optimizer)
+    rule = _as_planned(op, optimizer)
     param, grad, *others = args
-    names = list(rule.state_specs(tuple(param.shape)))
+    specs = rule.state_specs(tuple(param.shape))
+    names, blocks = list(specs), [1, 1, 1, *(spec.block for spec in specs.values())]
     states: States = dict(zip(names, others, strict=False))
     step = others[len(names)] if rule.counts else None
     master, coefficient = kwargs.get("master"), kwargs.get("coefficient")
     counts = step is not None and kwargs.get("first", True)
     if master is None:
-        pieces, copied = _pieces([param, grad, param, *states.values()], rule, kind), 0
+        pieces, copied = _pieces([param, grad, param, *states.values()], blocks, rule, kind), 0
         if grad.stride() != param.stride():
             pieces, copied = [[param, grad, param, *states.values()]], bytes_of([grad])
     else:
-        pieces, copied = _master_pieces([param, grad, master, *states.values()], rule, kind)
+        pieces, copied = _master_pieces([param, grad, master, *states.values()], blocks, rule, kind)
     most, last = max(moved.numel() for _, _, moved, *_ in pieces), pieces[-1][2]
     scratch = copied + rule.temporaries * 4 * most
 
@@ -172,7 +173,7 @@ def parameter_kernel(
     return run, scratch
 
 
-def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
+def _as_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
     """Rule that an operation runs by: the planned one with the settings of ``optimizer``.
 
     Raises:
@@ -181,6 +182,19 @@ def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
     planned = cast(ParameterRule, rule_of(op))
     if optimizer is None:
         return planned
+    small = optimizer.of_size(0)
+    if type(planned) is type(small) and all(getattr(small, key) == getattr(planned, key) for key in planned.planned):
+        return small
+    check_planned(planned, optimizer)
+    return optimizer
+
+
+def check_planned(planned: ParameterRule, optimizer: ParameterRule) -> None:
+    """Refuse an optimizer that is another than was planned for.
+
+    Raises:
+        ConfigError: it is another rule, or has other settings from which states follow.
+    """
     if type(optimizer) is not type(planned):
         raise ConfigError(
             f"expected the optimizer that was planned, {name_of(planned)}, got {name_of(optimizer)}; plan again with "
@@ -192,31 +206,37 @@ def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
                 f"expected {key} {getattr(planned, key)!r} of {name_of(planned)}, as was planned, got "
                 f"{getattr(optimizer, key)!r}; plan again with optimizer="
             )
-    return optimizer
 
 
-def _pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> list[list[torch.Tensor]]:
-    """Cut (param, grad, what moves, states...) alike, so that temporaries stay small; without any, leave them whole."""
+def _pieces(tensors: list[torch.Tensor], blocks: list[int], rule: ParameterRule, kind: str) -> list[list[torch.Tensor]]:
+    """Cut (param, grad, what moves, states...) alike, so that temporaries stay small; without any, leave them whole.
+
+    Args:
+        blocks: Elements of the parameter for which an element of each of these stands.
+    """
     if rule.whole or not rule.temporaries or not all(t.is_contiguous() for t in tensors):
         return [tensors]
-    return _cut(tensors, elements_at_once(kind))
+    return _cut(tensors, blocks, elements_at_once(kind))
 
 
-def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> tuple[list[list[torch.Tensor]], int]:
+def _master_pieces(
+    tensors: list[torch.Tensor], blocks: list[int], rule: ParameterRule, kind: str
+) -> tuple[list[list[torch.Tensor]], int]:
     """Cut (param, grad, master, states...) into pieces to widen at once; returns the bytes of widening as well."""
     grad, master = tensors[1], tensors[2]
     if grad.dtype is torch.float32 and grad.stride() == master.stride():
-        return _pieces(tensors, rule, kind), 0
+        return _pieces(tensors, blocks, rule, kind), 0
     count = prod(grad.shape)
     if rule.whole or not all(t.is_contiguous() for t in tensors):
         return [tensors], 4 * count
-    return _cut(tensors, elements_at_once(kind)), 4 * min(count, elements_at_once(kind))
+    return _cut(tensors, blocks, elements_at_once(kind)), 4 * min(count, elements_at_once(kind))
 
 
-def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:
+def _cut(tensors: list[torch.Tensor], blocks: list[int], at_once: int) -> list[list[torch.Tensor]]:
     flat = [t.view(-1) if t.dim() else t for t in tensors]
     starts = range(0, max(1, tensors[0].numel()), at_once)  # an empty parameter is one piece
-    return [[t[at : at + at_once] if t.dim() else t for t in flat] for at in starts]
+    pairs = list(zip(flat, blocks, strict=True))
+    return [[t[at // each : (at + at_once) // each] if t.dim() else t for t, each in pairs] for at in starts]
 
 
 def matrix_kernel(

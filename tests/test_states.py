@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.action import ActionKind
 from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
-from lading.memory.restore import planned_step, program_of
+from lading.memory.restore import program_of
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.optim.adam import Adam
@@ -28,12 +29,15 @@ from lading.optim.moment_rule import MomentRule
 from lading.train import train_plain, train_run
 from tests.captured import shared_capture
 from tests.machines import small_machine
+from tests.ranks import run_ranks
 from tests.runs import write_run
+from tests.test_pipelines import connected
 from tests.test_saved_plan import states_on_disk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES: dict[str, Any] = {"vocab_size": 96, "max_seq_len": 32, "dim": 64, "num_heads": 2, "num_layers": 2}
+#: A table whose last block is short.
+SIZES: dict[str, Any] = {"vocab_size": 97, "max_seq_len": 32, "dim": 64, "num_heads": 2, "num_layers": 1}
 STORED = (AdamW(lr=1e-2, states="bf16"), AdamW(lr=1e-2, states="8bit"), Adam(lr=1e-2, states="8bit"))
 STEPS = 4
 
@@ -48,8 +52,11 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 @cache
-def captured() -> StepGraph:
-    return shared_capture(lambda: lading.capture(build(), batch(0), next_byte_loss), "states")
+def captured(accumulation: int = 1) -> StepGraph:
+    def make() -> StepGraph:
+        return lading.capture(build(), batch(0), next_byte_loss, accumulation=accumulation)
+
+    return shared_capture(make, "states", accumulation)
 
 
 def planned(rule: MomentRule, budget: str | int = "100%", **asked: Any) -> lading.Plan:
@@ -109,27 +116,33 @@ def test_every_budget_and_a_disk_give_the_numbers_of_plain_pytorch(rule: MomentR
         assert [name for name, value in values.items() if not torch.equal(ours[name], value)] == []
 
 
-@pytest.mark.parametrize(("states", "each"), [("auto", 8), ("fp32", 8), ("bf16", 4), ("8bit", 2 * (1 + 4 / 256))])
-def test_states_are_counted_as_they_are(states: Any, each: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["auto", "fp32", "bf16", "8bit"])
+def test_states_are_counted_as_they_are(states: Any, tmp_path: Path) -> None:
     """In the step, in the peak, in a checkpoint, and on the disk, where they are read and written once a step."""
     rule = AdamW(states=states)
     made = planned(rule, policy=states_on_disk)
     program = program_of(made, captured())
     parameters = {p.names[0]: prod(captured().tensors[p.tensor].shape) for p in captured().parameters}
-    large = {name for name, count in parameters.items() if count >= 4096}
-    wanted = {name: count * (each if name in large or states != "8bit" else 8) for name, count in parameters.items()}
+    each = {"auto": 8, "fp32": 8, "bf16": 4}
+    wanted = {
+        name: each[states] * count
+        if states in each
+        else 2 * (count + 4 * -(-count // 256) if count >= 4096 else 4 * count)
+        for name, count in parameters.items()
+    }
     stored = [s for s in program.graph.storages if s.role is Role.OPTIMIZER_STATE]
     assert sum(s.size_bytes for s in stored) == sum(wanted.values()) + 4 * len(parameters)  # and numbers of updates
     with lading.Trainer(made, captured(), build(), folder=tmp_path) as trainer:
-        trainer.step(batch(0))
+        for step in (0, 1):  # the code of what a step does is read as well
+            trainer.step(batch(step))
         before = asked_of_system()
-        for step in (1, 2, 3):
+        for step in (2, 3, 4):
             trainer.step(batch(step))
         read, written = (now - then for now, then in zip(asked_of_system(), before, strict=True))
         saved = open_checkpoint(trainer.save(tmp_path / "saved"))
     moved = moved_bytes(program)
-    assert abs(read - 3 * moved["disk_read"]) < PAGE_BYTES  # the counters themselves are read
-    assert written == 3 * moved["disk_write"]
+    assert 0 <= read - 3 * moved["disk_read"] < 4 * PAGE_BYTES  # memory and these counters are read from files
+    assert 0 <= written - 3 * moved["disk_write"] < 16  # and the mark of the most memory is set back
     once = sum(s.size_bytes for s in stored if s.size_bytes >= PAGE_BYTES)
     assert moved["disk_read"] == moved["disk_write"] >= once
     kept = {n: prod(t.shape) * DTYPE_BYTES[t.dtype] for n, t in saved.tensors.items() if ".exp_avg" in n}
@@ -140,11 +153,12 @@ def test_states_are_counted_as_they_are(states: Any, each: float, tmp_path: Path
 
 
 def test_fewer_bits_lower_the_peak_by_what_they_save() -> None:
-    peaks = {states: planned(AdamW(states=states)).peak_bytes["device"] for states in ("auto", "bf16", "8bit")}
-    saved = {s: sum(t.size_bytes for t in planned_step(planned(AdamW(states=s)), captured()).storages) for s in peaks}
-    assert peaks["auto"] > peaks["bf16"] > peaks["8bit"]
+    """Of tensors; what an update widens at once comes on top, and would not show in a larger model."""
+    programs = {s: program_of(planned(AdamW(states=s)), captured()) for s in ("auto", "bf16", "8bit")}
+    arenas = {states: program.arena_bytes for states, program in programs.items()}
+    sizes = {states: sum(s.size_bytes for s in program.graph.storages) for states, program in programs.items()}
     for states in ("bf16", "8bit"):
-        assert peaks["auto"] - peaks[states] == pytest.approx(saved["auto"] - saved[states], rel=0.1)
+        assert arenas["auto"] - arenas[states] == pytest.approx(sizes["auto"] - sizes[states], rel=0.05)
 
 
 @pytest.mark.parametrize("rule", STORED[:2], ids=str)
@@ -197,7 +211,71 @@ def test_a_file_asks_for_a_format_and_a_run_does_not_change_it(tmp_path: Path) -
         load_run(path, [*settings, 'optimization.optimizer={ rule = "lion", states = "8bit" }'])
 
 
-@pytest.mark.parametrize("layout", ["dp2,zero1", "dp2,zero3", "tp2"])
+def alone(rule: MomentRule, folder: Path, start: Path | None = None) -> dict[str, torch.Tensor]:
+    """Values after three steps of two micro-batches in one process, or after the third from a checkpoint."""
+    made = lading.plan(captured(2), connected(), budget="100%", optimizer=rule, cache=False, layout="dp1")
+    with lading.Trainer(made, captured(2), build(), folder=folder) as trainer:
+        if start is not None:
+            trainer.load(start)
+        for step in range(trainer.steps, 3):
+            trainer.step([batch(2 * step), batch(2 * step + 1)])
+        return {name: trainer.value(name) for name in trainer._values}
+
+
+#: Layouts of two ranks, of which those of a pipeline are given the same micro-batches, by the rule's number.
+QUICK = ((1, "dp2,zero1,bucket_bytes=20000"), (1, "dp2,zero3"), (0, "dp2,zero3"))
+EVERY = (*QUICK, (0, "dp2,zero1,bucket_bytes=20000"), *((n, layout) for n in (0, 1) for layout in ("dp2", "pp2")))
+
+
+def _two(rank: int, out: str, ways: Sequence[tuple[int, str]]) -> None:
+    for number, layout in ways:
+        graph = captured(2 if layout == "pp2" else 1)
+        folder = Path(out) / f"{number} {layout} {rank}"
+        folder.mkdir()
+        rule = STORED[number]
+        made = lading.plan(graph, connected(), budget="100%", optimizer=rule, cache=False, layout=layout)
+
+        def train(trainer: lading.Trainer, step: int, layout: str = layout) -> None:
+            both = [batch(2 * step), batch(2 * step + 1)]
+            trainer.step(both if layout == "pp2" else both[rank])
+
+        with lading.Trainer(made, graph, build(), folder=folder) as trainer:
+            train(trainer, 0)
+            train(trainer, 1)
+            saved = trainer.save(Path(out) / f"saved {number} {layout}")
+        with lading.Trainer(made, graph, build(), folder=folder) as trainer:
+            trainer.load(saved)
+            train(trainer, 2)
+            values = {name: trainer.value(name) for name in trainer._values}
+        torch.save(values, folder / "values")
+
+
+def _check_ranks(folder: Path, ways: Sequence[tuple[int, str]]) -> None:
+    run_ranks(_two, 2, str(folder), ways)
+    whole = {number: alone(STORED[number], folder) for number in {number for number, _ in ways}}
+    for number, layout in ways:
+        gone_on = alone(STORED[number], folder, folder / f"saved {number} {layout}" / "step-00000002")
+        ranks = [torch.load(folder / f"{number} {layout} {rank}" / "values") for rank in range(2)]
+        for values in (gone_on, *ranks):
+            assert values.keys() == whole[number].keys()
+            differing = [n for n, value in whole[number].items() if not torch.equal(values[n], value)]
+            assert differing == [], (number, layout)
+
+
+def test_two_ranks_with_shards_have_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """Whose blocks are those of the whole; saved on the way, and gone on from there by both and by one process."""
+    _check_ranks(tmp_path, QUICK)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_numbers_of_one_process_in_every_layout(tmp_path: Path) -> None:
+    _check_ranks(tmp_path, EVERY)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2,tp2,zero3"])
 def test_blocks_that_ranks_would_cut_are_refused(layout: str) -> None:
-    with pytest.raises(ConfigError, match=r"layout: .* got adamw with states = \"8bit\", of which a block .*\"dp2\""):
+    with pytest.raises(
+        ConfigError,
+        match=r"layout: .* got adamw with states = \"8bit\", of which each block of elements has .*\"dp[24]\"",
+    ):
         planned(AdamW(states="8bit"), layout=layout)

@@ -422,6 +422,8 @@ def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None
         ConfigError: says what is in the way.
     """
     uncut = _uncut(rule, others)
+    if (spread.tp > 1 or spread.ep > 1) and any(s.block > 1 for s in rule.state_specs(_LARGE).values()):
+        uncut = uncut or f'{name_of(rule)} with states = "8bit", of which each block of elements has one scale'
     if (spread.tp > 1 or spread.ep > 1) and matrices is not None:
         uncut = uncut or f"{matrices.rule}, which moves whole matrices"
     if spread.ep > 1 and isinstance(rule, TorchUpdate):
@@ -442,8 +444,6 @@ def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
         return "further steps (others=), which use parameters in an order of their own"
-    if any(spec.block > 1 for spec in rule.state_specs(_LARGE).values()):
-        return f'{name_of(rule)} with states = "8bit", of which a block of elements has one scale'
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
 
 

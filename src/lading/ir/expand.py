@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 from lading.errors import ConfigError, check_rate
 from lading.grouping import Matrices
@@ -79,6 +80,7 @@ def expand(  # noqa: PLR0913  what a step depends on
     widen: bool = False,
     layout: Layout = ALONE,
     order: Sequence[tuple[Sequence[int], int]] = (),
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
@@ -99,6 +101,7 @@ def expand(  # noqa: PLR0913  what a step depends on
         order: Runs of operations of ``graph``, each with its micro-batch, in the order in which a rank of a pipeline
             does them; () does one micro-batch after the other. Backward of each operation goes through the
             micro-batches in order.
+        sizes: Elements of the smallest parameter in a unit, by the name of its shard (``ParameterRule.of_size``).
 
     Raises:
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
@@ -114,7 +117,7 @@ def expand(  # noqa: PLR0913  what a step depends on
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained and graph.trains and not order:  # a stage of a pipeline may have nothing to train
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen)
+    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen, sizes)
     builder.add_micro_batches(order)
     if trained:
         if layout.zero == 1:
@@ -143,9 +146,10 @@ class _StepBuilder:
         matrices: Matrices | None,
         layout: Layout,
         widen: bool,
+        sizes: Mapping[str, int],
     ) -> None:
         self.graph, self.master_weights, self.widen, self.layout = graph, master_weights, widen, layout
-        self.optimizer, self.matrices = optimizer, matrices
+        self.optimizer, self.matrices, self.sizes = optimizer, matrices, sizes
         self.parts = grouped(graph, matrices)[0] if matrices is not None else {}
         self.storages = list(graph.storages)
         self.tensors = list(graph.tensors)
@@ -416,7 +420,13 @@ class _StepBuilder:
         if self.matrices is not None and parameter.tensor in self.parts:
             return self._matrix_updates(parameter, self.matrices, coefficient, part_elements)
         name, value = parameter.names[0], self.tensors[parameter.tensor]
-        gradient, rule = self.tensors[self.gradients[parameter.tensor]], self.optimizer.of_size(prod(value.shape))
+        gradient = self.tensors[self.gradients[parameter.tensor]]
+        rule = self.optimizer.of_size(self.sizes.get(name, prod(value.shape)))
+        if not rule.moves(dtype := self._moved_dtype(parameter)):
+            raise ConfigError(
+                f"{name}: expected weights that {name_of(rule)} moves with these settings, got {dtype}; convert the "
+                "model, or leave the optimizer's states= out"
+            )
         count = 1 if rule.whole else -(-prod(value.shape) // max(part_elements, _UNIT))
         if count <= 1 or not (value.is_row_major and gradient.is_row_major):
             pairs = [(parameter.tensor, self.gradients[parameter.tensor])]

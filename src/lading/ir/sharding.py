@@ -21,6 +21,9 @@ parameters of one kind: the norm of all gradients adds up the first over the ran
 [Note: sums over tokens] With context parallel, ranks that share a sequence cut parameters between them, too. The
 gradient of a rank is then of its tokens: units are reduced to the sum over those ranks, the mean over replicas.
 
+[Note: whole blocks] Where blocks of a parameter's elements share a number of a state (a scale), parameters and shards
+begin at whole blocks: ranks have the blocks of one process. Parameters without are in other units.
+
 [Note: owners] What a rule for matrices moves is in units of matrices of one shape, of which each rank has as many whole
 ones: its shard is a stack of them, which that rule moves as any stack. Matrices that are missing in the last are zeros.
 """
@@ -31,7 +34,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from types import MappingProxyType
 from typing import cast
 
@@ -103,6 +106,7 @@ def shard_parameters(
     layout: Layout,
     apart: Mapping[str, object] = MappingProxyType({}),
     matrices: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    blocks: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[StepGraph, tuple[GatheredUnit, ...], Origins]:
     """Put the parameters of a captured micro-batch side by side in units, whose shards are trained in their place.
 
@@ -111,6 +115,7 @@ def shard_parameters(
     Args:
         apart: Parameters in which this differs, by first name, are in units of their own.
         matrices: Rows of the parts of each parameter that is moved as a whole, by its tensor. See [Note: owners].
+        blocks: Elements that share a number of a state, by a parameter's first name. See [Note: whole blocks].
 
     Returns:
         The graph, its units, and for each of its operations the captured ones behind which it stands.
@@ -118,7 +123,7 @@ def shard_parameters(
     Raises:
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
-    return _Sharder(captured, layout, apart, matrices).sharded()
+    return _Sharder(captured, layout, apart, matrices, blocks).sharded()
 
 
 def unshard_parameters(
@@ -176,8 +181,9 @@ class _Sharder:
         layout: Layout,
         apart: Mapping[str, object],
         matrices: Mapping[int, tuple[int, ...]],
+        blocks: Mapping[str, int],
     ) -> None:
-        self.apart, self.matrices = apart, matrices
+        self.apart, self.matrices, self.blocks = apart, matrices, blocks
         self.graph, self.ranks, self.layout = captured, layout.shards, layout
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
@@ -250,7 +256,8 @@ class _Sharder:
 
     def _kind(self, parameter: Parameter) -> tuple[object, ...]:
         """Say what parameters of one unit have in common, whatever their shapes. See [Note: placed apart]."""
-        return parameter.placement is not None, parameter.gradient_terms, self.apart.get(parameter.names[0])
+        name = parameter.names[0]
+        return parameter.placement is not None, parameter.gradient_terms, self.apart.get(name), self.blocks.get(name)
 
     def _runs_of_matrices(self) -> Iterator[list[int]]:
         """Yield the matrices of each unit, by number. See [Note: owners]."""
@@ -330,13 +337,14 @@ class _Sharder:
         return sum(self.graph.tensors[self.graph.parameters[number].tensor].size_bytes for number in numbers)
 
     def _aligned(self, numbers: Sequence[int]) -> _Members:
-        """Lay parameters side by side. See [Note: equal programs]."""
+        """Lay parameters side by side. See [Note: equal programs] and [Note: whole blocks]."""
+        unit = lcm(_ALIGNED, self.blocks.get(self.graph.parameters[numbers[0]].names[0], 1))
         starts: list[int] = []
         end = 0
         for number in numbers:
             starts.append(end)
-            end += _up(prod(self.graph.tensors[self.graph.parameters[number].tensor].shape))
-        return _Members(tuple(numbers), tuple(starts), (_up(-(-end // self.ranks)),))
+            end += _up(prod(self.graph.tensors[self.graph.parameters[number].tensor].shape), unit)
+        return _Members(tuple(numbers), tuple(starts), (_up(-(-end // self.ranks), unit),))
 
     def _unit(self, name: str, members: _Members) -> GatheredUnit:
         """Make the storages of a unit, both lasting as yet; its parameters move into the whole."""
@@ -512,5 +520,5 @@ def _copy(
     )  # fmt: skip
 
 
-def _up(elements: int) -> int:
-    return -(-elements // _ALIGNED) * _ALIGNED
+def _up(elements: int, unit: int) -> int:
+    return -(-elements // unit) * unit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from lading.catalog.load import machine_from_dict
 from lading.errors import ConfigError, ProgramError
@@ -28,7 +29,7 @@ from lading.ir.program import Program, parse_program
 from lading.ir.reduction import reduce_gradients, with_draws
 from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
-from lading.ir.sharding import shard_parameters, unshard_parameters
+from lading.ir.sharding import GatheredUnit, shard_parameters, unshard_parameters
 from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
 from lading.ir.statistics import share_statistics
 from lading.ir.tensor_shards import shard_tensors
@@ -38,6 +39,7 @@ from lading.ir.update_ops import grouped
 from lading.memory.staircase import memory_samples
 from lading.memory.tier_layout import homes_of
 from lading.memory.verify import verify
+from lading.optim.registry import default_rule
 from lading.optim.registry import optimizer as optimizer_by_name
 from lading.optim.rule import ParameterRule
 
@@ -74,10 +76,14 @@ def step_of(  # noqa: PLR0913  what a step depends on
     micro = captured if part is None else part.graph
     if part is not None:
         matrices = matrices and _named(matrices, _rows(captured, matrices), micro)
-    sharded, units = micro, ()
+    sharded, units, sizes = micro, (), {}
     if layout.zero:
+        optimizer = optimizer or default_rule()
         moved = {} if matrices is None else grouped(micro, matrices)[0]
-        sharded, units, origins = shard_parameters(micro, layout, _apart(part, choices), moved)
+        sharded, units, origins = shard_parameters(
+            micro, layout, _apart(part, choices), moved, _blocks(micro, optimizer)
+        )
+        sizes = {unit.parameter: _smallest(micro, sharded, unit) for unit in units}
         part = part and part.with_shards(sharded, origins)
         stacks = {sharded.storage_of(tensor): parts for tensor, parts in moved.items()}
         owned = {unit.parameter: stacks[unit.whole] for unit in units if unit.whole in stacks}
@@ -91,6 +97,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         widen=widen or layout.dp * layout.cp > 1 or layout.zero > 0,
         layout=layout,
         order=() if part is None else part.order(pipeline_of(layout, captured.accumulation)),
+        sizes=sizes,
     )
     if units:
         step = unshard_parameters(step, micro, units, layout)
@@ -150,6 +157,22 @@ def _apart(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
     apart: dict[str, object] = {} if part is None else {**part.apart()}
     groups = enumerate(choices.groups, 1) if choices is not None else ()
     return apart | {name: (number, apart.get(name)) for number, names in groups for name in names}
+
+
+def _blocks(micro: StepGraph, rule: ParameterRule) -> dict[str, int]:
+    """Elements that share a number of a state, by the first name of each parameter that has such states."""
+    blocks: dict[str, int] = {}
+    for parameter in micro.parameters:
+        shape = micro.tensors[parameter.tensor].shape
+        specs = rule.of_size(prod(shape)).state_specs(shape)
+        blocks[parameter.names[0]] = max((spec.block for spec in specs.values()), default=1)
+    return {name: block for name, block in blocks.items() if block > 1}
+
+
+def _smallest(micro: StepGraph, sharded: StepGraph, unit: GatheredUnit) -> int:
+    """Elements of the smallest parameter of a unit."""
+    members = (p.tensor for p in micro.parameters if sharded.storage_of(p.tensor) == unit.whole)
+    return min(prod(micro.tensors[tensor].shape) for tensor in members)
 
 
 def _rows(captured: StepGraph, matrices: Matrices) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,9 @@ state to be saved. Elements that are alike in weight and gradient are rounded al
 elements, in the order of memory, has the largest magnitude in it as float32 scale, and each element a code, the nearest
 of 256 levels between -1 and 1 (0 and 1 for what has no sign), which are the closer the smaller they are. The levels are
 those of torchao's ``OptimState8bit`` and of bitsandbytes, and which of two is nearest is torchao's answer to the bit.
-The last block may be shorter, as in bitsandbytes; torchao keeps such a parameter's states in float32.
+The last block may be shorter, as in bitsandbytes; torchao keeps such a parameter's states in float32. Codes count from
+that of zero (those of torchao with sign, but for their lowest seven bits turned over), so that what was never written
+is zero: elements with which shards are filled up, too.
 """
 
 from __future__ import annotations
@@ -28,26 +30,34 @@ _UNSIGNED = 2 * 0x9E3779B1 - (1 << 32)
 _LOW_BITS = 0xFFFF
 #: Least scale of a block, as torchao has it: of zeros alone it is this.
 _LEAST_SCALE = 1e-12
+#: Place of zero among the levels with sign; a code is a level's place with these bits turned over.
+_ZERO = 127
 _DECADES = 7
 
 
-def random_bits(values: torch.Tensor, gradients: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+def random_bits(
+    values: torch.Tensor, gradients: torch.Tensor, step: torch.Tensor, out: torch.Tensor, spare: torch.Tensor
+) -> torch.Tensor:
     """Hash float32 weights, gradients and the number of the update to 32 bits each. See [Note: random rounding].
 
     Args:
         step: Scalar.
-    Returns:
-        int32, of the shape of ``values``.
+        out, spare: int32, of the shape of ``values``; the second is overwritten.
     """
     number = step.to(torch.int32).mul_(_FIRST).bitwise_xor_(_SECOND).bitwise_or_(1)
-    bits = torch.add(values.view(torch.int32), gradients.view(torch.int32), alpha=_UNSIGNED).mul_(number)
-    return bits.bitwise_xor_(bits >> 15).mul_(_THIRD)
+    torch.add(values.view(torch.int32), gradients.view(torch.int32), alpha=_UNSIGNED, out=out).mul_(number)
+    return out.bitwise_xor_(torch.bitwise_right_shift(out, 15, out=spare)).mul_(_THIRD)
 
 
-def round_at_random(wide: torch.Tensor, bits: torch.Tensor, place: torch.Tensor) -> None:
-    """Round float32 numbers, which are overwritten, to bfloat16 ones in ``place``, by the low 16 of random ``bits``."""
+def round_at_random(wide: torch.Tensor, bits: torch.Tensor, place: torch.Tensor, spare: torch.Tensor) -> None:
+    """Round float32 numbers to bfloat16 ones in ``place``, by the low 16 of random ``bits``.
+
+    Args:
+        wide: Numbers, which are overwritten.
+        spare: int32, of their shape, overwritten.
+    """
     cut = wide.view(torch.int32)
-    cut.add_(bits & _LOW_BITS).bitwise_and_(~_LOW_BITS)
+    cut.add_(torch.bitwise_and(bits, _LOW_BITS, out=spare)).bitwise_and_(~_LOW_BITS)
     place.copy_(wide)
 
 
@@ -68,18 +78,19 @@ def levels(*, signed: bool) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Levels; the least number of each code's next; and by a number's first 16 bits the code of the least such number.
+    """Levels by code; the least number of each level; and by 16 bits the level behind that of the least such number.
 
-    Two numbers that begin with the same 16 bits have codes that differ by one at most.
+    Two numbers that begin with the same 16 bits have levels that differ by one at most.
     """
     known = levels(signed=signed)
     starts = _next_starts(known)
     first = torch.arange(1 << 16, dtype=torch.int32)
     last_bits = (first >> 15) * _LOW_BITS  # of negative numbers the least is the one farthest from zero
     least = ((first << 16) | last_bits).view(torch.float32).nan_to_num_(0.0)
-    codes = torch.bucketize(least, starts, right=True, out_int32=True)
-    starts = torch.cat([starts, torch.tensor([torch.inf])])
-    return known.to(device), starts.to(device), codes.to(device)
+    behind = torch.bucketize(least, starts, right=True, out_int32=True) + 1
+    ends = torch.tensor([torch.inf])
+    by_code = known[torch.arange(256) ^ _ZERO] if signed else known
+    return by_code.to(device), torch.cat([-ends, starts, ends]).to(device), behind.to(device)
 
 
 def _next_starts(known: torch.Tensor) -> torch.Tensor:
@@ -102,24 +113,48 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -(1 << 31) - bits, bits)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """Make the float32 numbers that codes, (elements,) of uint8, stand for; ``scales`` has one float32 a block."""
-    made = _tables(signed, codes.device)[0].index_select(0, codes.int())
-    for part, scale in _by_blocks(made, scales):
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, *, signed: bool, out: torch.Tensor, spare: torch.Tensor
+) -> torch.Tensor:
+    """Make the float32 numbers, in ``out``, that codes stand for.
+
+    Args:
+        codes: (elements,), uint8.
+        scales: (blocks,), float32.
+        spare: (elements,), int32, overwritten.
+    """
+    torch.index_select(_tables(signed, codes.device)[0], 0, spare.copy_(codes), out=out)
+    for part, scale in _by_blocks(out, scales):
         part.mul_(scale)
-    return made
+    return out
 
 
-def quantize(numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
-    """Write numbers, (elements,) of float32, which are overwritten, as codes and scales. See [Note: codes]."""
-    for part, scale in _by_blocks(numbers, scales):
-        torch.linalg.vector_norm(part, torch.inf, dim=1, keepdim=True, out=scale)
+def quantize(
+    numbers: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    signed: bool,
+    spare: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write numbers as codes and scales. See [Note: codes].
+
+    Args:
+        numbers: (elements,), float32, overwritten.
+        spare: Two of (elements,), int32, overwritten.
+    """
+    begins, found = spare
+    sizes = torch.abs(numbers, out=found.view(torch.float32))
+    for (part, scale), (size, _) in zip(_by_blocks(numbers, scales), _by_blocks(sizes, scales), strict=True):
+        torch.amax(size, 1, keepdim=True, out=scale)
         part.div_(scale.clamp_(min=_LEAST_SCALE))
-    _, starts, first = _tables(signed, numbers.device)
-    begins = (numbers.view(torch.int32) >> 16).bitwise_and_(_LOW_BITS)
-    found = first.index_select(0, begins)
-    found.add_(numbers >= torch.index_select(starts, 0, found, out=begins.view(torch.float32)))
-    codes.copy_(found)
+    _, starts, behind = _tables(signed, numbers.device)
+    bits = numbers.view(torch.int32)
+    torch.bitwise_right_shift(bits, 16, out=begins).bitwise_and_(_LOW_BITS)
+    torch.index_select(behind, 0, begins, out=found)
+    numbers.sub_(torch.index_select(starts, 0, found, out=begins.view(torch.float32)))
+    found.add_(torch.bitwise_right_shift(bits, 31, out=bits))  # one level less of what lies below its start
+    codes.copy_(found.bitwise_xor_(_ZERO) if signed else found)
 
 
 def _by_blocks(numbers: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -22,20 +22,25 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"
 
 
+#: Elements that are widened at once by kind of device: few enough for a cache, many enough to hide launches.
+_WIDENED = {"cpu": 1 << 17, "cuda": 1 << 22}
+#: Numbers of room that an update takes for each of these: weight and gradient of fewer bits, two moments, spare ones.
+_ROWS = 6
+
+
 @dataclass(frozen=True, slots=True)
 class _FormatCost:
-    """What an update takes beside its operands because of a format: as ``ParameterRule`` has it."""
+    """Cost of an update that widens: passes over its elements and calls, as ``ParameterRule`` has them."""
 
-    temporaries: int = 0
     passes: float = 0.0
     calls: int = 0
 
 
 _COSTS: Mapping[str, _FormatCost] = {
     "auto": _FormatCost(),
-    "fp32": _FormatCost(2),  # weight and gradient of 16 bits are widened
-    "bf16": _FormatCost(7, 25.0, 20),
-    "8bit": _FormatCost(8, 31.0, 30),
+    "fp32": _FormatCost(),
+    "bf16": _FormatCost(25.0, 20),
+    "8bit": _FormatCost(31.0, 30),
 }
 
 
@@ -71,11 +76,6 @@ class MomentRule(ParameterRule):
             raise ConfigError(f"states: expected one of {', '.join(known)}, got {self.states!r}{hint}")
 
     @property
-    def temporaries(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # each format has its own
-        """Numbers that ``update`` allocates for each element."""
-        return _COSTS[self.states].temporaries
-
-    @property
     def passes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Times an update reads or writes an element besides operands once each, as far as that takes time."""
         return _COSTS[self.states].passes
@@ -84,6 +84,14 @@ class MomentRule(ParameterRule):
     def calls(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Operations that an update makes, for each run of ``AT_ONCE`` elements; 0 for one kernel."""
         return _COSTS[self.states].calls
+
+    def scratch_numbers(self, elements: int, kind: str) -> int:
+        """Room of what is widened at once."""
+        return 0 if self.states == "auto" else _ROWS * min(elements, _widened_at_once(kind))
+
+    def moves(self, dtype: str) -> bool:
+        """Whether it moves weights of a dtype: updates of states with a format of their own are in float32."""
+        return self.states == "auto" or dtype != "float64"
 
     def of_size(self, elements: int) -> Self:
         """Rule that moves a parameter of so many elements: states of small ones are kept in float32, not in 8 bits."""
@@ -109,40 +117,62 @@ class MomentRule(ParameterRule):
         import torch
 
         assert step is not None
-        if self.states == "auto":
-            self.move(param, grad, states["exp_avg"], states["exp_avg_sq"], lr=lr, step=step)
-            return
         if grad.stride() != param.stride():
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        flat = {name: _in_memory(state) for name, state in states.items()}
-        self._move_stored(_in_memory(param), _in_memory(grad), flat, lr=lr, step=step)
+        if self.states in ("auto", "fp32") and states[_MOMENTS[0]].dtype is param.dtype:
+            self.move(param, grad, *(states[name] for name in _MOMENTS), lr=lr, step=step)
+            return
+        flat = [_in_memory(tensor) for tensor in (param, grad, *states.values())]
+        blocks = [1, 1, *(spec.block for spec in self.state_specs((1,)).values())]
+        at_once = max(1, min(param.numel(), _widened_at_once(param.device.type)))
+        room = torch.empty((_ROWS, at_once), dtype=torch.float32, device=param.device)
+        for at in range(0, param.numel(), at_once):
+            end = min(at + at_once, param.numel())
+            moved, seen, *parts = (t[at // each : -(-end // each)] for t, each in zip(flat, blocks, strict=True))
+            named = dict(zip(states, parts, strict=True))
+            self._move_stored(moved, seen, named, room[:, : end - at], lr=lr, step=step)
 
     def _move_stored(
-        self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: States,
+        room: torch.Tensor,
+        *,
+        lr: float,
+        step: torch.Tensor,
     ) -> None:
-        """Widen all to float32, or the parameter's float64, move it, and write it back; tensors are (elements,)."""
+        """Widen all to float32, move it, and write it back.
+
+        Args:
+            param, grad: (elements,).
+            room: (``_ROWS``, elements), float32.
+        """
         import torch
 
         from lading.optim import low_bit
 
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        moved, seen = param.to(dtype), grad.to(dtype)
-        is_coded = self.states == "8bit"
-        bits = low_bit.random_bits(moved.float(), seen.float(), step) if self.states == "bf16" else None
-        wide: list[torch.Tensor] = []
-        for name in _MOMENTS:
-            stored = states[name]
-            if is_coded:
-                stored = low_bit.dequantize(stored, states[name + _SCALE], signed=name == _MOMENTS[0])
-            wide.append(stored.to(dtype))
-        self.move(moved, seen, *wide, lr=lr, step=step)
-        for name, moment in zip(_MOMENTS, wide, strict=True):
-            if is_coded:
-                low_bit.quantize(moment.float(), states[name], states[name + _SCALE], signed=name == _MOMENTS[0])
-            elif bits is not None:
-                low_bit.round_at_random(moment.float(), bits, states[name])
-                bits = torch.bitwise_right_shift(bits, 16, out=bits)
-            elif moment is not states[name]:
+        wide_param, wide_grad, *moments = room[:4]
+        one, other = room[4:].view(torch.int32)
+        moved = param if param.dtype is torch.float32 else wide_param.copy_(param)
+        seen = grad if grad.dtype is torch.float32 else wide_grad.copy_(grad)
+        if self.states == "bf16":
+            low_bit.random_bits(moved, seen, step, one, other)
+        for name, moment in zip(_MOMENTS, moments, strict=True):
+            if self.states == "8bit":
+                scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
+                low_bit.dequantize(states[name], scales, signed=is_signed, out=moment, spare=one)
+            else:
+                moment.copy_(states[name])
+        self.move(moved, seen, *moments, lr=lr, step=step)
+        for name, moment in zip(_MOMENTS, moments, strict=True):
+            if self.states == "8bit":
+                scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
+                low_bit.quantize(moment, states[name], scales, signed=is_signed, spare=(one, other))
+            elif self.states == "bf16":
+                low_bit.round_at_random(moment, one, states[name], other)
+                torch.bitwise_right_shift(one, 16, out=one)
+            else:
                 states[name].copy_(moment)
         if moved is not param:
             param.copy_(moved)
@@ -159,6 +189,10 @@ class MomentRule(ParameterRule):
         step: torch.Tensor,
     ) -> None:
         """Move a parameter and both moments, all of one dtype, by torch's fused kernel."""
+
+
+def _widened_at_once(kind: str) -> int:
+    return _WIDENED.get(kind, _WIDENED["cpu"])
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

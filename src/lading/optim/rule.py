@@ -127,6 +127,14 @@ class ParameterRule(ABC):
     passes: ClassVar[float] = 0.0
     calls: ClassVar[int] = 0
 
+    def scratch_numbers(self, elements: int, kind: str) -> int:
+        """Count the float32 numbers that an update of so many elements allocates on a kind of device."""
+        return self.temporaries * elements
+
+    def moves(self, dtype: str) -> bool:
+        """Whether it moves weights, a parameter's or its master's, of a dtype."""
+        return True
+
     def of_size(self, elements: int) -> Self:
         """Rule that moves a parameter of so many elements: this one, unless small ones have other planned settings."""
         return self

@@ -146,7 +146,7 @@ def parameter_kernel(
     else:
         pieces, copied = _master_pieces([param, grad, master, *states.values()], blocks, rule, kind)
     most, last = max(moved.numel() for _, _, moved, *_ in pieces), pieces[-1][2]
-    scratch = copied + rule.temporaries * 4 * most
+    scratch = copied + 4 * rule.scratch_numbers(most, kind)
 
     def run() -> None:
         if counts:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 from lading.ir.graph import DTYPE_BYTES, Parameter, StepGraph, TensorPlacement
 from lading.ir.sharding import units_of
-from lading.ir.update_ops import matrix_rule_of
+from lading.ir.update_ops import matrix_rule_of, rule_of
+from lading.optim.rule import ParameterRule
 
 #: Axis of a layout along which the stages of a pipeline lie.
 STAGES = "pp"
@@ -80,6 +81,7 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     by_name = {unit.parameter: unit for unit in units.values()}
     starts = {p.names[0]: graph.tensors[p.tensor].offset for p in graph.parameters}
     stacks = {graph.storage_of(op.inputs[0]) for op in graph.ops if matrix_rule_of(op) is not None}
+    blocks = dict(_blocks(graph)) if units else {}
     for state in graph.states:
         storages = tuple(map(graph.storage_of, state.parts))
         unit = by_name.get(".".join(state.name.split(".")[:2]))
@@ -99,9 +101,19 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
                 count = graph.tensors[unit.shard].shape[0] // prod(shape[-2:])
                 each = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
                 shape, start = each, start // prod(shape) * prod(each)
+            elif (block := blocks.get((graph.storage_of(unit.shard), suffix), 1)) > 1:
+                shape, start = (-(-prod(shape) // block),), start // block
             value = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
             values |= _placed(f"{name}.{suffix}", value, placed.get(name, (None, ()))[0])
     return values
+
+
+def _blocks(graph: StepGraph) -> Iterator[tuple[tuple[int, str], int]]:
+    """Yield the elements of a parameter that share a number of a state, by its storage and the state's last name."""
+    for op in graph.ops:
+        if isinstance(rule := rule_of(op), ParameterRule):
+            for suffix, spec in rule.state_specs((1,)).items():
+                yield (graph.storage_of(op.inputs[0]), suffix), spec.block
 
 
 def _placed(name: str, value: Value, placement: TensorPlacement | None) -> dict[str, Value]:

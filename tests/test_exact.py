@@ -142,10 +142,12 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
         Case("llama", 1, 0.5, "autocast", 4, 1, (0.5,)),
         Case("wide", 1, 0.5, "bf16", 2, 1, (1.0, 0.45)),
         Case("gpt", 2, 0.5, "bf16", 3, 1, (0.5,), Adafactor(weight_decay=0.1)),
+        Case("wide", 1, 0.5, "bf16", 2, 1, (0.5,), AdamW(states="8bit")),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
                 *(Case("wide", 1, 0.5, "bf16", 2, 1, (0.45,), rule) for rule in (Lion(weight_decay=0.1), Toy())),
+                *(Case("wide", 1, 0.5, "fp32", 2, 1, (0.5,), AdamW(states=states)) for states in ("bf16", "8bit")),
                 Case("gpt", 2, 0.5, "fp32", 5, 2),
                 Case("llama"),
                 Case("gpt", 2, 0.5),

@@ -43,6 +43,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eps1": ({"eps1": 0.9}, {}),
     "eps2": ({"eps2": 5.0}, {}),
     "d": ({"d": 1.0}, {"d": 9.0}),
+    "states": ({"states": "bf16"}, {}),
 }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lading
 from lading.checkpoint.store import open_checkpoint
-from lading.config import load_run
+from lading.config import DataConfig, load_run
 from lading.errors import ConfigError, StorageError
 from lading.ir.action import ActionKind
 from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
@@ -26,6 +26,7 @@ from lading.models.reference import build_model
 from lading.optim.adam import Adam
 from lading.optim.adamw import AdamW
 from lading.optim.moment_rule import MomentRule
+from lading.runtime.data import TextDataset
 from lading.train import train_plain, train_run
 from tests.captured import shared_capture
 from tests.machines import small_machine
@@ -172,6 +173,30 @@ def test_a_run_goes_on_from_a_checkpoint_under_another_budget(rule: MomentRule, 
         found += [trainer.step(batch(step)) for step in range(2, STEPS)]
         assert [name for name, value in values.items() if not torch.equal(trainer.value(name), value)] == []
     assert found == losses
+
+
+@pytest.mark.slow
+def test_a_model_learns_as_well_with_states_in_fewer_bits(tmp_path: Path) -> None:
+    """Within 1% of the loss with float32 states after 200 steps on real text."""
+    data = TextDataset(DataConfig(sequence_length=64, batch_size=8), tmp_path, seed=0)
+
+    def reached(states: Any) -> float:
+        torch.manual_seed(0)
+        model = build_model("gpt", vocab_size=256, max_seq_len=64, dim=96, num_heads=4, num_layers=2)
+        optimizer, losses = AdamW(lr=1e-3, states=states).plain(model.parameters()), list[float]()
+        for step in range(200):
+            loss = next_byte_loss(model, data.batch(step, 0))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0] > 5
+        return sum(losses[-20:]) / 20
+
+    usual = reached("auto")
+    assert usual < 3
+    for states in ("bf16", "8bit"):
+        assert reached(states) == pytest.approx(usual, rel=0.01)
 
 
 def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:

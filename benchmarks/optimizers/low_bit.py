@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -56,8 +57,9 @@ def speed() -> Iterator[str]:
 
 def torchao() -> Iterator[str]:
     """Compare with torchao 0.18: numbers of all sizes as codes, and updates of one vector."""
-    from torchao.optim import quant_utils, subclass_8bit
-    from torchao.optim.adam import single_param_adam
+    quant_utils, subclass_8bit, adam = (  # a package that need not be there
+        import_module(f"torchao.optim.{name}") for name in ("quant_utils", "subclass_8bit", "adam")
+    )
 
     torch.manual_seed(0)
     for signed, name in ((True, "signed"), (False, "unsigned")):
@@ -80,7 +82,7 @@ def torchao() -> Iterator[str]:
         for number in range(1, 101):
             step, grad = torch.tensor(float(number)), torch.randn(count) * torch.linspace(1e-3, 1, count) + 0.01 * ours
             rule.update(ours, grad, kept, lr=rule.lr, step=step)
-            single_param_adam(
+            adam.single_param_adam(
                 theirs, grad, step, *moments, None, torch.tensor(rule.lr), rule.beta1, rule.beta2, rule.weight_decay,
                 rule.eps, isinstance(rule, AdamW), False,
             )  # fmt: skip

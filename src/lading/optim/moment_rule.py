@@ -120,7 +120,7 @@ class MomentRule(ParameterRule):
         import torch
 
         assert step is not None
-        if grad.stride() != param.stride():
+        if self.states != "auto" and grad.stride() != param.stride():  # as of a parameter that lies channels last
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         if self.states in ("auto", "fp32") and states[_MOMENTS[0]].dtype is param.dtype:
             self.move(param, grad, *(states[name] for name in _MOMENTS), lr=lr, step=step)

@@ -132,7 +132,9 @@ def _key(graph: StepGraph, threads: int) -> str:
     seen: dict[object, int] = {}
     order = [seen.setdefault(signature(graph, op), len(seen)) for op in graph.ops]
     rules = {inspect.getfile(type(rule)) for op in graph.ops if (rule := rule_of(op)) is not None}
-    source = [path.read_bytes() for path in sorted([*Path(__file__).parent.glob("*.py"), *map(Path, rules)])]
+    folders = (Path(__file__).parent, Path(__file__).parent.with_name("optim"))
+    files = {path for folder in folders for path in folder.glob("*.py")} | set(map(Path, rules))
+    source = [path.read_bytes() for path in sorted(files)]
     settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
     config = (__version__, source, settings, host_id(), torch.__version__, torch.__config__.show(), threads)
     return hashlib.sha256(repr((config, list(seen), order)).encode()).hexdigest()[:24]

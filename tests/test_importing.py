@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
@@ -19,7 +19,7 @@ from lading.errors import ConfigError, StorageError
 from lading.export import export_run
 from lading.importing import import_run
 from lading.models.reference import build_model
-from lading.models.weight_files import FileTensor, WeightFiles
+from lading.models.weight_files import FileTensor, StackedTensor, WeightFiles
 from lading.runtime.resident import PeakMeter
 from lading.train import train_run
 from lading.units import MiB
@@ -46,7 +46,14 @@ TWINS: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
         {"dim": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64, "vocab_size": 256},
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
     ),
-}
+    "moe": (
+        {
+            "dim": 32, "hidden_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64,
+            "num_experts": 11, "num_active": 2, "rope_theta": 1e6,
+        },
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=11)),
+    ),
+}  # fmt: skip
 
 
 def saved(name: str, folder: Path, *, max_shard_size: str = "20KB") -> Any:
@@ -164,6 +171,106 @@ def test_weights_come_in_pieces_beside_values_that_are_all_there(tmp_path: Path)
     checkpoint = open_checkpoint(path)
     assert torch.equal(checkpoint.read("tokens.weight"), values["transformer.wte.weight"].float())
     assert torch.equal(checkpoint.read("layers.0.qkv.weight"), values["transformer.h.0.attn.c_attn.weight"].t().float())
+
+
+#: Models whose experts transformers stacks and saves apart, and their sizes.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "MixtralForCausalLM": ("MixtralConfig", {"num_local_experts": 12}),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        {"num_experts": 11, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {"num_experts": 11, "moe_intermediate_size": 16, "head_dim": 8}),
+}
+
+
+def saved_mixture(name: str, folder: Path) -> Any:
+    """As ``saved``, of a mixture of experts."""
+    torch.manual_seed(1)
+    config, sizes = MIXTURES[name]
+    made = getattr(hf, name)(getattr(hf, config)(**LLAMA | sizes))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made.save_pretrained(folder, max_shard_size="20KB")
+    return made
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_files_hold_apart_are_stacked_and_exported_apart(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of ``from_pretrained``, and the tensors of ``save_pretrained``; none is read whole."""
+    theirs = saved_mixture(name, tmp_path / "theirs")
+    files = tensors_in(tmp_path / "theirs")
+    assert sum(".experts.10." in key for key in files) == 2 * 3
+    monkeypatch.setattr(WeightFiles, "read", lambda *_: pytest.fail("read whole"))
+    run = run_of(tmp_path, f'{{name="{tmp_path}/theirs/config.json"}}')
+    checkpoint = open_checkpoint(import_run(run, tmp_path / "theirs"))
+    monkeypatch.undo()
+    for key, value in type(theirs).from_pretrained(tmp_path / "theirs").named_parameters():
+        assert torch.equal(checkpoint.read(key), value), key
+    exported = export_run(Path(run.out), tmp_path / "again", shard_bytes=20_000)
+    again = tensors_in(exported)
+    assert again.keys() == files.keys()
+    assert [key for key, value in files.items() if not torch.equal(again[key], value)] == []
+    loaded, info = type(theirs).from_pretrained(exported, output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+def test_a_stack_is_read_in_pieces_from_any_byte(tmp_path: Path) -> None:
+    """Twelve tensors of 2 MiB in bfloat16 as one of 48 MiB in float32: six experts of two halves."""
+    parts = {f"experts.{number}.w{half}": torch.randn(1024, 1024).bfloat16() for number in range(6) for half in (1, 3)}
+    save_file(parts, tmp_path / "model.safetensors")
+    whole = torch.stack([torch.cat([parts[f"experts.{n}.w1"], parts[f"experts.{n}.w3"]]).float() for n in range(6)])
+    files = WeightFiles(tmp_path)
+    stack = StackedTensor(tuple(FileTensor(files, key, (torch.float32,)) for key in parts), 2)
+    assert stack.shape == whole.shape
+    for low, high in ((0, 64), (4 << 20, 12 << 20), ((4 << 20) - 8, (4 << 20) + 8), ((48 << 20) - 4, 48 << 20), (8, 8)):
+        data = b"".join(stack.chunks(low, high))
+        assert data == whole.view(-1)[low // 4 : high // 4].numpy().tobytes()
+    half = b"".join(stack.bytes_as("bfloat16")(0, 4 << 20))
+    assert half == whole[0].bfloat16().view(torch.uint8).numpy().tobytes()
+    del whole, data, half, parts
+    meter = PeakMeter()
+    before, read = meter.now_bytes(), 0
+    for chunk in stack.chunks(0, 48 << 20):
+        read += chunk.nbytes
+    assert read == 48 << 20
+    assert meter.peak_bytes() - before < 4 * MiB
+    meter.close()
+
+
+def test_experts_that_are_not_all_there_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    saved_mixture("MixtralForCausalLM", folder)
+    tensors, index = tensors_in(folder), folder / "model.safetensors.index.json"
+    run = run_of(tmp_path, f'{{name="{folder}/config.json"}}')
+    listed = json.loads(index.read_text())
+    gate = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
+    places = listed["weight_map"]
+    places[gate.format(3)] = next(each for each in places.values() if each != places[gate.format(3)])
+    index.write_text(json.dumps(listed))
+    assert f"expected '{gate.format(3)}' in it, as {index.name} says" in refused(run, folder)
+    for file in (*folder.glob("*.safetensors"), index):
+        file.unlink()
+
+    def told(**changed: torch.Tensor | None) -> str:
+        other = {name: tensor.clone() for name, tensor in {**tensors, **changed}.items() if tensor is not None}
+        save_file(other, folder / "model.safetensors")
+        return refused(run, folder)
+
+    moved = told(**{gate.format(3): None, gate.format(12): tensors[gate.format(3)]})
+    assert f"numbered 0 to 11, found {gate.format(4)} in the place of number 3 of {gate.format(0)}" in moved
+    assert f"found none in the place of number 11 of {gate.format(0)}" in told(**{gate.format(11): None})
+    assert (
+        "of another shape: model.layers.1.mlp.experts.gate_up_proj (expected (12, 96, 32), found (13, 96, 32))"
+        in told(**{gate.format(12).replace("w1", part): tensors[gate.format(0)] for part in ("w1", "w3")})
+    )
 
 
 def refused(run: RunConfig, folder: Path) -> str:

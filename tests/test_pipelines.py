@@ -230,10 +230,67 @@ def test_an_output_of_an_early_stage_is_refused() -> None:
         lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2")
 
 
-def test_clipping_is_refused_where_a_rank_has_nothing_to_train() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    for layer in list(model)[:3]:
+def _partly_frozen(layout: str, frozen: slice) -> tuple[torch.nn.Module, StepGraph, lading.Plan]:
+    """Four layers, of which some are frozen, and a plan that clips their step by its norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).double()
+    for layer in list(model)[frozen]:
         layer.requires_grad_(False)
-    graph = lading.capture(model, torch.ones(2, 8), lambda m, inputs: m(inputs).square().mean(), accumulation=2)
-    with pytest.raises(ConfigError, match="rank 0 of 2 has none; use fewer ranks"):
+    x = torch.ones(8, 64, dtype=torch.float64)
+    graph = lading.capture(model, x, lambda m, inputs: m(inputs).square().mean(), accumulation=MICRO)
+    asked: dict[str, Any] = {"budget": "100%", "cache": False, "policy": "keep-all", "clip_norm": 1e-3}
+    return model, graph, lading.plan(graph, connected(), layout=layout, **asked)
+
+
+#: Layers that are frozen, and the stage that has nothing to train then: the first has no backward, the last has one.
+FROZEN_STAGES = {"first": (slice(0, 3), 0), "last": (slice(1, 4), 1)}
+
+
+def _clipped_beside_frozen(rank: int, out: str, layout: str, which: str) -> None:
+    folder = Path(out) / f"{which} {layout} {rank}"
+    folder.mkdir()
+    model, graph, plan = _partly_frozen(layout, FROZEN_STAGES[which][0])
+    norms, losses = list[float | None](), list[float]()
+    with lading.Trainer(plan, graph, model, folder=folder) as trainer:
+        for step in range(3):
+            torch.manual_seed(step)
+            losses.append(trainer.step([torch.randn(8, 64, dtype=torch.float64) for _ in range(MICRO)]))
+            norms.append(trainer.gradient_norm)
+        values = {name: trainer.value(name) for name in sorted(trainer._values)}
+    torch.save((values, losses, norms), folder / "values")
+
+
+def _both_frozen(rank: int, out: str) -> None:
+    for which in FROZEN_STAGES:
+        _clipped_beside_frozen(rank, out, "pp2", which)
+
+
+def test_a_stage_with_nothing_to_train_takes_part_in_clipping(tmp_path: Path) -> None:
+    run_ranks(_both_frozen, 2, str(tmp_path))
+    for which, (frozen, stage) in FROZEN_STAGES.items():
+        _, graph, plan = _partly_frozen("pp2", frozen)
+        trained = [
+            any(p.gradient is not None for p in programs_of(plan.of_rank(rank), graph, ())[0].graph.parameters)
+            for rank in range(2)
+        ]
+        assert trained == [stage != 0, stage != 1]
+        _clipped_beside_frozen(0, str(tmp_path), "dp1", which)
+        alone, losses, norms = torch.load(tmp_path / f"{which} dp1 0" / "values")
+        assert min(norms) > 1e-3
+        for rank in range(2):
+            values, told, taken = torch.load(tmp_path / f"{which} pp2 {rank}" / "values")
+            assert told == pytest.approx(losses, rel=1e-14)
+            assert taken == pytest.approx(norms, rel=1e-14)
+            for name, value in values.items():
+                torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def test_stages_of_several_dtypes_are_not_clipped_by_one_norm() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+
+    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return model[1](model[0](inputs).double()).square().mean()
+
+    graph = lading.capture(model, torch.ones(2, 8), loss, accumulation=2)
+    with pytest.raises(ConfigError, match="expected gradients of one dtype to clip"):
         lading.plan(graph, connected(), budget="100%", cache=False, layout="pp2", clip_norm=1.0)

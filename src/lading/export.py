@@ -1,8 +1,9 @@
 """Export: the trained model of a run as a folder of safetensors that other tools load.
 
 The folder is what ``from_pretrained`` takes: config.json, one file or shards with their index, and the tokenizer's
-files. A reference model is written as the model of transformers that computes the same (``lading.models.twins``);
-where transformers has none, the folder has the model's name and sizes as lading.json instead, and no config.json.
+files. A model of transformers is written under the names that ``save_pretrained`` gives its tensors, experts apart. A
+reference model is written as the model of transformers that computes the same (``lading.models.twins``); where
+transformers has none, the folder has the model's name and sizes as lading.json instead, and no config.json.
 Tensors go from the checkpoint to the files a few MiB at a time; those that transformers keeps turned, one at a time.
 """
 
@@ -26,6 +27,7 @@ from lading.files import write_folder_aside, write_text
 from lading.ir.plan import Plan
 from lading.models import hugging_face
 from lading.models.hugging_face import tied_names
+from lading.models.stacks import SavedNames
 from lading.models.twins import Twin, twin_of
 from lading.models.weight_files import INDEX, SINGLE
 from lading.run import build, tokenizer_of
@@ -60,8 +62,9 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000, 
     run, path = _run_and_checkpoint(folder, best=best)
     module = defer(lambda: build(run.model, run.optimization.precision)).model
     twin = None if run.model.is_hugging_face else twin_of(module)
+    names = SavedNames(module) if run.model.is_hugging_face else None
     with read_checkpoint(path) as checkpoint:
-        sources = list(_sources(module, checkpoint, twin))
+        sources = list(_sources(module, checkpoint, twin, names))
         try:
             with write_folder_aside(target) as aside:
                 _write_files(aside, sources, shard_bytes, checkpoint.step)
@@ -89,7 +92,9 @@ def _run_and_checkpoint(folder: Path, *, best: bool) -> tuple[RunConfig, Path]:
     return run_from_dict(plan.request.run, "the plan's run"), path
 
 
-def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None) -> Iterator[TensorSource]:
+def _sources(
+    module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None, names: SavedNames | None
+) -> Iterator[TensorSource]:
     """List what the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
     groups, done = tied_names(module), set[str]()
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -103,12 +108,22 @@ def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None)
         saved = checkpoint.tensors.get(first)
         if saved is None or (saved.dtype, saved.shape) != (dtype, tuple(tensor.shape)):
             raise ConfigError(f"{checkpoint.path}: expected {first!r} as {dtype} {tuple(tensor.shape)}, found {saved}")
-        if twin is None:
+        if names is not None:
+            yield from _parts(checkpoint, first, *names.parts(alias_saved, saved.shape))
+        elif twin is None:
             yield alias_saved, dtype, saved.shape, checkpoint.chunks(first)
         elif alias_saved in twin.turned:
             yield twin.names[alias_saved], dtype, saved.shape[::-1], _turned(checkpoint, first)
         else:
             yield twin.names[alias_saved], dtype, saved.shape, checkpoint.chunks(first)
+
+
+def _parts(checkpoint: Checkpoint, name: str, parts: list[str], shape: tuple[int, ...]) -> Iterator[TensorSource]:
+    """List the tensors of one shape that a saved one is cut into along its bytes: itself, or the experts of a stack."""
+    saved = checkpoint.tensors[name]
+    size = saved.size_bytes // len(parts)
+    for number, part in enumerate(parts):
+        yield part, saved.dtype, shape, checkpoint.chunks(name, number * size, (number + 1) * size)
 
 
 def _turned(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:

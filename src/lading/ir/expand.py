@@ -81,6 +81,7 @@ def expand(  # noqa: PLR0913  what a step depends on
     layout: Layout = ALONE,
     order: Sequence[tuple[Sequence[int], int]] = (),
     sizes: Mapping[str, int] = MappingProxyType({}),
+    clipped: StepGraph | None = None,
 ) -> StepGraph:
     """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
@@ -102,6 +103,7 @@ def expand(  # noqa: PLR0913  what a step depends on
             does them; () does one micro-batch after the other. Backward of each operation goes through the
             micro-batches in order.
         sizes: Elements of the smallest parameter in a unit, by the name of its shard (``ParameterRule.of_size``).
+        clipped: Micro-batch of all stages of a pipeline, whose gradients have one norm; None if that is ``graph``.
 
     Raises:
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
@@ -119,12 +121,15 @@ def expand(  # noqa: PLR0913  what a step depends on
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
     builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices, layout, widen, sizes)
     builder.add_micro_batches(order)
+    if not trained and clip_norm and clipped is not None and clipped.trains:
+        builder.add_norm_of_others(_clipped_dtype(clipped, master_weights))
     if trained:
         if layout.zero == 1:
             builder.add_reductions([p for p in trained if not p.is_on_one_rank])
         if layout.zero and layout.axes["replicate"] > 1:
             builder.add_means_of_shards(trained)
-        coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
+        dtype = _clipped_dtype(clipped or graph, master_weights) if clip_norm else ""
+        coefficient = builder.add_clipping(trained, clip_norm, dtype) if clip_norm else None
         total = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
         builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
     return builder.finish()
@@ -163,7 +168,7 @@ class _StepBuilder:
 
     def has_master(self, parameter: Parameter) -> bool:
         """Whether a float32 master is updated instead of the parameter."""
-        return self.master_weights and self.tensors[parameter.tensor].dtype in _LOW
+        return _has_master(self.graph, parameter, self.master_weights)
 
     def add_micro_batches(self, order: Sequence[tuple[Sequence[int], int]]) -> None:
         """Append the operations of all micro-batches; later ones have fresh activations and add to the gradients."""
@@ -310,12 +315,34 @@ class _StepBuilder:
         op = dataclasses.replace(op, kwargs=kwargs, outputs=(made,), results=(made,), bytes_written=size)
         return made, dataclasses.replace(op, kind=OpKind.COPY)
 
-    def add_clipping(self, trained: Sequence[Parameter], clip_norm: float) -> int:
+    def add_norm_of_others(self, dtype: str) -> None:
+        """Add what a rank does that has nothing to clip: nothing of its own, in the sum of all ranks' squares."""
+        clip = Parameter(("clip.grad_norm",), -1, None)
+        total = self._scalar("clip.nothing", Role.WORKSPACE, dtype)
+        kwargs = (("dtype", Literal("dtype", dtype)),)
+        self.ops.append(dataclasses.replace(self._making("aten.zeros.default", ((),), clip, (), total), kwargs=kwargs))
+        self.ops.append(self._sum_over_ranks(total, dtype))
+        self.gradient_norm = self._scalar("clip.sqrt", Role.WORKSPACE, dtype)
+        self.ops.append(self._making("aten.sqrt.default", (Ref(total),), clip, (total,), self.gradient_norm))
+
+    def _sum_over_ranks(self, total: int, dtype: str) -> Op:
+        """Make the sum of squares over all ranks with gradients of their own."""
+        return reduction(
+            ALL_REDUCE_SUM, self._clipping_ranks(), (total, DTYPE_BYTES[dtype]), phase=Phase.OPTIMIZER, module="clip"
+        )
+
+    def _clipping_ranks(self) -> tuple[tuple[str, int | str], ...]:
+        """Name the ranks that add up the squares of gradients of their own: stages, and shards."""
+        return self.layout.across("pp", *(SHARDED if self.layout.zero else ()))
+
+    def add_clipping(self, trained: Sequence[Parameter], clip_norm: float, dtype: str) -> int:
         """Add the operations of clip_grad_norm_ up to the coefficient; returns its tensor.
 
         Each gradient's norm is taken as soon as the gradient is final, while it is still at hand.
+
+        Args:
+            dtype: Dtype of the gradients.
         """
-        dtype = self._clipped_dtype(trained)
         norms: list[int] = []
         final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
         after: dict[int, list[Op]] = {}
@@ -340,12 +367,10 @@ class _StepBuilder:
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
         self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
-        across = self.layout.across("pp", *(SHARDED if self.layout.zero else ()))
-        size = DTYPE_BYTES[dtype]
         over_ranks = (("aten.square.default", ()), (ALL_REDUCE_SUM, ()), ("aten.sqrt.default", ()))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
-            *(over_ranks if dict(across)["over"] else ()),
+            *(over_ranks if dict(self._clipping_ranks())["over"] else ()),
             ("aten.add.Tensor", (1e-6,)),
             ("aten.reciprocal.default", ()),
             ("aten.mul.Tensor", (clip_norm,)),
@@ -355,7 +380,7 @@ class _StepBuilder:
             if name == "aten.add.Tensor":
                 self.gradient_norm = last
             if name == ALL_REDUCE_SUM:
-                self.ops.append(reduction(name, across, (last, size), phase=Phase.OPTIMIZER, module="clip"))
+                self.ops.append(self._sum_over_ranks(last, dtype))
                 continue
             out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE, dtype)
             self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
@@ -382,19 +407,6 @@ class _StepBuilder:
     def _widens_inside(self, parameter: Parameter) -> bool:
         """Whether the update itself takes a gradient of less than 32 bits to its master."""
         return self.has_master(parameter) and self.tensors[self.gradients[parameter.tensor]].dtype != "float32"
-
-    def _clipped_dtype(self, trained: Sequence[Parameter]) -> str:
-        """Find the one dtype of all gradients that are clipped."""
-        dtypes = {
-            "float32" if self.has_master(p) else self.tensors[self.gradients[p.tensor]].dtype: p.names[0]
-            for p in trained
-        }
-        if len(dtypes) > 1:
-            raise ConfigError(
-                f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in dtypes.items())}; "
-                "use master_weights=True, one dtype for all parameters, or clip_norm=0"
-            )
-        return next(iter(dtypes))
 
     def add_updates(self, trained: Sequence[Parameter], coefficient: int | None, part_elements: int) -> None:
         """Insert the updates of each parameter after its last reader and its final gradient."""
@@ -639,6 +651,29 @@ class _StepBuilder:
         )
         graph.validate()
         return graph
+
+
+def _has_master(graph: StepGraph, parameter: Parameter, master_weights: bool) -> bool:
+    return master_weights and graph.tensors[parameter.tensor].dtype in _LOW
+
+
+def _clipped_dtype(graph: StepGraph, master_weights: bool) -> str:
+    """Find the one dtype of all gradients that are clipped.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    dtypes = {
+        "float32" if _has_master(graph, p, master_weights) else graph.tensors[p.gradient].dtype: p.names[0]
+        for p in graph.parameters
+        if p.gradient is not None
+    }
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in dtypes.items())}; "
+            "use master_weights=True, one dtype for all parameters, or clip_norm=0"
+        )
+    return next(iter(dtypes))
 
 
 def _cut(tensor: Tensor, count: int) -> list[Tensor]:

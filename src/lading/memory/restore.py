@@ -72,7 +72,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
             cannot be run by several ranks.
     """
     captured = of_each_rank(captured, layout, machine.device.kind)
-    part = None if layout.pp == 1 else _part(captured, layout, choices, clips=bool(clip_norm))
+    part = None if layout.pp == 1 else _part(captured, layout, choices)
     micro = captured if part is None else part.graph
     if part is not None:
         matrices = matrices and _named(matrices, _rows(captured, matrices), micro)
@@ -98,6 +98,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         layout=layout,
         order=() if part is None else part.order(pipeline_of(layout, captured.accumulation)),
         sizes=sizes,
+        clipped=captured,
     )
     if units:
         step = unshard_parameters(step, micro, units, layout)
@@ -129,11 +130,11 @@ def of_each_rank(captured: StepGraph, layout: Layout, kind: str) -> StepGraph:
     return captured
 
 
-def _part(captured: StepGraph, layout: Layout, choices: Choices | None, *, clips: bool) -> RankStep:
+def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankStep:
     """Cut a captured micro-batch for one rank along a pipeline.
 
     Raises:
-        ConfigError: what is returned beside the loss is of another stage, or a rank that clips has nothing to train.
+        ConfigError: what is returned beside the loss is of another stage.
     """
     assert choices is not None, "a pipeline is cut somewhere"
     rank_of = pipeline_of(layout, captured.accumulation).rank_of
@@ -143,11 +144,6 @@ def _part(captured: StepGraph, layout: Layout, choices: Choices | None, *, clips
             "layout: expected a loss and what is returned beside it to be of the pipeline's last stage, found some "
             f"of {', '.join(captured.loss_names)} on an earlier one; return what the last layers make, or train "
             "without pp"
-        )
-    if clips and all(p.gradient is None for p in part.graph.parameters):
-        raise ConfigError(
-            f"clip_norm: expected parameters to train on every rank of a pipeline that clips, rank {part.rank} "
-            f"of {layout.pp} has none; use fewer ranks, train more of the model, or leave clip_norm out"
         )
     return part
 

@@ -18,7 +18,8 @@ from lading.config import ModelConfig
 from lading.errors import CaptureError, ConfigError, LadingError
 from lading.files import parse_json
 from lading.models.common import MOST_REPEATED, check_repeated
-from lading.models.weight_files import FileTensor, WeightFiles, said, shortened
+from lading.models.stacks import in_order, is_stack
+from lading.models.weight_files import FileTensor, StackedTensor, WeightFiles, equal_numbers, said, shortened
 from lading.permissions import check_path
 
 #: Settings that count what a model, or its configuration, has an object for each of; and how many there may be.
@@ -33,7 +34,7 @@ _REPEATED = (
 #: Takes a name and its value, of which it copies what it keeps.
 Sink = Callable[[str, torch.Tensor], None]
 #: Takes a name and what reads its value.
-Fill = Callable[[str, FileTensor], None]
+Fill = Callable[[str, FileTensor | StackedTensor], None]
 
 #: Task -> the table of transformers that lists its classes by model type, and what a class of its own ends with.
 _AUTO = {
@@ -169,7 +170,8 @@ def load_weights(
     Args:
         module: Module from ``build_from``; its tensors may be fake.
         sink: Called with each name and value, in the parameter's dtype; it must copy what it keeps.
-        fill: Called instead with each name and tensor of the files that is the value as it is, but for its dtype.
+        fill: Called instead with each name and what reads its value, where that is a tensor of the files as it is, but
+            for its dtype, or several of them one after another, as the experts of a layer are.
         folder: Folder of the weights; "" is the model's own.
 
     Returns:
@@ -193,9 +195,9 @@ def load_weights(
 
     for first, (mapping, keys) in matched.items():
         name = names[first][0]
-        if fill is not None and len(keys) == 1 and _only_renames(mapping):
-            if fits(first, files.shape(keys[0])):
-                numbers = FileTensor(files, keys[0], (wanted[name].dtype,))
+        numbers = _as_it_lies(files, first, mapping, keys, wanted[name].dtype)
+        if fill is not None and numbers is not None:
+            if fits(first, numbers.shape):
                 _check_tie(ties, name, first, numbers, matched, files)
                 fill(name, numbers)
             continue
@@ -270,7 +272,11 @@ def _class_of(name: str) -> Any:
     return made if isinstance(made, type) and issubclass(made, _transformers().PreTrainedModel) else None
 
 
-def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
+#: Keys of the files that a parameter is made of, by the pattern of transformers' conversion that they match.
+_Keys = dict[str, list[str]]
+
+
+def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, _Keys]], list[str]]:
     """Match parameters to keys of the files: how transformers makes each, of which; list keys without a parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -282,7 +288,7 @@ def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, list
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     ignored = [*(module._keys_to_ignore_on_load_unexpected or ())]
-    matched: dict[str, tuple[Any, list[str]]] = {}
+    matched: dict[str, tuple[Any, _Keys]] = {}
     strangers: list[str] = []
     for key in sorted(files.names(), key=_natural):
         target, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, known)
@@ -290,12 +296,29 @@ def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, list
             target, pattern = key, None
         if target in saved:
             made_of = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(key, target)
-            mapping, keys = matched.setdefault(target, (made_of, []))
-            keys.append(key)
+            mapping, keys = matched.setdefault(target, (made_of, {}))
+            keys.setdefault(pattern or key, []).append(key)
             mapping.add_tensor(target, key, pattern or key, partial(files.read, key))
         elif target not in known and not any(re.search(rule, target) for rule in ignored):
             strangers.append(key)
     return matched, strangers
+
+
+def _as_it_lies(
+    files: WeightFiles, target: str, mapping: Any, keys: _Keys, dtype: torch.dtype
+) -> FileTensor | StackedTensor | None:
+    """Reader of a parameter that is one tensor of the files, or a stack of several; None if it is neither.
+
+    Raises:
+        ConfigError: tensors of a stack are missing.
+    """
+    if is_stack(mapping):
+        ordered = in_order(mapping, keys, files.folder, target)
+        if len({files.shape(key) for key in ordered}) == 1 and files.shape(ordered[0]):
+            return StackedTensor(tuple(FileTensor(files, key, (dtype,)) for key in ordered), len(keys))
+        return None
+    (first, *others), *more = keys.values()
+    return FileTensor(files, first, (dtype,)) if not others and not more and _only_renames(mapping) else None
 
 
 def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]:
@@ -326,19 +349,21 @@ def _check_tie(
     ties: dict[str, str],
     name: str,
     target: str,
-    value: torch.Tensor | FileTensor,
-    matched: Mapping[str, tuple[Any, list[str]]],
+    value: torch.Tensor | FileTensor | StackedTensor,
+    matched: Mapping[str, tuple[Any, _Keys]],
     files: WeightFiles,
 ) -> None:
     """Refuse files in which two names of one parameter bring two values."""
     before = ties.setdefault(name, target)
     if before == target:
         return
-    key = matched[before][1][0] if before in matched else before
-    if isinstance(value, FileTensor):
-        is_same = value.equals(FileTensor(files, key, value.dtypes))
-    else:
+    keys = matched[before][1] if before in matched else {before: [before]}
+    key = next(iter(keys.values()))[0]
+    if isinstance(value, torch.Tensor):
         is_same = torch.equal(files.read(key), value)
+    else:
+        other = _as_it_lies(files, before, *matched[before], value.dtype) if before in matched else None
+        is_same = equal_numbers(value, other or FileTensor(files, key, (value.dtype,)))
     if not is_same:
         raise ConfigError(
             f"{files.folder}: {before!r} and {target!r} are one parameter in config.json and differ in the files; "

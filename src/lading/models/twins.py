@@ -21,7 +21,7 @@ from lading.models.gpt import GPT, GptConfig
 from lading.models.hugging_face import check_found, read_config, tied_names
 from lading.models.llama import Llama, LlamaConfig, RotaryDecoder
 from lading.models.moe import MoE, MoeConfig
-from lading.models.weight_files import FileTensor, WeightFiles
+from lading.models.weight_files import FileTensor, WeightFiles, equal_numbers
 
 #: Names of one layer here -> in transformers' files, before ".weight" or ".bias".
 _ROTARY = {
@@ -87,6 +87,8 @@ def check_same_model(twin: Twin, found: Any, where: Path) -> None:
     for each in (expected, told):
         if "n_embd" in each and each.get("n_inner") is None:
             each["n_inner"] = 4 * each["n_embd"]
+        if each.get("head_dim") is None and "num_attention_heads" in each:
+            each["head_dim"] = each["hidden_size"] // each["num_attention_heads"]
     for key in ("model_type", *sorted(expected.keys() | told.keys())):
         want, got = expected.get(key), told.get(key)
         is_longer = key == "max_position_embeddings" and isinstance(got, int) and got >= twin.config[key]
@@ -131,9 +133,9 @@ def _gpt_config(config: GptConfig) -> dict[str, Any]:
 def _rotary_config(module: RotaryDecoder) -> dict[str, Any]:
     config: LlamaConfig = module.config
     kind = "mixtral" if isinstance(config, MoeConfig) else "qwen3" if config.qk_norm else "llama"
-    experts: dict[str, Any] = {}
-    if isinstance(config, MoeConfig):
-        experts = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_active}
+    special: dict[str, Any] = {"attention_bias": False}
+    if isinstance(config, MoeConfig):  # transformers' has no setting for biases, and none of them
+        special = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_active}
     return {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
@@ -148,12 +150,11 @@ def _rotary_config(module: RotaryDecoder) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "attention_bias": False,
         "sliding_window": None,
         "tie_word_embeddings": config.tied,
         "bos_token_id": None,
         "eos_token_id": None,
-        **experts,
+        **special,
     }
 
 
@@ -250,7 +251,7 @@ def _check_keys(module: nn.Module, twin: Twin | None, files: WeightFiles, keys: 
     check_found(f"{files.folder}: expected the weights of the run's model", strangers, misshapen, missing, advice)
     for name, each in keys.items():
         first, *others = (FileTensor(files, key, (wanted[name].dtype,)) for key in each)
-        if unlike := next((other.key for other in others if not first.equals(other)), None):
+        if unlike := next((other.key for other in others if not equal_numbers(first, other)), None):
             raise ConfigError(
                 f"{files.folder}: {first.key!r} and {unlike!r} are one parameter of the run's model and differ in the "
                 "files; set model.sizes.tied = false"

@@ -219,6 +219,16 @@ class FileTensor:
     key: str
     dtypes: tuple[torch.dtype, ...]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the tensor; nothing of it is read."""
+        return self.files.shape(self.key)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the numbers as they are read."""
+        return self.dtypes[-1]
+
     def bytes_as(self, dtype: str) -> Callable[[int, int], Iterator[memoryview]]:
         """Reader of ranges of the bytes that the numbers have in a dtype, by its name: ``"float32"``."""
         return FileTensor(self.files, self.key, (*self.dtypes, getattr(torch, dtype))).chunks
@@ -229,7 +239,7 @@ class FileTensor:
         Raises:
             StorageError: the file cannot be read.
         """
-        stored, item = self.files.stored_dtype(self.key), self.dtypes[-1].itemsize
+        stored, item = self.files.stored_dtype(self.key), self.dtype.itemsize
         first, last = low // item, high // item
         step = PIECE_BYTES // max(item, stored.itemsize)
         for at in range(first, last, step):
@@ -239,13 +249,56 @@ class FileTensor:
                 numbers = numbers.to(dtype)
             yield numbers.view(torch.uint8).numpy().data
 
-    def equals(self, other: FileTensor) -> bool:
-        """Whether another tensor has the same shape and numbers."""
-        if self.files.shape(self.key) != other.files.shape(other.key):
-            return False
-        size = prod(self.files.shape(self.key)) * self.dtypes[-1].itemsize
-        cuts = ((low, min(size, low + PIECE_BYTES)) for low in range(0, size, PIECE_BYTES))
-        return all(b"".join(self.chunks(*cut)) == b"".join(other.chunks(*cut)) for cut in cuts)
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """Tensors of files as one of more dims, in which they lie one after another; read a piece at a time.
+
+    Attributes:
+        parts: The tensors, all of one shape.
+        together: How many of them are one entry along the first dim, laid along the second.
+    """
+
+    parts: tuple[FileTensor, ...]
+    together: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the whole; nothing of it is read."""
+        rows, *rest = self.parts[0].shape
+        return (len(self.parts) // self.together, self.together * rows, *rest)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the numbers as they are read."""
+        return self.parts[0].dtype
+
+    def bytes_as(self, dtype: str) -> Callable[[int, int], Iterator[memoryview]]:
+        """Reader of ranges of the bytes that the numbers have in a dtype, by its name: ``"float32"``."""
+        last = getattr(torch, dtype)
+        return StackedTensor(
+            tuple(FileTensor(part.files, part.key, (*part.dtypes, last)) for part in self.parts), self.together
+        ).chunks
+
+    def chunks(self, low: int, high: int) -> Iterator[memoryview]:
+        """Yield the bytes from ``low`` up to ``high`` of the numbers as they are read: whole numbers.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        size = prod(self.parts[0].shape) * self.dtype.itemsize
+        for number in range(low // size, -(-high // size)) if size else ():
+            start = number * size
+            yield from self.parts[number].chunks(max(low - start, 0), min(high - start, size))
+
+
+def equal_numbers(one: FileTensor | StackedTensor, other: FileTensor | StackedTensor) -> bool:
+    """Whether two tensors, read as one dtype, have the same shape and numbers."""
+    if one.shape != other.shape:
+        return False
+    size = prod(one.shape) * one.dtype.itemsize
+    cuts = ((low, min(size, low + PIECE_BYTES)) for low in range(0, size, PIECE_BYTES))
+    return all(b"".join(one.chunks(*cut)) == b"".join(other.chunks(*cut)) for cut in cuts)
 
 
 def said(error: Exception) -> str:

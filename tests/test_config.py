@@ -55,6 +55,13 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "run.toml"
 
 
+def test_a_file_of_another_editor_is_the_same_run(run_file: str) -> None:
+    """Lines that end as on Windows, and a byte order mark, which Notepad writes."""
+    plain = load_run(run_file)
+    Path(run_file).write_bytes(b"\xef\xbb\xbf" + RUN.replace("\n", "\r\n").encode())
+    assert load_run(run_file) == plain
+
+
 def message(run_file: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run(run_file, overrides)

@@ -64,6 +64,27 @@ def cannot_read(path: Path, error: OSError) -> StorageError:
     return StorageError(f"cannot read {path}: {error.strerror or error}; check its permissions and the disk (dmesg)")
 
 
+def home_cache() -> Path | None:
+    """Folder of the user's caches, ``~/.cache``; None for a user without a home directory, as in a container."""
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+def host_cache(beside: Path) -> Path:
+    """Folder for what was measured of this host: ``~/.cache/lading``, or ``beside`` without a home to write to."""
+    home = home_cache()
+    if home is None:
+        return beside
+    folder = home / "lading"
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError:  # a home that may not even be looked into
+        return beside
+    return folder if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else beside
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, unless they exist.
 
@@ -366,7 +387,7 @@ def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
     """
     ending = f"; {advice}" if advice else ""
     try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors begin a file with a byte order mark
         _check_texts(table)
         return table
     except FileNotFoundError as error:

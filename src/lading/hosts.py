@@ -12,7 +12,7 @@ import torch
 from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import load_machine, machine_from_dict, machine_names, machine_to_toml, save_machine
 from lading.config import RunConfig, processors
-from lading.files import make_folder
+from lading.files import host_cache, make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.permissions import check_path
 from lading.runtime.host import host_id
@@ -29,7 +29,7 @@ def machine_of(run: RunConfig) -> Machine:
     check_path(folder, "memory.folder" if run.memory.folder else "out")
     make_folder(folder)
     name = f"cpu-{run.num_threads}-threads-folder-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
-    path = Path.home() / ".cache" / "lading" / name
+    path = host_cache(folder) / name
     if path.is_file():
         machine = load_machine(path)
         if machine.host_id == host_id() and KERNEL_BYTES in machine.sources:

@@ -200,3 +200,90 @@ def test_a_loss_that_does_what_a_step_does_is_refused(loss: Any, why: str) -> No
     with pytest.raises(CaptureError, match=why):
         capture(model, x, loss)
     _of_backward(model, x)  # which runs again in eager
+
+
+class Pair(nn.Module):
+    """Two lines, whose weights a test may lay into each other, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) + self.mean
+
+
+def test_memory_that_a_step_changes_under_two_names_is_refused() -> None:
+    """In eager PyTorch a change of one changes the other, too; a plan has each in a place of its own."""
+    batch = {"x": torch.ones(3, 4)}
+    by_data = Pair()
+    by_data.b.weight.data = by_data.a.weight.data
+    with pytest.raises(CaptureError, match=r"b\.weight: expected memory of its own, found elements of a\.weight"):
+        capture(by_data, batch, squares)
+    rows = Pair()
+    rows.b.weight = nn.Parameter(rows.a.weight.detach()[:, ::2])
+    with pytest.raises(CaptureError, match=r"b\.weight: expected memory of its own"):
+        capture(rows, batch, lambda _, batch: squares(rows.a, batch) + rows.b.weight.sum())
+    follows = Pair()
+    follows.register_buffer("mean", follows.a.bias.detach())
+    with pytest.raises(CaptureError, match=r"mean: expected memory of its own, found elements of a\.bias"):
+        capture(follows, batch, squares)
+
+
+def test_memory_that_is_apart_or_does_not_change_may_be_shared() -> None:
+    batch = {"x": torch.ones(3, 4)}
+    columns, base = Pair(), torch.randn(4, 8)
+    columns.a.weight, columns.b.weight = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
+    assert capture(columns, batch, squares).parameters
+    frozen = Pair()
+    frozen.b.weight.data = frozen.a.weight.data
+    frozen.a.weight.requires_grad_(False)
+    frozen.b.weight.requires_grad_(False)
+    assert capture(frozen, batch, squares).parameters
+    tied = Pair()
+    tied.b.weight = tied.a.weight
+    assert ("a.weight", "b.weight") in [p.names for p in capture(tied, batch, squares).parameters]
+
+
+def test_entries_of_a_batch_that_share_what_the_loss_changes_are_refused() -> None:
+    x = torch.ones(3, 4)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        target = batch["y"].masked_fill_(batch["y"] > 0, 0.0)
+        return F.mse_loss(model(batch["x"]), target)
+
+    with pytest.raises(CaptureError, match=r"batch entry 'y': expected memory of its own, as the step changes 'y'"):
+        capture(Pair(), {"x": x, "y": x}, loss)
+    assert capture(Pair(), {"x": x, "y": x.clone()}, loss).parameters
+    assert capture(Pair(), {"x": x, "y": x}, lambda model, b: F.mse_loss(model(b["x"]), b["y"])).parameters
+
+
+@pytest.mark.parametrize("others", [{"a.b": 1.0, "a": {"b": 2.0}}, {0: 1.0, "0": 2.0}])
+@pytest.mark.parametrize("kind", [torch.tensor, float])
+def test_keys_of_a_batch_that_are_one_name_are_refused(others: dict[Any, Any], kind: Callable[[float], Any]) -> None:
+    """Values of both would be taken from one of them."""
+    batch = {"x": torch.ones(3, 4)} | {
+        key: {"b": kind(item["b"])} if isinstance(item, dict) else kind(item) for key, item in others.items()
+    }
+    with pytest.raises(CaptureError, match=r"differ, found two of '(a\.b|0)'; rename one"):
+        capture(Pair(), batch, squares)
+
+
+@pytest.mark.parametrize("name", ["mean", "a.weight"])
+def test_data_that_the_forward_assigns_is_refused(name: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensor = model.get_buffer(name) if name == "mean" else model.get_parameter(name)
+        tensor.data = tensor.data.clamp(-1, 1)
+        return squares(model, batch)
+
+    with pytest.raises(CaptureError, match=rf"assigns to the \.data of '{name}'"):
+        capture(Pair(), {"x": torch.ones(3, 4)}, loss)
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(CaptureError, match=r"1\.weight: expected a shape, found an UninitializedParameter of a lazy"):
+        capture(model, {"x": torch.ones(3, 4)}, squares)
+    model(torch.ones(3, 4))
+    assert capture(model, {"x": torch.ones(3, 4)}, squares).parameters

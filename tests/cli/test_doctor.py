@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from tests.machines import small_machine
+from tests.runs import write_run
 
+from lading import hosts
 from lading.catalog.load import save_machine
 from lading.cli import doctor_command as doctor
 from lading.cli.doctor_command import Finding
 from lading.cli.main import main
+from lading.config import load_run
+from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.runtime.host import host_id
 
 
@@ -99,3 +103,29 @@ def test_the_probe_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found(tmp_path)["probe"].state == "lacking"
     path.write_text("broken")
     assert found(tmp_path)["probe"].cost == "delete the file"
+
+
+@pytest.mark.parametrize("home", ["none", "nowhere to write"])
+def test_the_probe_of_a_user_without_a_home_is_kept_with_the_run(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container: measured once, not a traceback, and not measured in vain."""
+    (tmp_path / "file").touch()
+    if home == "none":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # in no list of users
+    else:
+        monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    kept = list[Path]()
+
+    def probed(path: Path, *_: object, **__: object) -> Machine:
+        machine = dataclasses.replace(small_machine(), host_id=host_id(), sources={KERNEL_BYTES: "made up"})
+        save_machine(machine, path)
+        kept.append(path)
+        return machine
+
+    monkeypatch.setattr(hosts, "probe_to", probed)
+    run = load_run(write_run(tmp_path), ["machine=probe"])
+    assert hosts.machine_of(run) == hosts.machine_of(run)
+    assert [path.parent for path in kept] == [Path(run.out)]
+    assert found(Path(run.out))["probe"].found.startswith(str(kept[0]))

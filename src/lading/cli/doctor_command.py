@@ -21,6 +21,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from lading import __version__
 from lading.cli.options import flag
 from lading.errors import LadingError
+from lading.files import host_cache
 from lading.report.lines import fitted
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.units import GiB, format_bytes
@@ -216,7 +217,7 @@ def _probes(folder: Path) -> Iterator[Finding]:
     from lading.catalog.load import load_machine
 
     cost = "the first run on this disk measures for about a minute, or: lading probe"
-    cache = Path.home() / ".cache" / "lading"
+    cache = host_cache(folder)
     device, torch_version = folder.absolute().stat().st_dev if folder.exists() else -1, _installed("torch")
     for path in sorted(cache.glob(f"cpu-*-threads-folder-{device}-torch-{torch_version}.toml")):
         try:

@@ -19,7 +19,7 @@ from typing import Required, TypedDict, Unpack
 
 from lading import __version__
 from lading.errors import LadingError, PlanInfeasible, StorageError
-from lading.files import make_folder, remove_file
+from lading.files import home_cache, make_folder, remove_file
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
@@ -54,13 +54,9 @@ def cache_folder() -> Path | None:
     Returns:
         None for a user without a home directory, as in a container: nothing is kept.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "lading" / "plans"
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else home_cache()
+    return None if base is None else base / "lading" / "plans"
 
 
 def cached_plan(

@@ -10,13 +10,14 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import SUPPORTED_NODES, tree_map_with_path
 
 from lading.errors import CaptureError
 
+T = TypeVar("T")
 Visit = Callable[[str, torch.Tensor], torch.Tensor]
 Note = Callable[[str, object], None]
 _PLAIN = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device)
@@ -26,16 +27,16 @@ def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """Find the tensors of a batch: (name, tensor) in order, where a name is the key of a flat dict, else the path.
 
     Raises:
-        CaptureError: the batch holds something in which tensors could hide.
+        CaptureError: the batch holds something in which tensors could hide, or two of them have one name.
     """
-    leaves: list[tuple[str, torch.Tensor]] = []
+    leaves: dict[str, torch.Tensor] = {}
 
     def visit(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        leaves.append((name, tensor))
+        _put(leaves, name, tensor)
         return tensor
 
     map_batch(batch, visit)
-    return leaves
+    return [*leaves.items()]
 
 
 def plain_leaves(batch: Any) -> dict[str, object]:
@@ -45,8 +46,21 @@ def plain_leaves(batch: Any) -> dict[str, object]:
         CaptureError: as ``input_leaves``.
     """
     leaves: dict[str, object] = {}
-    _mapped(batch, "", lambda _, tensor: tensor, leaves.__setitem__)
+    _mapped(batch, "", lambda _, tensor: tensor, lambda name, value: _put(leaves, name, value))
     return leaves
+
+
+def _put(leaves: dict[str, T], name: str, value: T) -> None:
+    """Add what a batch holds under a name.
+
+    Raises:
+        CaptureError: something else has that name, as ``{"a.b": x, "a": {"b": y}}`` and ``{0: x, "0": y}`` do.
+    """
+    if name in leaves:
+        raise CaptureError(
+            f"batch: expected entries whose paths of keys, joined by dots, differ, found two of {name!r}; rename one"
+        )
+    leaves[name] = value
 
 
 def map_batch(batch: Any, visit: Visit) -> Any:

@@ -24,6 +24,7 @@ from lading.tracing.batches import input_leaves, map_batch
 from lading.tracing.frozen_values import freeze, hooks_label, without
 from lading.tracing.loss_terms import TOTAL, named_losses, named_outputs, total_of
 from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
+from lading.tracing.shared_memory import check_apart, storage_of
 from lading.tracing.side_effects import (
     as_written,
     branches_of_eager,
@@ -74,6 +75,7 @@ def capture(
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(f"accumulation: expected an integer >= 1, got {accumulation!r}")
     model = as_written(model)
+    _check_shapes(model)
     import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, partial(forward_backward, loss, evaluation=evaluation), accumulation)
@@ -86,7 +88,22 @@ def capture(
             if left.labels:
                 check_steady(graph, left, lambda seen: once(left, seen))
                 frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
+    check_apart(model, batch, graph)
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
+
+
+def _check_shapes(model: torch.nn.Module) -> None:
+    """Refuse lazy modules that have seen no batch yet.
+
+    Raises:
+        CaptureError: names the first parameter or buffer without a shape.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"{name}: expected a shape, found an {type(tensor).__name__} of a lazy module; run the model once on a "
+                "batch before it is captured"
+            )
 
 
 @contextmanager
@@ -152,6 +169,7 @@ def forward_backward(
 
     Backward is inside too, as a model with its own checkpointing runs its modules again there.
     """
+    homes = {name: storage_of(fake) for name, fake in fakes.items()}
     try:
         with refusing_steps():
             returned = loss(model, batch)
@@ -179,6 +197,11 @@ def forward_backward(
             f"{tracer.failed_in or tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
             "check that loss(model, batch) runs in eager PyTorch, with the model first, and that it asks for no values"
         ) from error
+    if moved := [name for name, fake in fakes.items() if storage_of(fake) != homes[name]]:
+        raise CaptureError(
+            f"the forward assigns to the .data of {moved[0]!r}, which no later operation would see; change it in place "
+            "under torch.no_grad() (copy_), or assign the buffer itself"
+        )
     _keep_assigned_buffers(model, fakes)
     return {TOTAL: value, **beside}
 

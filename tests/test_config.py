@@ -60,6 +60,8 @@ def test_a_file_of_another_editor_is_the_same_run(run_file: str) -> None:
     plain = load_run(run_file)
     Path(run_file).write_bytes(b"\xef\xbb\xbf" + RUN.replace("\n", "\r\n").encode())
     assert load_run(run_file) == plain
+    Path(run_file).write_bytes(RUN.encode("utf-16"))
+    assert "encoded as UTF-8, found byte 0xff at 0; save it as UTF-8" in message(run_file)
 
 
 def message(run_file: str, *overrides: str) -> str:

@@ -394,6 +394,11 @@ def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
         raise ConfigError(f"expected {what} at {path}, found no file{ending}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: expected {what} in TOML: it is nested too deeply{ending}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected {what} in TOML, encoded as UTF-8, found byte {error.object[error.start]:#04x} at "
+            f"{error.start}; save it as UTF-8{ending}"
+        ) from error
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: expected {what} in TOML: {error}{ending}") from error
 

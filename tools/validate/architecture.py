@@ -63,6 +63,7 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         ConfigError: a size that the structure needs is missing or does not go with the others.
     """
     assumed: list[str] = []
+    model = _completed(model, notes, assumed)
     for name in ("layers", "hidden", "heads", "seq_len"):
         if not model.get(name):
             raise ConfigError(f"model.{name}: expected a number above 0, got {model.get(name)}")
@@ -93,6 +94,53 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
     if "mtp_layers" in model and not model["mtp_layers"] and "mtp" in text.lower():
         assumed.append("no multi-token prediction, as the row's mtp_layers says")
     return architecture, assumed
+
+
+#: Widths of MLPs that nobody states are multiples of this.
+_WIDTH = 256
+
+
+def _completed(model: Mapping[str, Any], notes: str, assumed: list[str]) -> dict[str, Any]:
+    """Fields of a model, with those that its words or its number of parameters tell where they are not stated."""
+    fields = dict(model)
+    text = f"{model.get('note', '')} {model.get('attention', '')} {model.get('arch', '')} {notes}".lower()
+    told = re.search(r"(\d+) (?:kv|key[-/ ]value) heads|kv_?heads ?= ?(\d+)|\bgqa-(\d+)\b", text)
+    if "kv_heads" not in fields and told:
+        fields["kv_heads"] = int(next(filter(None, told.groups())))
+        assumed.append(f"{fields['kv_heads']} heads of keys and values: {told[0]!r}")
+    if fields.get("experts"):
+        if "topk" not in fields and (told := re.search(r"top-?_?k? ?=? ?(\d+)\b|(\d+) (?:active|activated) experts", text)):
+            fields["topk"] = int(told[1] or told[2])
+            assumed.append(f"{fields['topk']} experts for each token: {told[0]!r}")
+        width = int(fields.get("moe_ffn_hidden") or fields.get("ffn_hidden") or 0)
+        told = re.search(r"(?:(\d+)|one|an?|(two)) (?:always[- ]on )?shared experts?", text)
+        if "shared_expert_ffn" not in fields and told:
+            fields["shared_expert_ffn"] = width * (int(told[1]) if told[1] else 2 if told[2] else 1)
+            assumed.append(f"shared experts {fields['shared_expert_ffn']} wide: {told[0]!r}")
+    elif not _is_diffusion(model) and all(fields.get(name) for name in ("layers", "hidden", "heads")):
+        _complete_mlp(fields, text, assumed)
+    return fields
+
+
+def _complete_mlp(fields: dict[str, Any], text: str, assumed: list[str]) -> None:
+    """Set whether an MLP is gated, and its width, where a row leaves them open: what is nearest to its parameters."""
+    hidden, wide = int(fields["hidden"]), fields.get("ffn_hidden")
+    heads = int(fields["heads"])
+    head_dim = int(fields.get("head_dim") or hidden // heads)
+    attention = 2 * hidden * head_dim * (heads + int(fields.get("kv_heads") or heads))
+    tables = (1 if fields.get("tied_embeddings") else 2) * int(fields.get("vocab") or _VOCABULARY) * hidden
+    each = (float(fields.get("params_b") or 0) * 1e9 - tables) / int(fields["layers"]) - attention
+    if "gated_mlp" not in fields:
+        named = re.search(r"swi?glu|geglu|gated", text)
+        grouped = int(fields.get("kv_heads") or heads) != heads
+        near = each > 0 and wide and abs(each - 3 * hidden * int(wide)) < abs(each - 2 * hidden * int(wide))
+        fields["gated_mlp"] = bool(named or near or (grouped and "relu" not in text and not (each > 0 and wide)))
+        why = named[0] if named else "nearest to its parameters" if each > 0 and wide else "as its heads tell"
+        assumed.append(f"an MLP that is {'' if fields['gated_mlp'] else 'not '}gated: {why}")
+    if not wide and fields["gated_mlp"]:
+        width = each / (3 * hidden) if each > 0 else 8 * hidden / 3
+        fields["ffn_hidden"] = max(_WIDTH, round(width / _WIDTH) * _WIDTH)
+        assumed.append(f"an MLP {fields['ffn_hidden']} wide: {'by its parameters' if each > 0 else '8/3 of the width'}")
 
 
 def unread_of_model(model: Mapping[str, Any]) -> list[str]:

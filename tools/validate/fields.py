@@ -25,12 +25,15 @@ _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
-    r"training|gemms?|products|linears?)\b"
+    r"training|gemms?|products|linears?|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment)\b|\b\d+x\d+\b"
 )
+#: Schedule whose two directions each hold the whole model; it is simulated as half as many ranks of DualPipe-V.
+DUALPIPE = "dualpipe"
 #: In order: words of a schedule, and the kind that Lading has.
 _SCHEDULES = (
     (r"zb-?v|zbv", "zbv"),
-    (r"dual-?pipe", "dualpipe-v"),
+    (r"dual-?pipe[- ]?v\b|dual-?pipe v", "dualpipe-v"),
+    (r"dual-?pipe|bidirectional", DUALPIPE),
     (r"zb|zero-?bubble|interleavedzerobubble", "zero-bubble"),
     (r"gpipe|afab|all[- ]forward", "gpipe"),
     (r"interleaved|1f1b-i|vpp|virtual", "interleaved"),
@@ -50,13 +53,18 @@ _TASKS = (
     ),
     (r"pre-?train|continu\w* pre|from scratch|cpt|train", "pretrain"),
 )
+#: In order: words of what is recomputed, without marks between them, and the mode. Policies of JAX that save some of the
+#: products are taken for the nearest mode.
 _MODES = (
-    (r"^(none|no|off|false|disabled|0)$", "none"),
-    (r"^(full|yes|true|on|all|uniform|complete|1)$|^(full|all|each|every|per)[- ](layers?|blocks?)$", "full"),
-    (r"^(full|activation|gradient)[- _](recompute|recomputation|check\w*)(: ?(true|yes|on))?$", "full"),
-    (r"^full,? (?:per|each|every) (?:layer|block)|^torch\.utils\.checkpoint|^nothing_saveable$|^use_reentrant", "full"),
-    (r"^everything_saveable$", "none"),
-    (r"^(selective|sac|per-?op|op|partial)(?:\b|_)", "selective"),
+    (r"^(?:none|no|off|false|disabled|0|everything saveable)$|\bcheckpoint\w*(?: activations)? (?:false|off|disabled|no)\b", "none"),
+    (r"granularity selective|^(?:selective|sac|per ?op|op|partial)\b", "selective"),
+    (r"^(?:minimal|dots? |save dot)\w*", "selective"),
+    (r"granularity full|^(?:full|yes|true|on|all|uniform|complete|1|unsloth)$|^nothing saveable$|^use reentrant", "full"),
+    (r"^(?:full|all|each|every|per)(?: (?:transformer|decoder))? (?:layers?|blocks?)\b", "full"),
+    (r"^(?:full|complete)\b(?!.*(?:\bonly\b|mlp|att(?:entio)?n|norm))", "full"),
+    (r"^(?:enable |use |fsdp )?(?:full |activations?|gradient|grad) ?(?:recompute|recomputation|check\w*)", "full"),
+    (r"^checkpoint(?:ing)? activations|^torch\.utils\.checkpoint|^apply activation checkpointing", "full"),
+    (r"^checkpoint wrapper|^remat\b|^save (?:qkv|out|query|value) |^qkv proj offloaded", "full"),
 )
 #: Ways to write which layers are recomputed, all of them in full: a number of them, or every so many.
 _LAYERS = (
@@ -64,6 +72,8 @@ _LAYERS = (
     re.compile(r"^\s*(?:first |last )?(\d+)(?: of \d+)? (?:layers|blocks)\b"),
     re.compile(r"(?:\bblock|num[-_ ]layers)[ =:,]+(\d+)"),
 )
+#: Megatron's number of layers that a stage recomputes, each one of them ("uniform": of a chunk of them, so of all).
+_OF_STAGE = re.compile(r"method[ =:]+block\b.*?recompute[-_ ]num[-_ ]layers[ =:]+(\d+)")
 _EVERY = re.compile(r"every (?:(\d+)(?:nd|rd|th|st)?|other|second|third) (?:layer|block)", re.IGNORECASE)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%(?: of (?:the )?(?:layers|blocks))?$")
 _SHARE = re.compile(r"^(?:ratio|fraction|share)?[ =:]*(?:(0\.\d+)|(\d+)/(\d+))(?: of (?:the )?(?:layers|blocks))?$")
@@ -143,6 +153,11 @@ def unread_of_gpu(words: str, power_w: float) -> list[str]:
     return [f"hardware.gpu {words!r}: clocks of its power limit"] if capped else []
 
 
+def is_nothing(words: str) -> bool:
+    """Whether a field's words say that there is none of it: "none", "off", "n/a"."""
+    return bool(_NOTHING.match(words))
+
+
 def refuse_what_is_not_modelled(layout: Mapping[str, Any]) -> None:
     """Refuse a row whose fields name a method that changes the step and is not modelled.
 
@@ -171,6 +186,34 @@ def unread_methods(text: str) -> list[str]:
     lowered = text.lower()
     found = (re.search(pattern, lowered) for pattern, _ in _NOT_MODELLED[2:])
     return [f"notes name {match[0]!r}, which is not modelled" for match in found if match]
+
+
+#: (words, stage of ZeRO that they mean), in order.
+_SHARDING = (
+    (r"no-shard|\bddp\b|data[- ]parallel only|^(?:none|no|off)\b", 0),
+    (r"(?:zero|\bz|stage)[- =]?3|full-shard|fully[- ]shard|hybrid-shard(?!-zero2)|zero-?infinity", 3),
+    (r"(?:zero|\bz|stage)[- =]?2|shard-grad-op|hybrid-shard-zero2", 2),
+    (r"(?:zero|\bz|stage)[- =]?1|distributed[- ]optimizer|optimizer[- ]state|\boss\b|zero-redundancy-?optimizer", 1),
+    (r"(?:zero|stage)[- =]?0", 0),
+    (r"[fh]sdp", 3),
+)
+
+
+def stage_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> int:
+    """Stage of ZeRO: what is cut over replicas."""
+    words = str(stated.get("sharding") or stated.get("framework", "")).lower().replace("_", "-")
+    named = next((stage for pattern, stage in _SHARDING if re.search(pattern, words)), None)
+    if named is None and stated.get("sharding"):
+        unread.append(f"layout.sharding {words!r}")
+    if named is not None and stated.get("sharding") and "zero_stage" in stated and named != stated["zero_stage"]:
+        unread.append(f"layout.sharding {words!r}: zero_stage {stated['zero_stage']} counts")
+    if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
+        assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
+        return 3
+    if "zero_stage" not in stated and named is not None:
+        assumed.append(f"sharding {words!r}: as under ZeRO-{named}")
+        return named
+    return int(stated.get("zero_stage") or 0)
 
 
 def precision_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> str:
@@ -280,18 +323,20 @@ def dtypes_of(row_words: str) -> dict[str, Any]:
     words, settings = row_words.lower(), dict[str, Any]()
     if re.search(
         r"(?:no|without|w/o)(?: fp32| float32)? (?:master|cop(?:y|ies))|pure[ _](?:bf|fp)16|(?:bf|fp)16[- ]only|"
-        r"full[- ](?:bf|fp)16|16-true|memory[- ]efficient[- ](?:bf|fp)16",
+        r"(?:bf|fp)16 \(?pure|full[- ](?:bf|fp)16|16-true|memory[- ]efficient[- ](?:bf|fp)16",
         words,
     ):
         settings |= {"master_weights": False, "parameters_dtype": ""}
     elif re.search(r"(?:fp32|float32|with) master|master (?:weights|copy) in (?:fp32|float32)", words):
         settings |= {"master_weights": True, "parameters_dtype": ""}
+    elif re.search(r"(?:fp32|float32|f32) upcast|upcast\w* (?:params? )?to (?:fp32|float32)|\bp=f(?:loat)?32", words):
+        settings |= {"parameters_dtype": "float32", "master_weights": False}
     elif kept := re.search(r"\b(?:bf16|bfloat16|fp16|(fp32|float32)) (?:param|weight)", words):
         settings |= {"parameters_dtype": "float32", "master_weights": False} if kept[1] else {"parameters_dtype": ""}
     if re.search(r"(?:bf16|bfloat16|16-bit) (?:optimizer|moments|adam|states|exp_avg)", words):
         settings["moments_dtype"] = "bfloat16"
-    if gradients := re.search(r"\b(fp32|float32|bf16|bfloat16|fp16|float16) (?:grad|accum|reduc)", words):
-        named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if gradients := re.search(r"\b(fp32|float32|bf16|bfloat16|fp16|float16|fp8) (?:grad|accum|reduc)", words):
+        named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
         settings["gradient_dtype"] = named.get(gradients[1], gradients[1])
     return settings
 
@@ -392,24 +437,38 @@ def recompute_of(
         of = words[listed.end() :].rstrip(")")
         if not detail and modules_of(of, "") and re.search(r"att(?:entio)?n|mlp|ffn|norm|act", of):
             words, detail = "selective", of
+    elif named := re.fullmatch(r"([\w ,+/-]*(?:att(?:entio)?n|mlp|ffn|norm|act)[\w ,+/-]*?) (?:recomput|checkpoint)\w*", words):
+        if not detail and modules_of(named[1], ""):
+            words, detail = "selective", named[1]
     if not words:
         if detail != "no":
             assumed.append("no activation recompute: none is stated")
         return "none", -1, ()
-    mode = next((mode for pattern, mode in _MODES if re.search(pattern, words)), None)
+    plain = " ".join(re.sub(r"[-_:=,()'\"]+", " ", words).split())
+    mode = next((mode for pattern, mode in _MODES if re.search(pattern, plain)), None)
     if mode is None:
         unread.append(f"layout.activation_checkpointing {words!r}: every layer in full")
         return "full", -1, ()
     if mode == "none":
         return mode, -1, ()
     count = _layers(detail, text if mode == "full" else "", layers)
+    if count is None and (of_stage := _OF_STAGE.search(f"{words} {detail}")):
+        stages = int(stated.get("pp") or 1) * int(stated.get("vpp") or 1)
+        count = min(layers, int(of_stage[1]) * stages)
+    elif count is None and mode == "full" and "granularity" not in plain:
+        count = _layers("", words, layers) if "num" not in plain else None
     if count is not None:
-        assumed.append(f"{count} of {layers} layers recomputed in full: {detail or 'as the notes say'}")
+        assumed.append(f"{count} of {layers} layers recomputed in full: {detail or words or 'as the notes say'}")
         return "full", count, ()
     if mode == "full":
+        if re.match(r"save |qkv |unsloth", plain):
+            assumed.append(f"recompute {words!r}: every layer in full")
         if detail and not re.search(r"^(?:full|all|every|each|uniform|yes|complete)\b|1 layer", detail, re.IGNORECASE):
             unread.append(f"layout.ac_detail {detail!r}: every layer in full")
         return mode, -1, ()
+    if re.match(r"minimal|dots? |save dot", plain):
+        assumed.append(f"recompute {words!r}: by operation, products are kept")
+        return "selective", -1, ("op",)
     modules = modules_of(detail, text)
     if modules:
         return ("selective", -1, ()) if modules == ("core_attn",) else ("selective", -1, modules)

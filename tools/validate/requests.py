@@ -15,20 +15,24 @@ from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from tools.validate.architecture import architecture_of, unread_of_model
 from tools.validate.fields import (
+    DUALPIPE,
     adapted_of,
     attention_of,
     cp_comm_of,
     dtypes_of,
+    is_nothing,
     offload_of,
     optimizer_of,
     precision_of,
     recompute_of,
     refuse_what_is_not_modelled,
     schedule_of,
+    stage_of,
     task_of,
     unread_methods,
     unread_of_gpu,
 )
+from tools.validate.prose import contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import software_of
@@ -56,9 +60,12 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     """
     text = said(row)
     refuse_what_is_not_modelled(row.layout)
+    prose, told = stated_in_notes(row)
+    row = dataclasses.replace(row, layout={**row.layout, **prose})
     if not row.hardware.get("gpus"):
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
+    assumed += told
     unread = _unread(row, machine)
     stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)
     model, taken = architecture_of(row.model, text, _padding(row, stack))
@@ -98,6 +105,7 @@ def _unread(row: Row, machine: str) -> list[str]:
         *unread_of_gpu(words, gpu.power_w if gpu else 0.0),
         *unread_of_model(row.model),
         *unread_methods(row.notes),
+        *contradicted(row, is_nothing),
     ]
 
 
@@ -196,27 +204,24 @@ def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tup
 
 def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[str]) -> Layout:
     stated = row.layout
-    degrees = {name: int(stated.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep", "vpp")}
-    inside = degrees["tp"] * degrees["cp"] * degrees["pp"]
-    if "dp" not in stated and row.hardware["gpus"] % inside == 0:
-        degrees["dp"] = row.hardware["gpus"] // inside
-        assumed.append(f"dp {degrees['dp']}: what the other ways leave of the GPUs")
-    if degrees["dp"] * inside != row.hardware["gpus"]:
-        product = degrees["dp"] * inside
-        raise ConfigError(f"layout: expected dp*tp*cp*pp to be the {row.hardware['gpus']} GPUs, got {product}")
+    degrees = _degrees(row, assumed)
+    shard = _shard(stated, degrees)
+    degrees["vpp"] = _chunks(row, degrees, text, assumed)
+    schedule = schedule_of(stated, degrees["vpp"], unread)
+    if schedule == DUALPIPE:
+        schedule = _one_direction(degrees, assumed, unread)
     micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
     mode, layers, modules = _recompute(row, text, assumed, unread)
-    degrees["vpp"] = _chunks(row, degrees, text, assumed)
     return Layout(
         **degrees,
         etp=_expert_tp(stated, degrees, assumed),
         sp=_sequence_parallel(stated, degrees["tp"], stack, assumed),
-        zero=_zero(stated, assumed, unread),
-        shard=_shard(stated, degrees),
+        zero=stage_of(stated, assumed, unread),
+        shard=shard,
         cp_comm=cp_comm_of(stated, unread),
         micro_batch=micro_batch,
         global_batch=global_batch,
-        schedule=schedule_of(stated, degrees["vpp"], unread),
+        schedule=schedule,
         recompute=mode,
         recompute_layers=layers,
         recompute_modules=modules,
@@ -225,31 +230,43 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
     )
 
 
-#: (words, stage of ZeRO that they mean), in order.
-_SHARDING = (
-    (r"no-shard|\bddp\b|data[- ]parallel only|^(?:none|no|off)\b", 0),
-    (r"(?:zero|\bz|stage)[- =]?3|full-shard|fully[- ]shard|hybrid-shard(?!-zero2)|zero-?infinity", 3),
-    (r"(?:zero|\bz|stage)[- =]?2|shard-grad-op|hybrid-shard-zero2", 2),
-    (r"(?:zero|\bz|stage)[- =]?1|distributed[- ]optimizer|optimizer[- ]state|\boss\b|zero-redundancy-?optimizer", 1),
-    (r"(?:zero|stage)[- =]?0", 0),
-    (r"[fh]sdp", 3),
-)
+def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
+    """Ways of each axis; replicas that share parameters or experts may be counted apart.
+
+    Raises:
+        ConfigError: they are not the row's devices.
+    """
+    stated, gpus = row.layout, int(row.hardware["gpus"])
+    degrees = {name: int(stated.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep", "vpp")}
+    inside = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if "dp" not in stated and gpus % inside == 0:
+        degrees["dp"] = gpus // inside
+        assumed.append(f"dp {degrees['dp']}: what the other ways leave of the GPUs")
+    product = degrees["dp"] * inside
+    for name, ways in (("fsdp", int(stated.get("fsdp") or 1)), ("ep", degrees["ep"])):
+        if product != gpus and ways > 1 and product * ways == gpus:
+            degrees["dp"] *= ways
+            assumed.append(f"dp {degrees['dp']}: the {ways} ways of {name} are replicas that dp does not count")
+            return degrees
+    if product != gpus:
+        raise ConfigError(f"layout: expected dp*tp*cp*pp to be the {gpus} GPUs, got {product}")
+    return degrees
 
 
-def _zero(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -> int:
-    words = str(stated.get("sharding") or stated.get("framework", "")).lower().replace("_", "-")
-    named = next((stage for pattern, stage in _SHARDING if re.search(pattern, words)), None)
-    if named is None and stated.get("sharding"):
-        unread.append(f"layout.sharding {words!r}")
-    if named is not None and stated.get("sharding") and "zero_stage" in stated and named != stated["zero_stage"]:
-        unread.append(f"layout.sharding {words!r}: zero_stage {stated['zero_stage']} counts")
-    if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
-        assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
-        return 3
-    if "zero_stage" not in stated and named is not None:
-        assumed.append(f"sharding {words!r}: as under ZeRO-{named}")
-        return named
-    return int(stated.get("zero_stage") or 0)
+def _one_direction(degrees: dict[str, int], assumed: list[str], unread: list[str]) -> str:
+    """Schedule of DualPipe: a rank has a stage of either direction, so each half of the ranks is a DualPipe-V.
+
+    Ranks i and p - 1 - i of p hold the same two stages, and each of the two goes through all of them in a V: p / 2 ranks
+    with two chunks each, and twice the replicas (deepseek-ai/DualPipe README, DualPipeV: "cut in half").
+    """
+    ranks = degrees["pp"]
+    degrees["vpp"] = 2
+    if ranks < 4 or ranks % 2:
+        unread.append(f"layout.pp_schedule 'dualpipe' on {ranks} ranks: as DualPipe-V, which holds the model once")
+        return "dualpipe-v"
+    degrees["pp"], degrees["dp"] = ranks // 2, 2 * degrees["dp"]
+    assumed.append(f"DualPipe on {ranks} ranks as two DualPipe-V on {ranks // 2}, one for each direction")
+    return "dualpipe-v"
 
 
 def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
@@ -275,12 +292,28 @@ def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) ->
     schedule = str(row.layout.get("pp_schedule", "")).lower()
     if told := re.search(r"\b(?:v|vpp|chunks|virtual stages)[ =:]*(\d+)|(\d+) (?:chunks|virtual)", schedule):
         return int(told[1] or told[2])
+    if (chunks := _chunks_told(f"{text.lower()} {schedule}", int(row.model["layers"]), degrees["pp"])) > 1:
+        assumed.append(f"{chunks} chunks of the pipeline on a rank: the notes say so")
+        return chunks
     if re.search(r"interleaved 1f1b|1f1b interleaved", f"{text.lower()} {schedule}"):
         per_rank = max(1, int(row.model["layers"]) // degrees["pp"])
         assumed.append(f"two layers in a chunk of the interleaved pipeline: {max(1, per_rank // 2)} chunks")
         return max(1, per_rank // 2)
     assumed.append("a pipeline without interleaving")
     return 1
+
+
+def _chunks_told(words: str, layers: int, stages: int) -> int:
+    """Chunks of a rank that words tell in the terms of Megatron or of PyTorch; 0 where they tell none."""
+    number = r"[ =:]*(\d+)"
+    if each := re.search(rf"num[-_ ]layers[-_ ]per[-_ ]virtual[-_ ](?:pipeline[-_ ])?stage{number}", words):
+        return layers // stages // max(1, int(each[1])) or 1
+    told = re.search(
+        rf"virtual[-_ ]pipeline[-_ ](?:model[-_ ]parallel[-_ ])?size{number}|\bvpp{number}|(\d+) virtual (?:pipeline )?"
+        rf"stages|interleav\w* (?:factor|degree|depth|size|chunks)?(?: of)?{number}\b|(\d+) (?:model )?chunks per",
+        words,
+    )
+    return int(next(filter(None, told.groups()))) if told else 0
 
 
 def _expert_tp(stated: Mapping[str, Any], degrees: dict[str, int], assumed: list[str]) -> int:

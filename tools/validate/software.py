@@ -15,8 +15,10 @@ from typing import Any
 
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.stack import Stack
+from tools.validate.fields import stage_of
+from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
-from tools.validate.words import machine_of, stack_rule_of
+from tools.validate.words import StackRule, machine_of, stack_rule_of
 
 #: Year that a source without one is taken to be of, by what its GPU's name begins with: about the middle of the years
 #: in which most was published of it and kernels of attention were common.
@@ -29,7 +31,14 @@ _NUMBERED = 2024
 _COMPILED = (
     r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
 )
-_DEEPSPEED = r"deepspeed"
+_DEEPSPEED = r"deepspeed|gpt-?neox"
+#: PyTorch's own operations though tensors are cut: (words, why that is known).
+_NATIVE = r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|thunder"
+_PLAIN = r"\bfsdp|pytorch|\bddp\b"
+_NOT_COMPILED = re.compile(
+    r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|"
+    r"not used|no\b)"
+)
 _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
 #: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
 #: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
@@ -58,7 +67,15 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"gptq", {"quantizer": "gptq"}),
     (r"alltoall dispatcher", {"dispatcher": "alltoall"}),
     (r"hybridep|deepep", {"dispatcher": "deepep"}),
+    (
+        r"liger|cut[-_ ]cross|chunked (?:\w+ )?(?:cross|loss|output)|chunkedoutput|(?:fused|chunked) (?:linear[-_ ])?"
+        r"cross|\bflce\b|\bcce\b",
+        {"fused_loss": True},
+    ),
+    (r"liger(?! loss)|unsloth(?! off)", {"fusion": "fused", "eager_norms": False, "fused_loss": True}),
 )
+#: Tokens that the busiest rank of experts computes, over the mean, where all are padded or cut to a capacity.
+_CAPACITY = re.compile(r"capacity[-_ ]factor(?: of)?[ =:]*(\d(?:\.\d+)?)")
 
 
 def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) -> Stack:
@@ -69,13 +86,14 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         assumed: Sentences on what is taken for granted are added.
         known: Whether named sets count; else only the class does ([Note: software that is not known]).
     """
-    rule = stack_rule_of(text) if known else None
+    rule = _rule_of(row, text) if known else None
     if rule is None:
         stack = stack_by_name(class_of(row, text))
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
         stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
+        stack = dataclasses.replace(stack, **_named_otherwise(row, stack, assumed))
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
 
 
@@ -94,19 +112,29 @@ def _common(left: str, right: str) -> str:
 
 def framework_of(row: Row, text: str) -> str:
     """Framework of the named set that a row ran on; "" where none is named."""
-    rule = stack_rule_of(text)
+    rule = _rule_of(row, text)
     return stack_by_name(_present(rule.stack, [])).framework if rule else ""
+
+
+def _rule_of(row: Row, text: str) -> StackRule | None:
+    """Rule of the named set: what the field of the framework names counts before all that the row says besides."""
+    compiled = "true" if row.layout.get("compile") else "false"
+    named = str(row.layout.get("framework", ""))
+    return stack_rule_of(f"{named} | compile={compiled}" if named else "") or stack_rule_of(text)
 
 
 def class_of(row: Row, text: str) -> str:
     """Name of the class defaults of a row ([Note: software that is not known])."""
-    lowered = text.lower()
+    named = str(row.layout.get("framework", "")).lower()
+    if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
+        text = named if not re.search(_COMPILED, text.lower()) else text
+    lowered = _NOT_COMPILED.sub(" ", text.lower())
     if re.search(_COMPILED, lowered):
         return "compiled-torch"
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
     if re.search(_DEEPSPEED, lowered):
         kind = "deepspeed-like"
-    elif re.search(_MEGATRON, lowered) or (cuts and not re.search(r"\bfsdp|pytorch|\bddp\b", lowered)):
+    elif re.search(_MEGATRON, lowered) or (cuts and not re.search(rf"{_PLAIN}|{_NATIVE}", lowered)):
         kind = "megatron-like"
     else:
         kind = "eager-torch"
@@ -131,16 +159,32 @@ def year_of(row: Row) -> int:
 
 def _cut_parameters(row: Row) -> dict[str, Any]:
     """Overlap that comes with cut parameters: FSDP, and DeepSpeed's stage 3, prefetch and reduce beside backward."""
-    if int(row.layout.get("zero_stage") or 0) < 3:
+    if stage_of(row.layout, [], []) < 3:
         return {}
     return {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def _named_otherwise(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Switches of a row that a set's framework has and its runs had not: ZeRO-3's hooks, and fused attention."""
+    settings: dict[str, Any] = {}
+    hooks = stack_by_name("deepspeed-like")
+    if stack.kind == hooks.kind and stack.gathers != hooks.gathers and stage_of(row.layout, [], []) == 3:
+        settings = {"gathers": hooks.gathers, "pieces": hooks.pieces, **_cut_parameters(row)}
+        assumed.append("parameters are gathered as DeepSpeed's ZeRO-3 does: by each tensor, ahead, and again to recompute")
+    stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
+    if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])?\b", stated)):
+        settings["attention"] = f"flash{named[1] or 2}"
+        assumed.append(f"attention {settings['attention']}: the notes say {named[0]!r}")
+    return settings
 
 
 def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention that a row states, where the class has another kind."""
     lowered = text.lower()
-    if re.search(r"unfused attention|no flash|without flash", lowered):
+    if re.search(r"unfused attention|no flash|without flash|eager attention|attn_implementation[ =:]+eager", lowered):
         return {"attention": "unfused"}
+    if re.search(r"cudnn[-_ ](?:flash|fused|attention|attn|sdpa)", lowered):
+        return {"attention": "cudnn"}
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
     if not re.search(r"flash[- _]?att", lowered):
@@ -148,7 +192,7 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
             "megatron" not in lowered
             and stack.kind == "deepspeed-like"
             and stack.attention == "unfused"
-            and year_of(row) >= _NUMBERED
+            and (year_of(row) or _middle(row) or _NUMBERED) >= _NUMBERED
         )
         if not recent:
             return {}
@@ -173,6 +217,8 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     if launched and re.search(r"CUDA graphs [^;.]*moe_router", text):
         grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
         settings["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
+    if (capacity := _CAPACITY.search(lowered)) and float(capacity[1]) > 1 and row.model.get("experts"):
+        settings["imbalance"] = float(capacity[1])
     hidden = settings.get("hidden", stack.hidden)
     if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
         settings["hidden"] = {**hidden, "ep": max(hidden.get("ep", 0.0), 0.9)}

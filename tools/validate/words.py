@@ -14,6 +14,7 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"a800", "a800", ""),
     (r"a100.*pcie|pcie.*a100", "a100-pcie", ""),
     (r"a100.*\b40 ?g|\b40 ?g.*a100", "a100-40gb", ""),
+    (r"a100.*\b64 ?g|\b64 ?g.*a100", "a100", "an A100 of 64 GB: as one of 80 GB"),
     (r"a100", "a100", ""),
     (r"gh200", "h200", "GH200: its GPU is taken for an H200"),
     (r"gb300", "gb300", ""),
@@ -25,7 +26,11 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"h100.*(pcie|nvl\b)|(pcie|nvl\b).*h100", "h100-pcie", ""),
     (r"h100", "h100", ""),
     (r"h800", "h800", ""),
+    (r"\bh20\b", "h20", ""),
     (r"mi300x", "mi300x", ""),
+    (r"mi325", "mi325x", ""),
+    (r"mi350", "mi355x", "MI350X: an MI355X, which may draw 1400 W where it draws 1000"),
+    (r"mi355", "mi355x", ""),
     (r"v100.*\b16 ?g", "v100-16gb", ""),
     (r"v100", "v100-32gb", ""),
     (r"rtx ?6000 ?ada|6000 ada", "rtx6000ada", ""),
@@ -39,6 +44,16 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
 )
 
 
+#: Accelerators that no machine of the catalog is like: neither their kernels nor their links are known here.
+_OTHERS = (
+    (r"\btpu|trillium|ironwood", "a TPU"),
+    (r"gaudi|\bhpu\b", "a Gaudi"),
+    (r"trainium|\btrn[12]|inferentia", "a Trainium"),
+    (r"ascend|\b910 ?[abc]\b|\bnpu\b", "an Ascend"),
+    (r"cerebras|\bwse|groq|graphcore|\bipu\b|sambanova|\bmlu", "none of its kind"),
+)
+
+
 def machine_of(gpu: str) -> tuple[str, list[str]]:
     """Find the catalog machine that a source's words for its GPU mean, and what is taken for granted by it.
 
@@ -46,6 +61,11 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
         ConfigError: no machine of the catalog is meant.
     """
     words = re.sub(r"[-_/]", " ", gpu.lower())
+    if other := next((name for pattern, name in _OTHERS if re.search(pattern, words)), ""):
+        raise ConfigError(
+            f"hardware.gpu: expected a GPU of the catalog's machines, got {gpu!r}: {other} is not modelled, neither its "
+            "kernels nor its links are in the catalog"
+        )
     for pattern, name, assumed in _MACHINES:
         if not re.search(pattern, words):
             continue
@@ -95,7 +115,12 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),
     StackRule(r"megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),
     StackRule(r"megascale|zero bubble|2401\.10241|megatron-lm.*2023", "megatron-2023", "Megatron-LM of 2023"),
-    StackRule(r"hugging ?face|\btransformers\b|\bpeft\b|\btrl\b", "hf-transformers", "transformers' Trainer"),
+    StackRule(
+        r"(?s)^(?!.*(?:nanotron|picotron|deepspeed)).*(?:hugging ?face(?:/(?:transformers|peft|trl|accelerate)\b|(?! ?/))|"
+        r"\btransformers\b|\bhf accelerate|\bpeft\b|\btrl\b|llama-?factory|axolotl|ms-swift(?!.*megatron)|\bunsloth\b(?! off))",
+        "hf-transformers",
+        "transformers' Trainer, which LLaMA-Factory, Axolotl, SWIFT and Unsloth run",
+    ),
 )
 
 

@@ -56,6 +56,8 @@ _NONE = re.compile(
 )
 #: Clauses of these speak of what is inside a node.
 _NEAR = re.compile(r"nvlink|nvswitch|\bnvl\d*\b|pci-?e\b|pcie|xgmi|infinity fabric", re.IGNORECASE)
+#: Gb/s of the fastest NIC; a faster rate can only be a node's.
+_LARGEST_NIC = 800
 _COUNTS = {"single": 1, "one": 1, "dual": 2, "two": 2, "double": 2, "four": 4, "quad": 4, "eight": 8}
 #: Words that say nothing of rate, number or kind that is not read by other rules.
 _EMPTY = re.compile(
@@ -64,7 +66,7 @@ _EMPTY = re.compile(
     r"adapter|adapters|card|cards|link|links|network|fabric|interconnect|inter|inter-node|internode|node-to-node|"
     r"cluster|total|aggregate|bandwidth|speed|rate|full|bisection|fat-tree|rail-optimized|optimized|non-blocking|"
     r"nonblocking|nvidia|mellanox|quantum|quantum-2|aws|efa|efav2|efav3|v1|v2|v3|p4d|p4de|p5|p5e|p5en|azure|gcp|"
-    r"rdma|rnic|gdr|gpudirect|gpudirect-rdma|gpudirect-tcpx|tcpx|tcp|ip|ipoib|ethernet|eth|infiniband|ib|roce|rocev2|"
+    r"rdma|rnic|gdr|gpudirect|gpudirect-rdma|gpudirect-tcpx|gpudirect-tcpxo|tcpx|tcpxo|tcp|ip|ipoib|ethernet|eth|infiniband|ib|roce|rocev2|"
     r"roce-v2|omni-path|omnipath|opa|slingshot|cornelis|intel|bluefield|bluefield-3|spectrum|spectrum-x|connectx|cx|"
     r"bidirectional|unidirectional|duplex|direction|directions|both|way|ways|x|is|are|not|restated)\b"
 )
@@ -107,7 +109,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     """
     if node_ranks < 1:
         raise ConfigError(f"network: expected node_ranks >= 1, got {node_ranks}")
-    written = (words or "").replace("\u00d7", "x")
+    written, bare = _with_unit((words or "").replace("\u00d7", "x"))
     if _NONE.match(written):
         return NamedNetwork(None, "network not stated: the machine's own")
     between = _between_nodes(written)
@@ -129,9 +131,21 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
         nic_ranks=node_ranks,
     )
     guess = "" if kind else "; assumption: InfiniBand"
-    taken = "".join(f"; assumption: {text}" for text in (*parsed.assumed, *parsed.doubts))
+    taken = "".join(f"; assumption: {text}" for text in (*bare, *parsed.assumed, *parsed.doubts))
     said = f"{parsed.count} x {parsed.gigabits:g} Gb/s for {node_ranks} devices of a node{guess}{taken}; {reached}"
     return NamedNetwork(link, said, (*parsed.doubts, *left))
+
+
+#: NICs and their rate without a unit: "8x400".
+_BARE = re.compile(r"(?<![\w.])(\d{1,2}) ?[x*] ?(25|40|50|56|100|200|400|800)(?![\w.])(?! ?[gGtT])")
+
+
+def _with_unit(words: str) -> tuple[str, tuple[str, ...]]:
+    """Words whose counted rates have a unit, and what was taken for granted to give them one."""
+    bare = _BARE.search(words)
+    if bare is None or find_rates(words, bits=True):
+        return words, ()
+    return _BARE.sub(r"\1x \2 Gb/s", words), (f"{bare[0]!r} is NICs and Gb/s",)
 
 
 def _between_nodes(words: str) -> str:
@@ -185,7 +199,7 @@ def _nics(text: str, node_ranks: int) -> _Nics | None:
         return _Nics(node_ranks, speed, (*assumed, "a NIC for each device: how many is not said"))
     nics = next((n for n in (node_ranks, 4, 2, 1) if speed / n >= 100), 1)
     whole = re.search(r"node|total|aggregate|server|instance|host", lowered)
-    doubt = () if whole or nics == 1 else (f"{text.strip()!r} is the rate of a whole node, not of each NIC",)
+    doubt = () if whole or nics == 1 or speed > _LARGEST_NIC else (f"{text.strip()!r} is the rate of a whole node, not of each NIC",)
     return _Nics(nics, speed / nics, assumed, doubt)
 
 
@@ -320,6 +334,7 @@ def _resized(link: Link, own: int, ranks: int) -> Link:
 def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link, str, tuple[str, ...]]:
     """Nearest link as words name it, how it was read, and what was not."""
     on_bus = own.kind == "pcie"
+    text = re.sub(r"\b(?:no|without|w/o) (?:nvlink|nvswitch|xgmi)", " ", text)
     if re.search(r"pci-?e\b|pcie|pci express", text) and not re.search(r"nvlink|nvswitch|xgmi", text):
         return _pcie(own, machine, text, words)
     if not re.search(r"nvlink|nvswitch|\bnvl\d*\b|xgmi|infinity fabric", text):

@@ -9,8 +9,9 @@ Each software is a script of ten lines (``software/*.py``). It is profiled as a 
 where the profile was of GPT blocks. Each is predicted twice: with the switches that the script begins with, and with
 its profile.
 
-A host that others share is faster now and slower then. So a model of the profile trains in turns with them, and the
-table says how long it took beside its time in the profile: the last column is the error at that speed. The host is
+Each trains in processes of its own. A host that others share is faster now and slower then. So a model of the profile
+trains before and after them, and the table says how long it took beside its time in the profile: the last column is the
+error at that speed. The host is
 probed first unless ``--machine`` names its file; 12 minutes for all on a quiet host. What is done is kept in OUT.json
 and beside it: started again, the command goes on where it stopped.
 """
@@ -22,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tools.batches import random_batch
-from torch.multiprocessing.spawn import start_processes
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
@@ -46,7 +46,8 @@ from lading.runtime.probe_software import (
     batch_of,
     cases,
     in_group,
-    timings_of,
+    in_processes,
+    timing_of,
 )
 from lading.sim.simulate import simulate
 from lading.tracing.tabulate import module_table
@@ -100,25 +101,27 @@ def _batch(model: Unprobed, seed: int) -> dict[str, torch.Tensor]:
 
 
 def train(script: Path, ranks: int, seconds: float) -> list[float]:
-    """Train the control and all models in turns on ranks of this host; median seconds of a step of each."""
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (str(script), ranks, seconds, folder), nprocs=ranks, start_method="spawn")
-        return json.loads((Path(folder) / "seconds").read_text())
+    """Train the control, each model and the control again, each in processes of its own; seconds of a step of each."""
+    order = (None, *range(len(MODELS)), None)
+    found = [float(in_processes(_rank, ranks, str(script), number, seconds / len(order))) for number in order]
+    return [(found[0] + found[-1]) / 2, *found[1:-1]]
 
 
-def _rank(rank: int, script: str, ranks: int, seconds: float, folder: str) -> None:
+def _rank(rank: int, ranks: int, folder: str, script: str, number: int | None, seconds: float) -> None:
+    """Train one model, the control where it has no number."""
     torch.set_num_threads(1)
     with in_group(rank, ranks, folder):
         software = UserSoftware(Path(script))
-        control = next(case for case in cases(software.widths) if case.name == _CONTROL)
         torch.manual_seed(0)
-        trainings = [
-            ScriptTraining(software, ProbeModel(control, software.block), batch_of(control, rank), software.loss)
-        ]
-        trainings += [ScriptTraining(software, _made(m), _batch(m, rank), software.loss) for m in MODELS]
-        timings = timings_of(trainings, seconds)
+        if number is None:
+            control = next(case for case in cases(software.widths) if case.name == _CONTROL)
+            model, batch = ProbeModel(control, software.block), batch_of(control, rank)
+        else:
+            model, batch = _made(MODELS[number]), _batch(MODELS[number], rank)
+        timing = timing_of(ScriptTraining(software, model, batch, software.loss), seconds)
         if rank == 0:
-            (Path(folder) / "seconds").write_text(json.dumps([timing.step_s for timing in timings]))
+            (Path(folder) / "measured").write_text(str(timing.step_s))
+        dist.barrier()  # what was measured is written before any rank ends
 
 
 def predicted(model: Unprobed, ranks: int, machine: Path, stack: Stack) -> float:

@@ -9,7 +9,7 @@ import pytest
 from tests.golden.layouts import Case
 
 from lading.catalog.stacks import stack_by_name
-from lading.ir.stack import ANCHORED, FITTED, GUESSED, SWITCHES
+from lading.ir.stack import FITTED, GUESSED, SWITCHES
 from lading.sim.interval import half_width
 from lading.sim.simulate import simulate
 from lading.sim.switches import effects_of
@@ -18,9 +18,9 @@ SHARES = {"products": 0.6, "attention": 0.1, "tp communication": 0.2, "launches"
 
 
 def test_less_evidence_is_wider() -> None:
-    widths = [half_width(known, SHARES, measured=True) for known in (FITTED, ANCHORED, SWITCHES, GUESSED)]
+    widths = [half_width(known, SHARES, measured=True) for known in (FITTED, SWITCHES, GUESSED)]
     assert widths == sorted(widths)
-    assert widths[0] < widths[1] < widths[3]
+    assert widths[0] < widths[1] < widths[2]
 
 
 @pytest.mark.parametrize("known", [FITTED, GUESSED])

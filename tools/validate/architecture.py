@@ -109,7 +109,9 @@ def _completed(model: Mapping[str, Any], notes: str, assumed: list[str]) -> dict
         fields["kv_heads"] = int(next(filter(None, told.groups())))
         assumed.append(f"{fields['kv_heads']} heads of keys and values: {told[0]!r}")
     if fields.get("experts"):
-        if "topk" not in fields and (told := re.search(r"top-?_?k? ?=? ?(\d+)\b|(\d+) (?:active|activated) experts", text)):
+        if "topk" not in fields and (
+            told := re.search(r"top-?_?k? ?=? ?(\d+)\b|(\d+) (?:active|activated) experts", text)
+        ):
             fields["topk"] = int(told[1] or told[2])
             assumed.append(f"{fields['topk']} experts for each token: {told[0]!r}")
         width = int(fields.get("moe_ffn_hidden") or fields.get("ffn_hidden") or 0)

@@ -53,18 +53,30 @@ _TASKS = (
     ),
     (r"pre-?train|continu\w* pre|from scratch|cpt|train", "pretrain"),
 )
-#: In order: words of what is recomputed, without marks between them, and the mode. Policies of JAX that save some of the
+#: In order: words of what is recomputed, without marks between them, and the mode. Policies of JAX that save some
 #: products are taken for the nearest mode.
 _MODES = (
-    (r"^(?:none|no|off|false|disabled|0|everything saveable)$|\bcheckpoint\w*(?: activations)? (?:false|off|disabled|no)\b", "none"),
+    (
+        r"^(?:none|no|off|false|disabled|0|everything saveable)$|"
+        r"\bcheckpoint\w*(?: activations)? (?:false|off|disabled|no)\b",
+        "none",
+    ),
     (r"granularity selective|^(?:selective|sac|per ?op|op|partial)\b", "selective"),
     (r"^(?:minimal|dots? |save dot)\w*", "selective"),
-    (r"granularity full|^(?:full|yes|true|on|all|uniform|complete|1|unsloth)$|^nothing saveable$|^use reentrant", "full"),
+    (
+        r"granularity full|^(?:full|yes|true|on|all|uniform|complete|1|unsloth)$|^nothing saveable$|^use reentrant",
+        "full",
+    ),
     (r"^(?:full|all|each|every|per)(?: (?:transformer|decoder))? (?:layers?|blocks?)\b", "full"),
     (r"^(?:full|complete)\b(?!.*(?:\bonly\b|mlp|att(?:entio)?n|norm))", "full"),
     (r"^(?:enable |use |fsdp )?(?:full |activations?|gradient|grad) ?(?:recompute|recomputation|check\w*)", "full"),
     (r"^checkpoint(?:ing)? activations|^torch\.utils\.checkpoint|^apply activation checkpointing", "full"),
     (r"^checkpoint wrapper|^remat\b|^save (?:qkv|out|query|value) |^qkv proj offloaded", "full"),
+)
+#: Parts of a block before the word that they are recomputed: "core_attn recompute".
+_PARTS_FIRST = re.compile(
+    r"(?!activation|gradient|full|act )([\w ,+/-]*(?:att(?:entio)?n|mlp|ffn|norm|act\b)[\w ,+/-]*?) "
+    r"(?:recomput|checkpoint)\w*"
 )
 #: Ways to write which layers are recomputed, all of them in full: a number of them, or every so many.
 _LAYERS = (
@@ -437,9 +449,8 @@ def recompute_of(
         of = words[listed.end() :].rstrip(")")
         if not detail and modules_of(of, "") and re.search(r"att(?:entio)?n|mlp|ffn|norm|act", of):
             words, detail = "selective", of
-    elif named := re.fullmatch(r"([\w ,+/-]*(?:att(?:entio)?n|mlp|ffn|norm|act)[\w ,+/-]*?) (?:recomput|checkpoint)\w*", words):
-        if not detail and modules_of(named[1], ""):
-            words, detail = "selective", named[1]
+    elif (named := _PARTS_FIRST.fullmatch(words)) and not detail and modules_of(named[1], ""):
+        words, detail = "selective", named[1]
     if not words:
         if detail != "no":
             assumed.append("no activation recompute: none is stated")

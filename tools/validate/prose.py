@@ -28,17 +28,25 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
         rf"(?:uses?|using|enables?|\+) {_CHECKPOINTING}|^ *(?:activation|gradient|grad) checkpointing *$",
         "full",
     ),
-    ("offload", r"(?:\w+ )*(?:cpu|host|nvme|ssd)[- ]?offload\w*(?: of)?(?: \w+)*|offload\w*(?: \w+)* (?:cpu|host|nvme|ssd)\b", None),
+    (
+        "offload",
+        r"(?:\w+ )*(?:cpu|host|nvme|ssd)[- ]?offload\w*(?: of)?(?: \w+)*|offload\w*(?: \w+)* (?:cpu|host|nvme|ssd)\b",
+        None,
+    ),
     (
         "optimizer",
-        r"\b(?:paged_?)?(?:8 ?-?bit )adam\w*|adamw?[- _]?8 ?-?bit|\b(?:bnb )?paged_adamw?\w*|\b(?:adafactor|lion|sgd|muon|"
-        r"shampoo|soap)(?: optimizer| \()|optimizer(?: is|:)? (?:adafactor|lion|sgd|muon|shampoo|soap)\b|"
+        r"\b(?:paged_?)?(?:8 ?-?bit )adam\w*|adamw?[- _]?8 ?-?bit|\b(?:bnb )?paged_adamw?\w*|"
+        r"\b(?:adafactor|lion|sgd|muon|shampoo|soap)(?: optimizer| \()|optimizer(?: is|:)? (?:adafactor|lion|sgd|muon|shampoo|soap)\b|"
         r"deepspeedcpuadam|\bcpu ?adam\b",
         None,
     ),
     ("task", r"\bq-?lora\b(?: \(?r(?:ank)? ?=? ?\d+)?|\b(?:lora|peft)\b(?: \(?r(?:ank)? ?=? ?\d+)?", None),
     ("task", r"full[- ](?:parameter )?fine-?tun\w*|\bsft\b|supervised fine-?tun\w*", "sft"),
-    ("sharding", r"zero[- ]?(?:stage[- ]?)?[123]\b|\b(?:full_shard|shard_grad_op|no_shard)\b|\b[fh]sdp2?\b|\bddp\b", None),
+    (
+        "sharding",
+        r"zero[- ]?(?:stage[- ]?)?[123]\b|\b(?:full_shard|shard_grad_op|no_shard)\b|\b[fh]sdp2?\b|\bddp\b",
+        None,
+    ),
     ("precision", r"\b(?:bf16|bfloat16|fp16|fp8|float8|mxfp8|nvfp4|fp32)\b(?: mixed)?(?: precision)?", None),
 )
 #: Fields that say the same, of which one is enough.

@@ -4,8 +4,8 @@
 Software that nobody measured is scored by leaving out each framework with all its sources: its rows are predicted as
 software that is not known (``tools.validate.software``), by the defaults of their class and what they say themselves,
 without any factor that was fitted on whole steps. What all other frameworks say of running steps on the architecture
-scales them. Then one run of the framework is known: its ratio of measured to predicted scales the others, shrunk, as
-one run is off by more than what its framework has in common.
+scales them. Then one run of the framework is known: what it is off by is shared over the causes of its step, and each
+other run is scaled by what it has of them (``lading.sim.known_runs``).
 
 A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
 protocols take it out first, so that nothing of the scored rows is in what they are scored against. What the rows that
@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from lading.catalog.load import load_machine
-from lading.ir.stack import ANCHORED, GUESSED
-from lading.sim.interval import half_width
+from lading.ir.stack import GUESSED
+from lading.sim.interval import causes_of, half_width
+from lading.sim.known_runs import KnownRun, shift_of
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from tools.validate.requests import said
 from tools.validate.scoring import Pair, figures, grouped
-from tools.validate.shrinkage import Cell, Spreads, expected
+from tools.validate.shrinkage import Cell, expected
 from tools.validate.software import framework_of
 
 CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
@@ -91,10 +92,6 @@ def cells_of(pairs: Iterable[Pair]) -> list[Cell]:
     ]
 
 
-#: Parts of a residual where a framework is left out: its class may be off by more than a named set of switches.
-_GUESSED = Spreads(stack=0.08, both=0.04)
-
-
 def framework_left_out(plain: Sequence[Pair], guessed: Sequence[Pair]) -> list[Pair]:
     """Scale pairs of software taken as not known by what all other frameworks say ([Note: a framework left out]).
 
@@ -110,7 +107,7 @@ def framework_left_out(plain: Sequence[Pair], guessed: Sequence[Pair]) -> list[P
     for pair in guessed:
         target = Cell("", "", _cell(pair).architecture)
         factor = math.exp(kernel_share(pair) * expected(cells[_framework(pair)], target))
-        scaled.append(_around(_scaled(pair, factor), GUESSED))
+        scaled.append(_around(_scaled(pair, factor), _half_of(pair)))
     return scaled
 
 
@@ -126,10 +123,9 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
         if len(group) == 1:
             continue
         anchor = anchor_of(group)
-        known = [dataclasses.replace(cell, source="", stack=framework) for cell in cells_of([anchor])]
-        shift = expected(known, known[0], _GUESSED)
-        told[framework] = (anchor.outcome.row.id, math.exp(shift))
-        scored += [_around(_scaled(p, math.exp(shift)), ANCHORED) for p in group if p is not anchor]
+        known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
+        told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
+        scored += [_known_by(pair, known) for pair in group if pair is not anchor]
     return scored, told
 
 
@@ -151,13 +147,29 @@ def kernel_share(pair: Pair) -> float:
     return min(1.0, kernels / max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))) if shares else 1.0
 
 
-def _around(pair: Pair, evidence: str) -> Pair:
-    """The pair with the interval of a step whose software is known so far."""
+def _known_by(pair: Pair, known: KnownRun) -> Pair:
+    """The pair scaled by what a known run says of it, its interval narrowed by as much."""
+    shift = shift_of(_causes(pair), [known])
+    scaled = _scaled(pair, shift.factor)
+    return _around(scaled, shift.narrowed(_half_of(pair)))
+
+
+def _half_of(pair: Pair) -> float:
+    """Half width of the interval of a step whose software is not known."""
+    request = pair.outcome.request
+    assert request is not None
+    measured = load_machine(request.machine).device.gpu is not None
+    return half_width(GUESSED, _causes(pair), measured=measured, unread=len(request.unread))
+
+
+def _causes(pair: Pair) -> dict[str, float]:
     prediction, request = pair.outcome.prediction, pair.outcome.request
     assert prediction is not None
     assert request is not None
-    measured = load_machine(request.machine).device.gpu is not None
-    half = half_width(evidence, prediction.shares, measured=measured, unread=len(request.unread))
+    return causes_of(prediction.shares, updates_on_host=request.layout.updates_on_host)
+
+
+def _around(pair: Pair, half: float) -> Pair:
     return dataclasses.replace(pair, low=pair.predicted * math.exp(-half), high=pair.predicted * math.exp(half))
 
 

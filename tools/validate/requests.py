@@ -256,8 +256,8 @@ def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:
 def _one_direction(degrees: dict[str, int], assumed: list[str], unread: list[str]) -> str:
     """Schedule of DualPipe: a rank has a stage of either direction, so each half of the ranks is a DualPipe-V.
 
-    Ranks i and p - 1 - i of p hold the same two stages, and each of the two goes through all of them in a V: p / 2 ranks
-    with two chunks each, and twice the replicas (deepseek-ai/DualPipe README, DualPipeV: "cut in half").
+    Ranks i and p - 1 - i of p hold the same two stages, so p / 2 ranks with two chunks each are a pipeline in a V,
+    and there are twice as many replicas (deepseek-ai/DualPipe README, DualPipeV: "cut in half").
     """
     ranks = degrees["pp"]
     degrees["vpp"] = 2

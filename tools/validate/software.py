@@ -32,12 +32,12 @@ _COMPILED = (
     r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
 )
 _DEEPSPEED = r"deepspeed|gpt-?neox"
-#: PyTorch's own operations though tensors are cut: (words, why that is known).
+#: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|thunder"
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
-    r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|"
-    r"not used|no\b)"
+    r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|"
+    r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
 )
 _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
 #: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
@@ -170,7 +170,9 @@ def _named_otherwise(row: Row, stack: Stack, assumed: list[str]) -> dict[str, An
     hooks = stack_by_name("deepspeed-like")
     if stack.kind == hooks.kind and stack.gathers != hooks.gathers and stage_of(row.layout, [], []) == 3:
         settings = {"gathers": hooks.gathers, "pieces": hooks.pieces, **_cut_parameters(row)}
-        assumed.append("parameters are gathered as DeepSpeed's ZeRO-3 does: by each tensor, ahead, and again to recompute")
+        assumed.append(
+            "parameters are gathered as DeepSpeed's ZeRO-3 does: by each tensor, ahead, and again to recompute"
+        )
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
     if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])?\b", stated)):
         settings["attention"] = f"flash{named[1] or 2}"

@@ -63,8 +63,8 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
     words = re.sub(r"[-_/]", " ", gpu.lower())
     if other := next((name for pattern, name in _OTHERS if re.search(pattern, words)), ""):
         raise ConfigError(
-            f"hardware.gpu: expected a GPU of the catalog's machines, got {gpu!r}: {other} is not modelled, neither its "
-            "kernels nor its links are in the catalog"
+            f"hardware.gpu: expected a GPU of the catalog's machines, got {gpu!r}: {other} is not modelled, as neither "
+            "its kernels nor its links are known"
         )
     for pattern, name, assumed in _MACHINES:
         if not re.search(pattern, words):
@@ -116,8 +116,9 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),
     StackRule(r"megascale|zero bubble|2401\.10241|megatron-lm.*2023", "megatron-2023", "Megatron-LM of 2023"),
     StackRule(
-        r"(?s)^(?!.*(?:nanotron|picotron|deepspeed)).*(?:hugging ?face(?:/(?:transformers|peft|trl|accelerate)\b|(?! ?/))|"
-        r"\btransformers\b|\bhf accelerate|\bpeft\b|\btrl\b|llama-?factory|axolotl|ms-swift(?!.*megatron)|\bunsloth\b(?! off))",
+        r"(?s)^(?!.*(?:nanotron|picotron|deepspeed)).*"
+        r"(?:hugging ?face(?:/(?:transformers|peft|trl|accelerate)\b|(?! ?/))|\btransformers\b|\bhf accelerate|"
+        r"\bpeft\b|\btrl\b|llama-?factory|axolotl|ms-swift(?!.*megatron)|\bunsloth\b(?! off))",
         "hf-transformers",
         "transformers' Trainer, which LLaMA-Factory, Axolotl, SWIFT and Unsloth run",
     ),

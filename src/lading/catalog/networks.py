@@ -199,7 +199,11 @@ def _nics(text: str, node_ranks: int) -> _Nics | None:
         return _Nics(node_ranks, speed, (*assumed, "a NIC for each device: how many is not said"))
     nics = next((n for n in (node_ranks, 4, 2, 1) if speed / n >= 100), 1)
     whole = re.search(r"node|total|aggregate|server|instance|host", lowered)
-    doubt = () if whole or nics == 1 or speed > _LARGEST_NIC else (f"{text.strip()!r} is the rate of a whole node, not of each NIC",)
+    doubt = (
+        ()
+        if whole or nics == 1 or speed > _LARGEST_NIC
+        else (f"{text.strip()!r} is the rate of a whole node, not of each NIC",)
+    )
     return _Nics(nics, speed / nics, assumed, doubt)
 
 

@@ -31,8 +31,8 @@ FACTORS = (
 )
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
-#: How software is known on an architecture: steps were seen, or one run; its switches are named, or only its class.
-FITTED, ANCHORED, SWITCHES, GUESSED = "fitted", "one run known", "switches only", "guessed"
+#: How software is known on an architecture: steps were seen; its switches are named, or only its class.
+FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
 
 
 @dataclass(frozen=True, kw_only=True)

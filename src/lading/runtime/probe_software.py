@@ -18,13 +18,16 @@ The script is a Python file that the user names, with these names at its top lev
 It is run once in each process, with ``__name__`` other than "__main__": a training script may be given if it has these
 names and begins to train under ``if __name__ == "__main__"`` only.
 
-Nothing is set that plain PyTorch has not set: temporaries find pages that were never touched, as in the user's run.
-Steps of all cases take turns, so that a busy moment of the host hits them alike, and their median counts.
+[Note: one model in a process] Nothing is set that plain PyTorch has not set, and each model trains in processes of its
+own, as in the user's run: its step depends on what else lives in its process, whose heap gives pages back or keeps them
+by what was freed before. One model of 89 ms took 143 beside larger ones. The cases run in order and back again, so that
+a host whose speed drifts is as fast for all of them at the mean; medians count.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import statistics
@@ -32,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ _LAYOUTS = ("zero0", "zero2", "zero3")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise",
              "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_grouped_mm")  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product"
-_FEWEST, _MOST, _PROFILED = 5, 60, 5
+_FEWEST, _MOST, _PROFILED = 5, 60, 3
 #: Bytes of the gathered tensor; rows, columns and depth of the product in 8 bits.
 GATHERED_BYTES = 8 << 20
 SQUARE = 512
@@ -100,6 +103,12 @@ class Timing:
     def step_s(self) -> float:
         """Seconds of the step."""
         return self.pass_s + self.update_s
+
+    @classmethod
+    def mean(cls, timings: Sequence[Timing]) -> Timing:
+        """Mean of each part."""
+        parts = zip(*(astuple(timing) for timing in timings), strict=True)
+        return cls(*(statistics.fmean(part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -302,7 +311,7 @@ class ScriptTraining:
 
 
 def measure(path: Path, asked: Sequence[ProfileCase], *, ranks: int, threads: int, seconds: float) -> Measured:
-    """Measure the software of a script in processes of its own.
+    """Measure the software of a script, each case in processes of its own ([Note: one model in a process]).
 
     Args:
         ranks: Processes that train together over gloo, >= 1.
@@ -311,29 +320,48 @@ def measure(path: Path, asked: Sequence[ProfileCase], *, ranks: int, threads: in
     Raises:
         ConfigError: the script is not what it should be, says how.
     """
+    order = [*range(len(asked)), *reversed(range(len(asked)))]
+    found: list[list[Measured]] = [[] for _ in asked]
+    for turn, number in enumerate(order):
+        besides = turn == len(asked)  # what is no step, beside the last case
+        given = (str(path.resolve()), asked[number], besides, threads, seconds / len(order))
+        answer = json.loads(in_processes(_run, ranks, *given))
+        timings = tuple(Timing(**timing) for timing in answer.pop("timings"))
+        found[number].append(Measured(timings, **{**answer, "product_s": tuple(answer["product_s"])}))
+    timings = tuple(Timing.mean([one.timings[0] for one in passes]) for passes in found)
+    return replace(found[-1][-1], timings=timings)
+
+
+def in_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
+    """Run a function in fresh processes; returns what the first of them wrote.
+
+    Args:
+        run: Called with a rank, the number of ranks, a folder of theirs, and ``given``; what it writes to "refused0" in
+            the folder is raised, and the first rank writes "measured".
+    Raises:
+        ConfigError: a process refused what it was given.
+    """
+    multiprocessing.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory() as folder:
-        given = (str(path.resolve()), tuple(asked), ranks, threads, seconds, folder)
         try:
-            start_processes(_run, given, nprocs=ranks, start_method="spawn")
+            start_processes(run, (ranks, folder, *given), nprocs=ranks, start_method="forkserver")
         except Exception as error:
             refused = sorted(Path(folder).glob("refused*"))
             if refused:
                 raise ConfigError(refused[0].read_text()) from error
             if not (Path(folder) / "measured").exists():  # else gloo aborted a rank that was done, at its end
                 raise
-        found = json.loads((Path(folder) / "measured").read_text())
-    timings = tuple(Timing(**timing) for timing in found.pop("timings"))
-    return Measured(timings, **{**found, "product_s": tuple(found["product_s"])})
+        return (Path(folder) / "measured").read_text()
 
 
 def _run(
-    rank: int, path: str, asked: Sequence[ProfileCase], ranks: int, threads: int, seconds: float, folder: str
+    rank: int, ranks: int, folder: str, path: str, case: ProfileCase, besides: bool, threads: int, seconds: float
 ) -> None:
     """Run one process; the first writes what was measured."""
     torch.set_num_threads(threads)
     with in_group(rank, ranks, folder):
         try:
-            found = _measured(UserSoftware(Path(path)), asked, rank, seconds)
+            found = _measured(UserSoftware(Path(path)), case, rank, besides, seconds)
         except Exception as error:  # of the script's code, called by torch's
             said = f"{path}: training in it raised {type(error).__name__}: {error!s:.400}"
             (Path(folder) / f"refused{rank}").write_text(str(error) if isinstance(error, ConfigError) else said)
@@ -357,9 +385,10 @@ def in_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measured(software: UserSoftware, asked: Sequence[ProfileCase], rank: int, seconds: float) -> Measured:
-    trainings = [_training(software, case, rank) for case in asked]
-    timings = timings_of(trainings, seconds)
+def _measured(software: UserSoftware, case: ProfileCase, rank: int, besides: bool, seconds: float) -> Measured:
+    timings = (timing_of(_training(software, case, rank), seconds),)
+    if not besides:
+        return Measured(timings)
     if dist.get_world_size() > 1:
         return Measured(timings, _gather_s(software))
     product, reason = _product_s(software)
@@ -378,52 +407,30 @@ def batch_of(case: ProfileCase, seed: int) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(case.vocabulary, (case.rows, case.tokens + 1), generator=draw)}
 
 
-def timings_of(trainings: Sequence[ScriptTraining], seconds: float) -> tuple[Timing, ...]:
-    """Time steps of several models in turns for so many seconds, then what the profiler says of a few.
+def timing_of(training: ScriptTraining, seconds: float) -> Timing:
+    """Time steps of a model for so many seconds, and what the profiler says of a few.
 
     Raises:
         ConfigError: replicas differ.
     """
-    _compile_each_alone()
-    for training in trainings:
-        for _ in range(2):
-            training.step()
-        if dist.get_world_size() > 1:
-            training.check_together()
-    samples: list[list[tuple[float, float]]] = [[] for _ in trainings]
-    operations: list[list[tuple[float, float]]] = [[] for _ in trainings]
+    for _ in range(2):
+        training.step()
+    if dist.get_world_size() > 1:
+        training.check_together()
     begun = time.perf_counter()
-    _turn(trainings, samples)
+    training.step()
     rounds = max(_FEWEST, min(_MOST, int(seconds / _slowest([time.perf_counter() - begun])[0])))
     looked = {rounds * number // _PROFILED for number in range(_PROFILED)}  # spread, as the host's speed drifts
+    steps: list[tuple[float, float]] = []
+    operations: list[tuple[float, float]] = []
     for number in range(rounds):
         if number in looked:
-            for training, found in zip(trainings, operations, strict=True):
-                found.append(_operations_s(training))
-        _turn(trainings, samples)
-    parts: list[float] = []
-    for steps, found in zip(samples, operations, strict=True):
-        for pairs in (steps[1:], found):
-            parts += [statistics.median(pair[part] for pair in pairs) for part in (0, 1)]
-    slowest = _slowest(parts)
-    return tuple(Timing(*slowest[i : i + 4]) for i in range(0, len(slowest), 4))
-
-
-def _compile_each_alone() -> None:
-    """Let torch.compile make kernels for each model's own sizes, as where it is the only one of its process.
-
-    The second model of other sizes would otherwise be compiled for any size, with slower kernels.
-    """
-    import torch._dynamo.config as dynamo
-
-    dynamo.automatic_dynamic_shapes = False
-    dynamo.recompile_limit = 256
-
-
-def _turn(trainings: Sequence[ScriptTraining], samples: Sequence[list[tuple[float, float]]]) -> None:
-    for training, steps in zip(trainings, samples, strict=True):
+            operations.append(_operations_s(training))
+            training.step()  # the first behind the profiler is not as the others
         dist.barrier()
         steps.append(training.step())
+    parts = [statistics.median(pair[part] for pair in pairs) for pairs in (steps, operations) for part in (0, 1)]
+    return Timing(*_slowest(parts))
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import log, sqrt
 
-from lading.ir.stack import ANCHORED, FITTED, GUESSED, SWITCHES
+from lading.ir.stack import FITTED, GUESSED, SWITCHES
 
 #: Half width, in logarithms, by how the software is known, and of a machine that only a data sheet tells of.
-_SOFTWARE = {FITTED: 0.1, ANCHORED: 0.1, SWITCHES: 0.11, GUESSED: 0.11}
+_SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.11}
 _DATA_SHEET = 0.15
 #: Half width that a step of one cause alone would have, by words of the cause; the first that fits counts.
 _CAUSES = {
@@ -39,7 +39,11 @@ _CAUSES = {
     "memory-bound": 0.24,
 }
 #: Share of a cause's uncertainty that is left, by how the software is known.
-_LEFT = {FITTED: 0.3, ANCHORED: 0.7, SWITCHES: 0.7, GUESSED: 1.0}
+_LEFT = {FITTED: 0.3, SWITCHES: 0.7, GUESSED: 1.0}
+#: Half width, in logarithms, of products beside each other of one software: what kernels of a running step are off by.
+_KERNELS = 0.115
+#: Half of an interval that holds nine of ten normal values, in standard deviations.
+NINE_OF_TEN = 1.645
 #: For each word or field of a source that was not understood.
 _UNREAD = log(1.1)
 
@@ -56,6 +60,30 @@ def half_width(evidence: str, shares: Mapping[str, float], *, measured: bool, un
     causes = (_LEFT[evidence] * _uncertain(cause) * max(0.0, share) for cause, share in shares.items())
     machine = 0.0 if measured else _DATA_SHEET
     return sqrt(_SOFTWARE[evidence] ** 2 + machine**2 + sum(part**2 for part in causes) + unread * _UNREAD**2)
+
+
+def causes_of(shares: Mapping[str, float], *, updates_on_host: bool) -> dict[str, float]:
+    """Shares of a step by cause, as intervals know them: an optimizer on the host is another cause than on a device."""
+    causes = dict(shares)
+    if updates_on_host:
+        causes["updates on the host"] = causes.pop("optimizer", 0.0)
+    return causes
+
+
+def cause_spreads(shares: Mapping[str, float]) -> dict[str, float]:
+    """Standard deviation, in logarithms, that each cause gives a step of software that is not known.
+
+    Args:
+        shares: Shares of the step by cause; a bubble is left out, as it lasts as long as the others make it.
+    """
+    spreads: dict[str, float] = {}
+    working = max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))
+    for cause, share in shares.items():
+        if cause == "bubble" or share <= 0:
+            continue
+        word = next((word for word in _CAUSES if word in cause), "")
+        spreads[word or "kernels"] = spreads.get(word or "kernels", 0.0) + share * (_CAUSES.get(word) or _KERNELS)
+    return {cause: spread / working / NINE_OF_TEN for cause, spread in spreads.items()}
 
 
 def _uncertain(cause: str) -> float:

@@ -31,7 +31,7 @@ from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import has_parts
 from lading.parallel.scores import with_dropout, with_scores
-from lading.sim.interval import half_width
+from lading.sim.interval import causes_of, half_width
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
@@ -112,8 +112,7 @@ class Simulated:
         machine, step = self.machine, self.step
         gpu = machine.device.gpu
         shares = {cause: seconds / step.step_s for cause, seconds in step.shares_s.items()}
-        if self.request.layout.updates_on_host:
-            shares["updates on the host"] = shares.pop("optimizer", 0.0)
+        shares = causes_of(shares, updates_on_host=self.request.layout.updates_on_host)
         evidence = self.request.stack.evidence_on(machine.device.architecture)
         measured = gpu is not None or machine.processes is not None
         return half_width(evidence, shares, measured=measured, unread=len(self.request.unread))

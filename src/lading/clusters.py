@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,9 @@ from lading.planner.space import Space
 from lading.report.lines import say, say_list
 from lading.report.plan_table import figures_table
 from lading.report.understood import understood
+from lading.sim.known_runs import KnownRun, shift_of
 from lading.sim.occupancy import occupancy
-from lading.sim.simulate import Simulated, machine_of
+from lading.sim.simulate import Simulated, machine_of, simulate
 from lading.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -57,13 +60,56 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
     return step, table
 
 
+def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Correct a step by what measured steps of its model, machine and software are off by, by cause.
+
+    Args:
+        request: What was asked for.
+        known: Measured steps as "LAYOUT=SECONDS".
+    Returns:
+        Figures by name, and sentences that say them.
+    Raises:
+        ConfigError: no layout, or no seconds.
+    """
+    runs: list[KnownRun] = []
+    told: list[dict[str, Any]] = []
+    for text in known:
+        layout, measured_s = _measured(text)
+        other = simulate(*step_of(replace(request, layout=layout, devices=0, global_batch=0)))
+        runs.append(KnownRun(measured_s / other.step.step_s, other.causes))
+        told.append({"layout": str(other.request.layout), "measured_s": measured_s, "step_s": other.step.step_s})
+    evidence = simulated.request.stack.evidence_on(simulated.machine.device.architecture)
+    shift = shift_of(simulated.causes, runs, evidence)
+    step_s, spread = simulated.step.step_s * shift.factor, exp(shift.narrowed(simulated.spread))
+    sentences = [
+        f"known: {run['layout']} took {format_seconds(run['measured_s'])}, predicted {format_seconds(run['step_s'])} "
+        f"({run['step_s'] / run['measured_s'] - 1:+.1%})"
+        for run in told
+    ]
+    low, high = format_seconds(step_s / spread), format_seconds(step_s * spread)
+    sentences.append(f"with that known, the step takes {format_seconds(step_s)} ({low} to {high})")
+    return {"runs": told, "step_s": step_s, "low_s": step_s / spread, "high_s": step_s * spread}, sentences
+
+
+def _measured(text: str) -> tuple[str, float]:
+    """Layout and seconds of a measured step."""
+    layout, _, seconds = text.rpartition("=")
+    try:
+        measured_s = float(seconds.strip().removesuffix("s"))
+    except ValueError:
+        measured_s = 0.0
+    if not layout or not 0 < measured_s < float("inf"):
+        raise ConfigError(f"--known: expected LAYOUT=SECONDS such as dp8,zero3,mb2,gb64=3.1, got {text!r}")
+    return layout, measured_s
+
+
 def space_of(request: Request) -> Space:
     """Make the space of layouts to choose from, for a model on so many devices.
 
     Raises:
         ConfigError: a name is not known, or such layouts are not searched.
     """
-    step, table = step_of(dataclasses.replace(request, devices=0, global_batch=0))
+    step, table = step_of(replace(request, devices=0, global_batch=0))
     return Space(request, step, table, machine_of(step, request.devices))
 
 
@@ -90,7 +136,7 @@ def _captured(request: Request) -> tuple[ModelTable, int]:
     from lading.tracing.tabulate import module_table
 
     run = run_of_model(request.model, request.seq_len or None)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))
+    run = replace(run, data=replace(run.data, batch_size=3))
     processors = load_machine(request.machine).device.kind == "cpu"  # there norms run as their operations
     dtype = "fp32" if processors and "fp32" in request.layout.split(",") else "bf16"
     module = defer(lambda: build(run.model, dtype)).model

@@ -70,6 +70,23 @@ def test_settings_that_need_others(more: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
+def test_a_step_that_was_measured_corrects_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, out = tmp_path / "plain.json", tmp_path / "known.json"
+    assert main([*ASKED, "--json", str(plain)]) == 0
+    before = json.loads(plain.read_text())
+    layout, measured_s = before["layout"], 1.2 * before["step_s"]
+    assert main([*ASKED, "--known", f"{layout}={measured_s}", "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    known = figures["known"]
+    assert figures["step_s"] == before["step_s"], "the prediction itself stays beside it"
+    assert before["step_s"] < known["step_s"] < measured_s
+    assert known["high_s"] / known["low_s"] < before["high_s"] / before["low_s"]
+    assert known["runs"][0]["measured_s"] == pytest.approx(measured_s)
+    assert "with that known, the step takes" in capsys.readouterr().out
+    assert main([*ASKED, "--known", "fast"]) != 0
+    assert "expected LAYOUT=SECONDS" in capsys.readouterr().err
+
+
 def test_growth_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, out = tmp_path / "step.html", tmp_path / "step.json"
     assert main([*ASKED, "--growth", "256", "--report", str(page), "--json", str(out), "--jitter", "0.02"]) == 0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lading.ir.stack import GUESSED
+from lading.ir.stack import FITTED, GUESSED
 from lading.sim.interval import cause_spreads, causes_of, half_width
 from lading.sim.known_runs import KnownRun, shift_of
 
@@ -56,7 +56,13 @@ def test_a_known_run_narrows_the_interval() -> None:
     shift = shift_of(TRANSFERS, [KnownRun(1.2, TRANSFERS)])
     assert shift.narrowed(before) < before
     assert shift_of(TRANSFERS, []).narrowed(before) == pytest.approx(before)
-    assert shift.narrowed(0.01) == pytest.approx(0.1 * 1.645), "a run's own part stays"
+    assert shift.narrowed(0.2) == pytest.approx(0.1 * 1.645), "a run's own part stays"
+    assert shift.narrowed(0.1) == 0.1, "what was narrower stays so"
+
+
+def test_of_software_that_is_fitted_one_run_says_less() -> None:
+    run = KnownRun(1.2, TRANSFERS)
+    assert 1 < shift_of(TRANSFERS, [run], FITTED).factor < shift_of(TRANSFERS, [run], GUESSED).factor
 
 
 def test_an_update_on_the_host_is_a_cause_of_its_own() -> None:

@@ -36,7 +36,8 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
     (
         "optimizer",
         r"\b(?:paged_?)?(?:8 ?-?bit )adam\w*|adamw?[- _]?8 ?-?bit|\b(?:bnb )?paged_adamw?\w*|"
-        r"\b(?:adafactor|lion|sgd|muon|shampoo|soap)(?: optimizer| \()|optimizer(?: is|:)? (?:adafactor|lion|sgd|muon|shampoo|soap)\b|"
+        r"\b(?:adafactor|lion|sgd|muon|shampoo|soap)(?: optimizer| \()|"
+        r"optimizer(?: is|:)? (?:adafactor|lion|sgd|muon|shampoo|soap)\b|"
         r"deepspeedcpuadam|\bcpu ?adam\b",
         None,
     ),

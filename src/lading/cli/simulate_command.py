@@ -57,6 +57,14 @@ class LayoutOptions:
     ] = None
     lora: Annotated[int | None, optional("RANK", "Train LoRA adapters of this rank beside frozen weights.")] = None
     qlora: Annotated[int | None, optional("RANK", "As --lora, with frozen weights of 4 bits.")] = None
+    known: Annotated[
+        tuple[str, ...],
+        optional(
+            "LAYOUT=SECONDS ...",
+            "Measured steps of this model, machine and software in other layouts, such as dp8,zero3,mb2,gb64=3.1. What "
+            "they are off by corrects the prediction, by cause.",
+        ),
+    ] = ()
     report: Annotated[Path | None, optional("FILE.html", "Also write a report for the browser.")] = None
     json: JsonFile = None
 
@@ -201,6 +209,11 @@ def _simulate_model(asked: SimulateCommand) -> None:
     request = model.request(layout=spread.layout, lora=spread.lora, qlora=spread.qlora)
     simulated = simulate(*step_of(request))
     figures, sentences = _scaled(simulated, asked.scale, model.price)
+    if spread.known:
+        from lading.clusters import corrected
+
+        figures["known"], said = corrected(simulated, request, spread.known)
+        sentences = [*said, *sentences]
     console = Console(width=line_columns(), highlight=False)
     print_cluster(simulated, console, model.price)
     console.print(fullest_chart(simulated))

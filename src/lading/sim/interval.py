@@ -70,11 +70,12 @@ def causes_of(shares: Mapping[str, float], *, updates_on_host: bool) -> dict[str
     return causes
 
 
-def cause_spreads(shares: Mapping[str, float]) -> dict[str, float]:
-    """Standard deviation, in logarithms, that each cause gives a step of software that is not known.
+def cause_spreads(shares: Mapping[str, float], evidence: str = GUESSED) -> dict[str, float]:
+    """Standard deviation, in logarithms, that each cause gives a step.
 
     Args:
         shares: Shares of the step by cause; a bubble is left out, as it lasts as long as the others make it.
+        evidence: How the software is known.
     """
     spreads: dict[str, float] = {}
     working = max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))
@@ -83,7 +84,7 @@ def cause_spreads(shares: Mapping[str, float]) -> dict[str, float]:
             continue
         word = next((word for word in _CAUSES if word in cause), "")
         spreads[word or "kernels"] = spreads.get(word or "kernels", 0.0) + share * (_CAUSES.get(word) or _KERNELS)
-    return {cause: spread / working / NINE_OF_TEN for cause, spread in spreads.items()}
+    return {cause: _LEFT[evidence] * spread / working / NINE_OF_TEN for cause, spread in spreads.items()}
 
 
 def _uncertain(cause: str) -> float:

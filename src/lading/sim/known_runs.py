@@ -20,6 +20,7 @@ from math import exp, log, sqrt
 
 import numpy as np
 
+from lading.ir.stack import GUESSED
 from lading.sim.interval import NINE_OF_TEN, cause_spreads
 
 #: Spread of what all steps of a software have in common, and of a run's own part.
@@ -55,19 +56,21 @@ class Shift:
 
     def narrowed(self, half_width: float) -> float:
         """Half width of an interval, in logarithms, that had ``half_width`` before the runs were known."""
-        return sqrt(max(_OWN**2, (half_width / NINE_OF_TEN) ** 2 - self.explained)) * NINE_OF_TEN
+        left = (half_width / NINE_OF_TEN) ** 2 - self.explained
+        return min(half_width, sqrt(max(_OWN**2, left)) * NINE_OF_TEN)
 
 
-def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun]) -> Shift:
+def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun], evidence: str = GUESSED) -> Shift:
     """Share what known runs are off by over causes, and add up those of a step ([Note: known runs]).
 
     Args:
         shares: Shares of the predicted step by cause.
         known: Runs of the same software.
+        evidence: How it was known before (``Stack.evidence_on``).
     """
     if not known:
         return Shift(1.0, 0.0)
-    step, runs = _parts(shares), [_parts(run.shares) for run in known]
+    step, *runs = (_parts(parts, evidence) for parts in (shares, *(run.shares for run in known)))
     among = np.array([[_product(one, other) for other in runs] for one in runs]) + _OWN**2 * np.eye(len(runs))
     limits = _MOST * np.sqrt(np.diag(among))
     off = np.clip([log(run.ratio) for run in known], -limits, limits)
@@ -75,9 +78,9 @@ def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun]) -> Shift:
     return Shift(exp(float(weights @ off)), float(weights @ [_product(step, run) for run in runs]))
 
 
-def _parts(shares: Mapping[str, float]) -> dict[str, float]:
+def _parts(shares: Mapping[str, float], evidence: str) -> dict[str, float]:
     """Spread of each part of a step's logarithm."""
-    return {**cause_spreads(shares), "common": _COMMON}
+    return {**cause_spreads(shares, evidence), "common": _COMMON}
 
 
 def _product(one: Mapping[str, float], other: Mapping[str, float]) -> float:

@@ -109,13 +109,16 @@ class Simulated:
     @property
     def spread(self) -> float:
         """Half width of the interval of the step's seconds, in logarithms (``lading.sim.interval``)."""
-        machine, step = self.machine, self.step
-        gpu = machine.device.gpu
-        shares = {cause: seconds / step.step_s for cause, seconds in step.shares_s.items()}
-        shares = causes_of(shares, updates_on_host=self.request.layout.updates_on_host)
+        machine = self.machine
         evidence = self.request.stack.evidence_on(machine.device.architecture)
-        measured = gpu is not None or machine.processes is not None
-        return half_width(evidence, shares, measured=measured, unread=len(self.request.unread))
+        measured = machine.device.gpu is not None or machine.processes is not None
+        return half_width(evidence, self.causes, measured=measured, unread=len(self.request.unread))
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Shares of the step by cause, as intervals know them."""
+        shares = {cause: seconds / self.step.step_s for cause, seconds in self.step.shares_s.items()}
+        return causes_of(shares, updates_on_host=self.request.layout.updates_on_host)
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -30,7 +30,7 @@ def test_what_transfers_take_longer_is_not_laid_on_products() -> None:
 def test_one_run_is_what_the_formula_says() -> None:
     spreads = cause_spreads(PRODUCTS)
     shared = sum(spread**2 for spread in spreads.values()) + 0.05**2
-    expected = shared / (shared + 0.1**2) * math.log(1.1)
+    expected = shared / (shared + 0.08**2) * math.log(1.1)
     assert math.log(shift_of(PRODUCTS, [KnownRun(1.1, PRODUCTS)]).factor) == pytest.approx(expected)
 
 
@@ -56,7 +56,7 @@ def test_a_known_run_narrows_the_interval() -> None:
     shift = shift_of(TRANSFERS, [KnownRun(1.2, TRANSFERS)])
     assert shift.narrowed(before) < before
     assert shift_of(TRANSFERS, []).narrowed(before) == pytest.approx(before)
-    assert shift.narrowed(0.2) == pytest.approx(0.1 * 1.645), "a run's own part stays"
+    assert shift.narrowed(0.2) == pytest.approx(0.08 * 1.645), "a run's own part stays"
     assert shift.narrowed(0.1) == 0.1, "what was narrower stays so"
 
 

@@ -371,6 +371,8 @@ _ADAPTED = (
 
 def adapted_of(task: str) -> dict[str, Any]:
     """Settings of the modules that adapters attach to, where a task's words list them."""
+    if re.search(r"all[- ]?(?:the )?linear|all modules|every linear", task.lower()):
+        return {"adapter_modules": ()}
     names = [name for pattern, names in _ADAPTED if re.search(pattern, task.lower()) for name in names]
     return {"adapter_modules": tuple(dict.fromkeys(names))} if names else {}
 

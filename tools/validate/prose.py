@@ -30,7 +30,7 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
     ),
     (
         "offload",
-        r"(?:\w+ )*(?:cpu|host|nvme|ssd)[- ]?offload\w*(?: of)?(?: \w+)*|offload\w*(?: \w+)* (?:cpu|host|nvme|ssd)\b",
+        r"\S*(?:cpu|host|nvme|ssd)[-_ ]?offload\w*[^;]*|.*\boffload\w* [^;]*\b(?:cpu|host|nvme|ssd)\b",
         None,
     ),
     (

@@ -28,6 +28,8 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: "SDPA is used by default for torch>=2.1.1" (transformers, pages of its models); forks of
 #: Megatron have their own.
 _NUMBERED = 2024
+#: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
+_CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
 _COMPILED = (
     r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
 )
@@ -91,6 +93,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         stack = stack_by_name(class_of(row, text))
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
         stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row))
+        stack = dataclasses.replace(stack, **_tuned(row, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
         stack = dataclasses.replace(stack, **_named_otherwise(row, stack, assumed))
@@ -164,6 +167,20 @@ def _cut_parameters(row: Row) -> dict[str, Any]:
     return {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
+def _tuned(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Switches of Megatron-like software that its year and number format tell."""
+    if stack.kind != "megatron-like":
+        return {}
+    settings: dict[str, Any] = {}
+    if re.search(r"fp8|fp4|float8", str(row.layout.get("precision", "")).lower()) and stack.gradient_dtype == "float32":
+        settings["gradient_dtype"] = "bfloat16"
+        assumed.append("gradients reduced in bf16, as recipes in 8 bits of NeMo and Megatron-Bridge have it")
+    if stack.attention == "cudnn" and _CUDNN9.search(row.source):
+        settings["attention"] = "cudnn9"
+        assumed.append("cuDNN's attention from 9.2x on, as containers of 2026 have it")
+    return settings
+
+
 def _named_otherwise(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Switches of a row that a set's framework has and its runs had not: ZeRO-3's hooks, and fused attention."""
     settings: dict[str, Any] = {}
@@ -219,6 +236,8 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     if launched and re.search(r"CUDA graphs [^;.]*moe_router", text):
         grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
         settings["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
+    if re.search(r"(?:fp8|float8) all-?gather", lowered) and re.search(r"fp8|float8", str(row.layout.get("precision"))):
+        settings["gather_dtype"] = "float8_e4m3fn"
     if (capacity := _CAPACITY.search(lowered)) and float(capacity[1]) > 1 and row.model.get("experts"):
         settings["imbalance"] = float(capacity[1])
     hidden = settings.get("hidden", stack.hidden)

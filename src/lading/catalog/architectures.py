@@ -127,6 +127,8 @@ def _symbols(model: Architecture, base: str, families: Mapping[str, StoredTable]
         sizes["mr"] = sizes["mh"] // sizes.get("mg", 1)
     for key, value in _DEFAULTS.get(base, {}).items():
         sizes.setdefault(key, value)
+    if model.family == "moe" and not sizes.get("fs"):
+        sizes["fs"] = 1  # of a table whose dense blocks are taken, and none that has a shared expert
     symbols: dict[str, int] = {}
     for family, stored in families.items():
         known = {key: value for key, value in sizes.items() if key in stored.symbols}

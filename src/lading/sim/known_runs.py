@@ -24,7 +24,7 @@ from lading.ir.stack import GUESSED
 from lading.sim.interval import NINE_OF_TEN, cause_spreads
 
 #: Spread of what all steps of a software have in common, and of a run's own part.
-_COMMON, _OWN = 0.05, 0.1
+_COMMON, _OWN = 0.05, 0.08
 #: A run counts as off by at most so many spreads of what such runs are off by.
 _MOST = 3.0
 

@@ -5,8 +5,8 @@
 
 Everything else is fitted on micro-measurements; this is the only fit on whole steps. Each architecture has one factor,
 which holds for software that was not seen, and each stack seen on it one that is drawn to that
-(``tools.validate.shrinkage``): a stack with few rows keeps to what the others let expect. Rows of tier A, newest of
-equal configurations.
+(``tools.validate.shrinkage``): a stack with few rows keeps to what the others let expect. Kinds of kernels have factors
+that are drawn to their stack's (``benchmarks.calibrate.causes``). Rows of tier A, newest of equal configurations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.validate.protocols import cells_of, kernel_share
+from tools.validate.protocols import cells_of
 from tools.validate.rows import read_rows
 from tools.validate.scoring import Pair, Simulator, outcomes_of, step_pairs
 from tools.validate.shrinkage import Cell, expected
 
+from benchmarks.calibrate.causes import cause_factors, with_causes
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import DEFAULT
 
@@ -54,14 +55,17 @@ def main() -> None:
     print("stack, architecture, rows: factor; mean absolute error without and with it (bias with it)")
     for (stack, architecture), pairs in sorted(groups.items()):
         factor = math.exp(expected(cells, Cell("", stack, architecture)))
+        kinds = cause_factors(pairs, factor)
         tables[stack][architecture] = round(factor, 3)
+        tables[stack] |= {f'"{architecture}.{kind}"': round(own, 3) for kind, own in kinds.items()}
         before = [pair.error for pair in pairs]
-        after = [pair.predicted * factor ** kernel_share(pair) / pair.measured - 1 for pair in pairs]
+        after = [pair.predicted * with_causes(pair, factor, kinds) / pair.measured - 1 for pair in pairs]
+        said = ", ".join(f"{kind} {own:.3f}" for kind, own in kinds.items())
         print(
-            f"{stack}, {architecture}, {len(pairs)}: {factor:.3f}; {_mean(before):.1%}, {_mean(after):.1%} "
+            f"{stack}, {architecture}, {len(pairs)}: {factor:.3f} ({said}); {_mean(before):.1%}, {_mean(after):.1%} "
             f"({statistics.mean(after):+.1%})"
         )
-    seen = {stack: sorted(table) for stack, table in tables.items()}
+    seen = {stack: sorted(key for key in table if "." not in key) for stack, table in tables.items()}
     for architecture in sorted({cell.architecture for cell in cells}):
         factor = math.exp(expected(cells, Cell("", "", architecture)))
         print(f"software that was not seen, {architecture}: {factor:.3f}")

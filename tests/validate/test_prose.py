@@ -38,6 +38,8 @@ def asked(tmp_path: Path, **parts: Any) -> StepRequest:
         ("DeepSpeed ZeRO-2, overlap_comm", {"zero": 2}),
         ("plain DDP, no ZeRO", {"zero": 0}),
         ("fp16 mixed precision", {"precision": "fp16"}),
+        ("fp16; DDP", {"precision": "fp16", "zero": 0}),
+        ("gradients reduced in fp16", {"precision": "bf16"}),
     ],
 )
 def test_what_only_the_notes_state_is_read(tmp_path: Path, notes: str, expected: dict[str, Any]) -> None:
@@ -113,6 +115,19 @@ def test_software_by_its_own_name_and_not_by_what_stands_beside(
     tmp_path: Path, parts: dict[str, Any], name: str
 ) -> None:
     assert asked(tmp_path, **parts).stack.name == name
+
+
+def test_what_stands_for_megatron_like_software_by_format_and_container(tmp_path: Path) -> None:
+    def stack(precision: str, source: str = "a fork", **layout: Any) -> Any:
+        return asked(tmp_path, source=source, layout={"dp": 1, "tp": 2, "precision": precision, **layout}).stack
+
+    assert (stack("bf16").gradient_dtype, stack("fp8").gradient_dtype) == ("float32", "bfloat16")
+    assert (stack("bf16").attention, stack("bf16", "a fork in container 26.04").attention) == ("cudnn", "cudnn9")
+    assert stack("bf16", task="LoRA r=8").adapter_modules == ("wq", "wk", "wv", "qkv")
+    assert stack("bf16", task="LoRA r=8 on all-linear").adapter_modules == ()
+    assert stack("bf16", async_tp=True).hidden["tp"] == 0.7
+    assert asked(tmp_path, notes="float8 all-gather", layout={"precision": "fp8"}).stack.gather_dtype == "float8_e4m3fn"
+    assert asked(tmp_path, notes="float8 all-gather").stack.gather_dtype == ""
 
 
 def test_kernels_that_notes_name(tmp_path: Path) -> None:

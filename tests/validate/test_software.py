@@ -84,8 +84,10 @@ def test_a_framework_left_out_is_predicted_by_its_class_alone() -> None:
     known, guessed = request_of(row), request_of(row, known=False)
     assert (known.stack.framework, guessed.stack.framework) == ("torchtitan", "")
     assert guessed.stack.name == "compiled-torch"
-    assert known.stack.gather_dtype == "float8_e4m3fn"
-    assert guessed.stack.gather_dtype == "", "what only its own files tell"
+    assert known.stack.gather_dtype == guessed.stack.gather_dtype == "float8_e4m3fn", "its notes say so"
+    triton = ROWS["mosaic-075"]
+    assert request_of(triton).stack.attention == "triton"
+    assert request_of(triton, known=False).stack.attention != "triton", "only its own files tell"
     assert framework_of(row, said(row)) == "torchtitan"
 
 

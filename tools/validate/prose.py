@@ -48,7 +48,12 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
         r"zero[- ]?(?:stage[- ]?)?[123]\b|\b(?:full_shard|shard_grad_op|no_shard)\b|\b[fh]sdp2?\b|\bddp\b",
         None,
     ),
-    ("precision", r"\b(?:bf16|bfloat16|fp16|fp8|float8|mxfp8|nvfp4|fp32)\b(?: mixed)?(?: precision)?", None),
+    (
+        "precision",
+        r"^(?:bf16|bfloat16|fp16|fp8|mxfp8|nvfp4|fp32)(?: mixed)?(?: precision)?$|"
+        r"\b(?:bf16|bfloat16|fp16|fp8|fp32)[ -](?:mixed|training|precision)\b",
+        None,
+    ),
 )
 #: Fields that say the same, of which one is enough.
 _SAME = {"sharding": ("sharding", "zero_stage", "fsdp")}

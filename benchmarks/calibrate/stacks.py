@@ -19,12 +19,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.calibrate.causes import cause_factors, with_causes
 from tools.validate.protocols import cells_of
 from tools.validate.rows import read_rows
 from tools.validate.scoring import Pair, Simulator, outcomes_of, step_pairs
 from tools.validate.shrinkage import Cell, expected
 
-from benchmarks.calibrate.causes import cause_factors, with_causes
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import DEFAULT
 

@@ -156,7 +156,7 @@ def test_dualpipe_is_two_pipelines_of_half_its_ranks(tmp_path: Path) -> None:
     assert (dual.layout.pp, dual.layout.dp, dual.layout.vpp, dual.layout.schedule) == (4, 2, 2, "dualpipe-v")
     assert any("one for each direction" in text for text in dual.assumed)
     cut = asked(tmp_path, layout={**layout, "pp_schedule": "DualPipeV"}, **parts)
-    assert (cut.layout.pp, cut.layout.dp, cut.layout.schedule) == (8, 1, "dualpipe-v")
+    assert (cut.layout.pp, cut.layout.dp, cut.layout.vpp, cut.layout.schedule) == (8, 1, 2, "dualpipe-v")
     assert asked(tmp_path, layout={"dp": 1, "pp": 2, "pp_schedule": "DualPipe"}).unread
 
 

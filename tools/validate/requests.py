@@ -12,6 +12,7 @@ from lading.catalog.networks import node_size, parse_network, parse_node
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
+from lading.ir.schedules import V_SHAPED
 from lading.ir.stack import Stack
 from tools.validate.architecture import architecture_of, unread_of_model
 from tools.validate.fields import (
@@ -210,6 +211,9 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
     schedule = schedule_of(stated, degrees["vpp"], unread)
     if schedule == DUALPIPE:
         schedule = _one_direction(degrees, assumed, unread)
+    elif schedule in V_SHAPED and degrees["vpp"] != 2:
+        degrees["vpp"] = 2
+        assumed.append(f"two chunks of the pipeline on a rank, as {schedule} has them")
     micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
     mode, layers, modules = _recompute(row, text, assumed, unread)
     return Layout(

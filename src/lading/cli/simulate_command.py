@@ -60,9 +60,9 @@ class LayoutOptions:
     known: Annotated[
         tuple[str, ...],
         optional(
-            "LAYOUT=SECONDS ...",
-            "Measured steps of this model, machine and software in other layouts, such as dp8,zero3,mb2,gb64=3.1. What "
-            "they are off by corrects the prediction, by cause.",
+            "LAYOUT=S",
+            "Measured steps (seconds) of this model, machine and software in other layouts, such as "
+            "dp8,zero3,mb2,gb64=3.1. What they are off by corrects the prediction, by cause.",
         ),
     ] = ()
     report: Annotated[Path | None, optional("FILE.html", "Also write a report for the browser.")] = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import poet
 import sac
 import torch
 from hand import Choices, everything_moved, states_away
@@ -53,6 +54,10 @@ OVERHEAD_BYTES = 4_000_000
 #: A rival decides for these shares of the room there is: too little leaves time unused, too much does not fit.
 ROOMS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
 LEAST_OPS = (10, 40, 160)
+#: The same for POET's program, each of which may take all of its time.
+POET_ROOMS = (1.0, 0.85, 0.7)
+#: What POET's program takes a second of paging to cost beside one of computing: as much, or little as it hides.
+PRICES = (1.0, 0.1)
 _NONE: Choices = {}
 
 
@@ -101,7 +106,8 @@ def _checkpointed(step: StepProblem, away: Choices) -> Offered:
     yield {**checkpoint_every_block(step.graph, step.lives), **away}
 
 
-def _dtr(step: StepProblem, away: Choices) -> Offered:
+def dtr(step: StepProblem, away: Choices) -> Offered:
+    """Offer what DTR's greedy evicts where ``away`` is on a lower tier."""
     for share in ROOMS:
         evicted = evict(step, away, int(share * step.arena_bytes))
         if evicted.step_s is None:
@@ -113,6 +119,16 @@ def _sac(step: StepProblem, away: Choices, limit_s: float) -> Offered:
     for share in ROOMS:
         found = sac.choices(step, away, int(share * step.arena_bytes), limit_s)
         if found is not None:
+            yield {**found, **away}
+
+
+def poets(step: StepProblem, away: Choices, limit_s: float) -> Offered:
+    """Offer what POET's program pages and computes again, each within ``limit_s`` seconds."""
+    for price in PRICES:
+        for share in POET_ROOMS:
+            found = poet.choices(step, away, int(share * step.arena_bytes), limit_s, price)
+            if found is None:
+                break
             yield {**found, **away}
 
 
@@ -133,8 +149,10 @@ RIVALS: dict[str, Rival] = {
     "checkpoint every block, states away": lambda step, limit_s: _checkpointed(step, states_away(step)),
     "SAC ILP": lambda step, limit_s: _sac(step, _NONE, limit_s),
     "SAC ILP, states away": lambda step, limit_s: _sac(step, states_away(step), limit_s),
-    "DTR": lambda step, limit_s: _dtr(step, _NONE),
-    "DTR, states away": lambda step, limit_s: _dtr(step, states_away(step)),
+    "DTR": lambda step, limit_s: dtr(step, _NONE),
+    "DTR, states away": lambda step, limit_s: dtr(step, states_away(step)),
+    "POET": lambda step, limit_s: poets(step, _NONE, limit_s),
+    "POET, states away": lambda step, limit_s: poets(step, states_away(step), limit_s),
     "everything moved": lambda step, limit_s: _moved(step),
     "blocks recomputed, rest moved": lambda step, limit_s: _streamed(step),
 }

@@ -1,11 +1,15 @@
 """Plans beside a cache that reacts: LRU, first in first out, furthest next use, and LRU that fetches one layer ahead.
 
+And beside DTR, which evicts what is cheap to make again, and POET's integer program (``poet.py``).
+
     python benchmarks/planner/paging.py --models llama-1b-6-layers --machines h100 rtx4090 --budgets 50% 25%
 
 A cache knows nothing of the step: an operation whose operand is away waits until it is back (a miss), and what has to
 make room for it goes to the nearest lower tier, written if it was changed. It may use every byte of the budget, without
 addresses. Nothing is recomputed. Seconds are exposed where nothing computes. Times are predicted, with each direction
 of a tier at the rate that it has beside the other.
+DTR and POET decide about activations only: optimizer states, or all that lasts, then wait on lower tiers. Their choices
+go through Lading's lowering, so their transfers are scheduled, and misses are none of theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+
+from contest import best_of, dtr, poets
 
 from lading import __version__
 from lading.catalog.load import load_machine
@@ -28,6 +35,7 @@ from lading.ir.program import slot_bytes
 from lading.memory.lifetime import lifetimes
 from lading.planner.api import make_plan, step_costs, tier_limits
 from lading.planner.residency import StepProblem
+from lading.planner.streaming import persistent_away
 from lading.sim.device_step import stall_s
 from lading.units import format_seconds, share_or_bytes
 from models import cases
@@ -168,8 +176,26 @@ POLICIES: dict[str, tuple[Priority, bool]] = {
 }
 
 
-def lines(name: str, graph: StepGraph, machine: Machine, budget: str) -> list[str]:
-    """One line for each cache, and one for the plan."""
+def _deciding(step: StepProblem, start: str, limit_s: float) -> list[str]:
+    """One line for each rival that decides before the step."""
+    aways = [{}, *persistent_away(step)]
+    offers = {
+        "DTR": chain.from_iterable(dtr(step, away) for away in aways),
+        "POET": chain.from_iterable(poets(step, away, limit_s) for away in aways),
+    }
+    found: list[str] = []
+    for policy, offered in offers.items():
+        plan = best_of(step, offered)
+        if plan is None:
+            found.append(f"{start}| {policy} | none found | | |")
+            continue
+        exposed = stall_s(plan.timeline, plan.program)
+        found.append(f"{start}| {policy} | {format_seconds(plan.step_s)} | - | {format_seconds(exposed)} |")
+    return found
+
+
+def lines(name: str, graph: StepGraph, machine: Machine, budget: str, limit_s: float) -> list[str]:
+    """One line for each cache and each rival, and one for the plan."""
     wide = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory_bytes=1 << 45))
     step = expand(graph)
     limits = {DEVICE: 1 << 60, **tier_limits(wide, {})}
@@ -186,6 +212,7 @@ def lines(name: str, graph: StepGraph, machine: Machine, budget: str) -> list[st
         found.append(
             f"{start}| {policy} | {format_seconds(seconds)} | {misses} | {format_seconds(seconds - computed)} |"
         )
+    found += _deciding(within, start, limit_s)
     try:
         planned = make_plan(step, wide, budget=budget)
     except PlanInfeasible:
@@ -201,6 +228,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="names of benchmarks/planner/models.py; all by default")
     parser.add_argument("--machines", nargs="*", default=["rtx4090", "h100"])
     parser.add_argument("--budgets", nargs="*", default=["50%", "25%"])
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds of each of POET's programs")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     table = [f"Lading {__version__}; predicted times.", "", _HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
@@ -211,7 +239,7 @@ def main() -> None:
         graph = case.graph()
         for machine in map(load_machine, chosen.machines):
             for budget in chosen.budgets:
-                made = lines(case.name, graph, machine, budget)
+                made = lines(case.name, graph, machine, budget, chosen.limit)
                 print("\n".join(made), flush=True)
                 table += made
     if chosen.out:

@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", default=["50%", "25%"])
     parser.add_argument("--clip", nargs="*", type=float, default=[0.0])
     parser.add_argument("--out", type=Path, help="write results here as .json and .md, beside those of other cases")
+    parser.add_argument("--missing", action="store_true", help="leave out cases that --out has")
     chosen = parser.parse_args()
     planned: dict[tuple[str, float, str, str], Row] = {}
     if chosen.out:
@@ -251,7 +252,10 @@ def main() -> None:
         graph = case.graph()
         for machine in map(load_machine, chosen.machines):
             for clip_norm in chosen.clip:
-                for row in rows(case.name, graph, machine, chosen.budgets, clip_norm):
+                known = (b for b in chosen.budgets if (case.name, clip_norm, machine.name, b) in planned)
+                left_out = set(known) if chosen.missing else set[str]()
+                budgets = [budget for budget in chosen.budgets if budget not in left_out]
+                for row in rows(case.name, graph, machine, budgets, clip_norm):
                     print(row.line, flush=True)
                     planned[row.key] = row
                     if chosen.out:

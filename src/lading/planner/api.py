@@ -41,9 +41,11 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
+from lading.planner.critical import relieved
 from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
+    REACH,
     Ordered,
     best_order,
     deferred_step,
@@ -97,8 +99,12 @@ _NO_LIMIT = 1 << 60
 _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
-#: How many times faster than evenly late updates run, and operations of steps for which other forms are tried.
-_HURRIES, _FEW_OPS, _MANY_OPS = (1.0, 2.0), 200, 5000
+#: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
+#: operations that they have together, but for the first form.
+_SEARCHED, _SEARCHED_OPS = 2, 12_000
+#: How many times faster than evenly late updates run, and operations of a step of which no other forms are tried, as it
+#: has a wide search. Of a larger one as many forms with late updates are tried as have so many operations together.
+_HURRIES, _FEW_OPS, _FORMS_OPS = (1.0, 2.0), 200, 20_000
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,8 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
+        progress.update(0.92, "the fastest plan with choices on its critical path changed")
+        chosen = dataclasses.replace(chosen, found=relieved(chosen.found, chosen.bound_s))
         progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
         chosen = sharpened(chosen) if homes is not None else _with_host(chosen, step)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
@@ -593,7 +601,7 @@ def _chosen_form(
 ) -> Ordered:
     """Choose a plan of the step as it is or in another form: with its loss in parts, with late updates, or both.
 
-    It is the form whose first plan is the fastest, or which has a plan at all. The bound is below plans of all of them.
+    Forms are searched whose first plans are the fastest, or which have a plan at all; the bound is below plans of all.
 
     Raises:
         PlanInfeasible: as ``_chosen``; says it of the form that needs least.
@@ -606,27 +614,55 @@ def _chosen_form(
     forms = [step, *(form for form in (_loss_parts(step),) if form is not None)]
     first_s = [whole_s, *map(_first_plan_s, forms[1:])]
     best = forms[first_s.index(min(first_s))]
-    late = _late_updates(best)
+    late = _late_updates(best)[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
     forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
+    return _of_all_forms(_searched(forms, first_s, fitting, progress), forms, fitting)
+
+
+def _searched(
+    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: Mapping[str, Found], progress: PlanProgress
+) -> list[Ordered]:
+    """Search the form whose first plan is the fastest, and others whose first plans are within reach of it.
+
+    Raises:
+        PlanInfeasible: no form has a plan; says it of the form that needs least.
+    """
+    most = max(1, min(_SEARCHED, _SEARCHED_OPS // len(forms[0].graph.ops)))
+    made: list[Ordered] = []
     failure: PlanInfeasible | None = None
-    for _, at in sorted(zip(first_s, range(len(forms)), strict=True)):
-        form = forms[at]
+    for form_s, at in sorted(zip(first_s, range(len(forms)), strict=True)):
+        if len(made) == most or (made and form_s > (1 + REACH) * min(first_s)):
+            break
         try:
-            chosen = best_order(form, fitting.values() if form is step else (), progress)
+            made.append(best_order(forms[at], () if at else fitting.values(), progress))
         except PlanInfeasible as error:
             failure = min(failure or error, error, key=lambda each: each.smallest_budget_bytes)
-            continue
-        others = [deferred_step(other, other.deferrals) for other in forms if other is not form]
-        bounds = [bound for other in others if (bound := lower_bound_s(other))]
-        chosen = dataclasses.replace(
-            chosen, bound_s=min([chosen.bound_s, *bounds]), orders=(*chosen.orders, *others) if chosen.orders else ()
-        )
-        plain = min(fitting.values(), key=lambda found: found.step_s, default=chosen.found)
-        if plain.step_s < chosen.found.step_s:
-            return dataclasses.replace(chosen, deferred=0, step=step, found=plain)
-        return chosen
-    assert failure is not None, "no form has a plan"
-    raise failure
+    if not made:
+        assert failure is not None, "no form has a plan"
+        raise failure
+    return made
+
+
+def _of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting: Mapping[str, Found]) -> Ordered:
+    """Pick the fastest plan, with a bound that is below plans of all forms.
+
+    Args:
+        made: Plans of some forms.
+        forms: All of them, the step as it is first.
+        fitting: Plans of that by plain policies.
+    """
+    best = min(made, key=lambda ordered: ordered.found.step_s)
+    tried = {id(step) for ordered in made for step in ordered.orders}
+    others = [deferred_step(form, form.deferrals) for form in forms]
+    others = [step for step in others if id(step) not in tried]
+    bounds = [*(ordered.bound_s for ordered in made), *filter(None, map(lower_bound_s, others))]
+    known = all(ordered.orders for ordered in made)
+    orders = (*(step for ordered in made for step in ordered.orders), *others) if known else ()
+    best = dataclasses.replace(best, bound_s=min(bounds), orders=orders)
+    plain = min(fitting.values(), key=lambda found: found.step_s, default=best.found)
+    return (
+        dataclasses.replace(best, deferred=0, step=forms[0], found=plain) if plain.step_s < best.found.step_s else best
+    )
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
@@ -650,13 +686,13 @@ def _first_plan_s(step: StepProblem) -> float:
 
 
 def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:
-    """Whether a step keeps its operations: what others share, what is compiled, what is too large to try.
+    """Whether a step keeps its operations: what others share, what is compiled, what ranks exchange.
 
     And what is small enough for a wide search, but for one of which no plan exists.
     """
     shared = step.lives.homes is not None or settings.get(OTHER_OPS) or settings.get("compile")
-    many, few = len(step.graph.ops) > _MANY_OPS, len(step.graph.ops) <= _FEW_OPS and not step.is_hopeless
-    return bool(shared or step.graph.collectives or many or few)
+    few = len(step.graph.ops) <= _FEW_OPS and not step.is_hopeless
+    return bool(shared or step.graph.collectives or few)
 
 
 def _late_updates(step: StepProblem) -> list[StepProblem]:
@@ -668,7 +704,8 @@ def _late_updates(step: StepProblem) -> list[StepProblem]:
         return []
     seconds = step.costs.op_seconds
     paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
-    return [_paced(step, moves, deferrals) for moves, deferrals in (*paces, paced_moves(step.graph, seconds)) if moves]
+    paces.insert(1, paced_moves(step.graph, seconds))
+    return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves]
 
 
 def _paced(step: StepProblem, moves: tuple[Move, ...], deferrals: int) -> StepProblem:

@@ -55,8 +55,9 @@ Choices = dict[tuple[int, int], Option]
 _TINY_S = 1e-9
 #: A run that takes this many times the step without a budget is given up: it makes the same again and again.
 _THRASHING = 20
-#: Most operations of a step that it is tried on, and the shares of the arena it is given in turn.
-_OPS, _ROOMS = 1500, (1.0, 0.95, 0.9, 0.8)
+#: Shares of the arena that it is given in turn, how often it looks at a storage in all before a run is given up, and
+#: operations of its plans that are lowered.
+_ROOMS, _LOOKS, _LOWERED = (1.0, 0.95, 0.9, 0.8), 1_000_000, 12_000
 
 
 @dataclass
@@ -66,10 +67,12 @@ class Greedy:
     Attributes:
         choices: RECOMPUTE for every gap over which a storage was evicted.
         step_s: Seconds of operations and of what was made again; None where the run was given up.
+        looks: How often it looked at a storage, one that could go or one of its neighborhood.
     """
 
     choices: Choices = field(default_factory=lambda: {})
     step_s: float | None = None
+    looks: int = 0
 
 
 def evicting(step: StepProblem, best_s: Callable[[], float]) -> Iterator[Found]:
@@ -78,27 +81,32 @@ def evicting(step: StepProblem, best_s: Callable[[], float]) -> Iterator[Found]:
     Args:
         best_s: Gives the seconds that a plan must be below; asked before each.
     """
-    if len(step.graph.ops) > _OPS:
-        return
+    looks, left = _LOOKS, _LOWERED // len(step.graph.ops)
     for away in persistent_away(step):
         for share in _ROOMS:
-            greedy = evict(step, away, int(share * step.arena_bytes), best_s())
+            if left <= 0:
+                return
+            greedy = evict(step, away, int(share * step.arena_bytes), best_s(), looks)
+            looks -= greedy.looks
             if greedy.step_s is None:
                 break
-            choices = {**greedy.choices, **away}
+            choices, left = {**greedy.choices, **away}, left - 1
             program = step.lower(choices).program
             if program is not None:
                 yield step.retimed(Found(choices, program, step), MOST_RETIMED)
 
 
-def evict(step: StepProblem, away: Choices, room_bytes: int, below_s: float = float("inf")) -> Greedy:
+def evict(
+    step: StepProblem, away: Choices, room_bytes: int, below_s: float = float("inf"), looks: float = float("inf")
+) -> Greedy:
     """Run a step within ``room_bytes``, evicting what is cheap to make again.
 
     Args:
         away: Gaps of persistent storages, which are there only when used.
         below_s: Seconds; the run is given up as soon as it cannot take less.
+        looks: Most looks at storages, after which the run is given up.
     """
-    return _GreedyRun(step, away, room_bytes, below_s).run()
+    return _GreedyRun(step, away, room_bytes, below_s, looks).run()
 
 
 class _GivenUp(Exception):
@@ -108,9 +116,9 @@ class _GivenUp(Exception):
 class _GreedyRun:
     """State of one run. ``live`` holds what is resident, ``gone`` what was evicted or freed and can be made again."""
 
-    def __init__(self, step: StepProblem, away: Choices, room_bytes: int, below_s: float) -> None:
+    def __init__(self, step: StepProblem, away: Choices, room_bytes: int, below_s: float, looks: float) -> None:
         self.graph, self.lives, self.seconds = step.graph, step.lives, step.costs.op_seconds
-        self.away, self.room, self.result = away, room_bytes, Greedy()
+        self.away, self.room, self.most_looks, self.result = away, room_bytes, looks, Greedy()
         self.computing_s = [0.0 if op in self.graph.beside else took for op, took in enumerate(self.seconds)]
         self.whole_s = sum(self.computing_s)
         self.spare_s = below_s - self.whole_s  # what may be made again in all
@@ -217,7 +225,7 @@ class _GreedyRun:
         if self.clock > _THRASHING * self.whole_s:
             raise _GivenUp
         victims = [s for s in self.live - locked - self.steady if self._can_go(s)]
-        if not victims:
+        if not victims or self.result.looks > self.most_looks:
             raise _GivenUp
         victim = min(victims, key=lambda s: (self._h(s), s))
         uses, following = self.lives.uses[victim], self.next_use[victim]
@@ -237,7 +245,9 @@ class _GreedyRun:
         )
 
     def _h(self, storage: int) -> float:
-        cost = sum(self._seconds_of(s) for s in (storage, *self._neighborhood(storage)))
+        neighborhood = self._neighborhood(storage)
+        self.result.looks += 1 + len(neighborhood)
+        cost = sum(self._seconds_of(s) for s in (storage, *neighborhood))
         staleness = max(self.clock - self.touched[storage], _TINY_S)
         return cost / (self.sizes[storage] * staleness)
 
@@ -270,12 +280,12 @@ class _GreedyRun:
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
 #: Operations planned in all orders together, but for the first order.
-_ORDERED = 8000
+_ORDERED = 10_000
 #: An order whose first plan takes this share longer than another's is not searched further, nor is a step with
 #: operations on the host that takes no more than this share less.
-_REACH = 0.03
-#: Most operations of a step whose bound is sharpened where the plan is not within reach of it.
-_SHARP_OPS = 2500
+REACH = 0.03
+#: Windows of the flows that sharpen a bound, and their work in all: windows times the square of the operations.
+_WINDOWS, _SHARP_WORK = (4, 16), 40_000_000
 
 
 @dataclass(frozen=True)
@@ -378,7 +388,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         return chosen
     bound_s = lower_bound_s(hosted.step)
     search = ResidencySearch(hosted.step, [hosted])
-    if hosted.step_s < (1 - _REACH) * hosted.device_s:
+    if hosted.step_s < (1 - REACH) * hosted.device_s:
         search.finish(bound_s)
     else:
         search.advance()
@@ -402,7 +412,7 @@ def _finished(
 ) -> tuple[int, Found]:
     """Finish the searches that are worth it; returns the best plan and its number of deferred updates."""
     firsts = [search.best.step_s for _, search in searches if search.best is not None]
-    reach = (1 + _REACH) * min(firsts, default=float("inf"))
+    reach = (1 + REACH) * min(firsts, default=float("inf"))
     best: tuple[int, Found] | None = None
     failure: PlanInfeasible | ConfigError | None = None
     for index, (count, search) in enumerate(searches):
@@ -423,20 +433,30 @@ def _finished(
 
 
 def sharpened(chosen: Ordered) -> Ordered:
-    """Sharpen the bound of a plan that is not near it by when bytes have to move, where that is not too much work.
+    """Sharpen the bound of a plan that is not near it by when bytes have to move.
 
-    An order in which it is no sharper ends the matter, as the least over the orders counts.
+    The least over the orders counts, so the order with the least bound is sharpened, with more windows each time, until
+    the least is as sharp as it gets, near the plan, or the work is done.
     """
-    many = any(len(step.graph.ops) > _SHARP_OPS for step in chosen.orders)
-    if not chosen.bound_s or many or good_enough(chosen.found, chosen.bound_s):
+    if not chosen.bound_s or good_enough(chosen.found, chosen.bound_s):
         return chosen
-    least = float("inf")
-    for step in chosen.orders:
-        sharp = flow_bound_s(step)
-        least = min(least, max(sharp, step.bound_s)) if sharp else least
-        if least <= (1 + 1e-9) * chosen.bound_s:
-            return chosen
-    return dataclasses.replace(chosen, bound_s=least) if least < float("inf") else chosen
+    bounds = {at: step.bound_s for at, step in enumerate(chosen.orders) if step.bound_s}
+    windows = dict.fromkeys(bounds, 0)
+    work = _SHARP_WORK
+    while bounds:
+        at = min(bounds, key=lambda each: (bounds[each], each))
+        step = chosen.orders[at]
+        work_of_a_window = len(step.graph.ops) ** 2
+        more = next((k for k in _WINDOWS if k > windows[at] and k * work_of_a_window <= work), 0)
+        if not more or good_enough(chosen.found, bounds[at]):
+            return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bounds[at]))
+        work, windows[at] = work - more * work_of_a_window, more
+        sharp = flow_bound_s(step, more)
+        if sharp:
+            bounds[at] = max(bounds[at], sharp)
+        else:  # nothing of this order fits
+            del bounds[at]
+    return chosen
 
 
 def _counts(step: StepProblem) -> tuple[int, ...]:

@@ -120,18 +120,17 @@ def _slower(tier: Tier, share: float) -> Tier:
     )
 
 
-_FLOW_WINDOWS = 4
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
-_LOWERED, _FEWEST_TRIES = 20_000, 2
+_LOWERED, _FEWEST_TRIES = 20_000, 3
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
 #: Times that the best plan's transfers are scheduled again, where more than this share of the step is spent waiting.
 MOST_RETIMED, _WAITING = 3, 0.01
-#: Most operations of a step for which that is done.
-_RETIMED_OPS = 5000
+#: Operations scheduled again for one plan: that is done once at least.
+_RETIMED_OPS = 15_000
 #: Gaps of storages smaller than this share of the arena are always kept.
 _SMALLEST_SHARE = 1 / 4000
 
@@ -231,7 +230,8 @@ class StepProblem:
             most: Most times in all that transfers are scheduled again.
         """
         best = last = found
-        while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
+        most = min(most, max(1, _RETIMED_OPS // len(self.graph.ops)))
+        while last.waits and last.retimed < most:
             seconds = item_seconds(last.program, *last.times)
             again = self._lowered(found.choices, seconds).program
             if again is None:
@@ -397,12 +397,12 @@ def lower_bound_s(step: StepProblem) -> float:
     return step.bound_s
 
 
-def flow_bound_s(step: StepProblem) -> float:
-    """Lower bound in seconds over all plans within the budget, sharper than ``lower_bound_s``.
+def flow_bound_s(step: StepProblem, windows: int) -> float:
+    """Lower bound in seconds over all plans within the budget, sharper than ``lower_bound_s`` with windows enough.
 
     0.0 where there is none.
     """
-    flowing = flow(step.bound_problem, step.arena_bytes, _FLOW_WINDOWS)
+    flowing = flow(step.bound_problem, step.arena_bytes, windows)
     return flowing.step_s if flowing is not None else 0.0
 
 

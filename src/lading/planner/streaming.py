@@ -37,9 +37,9 @@ _UNDER_WAY = 0.3
 #: Less of the traffic than this is not worth another lowering.
 _LEAST_GAIN = 0.05
 _TRIES = 12
-#: What ``moving`` takes for a while, in operations, of a step of up to so many; a larger one has the middle one only,
-#: and where a lowering takes long it has none.
-_WHILES, _FEW_OPS, _MANY_OPS = (10, _LEAST_OPS, 160), 1500, 2500
+#: What ``moving`` takes for a while, in operations, and the operations that it lowers: of a larger step fewer are
+#: tried, the first at least.
+_WHILES, _LOWERED = (_LEAST_OPS, 10, 160), 4500
 #: Least bytes that it moves: on a small step a small storage counts.
 _LEAST_MOVED_SHARE = 1 / 4000
 #: Share of the host's memory left to gradients on their way to the host's processors, two of the largest at least.
@@ -90,11 +90,11 @@ def moving(step: StepProblem, best_s: Callable[[], float] = lambda: inf) -> Iter
     Args:
         best_s: Gives the seconds that a plan must be below; asked before each.
     """
-    if not step.machine.tiers or len(step.graph.ops) > _MANY_OPS:
+    if not step.machine.tiers:
         return
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
     tried: set[frozenset[tuple[int, int]]] = set()
-    for least_ops in _WHILES if len(step.graph.ops) <= _FEW_OPS else (_LEAST_OPS,):
+    for least_ops in _WHILES[: max(1, _LOWERED // len(step.graph.ops))]:
         choices = _placed(step, {}, _leaving(step, {}, least_ops, least_bytes), 0)
         if frozenset(choices) in tried or _reads_s(step, choices) >= best_s():
             continue

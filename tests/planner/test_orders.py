@@ -1,0 +1,99 @@
+"""Which orders and forms of a step are searched, and which of their bounds are made sharper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.planner.steps import captured
+
+from lading.errors import PlanInfeasible
+from lading.planner import api, orders
+from lading.planner.orders import Ordered, sharpened
+from lading.planner.residency import Found, StepProblem
+
+
+def step_with_bound(seconds: float) -> StepProblem:
+    step = captured("gpt", num_layers=1)
+    step = dataclasses.replace(step, budgets=dict(step.budgets))
+    step.__dict__["bound_s"] = seconds
+    return step
+
+
+def found_in(step: StepProblem, seconds: float) -> Found:
+    program = step.lower({}).program
+    assert program is not None
+    found = Found({}, program, step)
+    found.__dict__["times"] = (seconds, ())
+    return found
+
+
+class Flows:
+    """Flow bounds by step and windows, which are counted."""
+
+    def __init__(self, sharp: dict[int, tuple[float, float]]) -> None:
+        self.sharp, self.asked = sharp, list[tuple[int, int]]()
+
+    def __call__(self, step: StepProblem, windows: int) -> float:
+        self.asked.append((id(step), windows))
+        return self.sharp[id(step)][windows > 4]
+
+
+def test_only_the_order_with_the_least_bound_is_sharpened_until_another_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    low, middle, high = (step_with_bound(seconds) for seconds in (1.0, 1.2, 2.0))
+    flows = Flows({id(low): (1.1, 1.5), id(middle): (1.3, 1.4), id(high): (9.0, 9.0)})
+    monkeypatch.setattr(orders, "flow_bound_s", flows)
+    chosen = Ordered(0, low, found_in(low, 3.0), 1.0, (low, middle, high))
+    assert sharpened(chosen).bound_s == 1.4
+    assert flows.asked == [(id(low), 4), (id(low), 16), (id(middle), 4), (id(middle), 16)]
+
+
+def test_an_order_in_which_nothing_fits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    low, high = step_with_bound(1.0), step_with_bound(1.2)
+    monkeypatch.setattr(orders, "flow_bound_s", Flows({id(low): (0.0, 0.0), id(high): (1.3, 1.3)}))
+    assert sharpened(Ordered(0, high, found_in(high, 3.0), 1.0, (low, high))).bound_s == 1.3
+
+
+def test_a_bound_is_as_sharp_as_its_work_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_with_bound(1.0)
+    flows = Flows({id(step): (1.1, 1.5)})
+    monkeypatch.setattr(orders, "flow_bound_s", flows)
+    chosen = Ordered(0, step, found_in(step, 3.0), 1.0, (step,))
+    for windows, bound_s in ((3, 1.0), (19, 1.1), (20, 1.5)):
+        monkeypatch.setattr(orders, "_SHARP_WORK", windows * len(step.graph.ops) ** 2)
+        assert sharpened(chosen).bound_s == bound_s
+
+
+def test_forms_within_reach_of_the_fastest_first_plan_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = [step_with_bound(1.0 + i / 100) for i in range(4)]
+    first_s = [2.03, 2.0, 2.5, float("inf")]
+    plans = {id(forms[0]): 1.5, id(forms[1]): 1.6}
+    number, searched = {id(form): at for at, form in enumerate(forms)}, list[int]()
+
+    def best_order(form: StepProblem, others: object, progress: object) -> Ordered:
+        searched.append(number[id(form)])
+        return Ordered(0, form, found_in(form, plans[id(form)]), form.bound_s, (form,))
+
+    monkeypatch.setattr(api, "best_order", best_order)
+    made = api._searched(forms, first_s, {}, api.SILENT)
+    assert searched == [1, 0]
+    best = api._of_all_forms(made, forms, {})
+    assert best.found.step_s == 1.5
+    assert best.bound_s == 1.0
+    assert sorted(number[id(step)] for step in best.orders) == [0, 1, 2, 3]
+
+
+def test_a_form_without_a_plan_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = [step_with_bound(1.0), step_with_bound(1.0)]
+
+    def best_order(form: StepProblem, others: object, progress: object) -> Ordered:
+        if form is forms[0]:
+            raise PlanInfeasible("none", missing_bytes=1, smallest_budget_bytes=2)
+        return Ordered(0, form, found_in(form, 3.0), 1.0, (form,))
+
+    monkeypatch.setattr(api, "best_order", best_order)
+    (made,) = api._searched(forms, [float("inf"), float("inf")], {}, api.SILENT)
+    assert made.found.step is forms[1]
+    monkeypatch.setattr(api, "best_order", lambda *_: best_order(forms[0], (), None))
+    with pytest.raises(PlanInfeasible):
+        api._searched(forms, [float("inf"), float("inf")], {}, api.SILENT)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -168,18 +169,19 @@ class _Program:
 
     def solve(self, limit_s: float) -> np.ndarray | None:
         """Value of each column; None where no solution was found in ``limit_s`` seconds."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        import scipy.optimize
         from scipy.sparse import csr_array
 
+        optimize: Any = scipy.optimize  # its stubs take numbers only where arrays are meant
         row = [number for number, (terms, _) in enumerate(self.rows) for _ in terms]
         column = [column for terms, _ in self.rows for column, _ in terms]
         value = [value for terms, _ in self.rows for _, value in terms]
         matrix = csr_array((value, (row, column)), shape=(len(self.rows), len(self.costs)))
-        made = milp(
+        made = optimize.milp(
             np.array(self.costs),
             integrality=np.ones(len(self.costs)),
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, -np.inf, np.array([high for _, high in self.rows])),
+            bounds=optimize.Bounds(0, 1),
+            constraints=optimize.LinearConstraint(matrix, -np.inf, np.array([high for _, high in self.rows])),
             options={"time_limit": limit_s, "mip_rel_gap": _RELATIVE_GAP},
         )
         return None if made.x is None else np.rint(made.x)

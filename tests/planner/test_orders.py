@@ -8,7 +8,8 @@ import pytest
 from tests.planner.steps import captured
 
 from lading.errors import PlanInfeasible
-from lading.planner import api, orders
+from lading.ir.reporting import SILENT
+from lading.planner import orders
 from lading.planner.orders import Ordered, sharpened
 from lading.planner.residency import Found, StepProblem
 
@@ -74,10 +75,10 @@ def test_forms_within_reach_of_the_fastest_first_plan_are_searched(monkeypatch: 
         searched.append(number[id(form)])
         return Ordered(0, form, found_in(form, plans[id(form)]), form.bound_s, (form,))
 
-    monkeypatch.setattr(api, "best_order", best_order)
-    made = api._searched(forms, first_s, {}, api.SILENT)
+    monkeypatch.setattr(orders, "best_order", best_order)
+    made = orders.searched_forms(forms, first_s, {}, SILENT)
     assert searched == [1, 0]
-    best = api._of_all_forms(made, forms, {})
+    best = orders.of_all_forms(made, forms, {})
     assert best.found.step_s == 1.5
     assert best.bound_s == 1.0
     assert sorted(number[id(step)] for step in best.orders) == [0, 1, 2, 3]
@@ -91,9 +92,9 @@ def test_a_form_without_a_plan_does_not_end_the_search(monkeypatch: pytest.Monke
             raise PlanInfeasible("none", missing_bytes=1, smallest_budget_bytes=2)
         return Ordered(0, form, found_in(form, 3.0), 1.0, (form,))
 
-    monkeypatch.setattr(api, "best_order", best_order)
-    (made,) = api._searched(forms, [float("inf"), float("inf")], {}, api.SILENT)
+    monkeypatch.setattr(orders, "best_order", best_order)
+    (made,) = orders.searched_forms(forms, [float("inf"), float("inf")], {}, SILENT)
     assert made.found.step is forms[1]
-    monkeypatch.setattr(api, "best_order", lambda *_: best_order(forms[0], (), None))
+    monkeypatch.setattr(orders, "best_order", lambda *_: best_order(forms[0], (), None))
     with pytest.raises(PlanInfeasible):
-        api._searched(forms, [float("inf"), float("inf")], {}, api.SILENT)
+        orders.searched_forms(forms, [float("inf"), float("inf")], {}, SILENT)

@@ -45,11 +45,12 @@ from lading.planner.critical import relieved
 from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
-    REACH,
     Ordered,
     best_order,
     deferred_step,
+    of_all_forms,
     ordered_with_host,
+    searched_forms,
     sharpened,
     smallest_order_bytes,
 )
@@ -99,9 +100,6 @@ _NO_LIMIT = 1 << 60
 _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
-#: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
-#: operations that they have together, but for the first form.
-_SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: How many times faster than evenly late updates run, and operations of a step of which no other forms are tried, as it
 #: has a wide search. Of a larger one as many forms with late updates are tried as have so many operations together.
 _HURRIES, _FEW_OPS, _FORMS_OPS = (1.0, 2.0), 200, 20_000
@@ -616,53 +614,7 @@ def _chosen_form(
     best = forms[first_s.index(min(first_s))]
     late = _late_updates(best)[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
     forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
-    return _of_all_forms(_searched(forms, first_s, fitting, progress), forms, fitting)
-
-
-def _searched(
-    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: Mapping[str, Found], progress: PlanProgress
-) -> list[Ordered]:
-    """Search the form whose first plan is the fastest, and others whose first plans are within reach of it.
-
-    Raises:
-        PlanInfeasible: no form has a plan; says it of the form that needs least.
-    """
-    most = max(1, min(_SEARCHED, _SEARCHED_OPS // len(forms[0].graph.ops)))
-    made: list[Ordered] = []
-    failure: PlanInfeasible | None = None
-    for form_s, at in sorted(zip(first_s, range(len(forms)), strict=True)):
-        if len(made) == most or (made and form_s > (1 + REACH) * min(first_s)):
-            break
-        try:
-            made.append(best_order(forms[at], () if at else fitting.values(), progress))
-        except PlanInfeasible as error:
-            failure = min(failure or error, error, key=lambda each: each.smallest_budget_bytes)
-    if not made:
-        assert failure is not None, "no form has a plan"
-        raise failure
-    return made
-
-
-def _of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting: Mapping[str, Found]) -> Ordered:
-    """Pick the fastest plan, with a bound that is below plans of all forms.
-
-    Args:
-        made: Plans of some forms.
-        forms: All of them, the step as it is first.
-        fitting: Plans of that by plain policies.
-    """
-    best = min(made, key=lambda ordered: ordered.found.step_s)
-    tried = {id(step) for ordered in made for step in ordered.orders}
-    others = [deferred_step(form, form.deferrals) for form in forms]
-    others = [step for step in others if id(step) not in tried]
-    bounds = [*(ordered.bound_s for ordered in made), *filter(None, map(lower_bound_s, others))]
-    known = all(ordered.orders for ordered in made)
-    orders = (*(step for ordered in made for step in ordered.orders), *others) if known else ()
-    best = dataclasses.replace(best, bound_s=min(bounds), orders=orders)
-    plain = min(fitting.values(), key=lambda found: found.step_s, default=best.found)
-    return (
-        dataclasses.replace(best, deferred=0, step=forms[0], found=plain) if plain.step_s < best.found.step_s else best
-    )
+    return of_all_forms(searched_forms(forms, first_s, fitting, progress), forms, fitting)
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:

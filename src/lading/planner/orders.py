@@ -11,6 +11,9 @@ Which order pays depends on the step, the machine and the budget. Each is planne
 within reach of the best are searched to the end (``_finished``), and the fastest plan wins (``best_order``). The bound
 that is printed is the least over the orders that were planned, however far.
 
+Forms of a step, with its loss in parts or with late updates, are searched likewise: those whose first plans are within
+reach of the fastest (``searched_forms``), and the bound is below plans of all of them (``of_all_forms``).
+
 [Note: greedy] Other choices to start from evict what is cheap to make again: dynamic tensor rematerialization (Kirisame
 et al., ICLR 2021). The program runs in order. Where an allocation finds no room, the resident storage with the least
 ``h = cost / (bytes * staleness)`` is evicted, until there is room; an evicted storage that is read is made again from
@@ -25,7 +28,7 @@ counts neither transfers nor fragmentation, so a run that is not faster than a p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -284,6 +287,9 @@ _ORDERED = 10_000
 #: An order whose first plan takes this share longer than another's is not searched further, nor is a step with
 #: operations on the host that takes no more than this share less.
 REACH = 0.03
+#: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
+#: operations that they have together, but for the first form.
+_SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the square of the operations.
 _WINDOWS, _SHARP_WORK = (4, 16), 40_000_000
 
@@ -371,6 +377,58 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
     progress.update(0.9, "the fastest plan with single choices changed")
     plan = polished(plan, bound_s)
     return Ordered(count, plan.step, plan, bound_s, tuple(search.step for _, search in searches))
+
+
+def searched_forms(
+    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: Mapping[str, Found], progress: PlanProgress
+) -> list[Ordered]:
+    """Search the form whose first plan is the fastest, and others whose first plans are within reach of it.
+
+    Args:
+        forms: Forms of the step, which is the first of them.
+        first_s: Seconds of the first plan of each; infinite where it does not fit.
+        fitting: Plans of the step itself that are candidates too.
+        progress: Is told what is being done.
+
+    Raises:
+        PlanInfeasible: no form has a plan; says it of the form that needs least.
+    """
+    most = max(1, min(_SEARCHED, _SEARCHED_OPS // len(forms[0].graph.ops)))
+    made: list[Ordered] = []
+    failure: PlanInfeasible | None = None
+    for form_s, at in sorted(zip(first_s, range(len(forms)), strict=True)):
+        if len(made) == most or (made and form_s > (1 + REACH) * min(first_s)):
+            break
+        try:
+            made.append(best_order(forms[at], () if at else fitting.values(), progress))
+        except PlanInfeasible as error:
+            failure = min(failure or error, error, key=lambda each: each.smallest_budget_bytes)
+    if not made:
+        assert failure is not None, "no form has a plan"
+        raise failure
+    return made
+
+
+def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting: Mapping[str, Found]) -> Ordered:
+    """Pick the fastest plan, with a bound that is below plans of all forms.
+
+    Args:
+        made: Plans of some forms.
+        forms: All of them, the step as it is first.
+        fitting: Plans of that by plain policies.
+    """
+    best = min(made, key=lambda ordered: ordered.found.step_s)
+    tried = {id(step) for ordered in made for step in ordered.orders}
+    others = [deferred_step(form, form.deferrals) for form in forms]
+    others = [step for step in others if id(step) not in tried]
+    bounds = [*(ordered.bound_s for ordered in made), *filter(None, map(lower_bound_s, others))]
+    known = all(ordered.orders for ordered in made)
+    orders = (*(step for ordered in made for step in ordered.orders), *others) if known else ()
+    best = dataclasses.replace(best, bound_s=min(bounds), orders=orders)
+    plain = min(fitting.values(), key=lambda found: found.step_s, default=best.found)
+    return (
+        dataclasses.replace(best, deferred=0, step=forms[0], found=plain) if plain.step_s < best.found.step_s else best
+    )
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:

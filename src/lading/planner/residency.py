@@ -122,7 +122,7 @@ def _slower(tier: Tier, share: float) -> Tier:
 
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
-_LOWERED, _FEWEST_TRIES = 20_000, 3
+_LOWERED, _FEWEST_TRIES = 20_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.

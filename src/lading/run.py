@@ -36,7 +36,7 @@ from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model, model_class
 from lading.models.tasks import LOSSES
 from lading.models.twins import load_named
-from lading.models.weight_files import FileTensor
+from lading.models.weight_files import FileTensor, StackedTensor
 from lading.permissions import check_code, check_path
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
@@ -429,7 +429,7 @@ def initial_values(
         loaded.add(name)
         sink(name, value)
 
-    def take_from(name: str, numbers: FileTensor) -> None:
+    def take_from(name: str, numbers: FileTensor | StackedTensor) -> None:
         assert fill is not None, "asked for only where it is given"
         loaded.add(name)
         fill(name, numbers)

@@ -27,7 +27,7 @@ from lading.files import write_folder_aside, write_text
 from lading.ir.plan import Plan
 from lading.models import hugging_face
 from lading.models.hugging_face import tied_names
-from lading.models.stacks import SavedNames
+from lading.models.stacked_weights import SavedNames
 from lading.models.twins import Twin, twin_of
 from lading.models.weight_files import INDEX, SINGLE
 from lading.run import build, tokenizer_of

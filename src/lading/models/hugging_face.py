@@ -18,7 +18,7 @@ from lading.config import ModelConfig
 from lading.errors import CaptureError, ConfigError, LadingError
 from lading.files import parse_json
 from lading.models.common import MOST_REPEATED, check_repeated
-from lading.models.stacks import in_order, is_stack
+from lading.models.stacked_weights import in_order, is_stack
 from lading.models.weight_files import FileTensor, StackedTensor, WeightFiles, equal_numbers, said, shortened
 from lading.permissions import check_path
 

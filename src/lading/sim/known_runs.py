@@ -44,7 +44,7 @@ class KnownRun:
 
 @dataclass(frozen=True)
 class Shift:
-    """What known runs say of a step.
+    """Correction of a predicted step by runs that are known.
 
     Attributes:
         factor: Times as long as predicted that it is to be expected to take.

@@ -178,10 +178,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
-        progress.update(0.92, "the fastest plan with choices on its critical path changed")
-        chosen = dataclasses.replace(chosen, found=relieved(chosen.found, chosen.bound_s))
-        progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
-        chosen = sharpened(chosen) if homes is not None else _with_host(chosen, step)
+        chosen = _improved(chosen, step, progress, takes_turns=homes is not None)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
     chosen = _with_staging(chosen, staging_bytes)
@@ -202,6 +199,18 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     request = _request(graph, machine, policy, allowed, settings)
     said = (*_assumptions(graph, machine, workspace_bytes, settings), *filter(None, [shortage]))
     return _planned(plan, request, predictions, said, deferred=chosen.deferred)
+
+
+def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, takes_turns: bool) -> Ordered:
+    """Change choices on a plan's critical path, try operations on the host, and sharpen the bound.
+
+    Args:
+        takes_turns: Whether the step has its values where one that was planned before has them; nothing is hosted then.
+    """
+    progress.update(0.92, "the fastest plan with choices on its critical path changed")
+    chosen = dataclasses.replace(chosen, found=relieved(chosen.found, chosen.bound_s))
+    progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
+    return sharpened(chosen) if takes_turns else _with_host(chosen, step)
 
 
 def _request(

@@ -144,8 +144,8 @@ def kernel_slowdowns(seconds: float) -> dict[str, tuple[float, ...]]:
 def arrival_skew() -> tuple[float, ...]:
     """Seconds by which the last of 1, 2, ... processes comes late after a second of computing (``Processes.skew``).
 
-    All of them compute for some hundredths of a second and meet, again and again; the latest meetings of each number
-    of processes are left out, as something outside of the job held them up. A process group is there.
+    They compute for a hundredth of a second and meet, again and again; the latest twentieth of the meetings of each
+    number of processes is left out, as something outside of the job held them up. A process group is there.
     """
     m, n, k = PRODUCT
     a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)

@@ -138,7 +138,7 @@ def parameter_kernel(
     states: States = dict(zip(names, others, strict=False))
     step = others[len(names)] if rule.counts else None
     master, coefficient = kwargs.get("master"), kwargs.get("coefficient")
-    counts = step is not None and kwargs.get("first", True)
+    counts = kwargs.get("first", True)
     if master is None:
         pieces, copied = _pieces([param, grad, param, *states.values()], blocks, rule, kind), 0
         if grad.stride() != param.stride():
@@ -149,8 +149,7 @@ def parameter_kernel(
     scratch = copied + 4 * rule.scratch_numbers(most, kind)
 
     def run() -> None:
-        if counts:
-            assert step is not None
+        if step is not None and counts:
             step.add_(1)
         grouped = rate.rules.get(parameter)
         now, lr = (rule, rate.value) if grouped is None else (grouped, grouped.lr)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import re
 import socket
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class Cases:
     shapes: Mapping[str, Shape]
     driver: str
     dry: bool
+    sides: tuple[str, ...] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -315,32 +317,39 @@ def _mesh(kind: str) -> Any:
 
 
 SIDES: dict[str, tuple[Callable[[Cases, Shape, float], dict[str, Any]], str, float]] = {
-    "Lading": (lading_side, "", 70.0),
+    "Lading": (lading_side, "", 80.0),
     "plain PyTorch": (plain_side, "", 20.0),
-    "FSDP2, CPU offload": (fsdp2_side, "", 45.0),
+    "FSDP2, CPU offload": (fsdp2_side, "", 50.0),
     "torchao": (torchao_side, "torchao", 30.0),
-    "DeepSpeed": (deepspeed_side, "deepspeed", 45.0),
+    "DeepSpeed": (deepspeed_side, "deepspeed", 70.0),
 }
 
 
+def attempted(cases: Cases, name: str, shape: Shape, cap: float) -> dict[str, Any]:
+    """Run one side of a shape under a cap, or say that it does not fit."""
+    _cap(cases, cap)
+    try:
+        return SIDES[name][0](cases, shape, cap)
+    except (PlanInfeasible, torch.OutOfMemoryError) as error:
+        return {"does_not_fit": str(error).splitlines()[0][:300]}
+
+
 def run_case(cases: Cases, shape: Shape, cap: float) -> None:
-    """Run all sides of a shape under a cap, each a section of the report; one that does not fit says so."""
-    for name, (side, package, needs_s) in SIDES.items():
+    """Run all sides of a shape under a cap, each a section of the report and a process, which leaves nothing behind."""
+    for name, (_, package, needs_s) in SIDES.items():
+        if cases.sides and name not in cases.sides:
+            continue
         if package and importlib.util.find_spec(package) is None:
             continue
         unit = "%" if cases.dry else " GB"
         title = f"{shape.name} in {cap:g}{unit}: {name}"
 
-        def attempt(side: Callable[[Cases, Shape, float], dict[str, Any]] = side) -> dict[str, Any]:
-            _cap(cases, cap)
-            try:
-                return side(cases, shape, cap)
-            except (PlanInfeasible, torch.OutOfMemoryError) as error:
-                return {"does_not_fit": str(error).splitlines()[0][:300]}
-            finally:
-                gc.collect()
-                if cases.bench.kind == "cuda":
-                    torch.cuda.empty_cache()
+        alone = dataclasses.replace(cases, bench=Bench(cases.bench.kind, Report(Path()), 0.0), rows=[])
+        alone.bench.machine = cases.bench.machine
+
+        def attempt(name: str = name, alone: Cases = alone) -> dict[str, Any]:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                return pool.submit(attempted, alone, name, shape, cap).result()
 
         cases.bench.section(title, attempt, needs_s=0.0 if cases.dry else needs_s)
         found = cases.bench.report.data["sections"][title]
@@ -376,6 +385,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def pairs_of(text: str) -> list[tuple[str, float]]:
+    """Pairs of a shape and a cap that a text such as ``1b:8,7b:16`` names."""
+    return [(name, float(cap)) for name, cap in (pair.split(":") for pair in text.split(",") if pair)]
+
+
 @dataclass
 class TableReport(Report):
     """Report whose text begins with the table."""
@@ -394,6 +408,11 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="on the CPU, at tiny sizes")
     parser.add_argument("--driver", default="", help="with --dry: the device that Lading trains on, module:function")
     parser.add_argument("--minutes", type=float, default=8.0, help="no section starts that would end later")
+    parser.add_argument(
+        "--pairs", default="", help="pairs of a shape and a cap to run, such as 1b:8,7b:16; all if empty"
+    )
+    parser.add_argument("--sides", default="", help="sides to run, such as Lading,torchao; all if empty")
+    parser.add_argument("--probe-seconds", type=float, default=40.0, help="time to spend on measuring the machine")
     parser.add_argument("--out", type=Path, help="where results go, without suffix")
     options = parser.parse_args()
     kind = "cpu" if options.dry else "cuda"
@@ -408,10 +427,11 @@ def main() -> None:
     report.data |= {"device": name, "date": datetime.date.today().isoformat(), "command": " ".join(sys.argv)}
     bench = Bench(kind, report, time.monotonic() + 60 * options.minutes)
     bench.section("environment", lambda: environment(bench.kind))
-    bench.section("probe", lambda: probed(bench, 1.0 if options.dry else 40.0))
+    bench.section("probe", lambda: probed(bench, 1.0 if options.dry else options.probe_seconds))
     shapes = {shape.name: shape for shape in (DRY_SHAPES if options.dry else SHAPES)}
-    cases = Cases(bench=bench, shapes=shapes, driver=options.driver, dry=options.dry)
-    order = [(name, cap) for name in shapes for cap in (100, 85)] if options.dry else ORDER
+    sides = tuple(filter(None, options.sides.split(",")))
+    cases = Cases(bench=bench, shapes=shapes, driver=options.driver, dry=options.dry, sides=sides)
+    order = [(name, cap) for name in shapes for cap in (100, 85)] if options.dry else pairs_of(options.pairs) or ORDER
     for shape, cap in order if bench.machine is not None else ():
         run_case(cases, shapes[shape], cap)
     print("\n".join(table(cases.rows)))

@@ -426,7 +426,8 @@ class Trainer:
 
     def _tell_excess(self) -> None:
         """Warn of a broken budget at the step that broke it, and at the next one of what had not been predicted."""
-        budget, peak = self.plan.budgets["device"], self._executor.step_peak_bytes + self._executor.beside_bytes
+        beside = self._executor.beside_bytes
+        budget, peak = self.plan.budgets["device"], self._executor.step_peak_bytes + beside
         if len(self.excess) > 1 or (peak <= budget and not self.excess):
             return
         cause = self._executor.excess_cause()
@@ -434,6 +435,13 @@ class Trainer:
             f"step {self.steps} took {format_bytes(peak)} of memory, above the budget of {format_bytes(budget)} "
             f"(predicted {format_bytes(self.program.predicted_bytes)})"
         )
+        if beside:
+            predicted = format_bytes(self.program.overhead_bytes)
+            text += (
+                f"; {format_bytes(beside)} of it beside tensors: the device's context and code (predicted {predicted})"
+            )
+        if self.excess and not cause:
+            return
         self.excess.append(f"what was not predicted: {cause}" if self.excess else text)
         warnings.warn(self.excess[-1], BudgetWarning, stacklevel=3)
 

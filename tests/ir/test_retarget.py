@@ -92,7 +92,7 @@ GRAPHS: dict[str, Callable[[], StepGraph]] = {
     "llama with shared heads": lambda: decoder("llama", num_kv_heads=2, micro=2),
     "unaligned": lambda: attends(torch.float32, width=12),
 }
-NEW = ("attention", "dropout", "_foreach_norm", "native_layer_norm")
+NEW = ("attention", "dropout", "_foreach_norm", "native_layer_norm", "_fused_rms_norm")
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -61,11 +61,24 @@ def efficient_backward(
     return *CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale), None
 
 
+def rms_norm_backward(grad: Any, x: Any, dims: Any, rstd: Any, weight: Any, wanted: Any) -> Any:
+    """Of float32 arithmetic, as a GPU's kernel."""
+    over = tuple(range(-len(dims), 0))
+    with torch.inference_mode(False), torch.enable_grad():
+        wide = x.float().clone().requires_grad_()
+        factor = (torch.ones(dims) if weight is None else weight.float().clone()).requires_grad_()
+        root = (wide.square().mean(over, keepdim=True) + 1e-5).rsqrt()
+        of_x, of_weight = torch.autograd.grad(wide * root * factor, (wide, factor), grad.float().clone())
+    torch.testing.assert_close(root.detach(), rstd)
+    return of_x.to(x.dtype) if wanted[0] else None, of_weight.to(x.dtype) if wanted[1] else None
+
+
 PLAYED: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention.default": flash,
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
 }
 
 

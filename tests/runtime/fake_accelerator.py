@@ -126,6 +126,7 @@ class FakeApi:
     def __init__(self, jitter: Callable[[], object] | None = None) -> None:
         self.taken_bytes = 0
         self.pinned: list[int] = []
+        self.closed = 0  # how often
         self.deaf = False  # streams that do not wait for events
         self._jitter = jitter
         self._streams: list[FakeStream] = []
@@ -169,6 +170,9 @@ class FakeApi:
         turn = event.turn()
         if not self.deaf:
             stream.put(Control(lambda: event.await_turn(turn)))
+
+    def close(self) -> None:
+        self.closed += 1
 
     def meter(self) -> FakeMeter:
         return FakeMeter(self)

@@ -71,6 +71,8 @@ def test_equals_plain_pytorch(
         storage = program.graph.storage_of(program.graph.parameters[0].tensor)
         whole = b"".join(bytes(chunk) for chunk in executor.chunks(storage))
         assert whole == executor.read_storage(storage).numpy().tobytes()
+        assert api.closed == 0
+    assert api.closed == 1
 
 
 def test_a_step_that_stops_leaves_its_values(tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lading.runtime import resident
-from lading.runtime.cuda import CudaMeter
+from lading.runtime.cuda import CudaMeter, bytes_of_others
 from lading.runtime.host_arena import Arena
 from lading.runtime.resident import PeakMeter
 
@@ -72,3 +72,32 @@ def test_the_peak_of_a_gpu_is_what_its_allocator_had_at_most(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 7)
     meter = CudaMeter(0)
     assert (meter.now_bytes(), meter.peak_bytes()) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("listed", "mebibytes"),
+    [
+        ("7, 800\n8, 9000\n9, 5\n", 9005),
+        ("7, 800\n", 0),
+        ("8, 9000\n", 0),  # a container's numbers are others
+        ("7, 800\n8, [N/A]\n", 0),
+        ("", 0),
+    ],
+)
+def test_other_processes_on_a_gpu_are_told_apart(listed: str, mebibytes: int) -> None:
+    assert bytes_of_others(listed, own=7) == mebibytes * 2**20
+
+
+def test_what_a_gpu_has_beside_tensors_is_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    free = [60 * gib]
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * gib)
+    monkeypatch.setattr("lading.runtime.cuda._others_bytes", lambda index: asked.append(index) or 15 * gib)
+    meter = CudaMeter(0)
+    assert meter.beside_bytes() == gib == meter.beside_bytes()
+    assert asked == [0]
+    free[0] -= 2 * gib  # of whoever
+    assert meter.beside_bytes() == 3 * gib
+    assert asked == [0, 0]

@@ -6,7 +6,8 @@ Capture is on CPU tensors, so a graph holds the CPU's choices. For "cuda" this p
                     that these keep; their random state is a constant, as a captured attention never drops anything.
                     The second has no shared heads: keys and values are repeated, their gradients summed
     dropout         (empty_like, bernoulli_, div, mul) by native_dropout, with a mask of one byte an element
-    norms           statistics of layer and batch norms in float32 where the CPU keeps them in 16 bits
+    norms           statistics of layer and batch norms in float32 where the CPU keeps them in 16 bits; rms_norm by one
+                    kernel forward and one backward (``lading.ir.rms_norms``)
     gradient norms  linalg_vector_norm by _foreach_norm, which clip_grad_norm_ takes on a GPU
     devices         arguments that say "cpu"
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from lading.errors import ConfigError
@@ -39,6 +41,7 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
+from lading.ir.rms_norms import RmsNorm, rms_norms
 
 _FLASH = "aten._scaled_dot_product_flash_attention"
 _EFFICIENT = "aten._scaled_dot_product_efficient_attention"
@@ -86,6 +89,11 @@ class _Cuda:
             **dict.fromkeys(_NORMS, self._norm),
         }
         self.dropouts = _dropouts(graph)
+        self.fused: dict[
+            int, Callable[[Op], Op] | None
+        ] = {}  # operations of norms: what takes their place, if anything
+        for norm in rms_norms(graph):
+            self._fuse(norm)
 
     def graph(self) -> StepGraph:
         """Build the rewritten graph; a storage that nothing uses any more has no bytes."""
@@ -116,6 +124,9 @@ class _Cuda:
     def _rewritten(self, index: int, op: Op) -> Op | None:
         if (dropout := self.dropouts.get(index)) is not None:
             return None if index in dropout.makes else self._renamed(self._dropped(op, dropout))
+        if index in self.fused:
+            fused = self.fused[index]
+            return None if fused is None else self._renamed(fused(op))
         name = op.name.split(".")[1] if op.name.count(".") else op.name
         if rule := self.rules.get(op.name):
             op = rule(op)
@@ -293,6 +304,44 @@ class _Cuda:
                 shape = self.tensors[statistic].shape
                 self.renamed[statistic] = self.new_tensor(statistic, "float32", shape)
         return op
+
+    def _fuse(self, norm: RmsNorm) -> None:
+        """Note what takes the place of a norm's operations: the last one forward, and backward the first on its way."""
+        self.fused.update(dict.fromkeys((*norm.forward, *norm.backward)))
+        self.fused[norm.forward[-1]] = partial(self._rms_norm, norm)
+        self.renamed[norm.rstd] = self.new_tensor(norm.rstd, "float32", self.tensors[norm.rstd].shape)
+        if norm.grad is not None:
+            reads = (i for i in norm.backward if norm.grad in self.old.ops[i].inputs)
+            of_x = norm.of_x
+            if norm.total is not None and of_x is not None:
+                of_x = self.new_tensor(of_x, self.tensors[of_x].dtype, self.tensors[of_x].shape)
+                self.fused[norm.total] = partial(self._added, norm, of_x)
+            self.fused[next(reads)] = partial(self._rms_norm_backward, norm, of_x)
+
+    def _added(self, norm: RmsNorm, of_x: int, op: Op) -> Op:
+        """Rewrite the last addition to x's gradient: to what others have made of it comes what the kernel makes."""
+        assert norm.beside is not None
+        return self._replaced(op, op.name, (Ref(norm.beside), Ref(of_x)), (), op.results)
+
+    def _rms_norm(self, norm: RmsNorm, op: Op) -> Op:
+        weight = None if norm.weight is None else Ref(norm.weight)
+        op = dataclasses.replace(op, outputs=(norm.out, norm.rstd), kind=OpKind.NORM)
+        args = (Ref(norm.x), norm.dims, weight, norm.epsilon)
+        return self._replaced(op, "aten._fused_rms_norm.default", args, (), op.outputs)
+
+    def _rms_norm_backward(self, norm: RmsNorm, of_x: int | None, op: Op) -> Op:
+        assert norm.grad is not None
+        of_weight = norm.of_weight
+        if of_weight is not None and self.tensors[of_weight].shape != norm.dims:  # a sum that keeps the dims it is over
+            of_weight = self._view(
+                dataclasses.replace(self.tensors[of_weight], shape=norm.dims, stride=row_major(norm.dims))
+            )
+        results = (of_x, of_weight)
+        op = dataclasses.replace(op, outputs=tuple(r for r in results if r is not None), kind=OpKind.NORM)
+        weight = None if norm.weight is None else Ref(norm.weight)
+        wanted = tuple(r is not None for r in results)
+        args = (Ref(norm.grad), Ref(norm.x), norm.dims, Ref(norm.rstd), weight, wanted)
+        return self._replaced(op, "aten._fused_rms_norm_backward.default", args, (), results)
 
     def _dropped(self, op: Op, dropout: _Dropout) -> Op:
         """Rewrite a multiplication by a dropout's noise."""

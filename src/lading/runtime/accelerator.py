@@ -82,6 +82,10 @@ class Api(Protocol):
         """Make a meter of the memory that tensors take on the device."""
         ...
 
+    def close(self) -> None:
+        """Give back what libraries keep for the streams that were used."""
+        ...
+
 
 class EventMark:
     """Mark of a lane that is an event on its stream."""
@@ -337,6 +341,7 @@ class AcceleratorDevice:
         ]
 
     def close(self) -> None:
-        """Give back the page-locked memory in which batches were handed over."""
+        """Give back the page-locked memory in which batches were handed over, and what libraries keep for streams."""
         self._inbox.clear()
         self._pinned.close()
+        self._api.close()

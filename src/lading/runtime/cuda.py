@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -12,10 +14,13 @@ from lading.errors import ConfigError, StorageError
 from lading.runtime.accelerator import AcceleratorDevice, DeviceEvent
 from lading.runtime.device import Call, CpuDevice, DeviceDriver
 from lading.runtime.tiers import imported
-from lading.units import format_bytes
+from lading.units import MiB, format_bytes
 
 #: Page-locked for every context of the process (cudaHostRegisterPortable).
 _PORTABLE = 1
+#: What a GPU has beside tensors may change by so many bytes before other processes' share is asked for again.
+_CHANGED = 64 * MiB
+_SMI_TIMEOUT_S = 10
 
 
 def device_of(kind: str) -> DeviceDriver:
@@ -74,6 +79,29 @@ def set_generator_state(kind: str, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
 
 
+def _others_bytes(index: int) -> int:
+    """Bytes that other processes take on a GPU; 0 where nvidia-smi does not say."""
+    query = ["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    try:
+        command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(index).uuid}", *query]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return bytes_of_others(listed, os.getpid())
+
+
+def bytes_of_others(listed: str, own: int) -> int:
+    """Bytes of processes but one in lines of "pid, MiB"; 0 where that one is not there, or a size is not said.
+
+    In a container nvidia-smi lists other numbers of processes than the container's, or none.
+    """
+    rows = [tuple(map(str.strip, line.split(","))) for line in listed.splitlines() if line.strip()]
+    if any(len(row) != 2 or not all(word.isdigit() for word in row) for row in rows):
+        return 0
+    sizes = {int(pid): int(size) * MiB for pid, size in rows}
+    return sum(sizes.values()) - sizes[own] if own in sizes else 0
+
+
 class CudaMeter:
     """Bytes that tensors take on the GPU, as the caching allocator counts them (``max_memory_allocated``)."""
 
@@ -82,15 +110,23 @@ class CudaMeter:
     def __init__(self, index: int) -> None:
         self._index = index
         self.sample: Callable[[], int] | None = None
+        self._asked: int | None = None
+        self._others = 0
 
     def now_bytes(self) -> int:
         """Bytes that tensors take on the GPU now."""
         return torch.cuda.memory_allocated(self._index)
 
     def beside_bytes(self) -> int:
-        """Bytes of the GPU neither free nor the caching allocator's: its context and code; and other processes'."""
+        """Bytes of the GPU that are neither free, nor the caching allocator's, nor others': its context and code.
+
+        Other processes' bytes are those that nvidia-smi lists; where it does not list this one, theirs are counted.
+        """
         free, total = torch.cuda.mem_get_info(self._index)
-        return max(0, total - free - torch.cuda.memory_reserved(self._index))
+        taken = total - free - torch.cuda.memory_reserved(self._index)
+        if self._asked is None or abs(taken - self._asked) > _CHANGED:
+            self._asked, self._others = taken, _others_bytes(self._index)
+        return max(0, taken - self._others)
 
     def reset(self) -> None:
         """Forget the peak so far."""
@@ -179,3 +215,8 @@ class Cuda:
     def meter(self) -> CudaMeter:
         """Make a meter of the bytes that tensors take on the GPU."""
         return CudaMeter(self.index)
+
+    def close(self) -> None:
+        """Free the workspaces of products, of which cuBLAS keeps one for each stream and thread that ran some."""
+        clear: Any = torch._C._cuda_clearCublasWorkspaces  # pyright: ignore[reportAttributeAccessIssue]
+        clear()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -263,12 +264,20 @@ def _launch_seconds(run: Call, count: int = 1000) -> float:
 
 
 def _gpu_overhead_bytes() -> int:
-    """Bytes this process takes on the GPU besides tensors, with the workspace of products on one more stream."""
+    """Bytes this process takes on the GPU besides tensors, once one more thread has run products on its own stream.
+
+    So does the thread that computes in a run: cuBLAS keeps a handle for each thread, and a workspace for each stream.
+    """
     before = torch.cuda.memory_allocated()
     a = torch.rand(256, 256, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.mm(a, a)
-    torch.cuda.synchronize()
+
+    def product() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.mm(a, a)
+        torch.cuda.synchronize()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(product).result()
     workspace_bytes = torch.cuda.memory_allocated() - before - a.numel() * a.element_size()
     torch.cuda.empty_cache()
     return CudaMeter(torch.cuda.current_device()).beside_bytes() + max(0, workspace_bytes)

@@ -122,7 +122,8 @@ _Make = Callable[[Pool, int], _Spec]
 
 def rate_cases(pool: Pool) -> Iterator[Case]:
     """Make a case for each rate in bytes/s and each size."""
-    for key, make in _MAKERS.items():
+    makers = _MAKERS if pool.device.type == "cpu" else {**_MAKERS, **_GPU_MAKERS}
+    for key, make in makers.items():
         for size in _SLOW_SIZES if key in _SLOW else pool.sizes:
             name, args, outs = make(pool, size)
             work = sum(_touched(t) for t in (*_tensors(args), *outs))
@@ -288,6 +289,20 @@ def _layer_norm_backward(pool: Pool, size: int) -> _Spec:
     return "aten.native_layer_norm_backward.default", (*args, (True, True, True)), outs
 
 
+def _rms_norm(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2)
+    args = (pool.cut("a", rows, width), (width,), torch.ones(width, device=pool.device), 1e-5)
+    return "aten._fused_rms_norm.default", args, (pool.cut("o", rows, width), torch.empty(rows, 1, device=pool.device))
+
+
+def _rms_norm_backward(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 3)
+    weight, of_weight = torch.ones(2, width, device=pool.device)
+    rstd = torch.ones(rows, 1, device=pool.device)
+    args = (pool.cut("a", rows, width), pool.cut("b", rows, width), (width,), rstd, weight, (True, True))
+    return "aten._fused_rms_norm_backward.default", args, (pool.cut("o", rows, width), of_weight)
+
+
 def _embedding(pool: Pool, size: int) -> _Spec:
     rows, width = _rows(size, 2)
     table = pool.cut("a", pool.region_bytes["a"] // 4 // width, width)
@@ -371,6 +386,8 @@ _MAKERS: dict[str, _Make] = {
     "random": _dropout,
     "step": _update,
 }
+#: Those of kernels that only a GPU has.
+_GPU_MAKERS: dict[str, _Make] = {"_fused_rms_norm": _rms_norm, "_fused_rms_norm_backward": _rms_norm_backward}
 
 
 #: Arguments by name of rates that are of one form of an operation (``Kernel.form``).

@@ -27,8 +27,8 @@ _PROMOTING = frozenset(
 #: Kernels without inner scratch, but for a contiguous copy of what is not contiguous.
 _PLAIN = frozenset(
     {
-        "native_layer_norm", "embedding", "embedding_dense_backward", "arange", "constant_pad_nd", "stack",
-        "split_with_sizes_copy", "sum", "mean", "cumsum",
+        "native_layer_norm", "_fused_rms_norm", "embedding", "embedding_dense_backward", "arange", "constant_pad_nd",
+        "stack", "split_with_sizes_copy", "sum", "mean", "cumsum",
     }
 )  # fmt: skip
 _CHANNEL_BLOCK = 16
@@ -59,7 +59,7 @@ def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequenc
             product = rows * -(-columns // 128) * 128 * 8  # what oneDNN takes for one
             narrow = threads * (2 * rows * columns * 2 + product) if _is_half(inputs) else 0
             return grad + narrow + threads * (2 * rows * columns + rows + 64) * 4
-        case "native_layer_norm_backward":
+        case "native_layer_norm_backward" | "_fused_rms_norm_backward":
             return loose + threads * 8 * inputs[1].shape[-1] + 4096
         case "convolution" | "convolution_backward":
             return sum(_blocked_bytes(t) for t in (*inputs, *outputs) if t is not None)

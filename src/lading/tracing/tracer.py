@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from lading.alone import ADVICE, is_of_ranks
 from lading.errors import CaptureError
@@ -653,9 +653,9 @@ def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """
     packet = func.overloadpacket
     if func._schema.name in _FORWARD:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        return _attention_flops(args[0], args[1], args[2], of_queries=1, of_values=1)
     if func._schema.name in _BACKWARD:
-        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+        return _attention_flops(args[1], args[2], args[3], of_queries=3, of_values=2)
     if packet is getattr(_ATEN, "_grouped_mm", None):
         rows, inner = args[0].shape[-2:]
         return 2 * int(rows) * int(inner) * int(args[1].shape[-1])
@@ -665,3 +665,15 @@ def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     return 0
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *, of_queries: int, of_values: int) -> int:
+    """FLOP of products that pair every query with every key, as many as said along a width of q and along one of v.
+
+    Keys and values may have fewer heads than queries, which torch's own counter refuses before 2.13.
+
+    Args:
+        q: Queries of shape (batch, heads, length, width); ``k`` and ``v`` likewise.
+    """
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return 2 * int(pairs) * (of_queries * int(q.shape[3]) + of_values * int(v.shape[3]))

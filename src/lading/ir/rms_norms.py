@@ -52,7 +52,7 @@ class RmsNorm:
 
 
 class _NoNormError(Exception):
-    """What was looked at is no such norm."""
+    """Operations that were looked at are no such norm."""
 
 
 def rms_norms(graph: StepGraph) -> list[RmsNorm]:
@@ -134,7 +134,7 @@ class _Finder:
         return at, weight, tuple(steps)
 
     def _narrow(self, wide: int, out: int) -> tuple[int, tuple[int, ...]]:
-        """What a norm is taken of: what was widened to float32 where the result has 16 bits, and the widening."""
+        """Tensor that a norm is taken of, which is widened to float32 where the result has 16 bits, and the widening."""
         tensors = self.graph.tensors
         if tensors[out].dtype not in _HALF:
             _need(tensors[wide].dtype == tensors[out].dtype)

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 BUDGETS = ("50%", "25%", "12%")
-_WARM_UP, _PAUSE_S, _LONGEST_S = 2, 1.0, 300
+_WARM_UP, _PAUSE_S, _LONGEST_S = 2, 1.0, 1800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,11 @@ class Running:
         ready = select.select([self.process.stdout], [], [], 0.0)[0]
         if line := self.process.stdout.readline() if ready else "":
             return json.loads(line)
+        late = self.process.poll() is None
         self.process.kill()
         code = self.process.wait()
+        if late:
+            raise SideError(f"{self.name}: no answer in {_LONGEST_S} s")
         last = [text for text in Path(self.log.name).read_text().splitlines() if text.strip()][-1:]
         why = "killed" if code == -9 and not last else f"exit code {code}: {(last or ['nothing said'])[0][-300:]}"
         raise SideError(f"{self.name}: {why}")

@@ -1,9 +1,9 @@
 """RMS norms: those that ``torch.nn.functional.rms_norm`` ran operation by operation on a CPU, found in a captured step.
 
 On a GPU the same function is one kernel forward and one backward. What a model writes in operations of its own stays as
-it is, also where it computes the same: eager runs it so on a GPU, too. So does one that a model's own checkpointing runs
-again in backward. The two are told apart by what only torch's own function leaves: ``add.Scalar`` for epsilon (Python's
-``+`` is ``add.Tensor``), and for 16 bits a cast of the result by ``type_as``, which names a layout.
+it is, also where it computes the same: eager runs it so on a GPU, too. So does a norm that a model's own checkpointing
+runs again in backward. The two are told apart by what only torch's own function leaves: ``add.Scalar`` for epsilon
+(Python's ``+`` is ``add.Tensor``), and for 16 bits a cast of the result by ``type_as``, which names a layout.
 
 Source: aten/src/ATen/native/layer_norm.cpp, rms_norm_composite; its backward is autograd's (torch 2.11 to 2.13).
 """
@@ -134,7 +134,7 @@ class _Finder:
         return at, weight, tuple(steps)
 
     def _narrow(self, wide: int, out: int) -> tuple[int, tuple[int, ...]]:
-        """Tensor that a norm is taken of, which is widened to float32 where the result has 16 bits, and the widening."""
+        """Tensor that a norm is taken of, widened to float32 where the result has 16 bits, and that widening."""
         tensors = self.graph.tensors
         if tensors[out].dtype not in _HALF:
             _need(tensors[wide].dtype == tensors[out].dtype)

@@ -39,8 +39,13 @@ from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import software_of
 from tools.validate.words import machine_of
 
-_RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
-
+#: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
+_RECIPES = (
+    (r"delayed", "delayed"),
+    (r"block-?wise|\bblock|sub-?channel|1 ?x ?128|128 ?x ?128|deep-?gemm", "block"),
+    (r"row-?wise|\brow|axis-?wise|per-?(?:row|channel|token)", "rowwise"),
+    (r"tensor-?wise|per-?tensor|\btensor\b|current|dynamic|\bcs\b", "tensorwise"),
+)
 
 #: Words for pipelines that count embedding and loss as a layer each, Megatron's two options among them.
 _EDGES = re.compile(
@@ -376,8 +381,8 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
         "schedule_detail": str(stated.get("pp_schedule", "")),
     }
     if re.search(r"(?<!mx)fp8(?![-_]mx)|float8", str(stated.get("precision", "")).lower()):
-        words = f"{stated.get('precision_detail', '')} {stated['precision']}".lower()
-        extras["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
+        words = f"{stated.get('precision_detail', '')} {stated['precision']}".lower().replace("_", " ")
+        extras["linear_dtype"] = next((recipe for word, recipe in _RECIPES if re.search(word, words)), "")
     if share := re.search(r"last (\d+)% of (?:decoder )?layers bf16", detail):
         extras["high_precision_layers"] = -(-int(share[1]) * layers // 100)
     return extras

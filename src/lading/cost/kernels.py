@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
+from lading.cost.casts import cast_bytes, product_casts
 from lading.cost.curves import curve_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
@@ -41,7 +42,6 @@ from lading.cost.product import (
     peak_flops,
     power_slowdown,
     product_s,
-    quantize_bytes,
 )
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind
@@ -215,7 +215,7 @@ def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> fl
     keys = attention.batch * attention.kv_heads * attention.key_tokens
     both = attention.qk_dim + attention.v_dim
     elements = queries * attention.v_dim if attention.backward else queries * attention.qk_dim + keys * both
-    return memory_s(quantize_bytes(elements, "mxfp8"), "elementwise.fused", device)
+    return memory_s(elements * cast_bytes("mxfp8", stack).inputs, "elementwise.fused", device)
 
 
 def runs_low(kernel: Kernel, precision: str) -> bool:
@@ -243,12 +243,11 @@ def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> t
     return product, used, 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
 
 
-def _casts_bytes(kernel: Kernel, product: Product, precision: str) -> float:
-    """Moved to cast a product's operands; weights once a step, and a weight gradient's for the products before it."""
-    low = runs_low(kernel, precision) and kernel.stage is not Stage.BACKWARD_WEIGHT
-    if not low or kernel.name.endswith(QUANTIZED):
+def _casts_bytes(kernel: Kernel, product: Product, stack: Stack, precision: str) -> float:
+    """Moved to cast a product's operands ([Note: casts of operands] in ``lading.cost.casts``)."""
+    if not runs_low(kernel, precision):
         return 0.0
-    return quantize_bytes(float(product.groups * product.m * product.k), precision)
+    return product_casts(kernel, product, precision, stack, was_cast=kernel.name.endswith(QUANTIZED))
 
 
 def _is_launched_by_group(kernel: Kernel, stack: Stack) -> bool:
@@ -262,7 +261,7 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)
     if _is_launched_by_group(kernel, stack):
         seconds = max(seconds, groups_launch_s(product, device))
-    moved = _casts_bytes(kernel, product, precision)
+    moved = _casts_bytes(kernel, product, stack, precision)
     return seconds + memory_s(moved, "elementwise.fused", device) if moved else seconds
 
 
@@ -270,7 +269,7 @@ def _product_floor(kernel: Kernel, product: Product, device: Device, stack: Stac
     product, used, out = _as_run(kernel, product, stack, precision)
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     linear_s, fixed_s = floor_s(product, used, device, out_bytes=out, of_weight=of_weight)
-    moved = _casts_bytes(kernel, product, precision)
+    moved = _casts_bytes(kernel, product, stack, precision)
     casts = (("elementwise.fused", moved),) if moved else ()
     return KernelFloor(linear_s, fixed_s, casts, product.groups if _is_launched_by_group(kernel, stack) else 1)
 

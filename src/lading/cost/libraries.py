@@ -34,7 +34,7 @@ _TURN = ((2, 2), (1, 1), (2, 2), (2, 2), (4, 2), (2, 2))
 _TURN_BACK = ((2, 2), (2, 2), (1, 1), (2, 2), (4, 2))
 #: Overload of a grouped product whose experts have biases and clamped gates.
 BIASED = "biased"
-#: Ends the name of a product whose operand was cast by the kernel before it.
+#: Ends the name of a product whose operand was cast by the kernel before it, or for another product.
 QUANTIZED = ".quantized"
 #: Begins the name of a part of a state-space scan.
 SCAN = "scan."
@@ -112,6 +112,24 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
         quantized = kernel.is_experts and _storages(kernel.inputs, segment) & cast
         found.append(replace(kernel, name=kernel.name + QUANTIZED) if quantized else kernel)
     return found
+
+
+def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, ...]:
+    """Products of which several read one activation: it is cast for the first of a stage.
+
+    A compiler finds equal casts; where tensors are cut, torchao's PrepareFloat8ModuleInput casts before all of a module.
+    """
+    weights = _storages((tensor for tensor, _ in segment.parameters), segment)
+    cast: dict[Stage, set[int]] = {stage: set() for stage in Stage}
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if isinstance(kernel.detail, Product):
+            read = _storages(kernel.inputs, segment) - weights
+            if read & cast[kernel.stage]:
+                kernel = replace(kernel, name=kernel.name + QUANTIZED)
+            cast[kernel.stage] |= read
+        found.append(kernel)
+    return tuple(found)
 
 
 def _turned(kernels: Sequence[Kernel]) -> Iterable[Kernel]:

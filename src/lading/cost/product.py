@@ -87,7 +87,7 @@ def product_s(
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
     Args:
-        precision: Precision of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
+        precision: Precision of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose casts are in ``lading.cost.casts``).
         out_bytes: Bytes of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
         sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
         of_weight: It makes a weight's gradient, whose operands lie in rows of m and n; else in rows of n and k.
@@ -183,18 +183,6 @@ def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float) ->
     if joule is None:
         return 1.0
     return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w))
-
-
-def quantize_bytes(elements: float, precision: str) -> float:
-    """Bytes moved to make operands of a low precision from 16-bit ones: along rows and along columns, for both uses.
-
-    Read once; twice for nvfp4, whose scale of the whole tensor is looked for first. fp8 takes last step's (delayed
-    scaling), mxfp8 has none.
-    """
-    if precision not in LOW_PRECISIONS:
-        return 0.0
-    reads = 4.0 if precision == "nvfp4" else 2.0
-    return elements * (reads + 2 * OPERAND_BYTES[precision])
 
 
 def _operand_class(precision: str) -> str:

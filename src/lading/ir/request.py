@@ -171,7 +171,7 @@ class StepRequest:
         packed_tokens: Mean tokens that attend to each other in a packed sequence; 0 where all do.
         dropout: Probability; 0 where there is none.
         alibi: Attention adds a bias by distance (unfused kernels read it).
-        linear_dtype: How fp8 matrices are scaled: "delayed", "tensorwise", "rowwise", "block"; "" for the default.
+        linear_dtype: How fp8 matrices are scaled, one of ``lading.ir.stack.SCALINGS``; "" as the software does it.
         high_precision_layers: Blocks kept in 16 bits though ``layout.precision`` is lower.
         async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
         schedule_detail: Variant of the schedule, as the source calls it: "ZB-2p", ...
@@ -215,6 +215,8 @@ class StepRequest:
         if self.seq_len < 1:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
         stack = self.stack.in_precision(self.layout.precision)
+        if self.linear_dtype:
+            stack = replace(stack, low_scaling=self.linear_dtype)
         if self.optimizer != DEFAULT and issubclass(kind, ParameterRule):
             rule = kind()
             stack = replace(stack, moments=rule.moments, update_passes=rule.passes)

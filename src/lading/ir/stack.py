@@ -15,6 +15,8 @@ FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
+#: How operands of 8 bits are scaled: by last steps' largest element, the tensor's own, a row's, or a block's of 128.
+SCALINGS = ("delayed", "tensorwise", "rowwise", "block")
 #: Classes of software: what one that is not known is taken for.
 KINDS = ("eager-torch", "compiled-torch", "megatron-like", "deepspeed-like")
 #: What a factor of ``in_situ`` may be for: causes of kernels, the optimizer, and collectives.
@@ -120,6 +122,9 @@ class Stack:
         recompute_choices: Parts of a block that it recomputes alone besides attention's core, as ``recompute_modules``
             names them: "layernorm", "layernorm+mlp". A search of layouts tries each that the model has.
         low_precisions: Recipes of products with fewer than 16 bits that it has: "fp8", "mxfp8", "nvfp4".
+        low_scaling: How operands of 8 bits are scaled, one of ``SCALINGS``, where a run does not say.
+        fused_casts: One kernel casts an operand along its rows and columns, and weights are cast once a step
+            (Transformer Engine); else a pass for each way in every use, as torch.compile makes them (torchao).
         keeps_low: What products in fewer than 16 bits read again in backward is kept in these bits.
         clips: The gradients' norm is limited in each step.
         vocabulary_padding: A vocabulary is rounded up to a multiple of this times the tensor-parallel ways.
@@ -191,6 +196,8 @@ class Stack:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute_choices: tuple[str, ...] = ()
     low_precisions: tuple[str, ...] = ()
+    low_scaling: str = "delayed"
+    fused_casts: bool = True
     keeps_low: bool = False
     clips: bool = True
     vocabulary_padding: int = 1
@@ -201,7 +208,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         words = {"kind": KINDS, "fusion": FUSIONS, "attention": ATTENTIONS, "dispatcher": DISPATCHERS}
-        for key, allowed in {**words, "host_update": HOST_UPDATES}.items():
+        for key, allowed in {**words, "host_update": HOST_UPDATES, "low_scaling": SCALINGS}.items():
             if getattr(self, key) not in allowed:
                 value = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lading.errors import LadingError
 from lading.ir.request import StepRequest
-from lading.ir.stack import ATTENTIONS, DISPATCHERS, FUSIONS, Stack
+from lading.ir.stack import ATTENTIONS, DISPATCHERS, FUSIONS, SCALINGS, Stack
 from lading.ir.table import ModelTable
 from lading.sim.simulate import simulate
 
@@ -18,6 +18,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "fusion": FUSIONS,
     "attention": ATTENTIONS,
     "dispatcher": DISPATCHERS,
+    "low_scaling": SCALINGS,
     "gradient_dtype": ("float32", "bfloat16"),
     "gather_dtype": ("", "float8_e4m3fn"),
     "parameters_dtype": ("", "float32"),

@@ -1,0 +1,101 @@
+"""Casts: bytes moved to make operands of 8 and 4 bits out of 16-bit ones, by how they are scaled and by what kernels.
+
+[Note: casts of operands]
+Each operand of the three products of a matrix is read along its rows in one and along its columns in another: inputs in
+forward and for the weight's gradient, gradients of outputs for both backward products, weights in forward and
+backward. A scale has to be known before an element is cast.
+
+    delayed      one scale a tensor, of the steps before: nothing is looked for first
+    tensorwise   one scale a tensor, of its own largest element: it is read once more before
+    rowwise      one scale a row or column: each of the two casts looks for its own
+    block        one scale for 128 elements of a row or column (weights: for 128 x 128): found while it is cast
+    (mxfp8 and nvfp4 have blocks of 32 and 16, whatever the scaling; nvfp4 a scale of the tensor besides)
+
+Kernels written for it (Transformer Engine: cast and transpose) read an operand once and write it both ways; weights are
+cast in a step's first micro-batch alone, or kept so, and count nothing. What torch.compile makes (torchao) is a pass
+for each way, and weights are cast in every use, on each rank, unless they were gathered in 8 bits. Bytes of an element
+as torchao's own model of them has it (pytorch/ao torchao/testing/training/roofline_utils.py @05980129:
+get_tensor_memory_traffic_ovhd_s), where two bytes are a 16-bit read or write:
+
+    tensorwise   inputs, gradients 2 + (2 + 1 + 1); weights 2 + (2 + 1) forward, 2 + 1 backward
+    rowwise      inputs (2 + 1) forward, (2 + 2 + 1) for the weight's gradient; gradients (2 + 1 + 2) + (2 + 1);
+                 weights (2 + 1) forward, (2 + 2) + (2 + 1) backward
+    block        inputs (2 + 1) and (2 + 1); gradients likewise; weights (2 + 1) and (2 + 1), and scales
+                 (torchao/prototype/blockwise_fp8_training: a kernel for each)
+
+Sources of the fused ones: NVIDIA/TransformerEngine transformer_engine/common/cast (cast_transpose, current scaling,
+block scaling); block scaling of 1 x 128 and 128 x 128: arXiv 2412.19437, 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.cost.product import OPERAND_BYTES
+from lading.ir.stack import Stack
+from lading.ir.work import Kernel, Product, Stage
+
+#: Bytes of a 16-bit element, and of a scale in fp32 for each of the 128 elements that share it.
+_HALF, _BLOCK_SCALE = 2.0, 4.0 / 128
+
+
+@dataclass(frozen=True, slots=True)
+class CastBytes:
+    """Bytes moved for an element of each operand, by when.
+
+    Attributes:
+        inputs, inputs_again: Of a product's input, in forward and for the gradient of its weight.
+        gradients: Of the gradient of its output, for both backward products.
+        weights, weights_back: Of its weight, in forward and for the gradient of the input.
+    """
+
+    inputs: float
+    inputs_again: float
+    gradients: float
+    weights: float = 0.0
+    weights_back: float = 0.0
+
+
+def cast_bytes(precision: str, stack: Stack) -> CastBytes:
+    """Bytes moved for each element of operands that run in ``precision`` ([Note: casts of operands]).
+
+    Args:
+        precision: "fp8", "mxfp8" or "nvfp4".
+    """
+    scaling = stack.low_scaling if precision == "fp8" else precision
+    written = OPERAND_BYTES[precision] + (_BLOCK_SCALE if scaling == "block" else 0.0)
+    looks = _HALF if scaling in ("tensorwise", "rowwise", "nvfp4") else 0.0
+    if stack.fused_casts:
+        both = looks + _HALF + 2 * written
+        return CastBytes(both, 0.0, both)
+    one = _HALF + written
+    if scaling in ("delayed", "tensorwise"):
+        both = looks + one + written
+        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one), stack)
+    if scaling == "rowwise":
+        return CastBytes(one, one + _HALF, 2 * one + _HALF, one, one + 2 * _HALF)
+    again = one + looks
+    return CastBytes(again, again, 2 * again, again, again)
+
+
+def _where_weights_are_cast(found: CastBytes, stack: Stack) -> CastBytes:
+    """Weights that are gathered in 8 bits were cast before: each rank its shard alone, which is not counted."""
+    if not stack.gather_dtype.startswith("float8"):
+        return found
+    return CastBytes(found.inputs, found.inputs_again, found.gradients)
+
+
+def product_casts(kernel: Kernel, product: Product, precision: str, stack: Stack, *, was_cast: bool) -> float:
+    """Bytes moved to cast the operands of one product.
+
+    Args:
+        was_cast: Its input was cast by the kernel before, or for another product of the stretch.
+    """
+    moved = cast_bytes(precision, stack)
+    rows = float(product.groups * product.m * product.k)
+    columns = float(product.groups * product.n * product.k)
+    if kernel.stage is Stage.BACKWARD_WEIGHT:  # (outputs, tokens) by (tokens, inputs)
+        return 0.0 if was_cast else moved.inputs_again * columns
+    if kernel.stage is Stage.BACKWARD_INPUT:
+        return (0.0 if was_cast else moved.gradients * rows) + moved.weights_back * columns
+    return (0.0 if was_cast else moved.inputs * rows) + moved.weights * columns

@@ -44,7 +44,8 @@ def test_bytes_of_a_pass_for_each_way():
     assert (tensor.inputs + tensor.inputs_again, tensor.gradients, tensor.weights + tensor.weights_back) == (6, 6, 8)
     assert (row.inputs + row.inputs_again, row.gradients, row.weights + row.weights_back) == (8, 8, 10)
     block = cast_bytes("fp8", scaled(TORCHAO, "block"))
-    assert block.gradients == 2 * (2 + 1 + 4 / 128) and block.weights == block.weights_back == 3 + 4 / 128
+    assert block.gradients == 2 * (2 + 1 + 4 / 128)
+    assert block.weights == block.weights_back == 3 + 4 / 128
     mx = cast_bytes("mxfp8", TORCHAO)
     assert mx.inputs + mx.inputs_again == 2 * (2 + 1 + 1 / 32)
 

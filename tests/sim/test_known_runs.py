@@ -30,7 +30,7 @@ def test_what_transfers_take_longer_is_not_laid_on_products() -> None:
 def test_one_run_is_what_the_formula_says() -> None:
     spreads = cause_spreads(PRODUCTS)
     shared = sum(spread**2 for spread in spreads.values()) + 0.05**2
-    expected = shared / (shared + 0.08**2) * math.log(1.1)
+    expected = shared / (shared + 0.1**2) * math.log(1.1)
     assert math.log(shift_of(PRODUCTS, [KnownRun(1.1, PRODUCTS)]).factor) == pytest.approx(expected)
 
 
@@ -56,7 +56,7 @@ def test_a_known_run_narrows_the_interval() -> None:
     shift = shift_of(TRANSFERS, [KnownRun(1.2, TRANSFERS)])
     assert shift.narrowed(before) < before
     assert shift_of(TRANSFERS, []).narrowed(before) == pytest.approx(before)
-    assert shift.narrowed(0.2) == pytest.approx(0.08 * 1.645), "a run's own part stays"
+    assert shift.narrowed(0.2) == pytest.approx(0.1 * 1.645), "a run's own part stays"
     assert shift.narrowed(0.1) == 0.1, "what was narrower stays so"
 
 
@@ -69,3 +69,12 @@ def test_an_update_on_the_host_is_a_cause_of_its_own() -> None:
     shares = {"products": 0.6, "optimizer": 0.4}
     assert causes_of(shares, updates_on_host=False) == shares
     assert causes_of(shares, updates_on_host=True) == {"products": 0.6, "updates on the host": 0.4}
+
+
+def test_a_run_elsewhere_says_half_as_much() -> None:
+    here, away = KnownRun(1.2, PRODUCTS), KnownRun(1.2, PRODUCTS, elsewhere=True)
+    said = [math.log(shift_of(PRODUCTS, [run]).factor) for run in (here, away)]
+    assert said[1] == pytest.approx(said[0] / 2)
+    assert shift_of(PRODUCTS, [away]).explained == pytest.approx(shift_of(PRODUCTS, [here]).explained / 4)
+    both = shift_of(PRODUCTS, [here, away])
+    assert said[0] < math.log(both.factor) < shift_of(PRODUCTS, [here, here]).factor

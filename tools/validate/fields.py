@@ -25,7 +25,7 @@ _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
-    r"training|gemms?|products|linears?|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment)\b|\b\d+x\d+\b"
+    r"training|gemms?|products|linears?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment)\b|\b\d+x\d+\b"
 )
 #: Schedule whose two directions each hold the whole model; it is simulated as half as many ranks of DualPipe-V.
 DUALPIPE = "dualpipe"
@@ -35,7 +35,7 @@ _SCHEDULES = (
     (r"dual-?pipe[- ]?v\b|dual-?pipe v", "dualpipe-v"),
     (r"dual-?pipe|bidirectional", DUALPIPE),
     (r"zb|zero-?bubble|interleavedzerobubble", "zero-bubble"),
-    (r"gpipe|afab|all[- ]forward", "gpipe"),
+    (r"gpipe|afab|all[-_ ]?forward", "gpipe"),
     (r"interleaved|1f1b-i|vpp|virtual", "interleaved"),
     (r"(?<!seq)1f1b|pipedream-?flush|one[- ]forward", "1f1b"),
 )
@@ -71,6 +71,7 @@ _MODES = (
     (r"^(?:full|complete)\b(?!.*(?:\bonly\b|mlp|att(?:entio)?n|norm))", "full"),
     (r"^(?:enable |use |fsdp )?(?:full |activations?|gradient|grad) ?(?:recompute|recomputation|check\w*)", "full"),
     (r"^checkpoint(?:ing)? activations|^torch\.utils\.checkpoint|^apply activation checkpointing", "full"),
+    (r"^recompute(?: (?:layers?|blocks?|granularity full))?(?: (?:true|on|yes))?$|^checkpoint ?blocks?$", "full"),
     (r"^checkpoint wrapper|^remat\b|^save (?:qkv|out|query|value) |^qkv proj offloaded", "full"),
 )
 #: Parts of a block before the word that they are recomputed: "core_attn recompute".
@@ -115,6 +116,7 @@ _NOT_MODELLED = (
         r"pipedream(?!-?flush)|pipemare|async(?:hronous)?[- ](?:sgd|pipeline|update)|weight[- ]stash",
         "updates do not wait for all micro-batches",
     ),
+    (r"\bfpdt\b|fully pipelined distributed|ulysses-?offload", "chunks of a sequence wait on the host"),
     (r"galore|apollo|\blomo\b|adalomo|\blisa\b|badam|\bfira\b", "gradients or states are projected, fused or left out"),
 )
 #: Kinds of training whose steps have other parts than a forward, a backward and an update of one model.
@@ -141,7 +143,7 @@ _OPTIMIZER_READ = re.compile(
     r"transformer engine|paged|hybrid|flash)\.? ?)*(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap)\b|"
     r"\b(?:8 ?-?b(?:it)?|int8|fp32|float32|bf16|bfloat16|fp16|float16|16-bit|32-?bit|32b|pure|full|only|memory|"
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
-    r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|"
+    r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
     r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
     r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim)\b"
 )
@@ -163,6 +165,36 @@ def unread_of_gpu(words: str, power_w: float) -> list[str]:
         return [f"hardware.gpu {words!r}: its power limit, the catalog's board has {power_w:g} W"]
     capped = not limits and re.search(r"power[- ](?:limit|cap)|under-?clock|clock(?:s|ed)? (?:at|to|locked)", lowered)
     return [f"hardware.gpu {words!r}: clocks of its power limit"] if capped else []
+
+
+#: Words of prose on what changes a step and is not priced, and what of it they mean.
+_NOT_PRICED = (
+    (r"tp[-_]linear[-_]async[-_]communication[ =:]+true", "tensor-parallel transfers beside products"),
+    (r"\beplb\b|redundant experts?", "experts that are held twice to even their load"),
+    (r"(?:group|node|device)[- ]limited (?:routing|top)", "tokens that go to few nodes"),
+    (r"(?:micro-?batch|two-?batch|dual-?batch) overlap|\b(?:tbo|dbo)\b", "halves of a batch beside each other"),
+    (r"backward[-_]post\b", "parameters that are gathered late"),
+    (r"optimizer[-_ ]in[-_ ](?:the[-_ ])?(?:bwd|backward)|fused[-_ ]backward[-_ ]pass", "updates within backward"),
+    (r"mode=?['\": ]+(?:isp|fsp|msp)\b", "tensor parallel in InternEvo's manner"),
+    (
+        r"\[\d+(?:, ?\d+)+\]|uneven (?:pipeline|stages|layers)|hetero\w* (?:pp|pipeline)",
+        "stages of unlike numbers of layers",
+    ),
+    (r"\bdomino\b", "tensor-parallel transfers beside halves of a batch"),
+)
+
+
+def not_priced(text: str) -> list[str]:
+    """What prose says that changes a step and is not priced; clauses that deny it are to be left out before."""
+    found = ((re.search(pattern, text.lower()), what) for pattern, what in _NOT_PRICED)
+    return [f"{match[0]!r}: {what}, which is not priced" for match, what in found if match]
+
+
+def shard_told(stated: Mapping[str, Any]) -> int:
+    """Number of ranks that share what is cut, where only words of the sharding tell it; 0 where they do not."""
+    words = str(stated.get("sharding", "")).lower().replace("_", " ")
+    told = re.search(r"\b(?:size|degree|group(?: of)?|over|within|wp)[ =:]*(\d+)\b", words)
+    return int(told[1]) if told else 0
 
 
 def is_nothing(words: str) -> bool:
@@ -202,10 +234,15 @@ def unread_methods(text: str) -> list[str]:
 
 #: (words, stage of ZeRO that they mean), in order.
 _SHARDING = (
+    (r"reshard-after-forward[ =:]*(?:false|never|no|off|0)|no-reshard-after-forward", 2),
     (r"no-shard|\bddp\b|data[- ]parallel only|^(?:none|no|off)\b", 0),
-    (r"(?:zero|\bz|stage)[- =]?3|full-shard|fully[- ]shard|hybrid-shard(?!-zero2)|zero-?infinity", 3),
-    (r"(?:zero|\bz|stage)[- =]?2|shard-grad-op|hybrid-shard-zero2", 2),
-    (r"(?:zero|\bz|stage)[- =]?1|distributed[- ]optimizer|optimizer[- ]state|\boss\b|zero-redundancy-?optimizer", 1),
+    (
+        r"(?:zero|\bz|stage)[- =]?3|full-shard|fully[- ]shard|hybrid-shard(?!-zero2)|zero-?infinity|\bgemini\b|"
+        r"\bp-g-os\b|optim-grads-params|\bisp\b|\bwp ?\d|weight[- ]parallel",
+        3,
+    ),
+    (r"(?:zero|\bz|stage)[- =]?2|shard-grad-op|hybrid-shard-zero2|\bos-g\b|optim-grads\b", 2),
+    (r"(?:zero|\bz|stage)[- =]?1|distributed[- ]?optimizer|optimizer[- ]state|\boss\b|zero-redundancy-?optimizer", 1),
     (r"(?:zero|stage)[- =]?0", 0),
     (r"[fh]sdp", 3),
 )
@@ -219,7 +256,7 @@ def stage_of(stated: Mapping[str, Any], assumed: list[str], unread: list[str]) -
         unread.append(f"layout.sharding {words!r}")
     if named is not None and stated.get("sharding") and "zero_stage" in stated and named != stated["zero_stage"]:
         unread.append(f"layout.sharding {words!r}: zero_stage {stated['zero_stage']} counts")
-    if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
+    if "zero_stage" not in stated and named is None and int(stated.get("fsdp") or 0) > 1:
         assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
         return 3
     if "zero_stage" not in stated and named is not None:
@@ -293,7 +330,12 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         unread.append(f"layout.optimizer {words!r}: AdamW")
         return "adamw", {}
     settings: dict[str, Any] = {}
-    apart = re.sub(r"(?<=[a-z])(?=adam|sgd)|(?<=adam)(?=[w\d])(?!w\b)|(?<=adamw)(?=\d)", " ", words)
+    apart = re.sub(
+        r"(?<=[a-z])(?=adam|sgd)|(?<=adam)(?=[w\d])(?!w\b)|(?<=adamw)(?=\d)|"
+        r"(?<=[a-z])(?=offload|optimizer)|(?<=offload)(?=[a-z])(?!e[dr]|ing)",
+        " ",
+        words,
+    )
     left = re.findall(r"[a-z]\w*|\b4 ?-?bit", _OPTIMIZER_READ.sub(" ", apart))
     if left:
         unread.append(f"layout.optimizer {words!r}: {' '.join(left)!r}")
@@ -339,6 +381,8 @@ def dtypes_of(row_words: str) -> dict[str, Any]:
         words,
     ):
         settings |= {"master_weights": False, "parameters_dtype": ""}
+        if re.search(r"bf16-true", words):  # torch's optimizers keep states as parameters are
+            settings["moments_dtype"] = "bfloat16"
     elif re.search(r"(?:fp32|float32|with) master|master (?:weights|copy) in (?:fp32|float32)", words):
         settings |= {"master_weights": True, "parameters_dtype": ""}
     elif re.search(r"(?:fp32|float32|f32) upcast|upcast\w* (?:params? )?to (?:fp32|float32)|\bp=f(?:loat)?32", words):
@@ -385,6 +429,8 @@ def offload_of(
         return {"offload": ("activations",), "offload_layers": int(moved[1])}
     words = str(stated.get("offload", "")).lower()
     elsewhere = " ".join(str(stated.get(name, "")) for name in ("framework", "sharding")).lower()
+    if "offload" in str(stated.get("optimizer", "")).lower():
+        elsewhere += " optimizer offload"
     if "offload" not in stated and re.search(r"offload|zero-?infinity", elsewhere):
         words = f"{elsewhere} nvme" if "infinity" in elsewhere else elsewhere
         if not re.search(r"optim|param|activation|state", words) and re.search(r"zero-?3|z3|stage ?3|infinity", words):
@@ -430,6 +476,10 @@ _PARTS = (
 )
 
 
+#: A part of a block as the whole of what a field says (PaddleNLP's recompute_granularity).
+_PART_ALONE = {"core_attn": "core_attn", "core_attention": "core_attn", "full_attn": "attn", "mlp": "mlp"}
+
+
 def modules_of(detail: str, text: str) -> tuple[str, ...]:
     """Parts of a block that are recomputed, as a row lists them; () where it lists none."""
     named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
@@ -447,6 +497,8 @@ def recompute_of(
     """Recomputing: its mode, number of layers (-1 all) and modules, as far as words say."""
     words = str(stated.get("activation_checkpointing", "")).strip().lower()
     detail = str(stated.get("ac_detail", "")).strip()
+    if not detail and (part := _PART_ALONE.get(words.replace("-", "_").replace(" ", "_"))):
+        words, detail = "selective", part
     if listed := re.match(r"(?:selective|recompute|checkpoint)\w*(?:[: (]| of)+(?=\w)", words):
         of = words[listed.end() :].rstrip(")")
         if not detail and modules_of(of, "") and re.search(r"att(?:entio)?n|mlp|ffn|norm|act", of):
@@ -493,7 +545,12 @@ def recompute_of(
 
 
 def _layers(detail: str, text: str, layers: int) -> int | None:
-    """Number of layers that words say are recomputed; None where they say none."""
+    """Number of layers that words say are recomputed; None where they say none.
+
+    Megatron's "uniform" keeps the input of so many layers each, and recomputes all.
+    """
+    if re.search(r"\buniform\b", f"{detail} {text}"):
+        return None
     for words in (detail, text):
         if found := next((match for pattern in _LAYERS if (match := pattern.search(words))), None):
             return min(layers, int(found[1]))

@@ -33,6 +33,7 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
         r"\S*(?:cpu|host|nvme|ssd)[-_ ]?offload\w*[^;]*|.*\boffload\w* [^;]*\b(?:cpu|host|nvme|ssd)\b",
         None,
     ),
+    ("offload", r"(?:stage ?[123]|zero[- ]?[123])(?: with)? (?:cpu )?offload\b", "optimizer to cpu"),
     (
         "optimizer",
         r"\b(?:paged_?)?(?:8 ?-?bit )adam\w*|adamw?[- _]?8 ?-?bit|\b(?:bnb )?paged_adamw?\w*|"
@@ -48,6 +49,8 @@ _STATED: tuple[tuple[str, str, str | None], ...] = (
         r"zero[- ]?(?:stage[- ]?)?[123]\b|\b(?:full_shard|shard_grad_op|no_shard)\b|\b[fh]sdp2?\b|\bddp\b",
         None,
     ),
+    ("sharding", r"ici_fsdp_parallelism[ =:]+(?!1\b)-?\d+", "fsdp"),
+    ("fsdp", r"sharding[-_ ]parallel[-_ ]degree[ =:]+(\d+)", None),
     (
         "precision",
         r"^(?:bf16|bfloat16|fp16|fp8|mxfp8|nvfp4|fp32)(?: mixed)?(?: precision)?$|"
@@ -78,7 +81,7 @@ def stated_in_notes(row: Row) -> tuple[dict[str, Any], list[str]]:
         matches = [match for clause in clauses if (match := re.search(words, clause))]
         if not matches or (name == "precision" and len({match[0] for match in matches}) > 1):
             continue
-        found[name] = value or matches[0][0].strip()
+        found[name] = value or (int(matches[0][1]) if name == "fsdp" else matches[0][0].strip())
         said.append(f"{name} {found[name]!r}: the notes say {matches[0][0].strip()!r}")
     return found, said
 

@@ -125,7 +125,11 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
         anchor = anchor_of(group)
         known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
         told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
-        scored += [_known_by(pair, known) for pair in group if pair is not anchor]
+        scored += [
+            _known_by(pair, dataclasses.replace(known, elsewhere=_place(pair) != _place(anchor)))
+            for pair in group
+            if pair is not anchor
+        ]
     return scored, told
 
 
@@ -152,6 +156,13 @@ def _known_by(pair: Pair, known: KnownRun) -> Pair:
     shift = shift_of(_causes(pair), [known])
     scaled = _scaled(pair, shift.factor)
     return _around(scaled, shift.narrowed(_half_of(pair)))
+
+
+def _place(pair: Pair) -> tuple[str, str]:
+    """Machine and network that a pair's step ran on."""
+    request = pair.outcome.request
+    assert request is not None
+    return request.machine, str(pair.outcome.row.hardware.get("inter_node_link") or "")
 
 
 def _half_of(pair: Pair) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,13 +242,19 @@ FACTS: tuple[Fact, ...] = (
 )
 
 
-def with_facts(request: StepRequest, text: str, *, known: bool = True) -> tuple[StepRequest, list[str]]:
-    """Request with what its source's own files set, and the evidence; only of the run where ``known`` is false."""
+def with_facts(
+    request: StepRequest, text: str, *, known: bool = True, stated: Collection[str] = ()
+) -> tuple[StepRequest, list[str]]:
+    """Request with what its source's own files set, and the evidence; only of the run where ``known`` is false.
+
+    Args:
+        stated: Switches that the row states by itself, and no fact replaces; ``hidden`` is added to.
+    """
     lowered = text.lower()
     evidence: list[str] = []
     for fact in FACTS:
         if (known or fact.of_run) and re.search(fact.pattern, lowered) and fact.applies(request):
-            settings = dict(fact.settings)
+            settings = {name: value for name, value in fact.settings.items() if name == "hidden" or name not in stated}
             if "hidden" in settings:
                 settings["hidden"] = {**request.stack.hidden, **settings["hidden"]}
             of_layout = {name: settings.pop(name) for name in list(settings) if hasattr(request.layout, name)}

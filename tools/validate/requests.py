@@ -22,27 +22,29 @@ from tools.validate.fields import (
     cp_comm_of,
     dtypes_of,
     is_nothing,
+    not_priced,
     offload_of,
     optimizer_of,
     precision_of,
     recompute_of,
     refuse_what_is_not_modelled,
     schedule_of,
+    shard_told,
     stage_of,
     task_of,
     unread_methods,
     unread_of_gpu,
 )
-from tools.validate.prose import contradicted, stated_in_notes
+from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
-from tools.validate.software import software_of
+from tools.validate.software import software_of, stated_switches
 from tools.validate.words import machine_of
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
 _RECIPES = (
     (r"delayed", "delayed"),
-    (r"block-?wise|\bblock|sub-?channel|1 ?x ?128|128 ?x ?128|deep-?gemm", "block"),
+    (r"block-?wise|\bblock|sub-?channel|tile-?wise|1 ?x ?128|128 ?x ?128|deep-?gemm", "block"),
     (r"row-?wise|\brow|axis-?wise|per-?(?:row|channel|token)", "rowwise"),
     (r"tensor-?wise|per-?tensor|\btensor\b|current|dynamic|\bcs\b", "tensorwise"),
 )
@@ -98,7 +100,8 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         optimizer=optimizer,
         **(_extras(row, text, model.layers) | _edges(row, text, layout, model.layers, unread)),
     )
-    request = _as_published(request, text, assumed, known=known)
+    stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
+    request = _as_published(request, text, assumed, known=known, stated=stated)
     said_unread = (f"not understood: {words}" for words in unread)
     return dataclasses.replace(request, assumed=(*assumed, *said_unread), unread=tuple(unread))
 
@@ -111,6 +114,7 @@ def _unread(row: Row, machine: str) -> list[str]:
         *unread_of_gpu(words, gpu.power_w if gpu else 0.0),
         *unread_of_model(row.model),
         *unread_methods(row.notes),
+        *not_priced("; ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))),
         *contradicted(row, is_nothing),
     ]
 
@@ -135,11 +139,15 @@ def _padding(row: Row, stack: Stack) -> int:
     return stack.vocabulary_padding * ways if stack.vocabulary_padding > 1 else 1
 
 
-def _as_published(request: StepRequest, text: str, assumed: list[str], *, known: bool) -> StepRequest:
-    """Request with what the recipe it was made with sets and the table does not print."""
+def _as_published(request: StepRequest, text: str, assumed: list[str], *, known: bool, stated: set[str]) -> StepRequest:
+    """Request with what the recipe it was made with sets and the table does not print.
+
+    Args:
+        stated: Switches of the software that the row itself states: they count before what recipes say.
+    """
     layers = request.high_precision_layers or (high_precision_layers(request, text) if known else 0)
     request = dataclasses.replace(request, high_precision_layers=layers)
-    request, evidence = with_facts(request, text, known=known)
+    request, evidence = with_facts(request, text, known=known, stated=stated)
     assumed += evidence
     layout = request.layout
     recipe = recipe_of(request.stack.name, request.machine, request.model, layout)
@@ -318,8 +326,9 @@ def _chunks_told(words: str, layers: int, stages: int) -> int:
     if each := re.search(rf"num[-_ ]layers[-_ ]per[-_ ]virtual[-_ ](?:pipeline[-_ ])?stage{number}", words):
         return layers // stages // max(1, int(each[1])) or 1
     told = re.search(
-        rf"virtual[-_ ]pipeline[-_ ](?:model[-_ ]parallel[-_ ])?size{number}|\bvpp{number}|(\d+) virtual (?:pipeline )?"
-        rf"stages|interleav\w* (?:factor|degree|depth|size|chunks)?(?: of)?{number}\b|(\d+) (?:model )?chunks per",
+        rf"virtual[-_ ](?:pipeline|pp)[-_ ](?:model[-_ ]parallel[-_ ])?(?:size|degree){number}|\bvpp{number}|"
+        rf"(\d+) virtual (?:pipeline )?stages|interleav\w* (?:factor|degree|depth|size|chunks)?(?: of)?{number}\b|"
+        r"(\d+) (?:model )?chunks per",
         words,
     )
     return int(next(filter(None, told.groups()))) if told else 0
@@ -347,7 +356,9 @@ def _sequence_parallel(stated: Mapping[str, Any], tp: int, stack: Stack, assumed
 
 def _shard(stated: Mapping[str, Any], degrees: dict[str, int]) -> int:
     """Ranks that share states, 0 for all: sources count dp alone, or dp and cp together."""
-    width = int(stated.get("fsdp") or 0)
+    width = int(stated.get("fsdp") or 0) or shard_told(stated)
+    if degrees["dp"] * degrees["cp"] % max(1, width):
+        width = int(stated.get("fsdp") or 0)
     return 0 if width in (0, degrees["dp"], degrees["dp"] * degrees["cp"]) else width
 
 

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from lading.catalog.stacks import stack_by_name, stack_names
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
 from tools.validate.fields import stage_of
 from tools.validate.prose import clauses_of
@@ -31,11 +32,15 @@ _NUMBERED = 2024
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
 _COMPILED = (
-    r"compile=true|torch\.compile|\binductor\b|max-autotune|\bjax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b"
+    r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
+    r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 )
 _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
-_NATIVE = r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|thunder"
+_NATIVE = (
+    r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
+    r"veomni|auto-?model|accelerate|transformers"
+)
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
     r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|"
@@ -67,6 +72,17 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"cross-entropy fusion", {"fused_loss": True}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (r"gptq", {"quantizer": "gptq"}),
+    (r"torch-?ao|float8linear|convert_to_float8", {"fused_casts": False, "low_scaling": "tensorwise"}),
+    (
+        r"(?:transformer[-_ ]engine|\bte\b)[^;|]{0,20}(?:fp8|float8)|"
+        r"(?:fp8|float8)[^;|]{0,20}(?:transformer[-_ ]engine|\bte\b)",
+        {"fused_casts": True, "low_scaling": "delayed"},
+    ),
+    (r"overlap[-_]comm['\"]?[ =:]+true", {"overlap_grad_reduce": True}),
+    (r"overlap[-_]comm['\"]?[ =:]+false", {"overlap_grad_reduce": False}),
+    (r"\bbf16[-_ ]compress", {"gradient_dtype": "bfloat16"}),
+    (r"\bfp16[-_ ]compress", {"gradient_dtype": "float16"}),
+    (r"attn_impl['\"]?[ =:]+['\"]?torch\b", {"attention": "unfused"}),
     (r"alltoall dispatcher", {"dispatcher": "alltoall"}),
     (r"hybridep|deepep", {"dispatcher": "deepep"}),
     (
@@ -96,7 +112,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         stack = dataclasses.replace(stack, **_tuned(row, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
-        stack = dataclasses.replace(stack, **_named_otherwise(row, stack, assumed))
+        stack = dataclasses.replace(stack, **_named_otherwise(row, text, stack, assumed))
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
 
 
@@ -128,12 +144,12 @@ def _rule_of(row: Row, text: str) -> StackRule | None:
 
 def class_of(row: Row, text: str) -> str:
     """Name of the class defaults of a row ([Note: software that is not known])."""
-    named = str(row.layout.get("framework", "")).lower()
+    named = " ".join(str(row.layout.get(name, "")) for name in ("framework", "sharding")).strip().lower()
     if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
         text = named if not re.search(_COMPILED, text.lower()) else text
-    lowered = _NOT_COMPILED.sub(" ", text.lower())
-    if re.search(_COMPILED, lowered):
+    if is_compiled(text):
         return "compiled-torch"
+    lowered = text.lower()
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
     if re.search(_DEEPSPEED, lowered):
         kind = "deepspeed-like"
@@ -144,6 +160,11 @@ def class_of(row: Row, text: str) -> str:
     year = year_of(row) or _middle(row)
     older = sorted(name for name in stack_names() if re.fullmatch(rf"{kind}-\d{{4}}", name) and int(name[-4:]) >= year)
     return older[0] if older and year else kind
+
+
+def is_compiled(text: str) -> bool:
+    """Whether words say that blocks are compiled."""
+    return re.search(_COMPILED, _NOT_COMPILED.sub(" ", text.lower())) is not None
 
 
 def _middle(row: Row) -> int:
@@ -181,15 +202,25 @@ def _tuned(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _named_otherwise(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
-    """Switches of a row that a set's framework has and its runs had not: ZeRO-3's hooks, and fused attention."""
+def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Switches of a row that a set's framework has and its runs had not: ZeRO-3's hooks, compiled blocks, attention."""
     settings: dict[str, Any] = {}
     hooks = stack_by_name("deepspeed-like")
-    if stack.kind == hooks.kind and stack.gathers != hooks.gathers and stage_of(row.layout, [], []) == 3:
+    words = f"{text} | {row.layout.get('sharding', '')}".lower()
+    on_hooks = stack.kind == hooks.kind or re.search(r"deepspeed|\bds[-_]z(?:ero)?-?3", words) is not None
+    if on_hooks and stack.gathers != hooks.gathers and stage_of(row.layout, [], []) == 3:
         settings = {"gathers": hooks.gathers, "pieces": hooks.pieces, **_cut_parameters(row)}
         assumed.append(
             "parameters are gathered as DeepSpeed's ZeRO-3 does: by each tensor, ahead, and again to recompute"
         )
+    if stack.kind == "eager-torch" and stack.fusion == "eager" and is_compiled(text):
+        compiled = stack_by_name("compiled-torch")
+        settings |= {
+            "fusion": compiled.fusion,
+            "launch_s": compiled.launch_s,
+            "block_s": min(stack.block_s, compiled.block_s),
+        }
+        assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
     if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])?\b", stated)):
         settings["attention"] = f"flash{named[1] or 2}"
@@ -225,11 +256,11 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
 def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     """Switches that the row's words replace."""
     settings: dict[str, Any] = {}
-    lowered = text.lower()
+    lowered = f"{text} | {row.layout.get('precision', '')} | {row.layout.get('precision_detail', '')}".lower()
     for words, switches in _STATED:
         if re.search(words, lowered):
             settings |= switches
-    settings |= _graphs(text, stack)
+    settings |= _graphs(text, stack) | _buckets(lowered, settings.get("gradient_dtype", stack.gradient_dtype))
     if str(row.layout.get("optimizer", "")).lower() == "sgd":
         settings["moments"] = 0
     launched = settings.get("dispatcher") == "deepep" and not settings.get("cuda_graphs", True)
@@ -246,6 +277,15 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     elif "ep overlap off" in lowered:
         settings["hidden"] = {**hidden, "ep": 0.0}
     return settings
+
+
+def _buckets(lowered: str, gradient_dtype: str) -> dict[str, Any]:
+    """Buckets of gradients in the words of DDP (MiB of them) or DeepSpeed (elements)."""
+    if told := re.search(r"bucket_cap_mb['\"]?[ =:]+(\d+)", lowered):
+        return {"bucket_elements": float(int(told[1]) * 2**20 // DTYPE_BYTES[gradient_dtype])}
+    if told := re.search(r"reduce_bucket_size['\"]?[ =:]+(\d+(?:\.\d+)?(?:e\d+)?)", lowered):
+        return {"bucket_elements": float(told[1])}
+    return {}
 
 
 def _graphs(text: str, stack: Stack) -> dict[str, Any]:

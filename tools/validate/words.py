@@ -101,12 +101,18 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"qwenlm/qwen .*task=(full|sft)", "qwen-finetune-zero3", "Qwen's finetune_ds.sh"),
     StackRule(r"qwenlm/qwen ", "qwen-finetune", "Qwen's finetune_lora_single_gpu.sh"),
     StackRule(r"simumax", "megatron-core", "notes: Megatron-LM 23e00ed0, TE 2.11, no overlap of communication"),
-    StackRule(r"llm-foundry|composer|mosaic", "fsdp1", "llm-foundry's scripts/train/benchmarking: Composer with FSDP1"),
+    StackRule(
+        r"llm[- ]foundry|composer|mosaic", "fsdp1", "llm-foundry's scripts/train/benchmarking: Composer with FSDP1"
+    ),
     StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),
     StackRule(r"torchtitan", "torchtitan-eager", "torchtitan, compile not set"),
     StackRule(r"cuda graphs full_iteration", "megatron-bridge-graphs", "a preset that replays whole iterations"),
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
-    StackRule(r"dgxc|\bnemo\b", "nemo", "NeMo launcher: Megatron-Core with Transformer Engine"),
+    StackRule(
+        r"(?s)^(?!.*nemo[ /-]?(?:auto-?model|rl\b|aligner)).*(?:dgxc|\bnemo\b)",
+        "nemo",
+        "NeMo launcher: Megatron-Core with Transformer Engine",
+    ),
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
     StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
     StackRule(r"megatron-deepspeed|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),

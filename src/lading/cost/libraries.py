@@ -117,18 +117,16 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
 def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, ...]:
     """Products of which several read one activation: it is cast for the first of a stage.
 
-    A compiler finds equal casts; where tensors are cut, torchao's PrepareFloat8ModuleInput casts before all of a module.
+    A compiler finds equal casts; where tensors are cut, torchao's PrepareFloat8ModuleInput casts before a module.
     """
     weights = _storages((tensor for tensor, _ in segment.parameters), segment)
     cast: dict[Stage, set[int]] = {stage: set() for stage in Stage}
     found: list[Kernel] = []
     for kernel in kernels:
-        if isinstance(kernel.detail, Product):
-            read = _storages(kernel.inputs, segment) - weights
-            if read & cast[kernel.stage]:
-                kernel = replace(kernel, name=kernel.name + QUANTIZED)
-            cast[kernel.stage] |= read
-        found.append(kernel)
+        read = _storages(kernel.inputs, segment) - weights if isinstance(kernel.detail, Product) else set[int]()
+        again = read & cast[kernel.stage]
+        cast[kernel.stage] |= read
+        found.append(replace(kernel, name=kernel.name + QUANTIZED) if again else kernel)
     return tuple(found)
 
 

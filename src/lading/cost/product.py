@@ -87,7 +87,7 @@ def product_s(
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
     Args:
-        precision: Precision of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose casts are in ``lading.cost.casts``).
+        precision: Precision of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (casts: ``lading.cost.casts``).
         out_bytes: Bytes of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
         sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
         of_weight: It makes a weight's gradient, whose operands lie in rows of m and n; else in rows of n and k.

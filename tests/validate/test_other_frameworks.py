@@ -1,0 +1,109 @@
+"""Words of frameworks of which no row was shared: read, told as not understood, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
+
+from lading.errors import ConfigError
+from lading.ir.request import StepRequest
+from tests.validate.test_rows import changed
+
+_DATA = {"tp": 1, "pp": 1, "dp": 64, "zero_stage": None, "fsdp": None}
+
+
+def asked(tmp_path: Path, framework: str, notes: str = "", **layout: Any) -> StepRequest:
+    file = tmp_path / "rows.jsonl"
+    parts: dict[str, Any] = {
+        "measured": {"tokens_per_s_per_gpu": None},
+        "hardware": {"gpus": 64},
+        "source": "tech blog 2025-03",
+        "notes": notes,
+        "layout": {**_DATA, "global_batch": 128, "framework": framework, **layout},
+    }
+    file.write_text(changed(**parts))
+    return request_of(read_rows([file])[0][0])
+
+
+@pytest.mark.parametrize(
+    ("framework", "notes", "layout", "expected"),
+    [
+        ("MaxText", "ici_fsdp_parallelism=8 dcn_data_parallelism=8", {}, {"zero": 3}),
+        ("accelerate", "", {"sharding": "FSDP2 reshard_after_forward=false"}, {"zero": 2}),
+        ("ColossalAI", "", {"sharding": "Gemini"}, {"zero": 3}),
+        ("PaddleFleetX", "", {"sharding": "p_g_os"}, {"zero": 3}),
+        ("PaddleNLP", "", {"sharding": "os_g"}, {"zero": 2}),
+        ("PaddleNLP", "sharding_parallel_degree 8", {"sharding": "stage1"}, {"zero": 1, "shard": 8}),
+        ("veScale", "", {"sharding": "DistributedOptimizer"}, {"zero": 1}),
+        ("Megatron-FSDP", "", {"sharding": "optim_grads_params"}, {"zero": 3}),
+        ("InternEvo", "", {"sharding": "zero1 size 8"}, {"zero": 1, "shard": 8}),
+        ("InternEvo", "", {"sharding": "ISP wp16"}, {"zero": 3, "shard": 16}),
+        ("nanotron", "", {"dp": 32, "pp": 2, "pp_schedule": "AllForwardAllBackward"}, {"schedule": "gpipe"}),
+        ("nanotron", "", {"activation_checkpointing": "recompute_layer: true"}, {"recompute": "full"}),
+        ("PaddleNLP", "", {"activation_checkpointing": "core_attn"}, {"recompute": "selective"}),
+        ("ms-swift", "", {"activation_checkpointing": "full", "ac_detail": "uniform 1"}, {"recompute_layers": -1}),
+        ("Paddle Fleet", "sharding stage2 offload", {"sharding": "stage2"}, {"offload": ("optimizer",)}),
+        ("BMTrain", "", {"optimizer": "AdamOffloadOptimizer", "sharding": "zero3"}, {"offload": ("optimizer",)}),
+        ("PaddleNLP", "virtual_pp_degree 2", {"dp": 32, "pp": 2}, {"vpp": 2}),
+    ],
+)
+def test_layouts_in_other_words(
+    tmp_path: Path, framework: str, notes: str, layout: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    request = asked(tmp_path, framework, notes, **layout)
+    assert {name: getattr(request.layout, name) for name in expected} == expected
+    assert not request.unread
+
+
+@pytest.mark.parametrize(
+    ("framework", "notes", "layout", "expected"),
+    [
+        ("LLM Foundry", "attn_impl: torch", {}, {"framework": "Composer", "attention": "unfused"}),
+        ("llm-foundry", "", {"attention": "flash3"}, {"attention": "flash3"}),  # a fact of its tables says triton
+        ("NeMo AutoModel", "", {"sharding": "fsdp2"}, {"kind": "eager-torch", "framework": ""}),
+        ("Lightning", "", {"dp": 8, "tp": 8, "sharding": "fsdp2"}, {"kind": "eager-torch"}),
+        ("AXLearn", "", {"sharding": "fsdp"}, {"kind": "compiled-torch"}),
+        ("Thunder", "thunder.jit", {"sharding": "fsdp zero2"}, {"kind": "compiled-torch"}),
+        ("transformers Trainer", "", {"compile": True}, {"fusion": "compiled", "framework": "transformers"}),
+        ("LLaMA-Factory", "", {"sharding": "ds_z3"}, {"gathers": 3, "pieces": 12}),
+        ("T5X", "", {"precision": "fp8 (TE delayed)"}, {"fused_casts": True, "low_scaling": "delayed"}),
+        ("accelerate", "fp8 by torchao", {"precision": "fp8"}, {"fused_casts": False, "low_scaling": "tensorwise"}),
+        ("xtuner", "", {"precision": "fp8 tile-wise", "compile": True}, {"low_scaling": "block"}),
+        ("LitGPT", "", {"precision": "bf16-true"}, {"moments_dtype": "bfloat16", "master_weights": False}),
+        ("DDP", "bucket_cap_mb=100, bf16_compress_hook", {}, {"bucket_elements": 50 * 2**20}),
+        ("DeepSpeed", "reduce_bucket_size 5e8, overlap_comm true", {}, {"bucket_elements": 5e8}),
+        ("DeepSpeed", "overlap_comm: true", {}, {"overlap_grad_reduce": True}),
+    ],
+)
+def test_software_in_other_words(
+    tmp_path: Path, framework: str, notes: str, layout: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    stack = asked(tmp_path, framework, notes, **layout).stack
+    assert {name: getattr(stack, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [
+        ("EPLB with 32 redundant experts", "held twice"),
+        ("group-limited routing of 4 nodes", "few nodes"),
+        ("tp_linear_async_communication: true", "beside products"),
+        ("backward_prefetch=BACKWARD_POST", "gathered late"),
+        ("optimizer_in_bwd=True", "within backward"),
+        ("tensor parallel with mode='isp'", "InternEvo"),
+        ("stages of [5,9,9,9] layers", "unlike numbers"),
+        ("intra-layer micro-batch overlap", "beside each other"),
+    ],
+)
+def test_what_is_not_priced_is_told_and_widens(tmp_path: Path, notes: str, said: str) -> None:
+    assert any(said in words for words in asked(tmp_path, "own trainer", notes).unread)
+    assert not asked(tmp_path, "own trainer", f"no {notes}").unread
+
+
+def test_sequences_in_chunks_on_the_host_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chunks of a sequence wait on the host"):
+        asked(tmp_path, "DeepSpeed-Ulysses", offload="FPDT sequence chunks to host")

@@ -9,13 +9,13 @@ from lading.catalog.stacks import stack_by_name
 from lading.cost.casts import CastBytes, cast_bytes, product_casts
 from lading.cost.fusion import launched
 from lading.cost.kernels import kernel_s, memory_s
-from lading.cost.libraries import QUANTIZED
+from lading.cost.libraries import LOOKED, QUANTIZED
 from lading.cost.product import product_s
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, StepRequest
-from lading.ir.work import Kernel, LocalTensor, Product, RankSegment, Stage
+from lading.ir.work import Collective, Kernel, LocalTensor, Product, RankSegment, Stage
 from lading.sim.simulate import simulate
 
 LLAMA_8B = Architecture(
@@ -31,7 +31,7 @@ def scaled(stack, scaling):
 
 def test_bytes_of_one_kernel_both_ways():
     assert cast_bytes("fp8", TE) == CastBytes(4, 0, 4)  # 2 read, 1 + 1 written
-    assert cast_bytes("fp8", scaled(TE, "tensorwise")) == CastBytes(6, 0, 6)  # and 2 read to find the largest
+    assert cast_bytes("fp8", scaled(TE, "tensorwise")) == CastBytes(6, 0, 6, looks=2)  # and 2 read to find the largest
     block = cast_bytes("fp8", scaled(TE, "block"))
     assert block.inputs == block.gradients == 2 + 2 * (1 + 4 / 128)
     assert cast_bytes("mxfp8", TE).inputs == 2 + 2 * (1 + 1 / 32)
@@ -101,6 +101,37 @@ def test_what_several_products_read_is_cast_once():
     cast = [kernel.name.endswith(QUANTIZED) for kernel in launched(segment, TORCHAO)]
     assert cast == [False, True, False, False, True]
     assert not any(kernel.name.endswith(QUANTIZED) for kernel in launched(segment, TE))
+
+
+def test_the_largest_element_is_found_by_the_kernel_before():
+    tensors = tuple(
+        LocalTensor(number, "bfloat16", (64, 64), 8192, Role.PARAMETER if number == 0 else Role.ACTIVATION)
+        for number in range(6)
+    )
+
+    def made(kind, inputs, output, detail=None, stage=Stage.FORWARD):
+        return Kernel("aten.op.default", kind, stage, "", "bfloat16", 1, 1, inputs, (output,), detail)
+
+    product, gather = Product(64, 64, 64), Collective("all_gather", "tp", 8192)
+    kernels = (
+        made(OpKind.NORM, (1,), 2),
+        made(None, (2,), 3, gather),
+        made(OpKind.MATMUL, (3, 0), 4, product),  # of what a norm made, gathered
+        made(OpKind.MATMUL, (4, 0), 5, product),  # of what a product made
+        made(OpKind.ELEMENTWISE, (5,), 2, stage=Stage.BACKWARD_INPUT),
+        made(OpKind.MATMUL, (2, 0), 1, product, Stage.BACKWARD_INPUT),  # a compiler alone adds a sum to what it writes
+    )
+    segment = RankSegment("block", kernels, tensors, (), (), (), parameters=((0, "dp"),))
+
+    def looked(stack):
+        return [k.name.endswith(LOOKED) for k in launched(segment, stack) if isinstance(k.detail, Product)]
+
+    assert looked(scaled(TE, "tensorwise")) == [True, False, False]
+    assert looked(TORCHAO) == [True, False, True]
+    assert not any(looked(TE))
+    kernel, found = kernels[2], scaled(TE, "tensorwise")
+    casts = [product_casts(kernel, product, "fp8", found, was_cast=False, looked=which) for which in (False, True)]
+    assert casts == [6 * 64 * 64, 4 * 64 * 64]
 
 
 def test_a_step_with_rows_scaled_takes_longer():

@@ -6,7 +6,8 @@ forward and for the weight's gradient, gradients of outputs for both backward pr
 backward. A scale has to be known before an element is cast.
 
     delayed      one scale a tensor, of the steps before: nothing is looked for first
-    tensorwise   one scale a tensor, of its own largest element: it is read once more before
+    tensorwise   one scale a tensor, of its own largest element: it is read once more before, unless the kernel that
+                 made it found that
     rowwise      one scale a row or column: each of the two casts looks for its own
     block        one scale for 128 elements of a row or column (weights: for 128 x 128): found while it is cast
     (mxfp8 and nvfp4 have blocks of 32 and 16, whatever the scaling; nvfp4 a scale of the tensor besides)
@@ -29,7 +30,7 @@ block scaling); block scaling of 1 x 128 and 128 x 128: arXiv 2412.19437, 3.3.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lading.cost.product import OPERAND_BYTES
 from lading.ir.stack import Stack
@@ -47,6 +48,7 @@ class CastBytes:
         inputs, inputs_again: Of a product's input, in forward and for the gradient of its weight.
         gradients: Of the gradient of its output, for both backward products.
         weights, weights_back: Of its weight, in forward and for the gradient of the input.
+        looks: Of these, what finding the largest element of inputs and gradients takes.
     """
 
     inputs: float
@@ -54,6 +56,7 @@ class CastBytes:
     gradients: float
     weights: float = 0.0
     weights_back: float = 0.0
+    looks: float = 0.0
 
 
 def cast_bytes(precision: str, stack: Stack) -> CastBytes:
@@ -65,13 +68,14 @@ def cast_bytes(precision: str, stack: Stack) -> CastBytes:
     scaling = stack.low_scaling if precision == "fp8" else precision
     written = OPERAND_BYTES[precision] + (_BLOCK_SCALE if scaling == "block" else 0.0)
     looks = _HALF if scaling in ("tensorwise", "rowwise", "nvfp4") else 0.0
+    apart = looks if scaling == "tensorwise" else 0.0
     if stack.fused_casts:
         both = looks + _HALF + 2 * written
-        return CastBytes(both, 0.0, both)
+        return CastBytes(both, 0.0, both, looks=apart)
     one = _HALF + written
     if scaling in ("delayed", "tensorwise"):
         both = looks + one + written
-        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one), stack)
+        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one, apart), stack)
     if scaling == "rowwise":
         return CastBytes(one, one + _HALF, 2 * one + _HALF, one, one + 2 * _HALF)
     again = one + looks
@@ -82,20 +86,24 @@ def _where_weights_are_cast(found: CastBytes, stack: Stack) -> CastBytes:
     """Weights that are gathered in 8 bits were cast before: each rank its shard alone, which is not counted."""
     if not stack.gather_dtype.startswith("float8"):
         return found
-    return CastBytes(found.inputs, found.inputs_again, found.gradients)
+    return replace(found, weights=0.0, weights_back=0.0)
 
 
-def product_casts(kernel: Kernel, product: Product, precision: str, stack: Stack, *, was_cast: bool) -> float:
+def product_casts(
+    kernel: Kernel, product: Product, precision: str, stack: Stack, *, was_cast: bool, looked: bool = False
+) -> float:
     """Bytes moved to cast the operands of one product.
 
     Args:
         was_cast: Its input was cast by the kernel before, or for another product of the stretch.
+        looked: The kernel that made its operand found the largest element.
     """
     moved = cast_bytes(precision, stack)
+    found = moved.looks if looked else 0.0
     rows = float(product.groups * product.m * product.k)
     columns = float(product.groups * product.n * product.k)
     if kernel.stage is Stage.BACKWARD_WEIGHT:  # (outputs, tokens) by (tokens, inputs)
         return 0.0 if was_cast else moved.inputs_again * columns
     if kernel.stage is Stage.BACKWARD_INPUT:
-        return (0.0 if was_cast else moved.gradients * rows) + moved.weights_back * columns
-    return (0.0 if was_cast else moved.inputs * rows) + moved.weights * columns
+        return (0.0 if was_cast else (moved.gradients - found) * rows) + moved.weights_back * columns
+    return (0.0 if was_cast else (moved.inputs - found) * rows) + moved.weights * columns

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from lading.cost.libraries import by_libraries, cast_once
+from lading.cost.libraries import by_libraries, cast_once, looked_for
 from lading.errors import ConfigError
 from lading.ir.graph import PERSISTENT, OpKind, Role
 from lading.ir.stack import FUSIONS, Stack
@@ -61,6 +61,8 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
         kernels = by_libraries(kernels, segment, stack)
     if not stack.fused_casts:
         kernels = cast_once(kernels, segment)
+    if stack.low_scaling == "tensorwise":
+        kernels = looked_for(kernels, segment, compiled=stack.fusion == "compiled")
     if not stack.eager_norms:
         return kernels
     return tuple(part for kernel in kernels for part in eager_norm(kernel))

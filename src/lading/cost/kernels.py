@@ -33,7 +33,7 @@ from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.cost.casts import cast_bytes, product_casts
 from lading.cost.curves import curve_s
 from lading.cost.fusion import unfused
-from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
+from lading.cost.libraries import LOOKED, QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (
     LOW_PRECISIONS,
     OPERAND_BYTES,
@@ -247,7 +247,8 @@ def _casts_bytes(kernel: Kernel, product: Product, stack: Stack, precision: str)
     """Moved to cast a product's operands ([Note: casts of operands] in ``lading.cost.casts``)."""
     if not runs_low(kernel, precision):
         return 0.0
-    return product_casts(kernel, product, precision, stack, was_cast=kernel.name.endswith(QUANTIZED))
+    was_cast, looked = (kernel.name.endswith(end) for end in (QUANTIZED, LOOKED))
+    return product_casts(kernel, product, precision, stack, was_cast=was_cast, looked=looked)
 
 
 def _is_launched_by_group(kernel: Kernel, stack: Stack) -> bool:

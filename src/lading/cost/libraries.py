@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from lading.ir.graph import OpKind
 from lading.ir.stack import Stack
-from lading.ir.work import Kernel, Product, RankSegment, Stage
+from lading.ir.work import Collective, Kernel, Product, RankSegment, Stage
 
 #: Of the second product's rows: bias times probability, sum, concatenation, cast; and back.
 _BIAS = ((0, 4), (6, 4), (4, 4), (4, 2))
@@ -36,6 +36,8 @@ _TURN_BACK = ((2, 2), (2, 2), (1, 1), (2, 2), (4, 2))
 BIASED = "biased"
 #: Ends the name of a product whose operand was cast by the kernel before it, or for another product.
 QUANTIZED = ".quantized"
+#: Ends the name of a product whose operand's largest element the kernel before found.
+LOOKED = ".looked"
 #: Begins the name of a part of a state-space scan.
 SCAN = "scan."
 #: Begins the name of an eager operation on parts of rows.
@@ -43,6 +45,9 @@ STRIDED = "strided."
 _SCANNED_MODULE, _TURNED_MODULE = "mamba", "rope"
 _CLEARS = ("zeros_like", "new_zeros")
 _SCATTERS = ("index_add", "index_put")
+#: Kernels of Transformer Engine that find the largest element of what they write (its pull requests 2004 and 2013),
+#: by stage; those that a compiler makes all do.
+_LOOKING = {Stage.FORWARD: (OpKind.NORM, OpKind.TRANSCENDENTAL), Stage.BACKWARD_INPUT: (OpKind.TRANSCENDENTAL,)}
 _POINTWISE = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.REDUCTION, OpKind.COPY)
 
 
@@ -127,6 +132,24 @@ def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, 
         again = read & cast[kernel.stage]
         cast[kernel.stage] |= read
         found.append(replace(kernel, name=kernel.name + QUANTIZED) if again else kernel)
+    return tuple(found)
+
+
+def looked_for(kernels: Sequence[Kernel], segment: RankSegment, *, compiled: bool) -> tuple[Kernel, ...]:
+    """Products whose operand comes from a kernel that finds its largest element, a collective between them or not."""
+    weights = _storages((tensor for tensor, _ in segment.parameters), segment)
+    makers: dict[int, Kernel] = {}
+    found: list[Kernel] = []
+    for kernel in kernels:
+        read = _storages(kernel.inputs, segment) - weights
+        before = [makers[storage] for storage in read if storage in makers]
+        if isinstance(kernel.detail, Product) and not kernel.name.endswith(QUANTIZED):
+            looking = (*_POINTWISE, OpKind.NORM) if compiled else _LOOKING.get(kernel.stage, ())
+            if any(maker.kind in looking and maker.stage is kernel.stage for maker in before):
+                kernel = replace(kernel, name=kernel.name + LOOKED)  # noqa: PLW2901
+        maker = before[0] if isinstance(kernel.detail, Collective) and before else kernel
+        makers.update(dict.fromkeys(_storages(kernel.outputs, segment), maker))
+        found.append(kernel)
     return tuple(found)
 
 

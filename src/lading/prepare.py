@@ -62,6 +62,7 @@ from lading.planner.api import (
     tier_limits,
 )
 from lading.planner.cache import cache_folder, cached_plan
+from lading.planner.experts import Shares, shortage_bytes, with_experts
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
@@ -108,6 +109,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     devices: int = 0,
     others: Sequence[StepGraph] = (),
     stage_saves: bool = False,
+    experts: bool | Shares = False,
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
 
@@ -152,6 +154,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         stage_saves: Count the memory in which ``Trainer.save(wait=False)`` stages a checkpoint on a CPU, on every rank,
             where the budget has room for it beside the fastest plan; where it has none, an assumption of the plan says
             how much is missing. False counts none: the Trainer then takes what the budget leaves.
+        experts: Leave out of each step the experts that its routers choose for no token: their operations, and what
+            these move. Or the shares of steps in which each expert gets tokens, by the router's module, as
+            ``Trainer.experts.shares()`` counts them: those seldom chosen are then read once they are.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -169,6 +174,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
+    _check_experts(experts, machine, spread, compile=compile)
     planner = _LayoutPlanner(
         graph=graph,
         others=others,
@@ -183,12 +189,25 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     )
     is_settled = bool(layout) or spread.devices == 1 or bool(_uncut(rule, others))
     make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)
+    if experts is not False:
+        return planner.plan_experts(spread, budget, {} if experts is True else experts)
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
     named = getattr(policy, "__name__", policy)
     asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, "stage_saves": stage_saves}
     asked |= planner.moved
     return _by_first_rank(make, [graph, *others], asked)
+
+
+def _check_experts(experts: bool | Shares, machine: Machine, spread: Layout, *, compile: bool) -> None:
+    """Refuse experts where they cannot be left out."""
+    if experts is False:
+        return
+    if experts is not True:
+        check_type("experts", experts, Mapping, "True, False, or shares of steps by the router's module")
+    if machine.device.kind != "cpu" or spread.devices > 1 or compile:
+        found = "several ranks" if spread.devices > 1 else "compile=True" if compile else f"a {machine.device.kind!r} device"
+        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
 
 
 def _shared_machine(machine: Machine, devices: int) -> Machine:
@@ -227,6 +246,15 @@ class _LayoutPlanner:
     compile: bool
     cache: bool
     stage_saves: bool
+
+    def plan_experts(self, spread: Layout, budget: str | float, shares: Shares) -> Plan:
+        """Plan the step of one device that leaves out experts without tokens."""
+        made = self.plan(spread, budget)
+        program = programs_of(made, self.graph, self.others)[0]
+        if short := shortage_bytes(program):
+            made = self.plan(spread, made.budgets[DEVICE] - short)
+            program = programs_of(made, self.graph, self.others)[0]
+        return with_experts(made, program, self.machine, shares)
 
     def plan(self, spread: Layout, budget: str | float) -> Plan:
         """Plan the step in a layout, with the ranks along a pipeline."""

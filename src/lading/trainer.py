@@ -48,6 +48,7 @@ from lading.runtime.custody import Custody, FreedBytes, give_values_back
 from lading.runtime.device import DeviceDriver
 from lading.runtime.draws import Draws
 from lading.runtime.executor import Executor
+from lading.runtime.experts import ExpertCounts
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.measuring import StepNotes
@@ -224,6 +225,7 @@ class Trainer:
             replicas=self._replicas,
             others=programs[1:],
             draws=[self._draws(each) for each in captures],
+            experts=self.plan.leaves_out_experts,
         )
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
@@ -305,6 +307,11 @@ class Trainer:
             self._groups.stepped()
         self.gradient_norm = self._executor.gradient_norm
         return self._told(losses, shape)
+
+    @property
+    def experts(self) -> ExpertCounts | None:
+        """Counts of what routers chose since this plan began; None where the plan leaves out no experts."""
+        return None if self._executor.experts is None else self._executor.experts.counts
 
     def _draws(self, captured: StepGraph) -> Draws | None:
         """Random numbers of a captured step that are this rank's; None where it draws none, or one process does."""

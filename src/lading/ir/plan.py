@@ -385,6 +385,11 @@ class Plan:
         """Whether runs of light operations are compiled into one call each."""
         return bool(self.request.settings.get("compile", 0.0))
 
+    @property
+    def leaves_out_experts(self) -> bool:
+        """Whether experts without tokens are left out of a step (``lading.plan(experts=)``)."""
+        return bool(self.request.settings.get("experts", 0.0))
+
     def of_run(self, run: dict[str, Any]) -> Plan:
         """Copy the plan for a run of this configuration."""
         return dataclasses.replace(self, request=dataclasses.replace(self.request, run=run))

@@ -33,6 +33,7 @@ from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.draws import Draws
+from lading.runtime.experts import Experts
 from lading.runtime.fence import overwritten
 from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
@@ -240,6 +241,7 @@ class Binder:
         fused: Regions that run as one call, at the first of their actions.
         make_room: Called with the scratch bytes, and the bytes written, of each large operation on the device before it
             runs, and of each reduction.
+        experts: Leaves actions out where experts got no token.
     """
 
     def __init__(
@@ -253,7 +255,9 @@ class Binder:
         jitter: Jitter | None = None,
         fused: Sequence[Fused] = (),
         make_room: Callable[[int, int], None] | None = None,
+        experts: Experts | None = None,
     ) -> None:
+        self.experts = experts
         self.program, self.graph = program, program.graph
         self.make_room = make_room
         self.device, self.arena = place.device, place.arena
@@ -280,7 +284,7 @@ class Binder:
         for action in self.program.actions:
             self.where.update(action.places)
             try:
-                runs.append(self._run(action))
+                runs.append(self._guarded(action, self._run(action)))
             except (ProgramError, KeyError, ConfigError) as error:
                 raise ProgramError(
                     f"action {action} ({self.program.label(action)}): {error}", action_id=action.id
@@ -294,6 +298,22 @@ class Binder:
         bound = queues(self.program, runs, lanes, taken, self.jitter)
         regions = tuple(f.region for f in self.fused.values())
         return dataclasses.replace(bound, scratch_bytes=self.scratch, regions=regions, posts=tuple(self.posts))
+
+    def _guarded(self, action: Action, run: Call | None) -> Call | None:
+        """Make the call of an action that experts without tokens make needless, or that chooses experts."""
+        if self.experts is None or run is None:
+            return run
+        guards = self.experts.guards
+        if action.id in guards.chosen_at:
+            router = guards.chosen_at.index(action.id)
+            chosen = self.view(guards.routers[router].chosen)
+            assert chosen is not None, "the action reads it"
+            return self.experts.noting(run, router, chosen)
+        if action.id not in guards.actions or action.kind is ActionKind.FREE:
+            return run
+        zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
+        moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
+        return self.experts.guarded(run, action.id, zeros, action.stream, moved)
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """View of a graph tensor where its storage lies now; None if it has no place."""

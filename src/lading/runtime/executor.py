@@ -24,6 +24,7 @@ from lading.errors import ConfigError, ProgramError
 from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
+from lading.memory.experts import find_guards
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import (
     Binder,
@@ -38,6 +39,7 @@ from lading.runtime.binding import (
 )
 from lading.runtime.device import CpuDevice, DeviceDriver, Lane
 from lading.runtime.draws import Draws
+from lading.runtime.experts import Experts
 from lading.runtime.fence import Fence
 from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
@@ -83,6 +85,7 @@ class Executor:
         replicas: Other ranks, where the Program reduces gradients over them.
         others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
         draws: For each Program its random numbers, where it is of several ranks and draws some.
+        experts: Leave out of the first Program what experts without tokens make needless (``lading.memory.experts``).
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -91,6 +94,7 @@ class Executor:
     Raises:
         StorageError: no room in ``folder``, or another run is using it.
         ProgramError: an action cannot be executed with this torch.
+        ConfigError: ``experts`` of a step without any, or where they cannot be left out.
     """
 
     def __init__(  # noqa: PLR0913  all that a run is made of
@@ -107,6 +111,7 @@ class Executor:
         replicas: Reducer | None = None,
         others: Sequence[Program] = (),
         draws: Sequence[Draws | None] = (),
+        experts: bool = False,
     ) -> None:
         self.program = program
         self._programs = (program, *others)
@@ -138,6 +143,10 @@ class Executor:
             stack.callback(self._drain)
             if poison:
                 self._poison_arena()
+            self.experts: Experts | None = None
+            if experts:
+                self.experts = self._found_experts(optimizer, is_fused=fuse, is_spread=replicas is not None)
+                stack.callback(self.experts.close)
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -159,6 +168,24 @@ class Executor:
         beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
         self._workers = Workers([*beside], self._run_stream)
         stack.callback(self._workers.close)
+
+    def _found_experts(self, optimizer: ParameterRule, *, is_fused: bool, is_spread: bool) -> Experts:
+        """Find the experts of the first Program.
+
+        Raises:
+            ConfigError: it has none, or they cannot be left out here.
+        """
+        if is_fused or is_spread or self._device.kind != "cpu":
+            found = "compiled regions" if is_fused else "several ranks" if is_spread else f"a device {self._device.kind!r}"
+            raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; plan without experts")
+        guards = find_guards(self.program)
+        if not guards.actions:
+            raise ConfigError("""experts: expected outputs weighed by a router's weights, found none; plan without""")
+        values = self._values
+        return Experts(
+            self.program, guards, optimizer=optimizer, at_home=values.at_home, read=values.read_pages,
+            write=values.write_pages, lose=values.lose, is_lost=lambda storage: storage in values.lost,
+        )  # fmt: skip
 
     def _open_memory(self, stack: ExitStack, folder: Path) -> None:
         self._meter = self._device.meter()
@@ -198,7 +225,9 @@ class Executor:
     def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> Ready:
         """Bind a Program to the memory that all share."""
         caller = CallerData(results=self._places_of_results(program.graph))
-        bound = self._binder(program, dataclasses.replace(self._place, caller=caller, draws=draws), fused=fused).bind()
+        place = dataclasses.replace(self._place, caller=caller, draws=draws)
+        experts = self.experts if program is self._programs[0] else None
+        bound = self._binder(program, place, fused=fused, experts=experts).bind()
         constants = self._constants(program) if plan else ()
         return Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
 
@@ -328,7 +357,11 @@ class Executor:
         ready = self._shapes[shape]
         batches = self._device.handed(checked_batches(ready.program, batches))
         if ready is not self._now:
+            if self.experts is not None:
+                self.flush()  # other Programs run whole, on values that are up to date
             self._change_to(ready)
+        if self.experts is not None:
+            self.experts.begin()
         self._caller.batches = batches
 
     def _run(self, skipped: frozenset[int], end: Callable[[], None]) -> list[float]:
@@ -382,6 +415,8 @@ class Executor:
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
+        if self.experts is not None and self._now.plan == 0 and self.program is self._programs[0]:
+            self.experts.end_step(self._rates.now, self.gradient_norm, self._norms)
         self._rates.before.take(self._rates.now)
         self._caught_up = frozenset()
         self._values.changed = {}
@@ -397,8 +432,15 @@ class Executor:
             StorageError, ProgramError: as ``step``; updates that have not run still wait.
         """
         self._check_idle()
-        if not self._pending:
-            return
+        if self._pending:
+            self._run_pending()
+        if self.experts is not None and self.experts.is_behind:
+            self._left_bytes = None
+            self.experts.replay_all()
+
+    def _run_pending(self) -> None:
+        if self.experts is not None:
+            self.experts.begin()
         if self._has_run and self._moments is None:
             self._moments = self._moments_s()  # of the step; what follows uses the same clocks
         self._left_bytes = None
@@ -719,7 +761,7 @@ class Executor:
             if not self._device_failed and all(far is not None and far.ended == len(queue) for far, queue in ends):
                 end()
             else:
-                self._salvage(skipped)
+                self._salvage(skipped if self.experts is None else skipped | self.experts.left_out())
             self._state = _ExecutorState.IDLE
         raise interrupt or named_error(self.program, self._gate.failure)
 

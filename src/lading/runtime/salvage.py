@@ -100,7 +100,7 @@ class _SalvageWalk:
             for storage in graph.op_writes[action.op]:
                 if storage in self.copies:
                     self._changed(storage, tier, deferred=action.op in graph.deferred, anew=storage in made)
-        elif action.storage in self.copies:
+        elif action.storage in self.copies and not (action.kind is ActionKind.MOVE and action.id in self.skipped):
             copies = self.copies[action.storage]
             source = copies.by_tier.get(action.source)
             if action.kind is ActionKind.FREE:
@@ -117,7 +117,7 @@ class _SalvageWalk:
             for storage in graph.op_writes[action.op]:
                 if storage in self.copies:
                     self.copies[storage].by_tier.pop(tier, None)
-        elif action.storage in self.copies:
+        elif action.storage in self.copies and action.id not in self.skipped:
             self.copies[action.storage].by_tier.pop(action.target or action.source, None)
 
     def _placed(self, action: Action) -> None:

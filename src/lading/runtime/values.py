@@ -163,6 +163,25 @@ class Values:
             else:
                 room.copy_(source)
 
+    def lose(self, storages: frozenset[int]) -> None:
+        """Count values as gone, until they are written again."""
+        self.lost |= storages
+
+    def at_home(self, storage: int, start: int, end: int) -> torch.Tensor | None:
+        """Bytes ``start`` to ``end`` of a storage (uint8) in the arena; None where it lies in a lower tier."""
+        home = self._present(storage)
+        return self._arena.bytes_at(home.offset + start, end - start) if home.tier == DEVICE else None
+
+    def read_pages(self, storage: int, start: int, room: torch.Tensor) -> None:
+        """Fill ``room`` (uint8, whole pages) from byte ``start``, that of a page, of a storage in a lower tier."""
+        home = self._present(storage)
+        self._tiers[home.tier].read(home.offset + start, room)
+
+    def write_pages(self, storage: int, start: int, room: torch.Tensor) -> None:
+        """Inverse of ``read_pages``."""
+        home = self._present(storage)
+        self._tiers[home.tier].write(home.offset + start, room)
+
     def copy(self, storage: int, source: Location, target: Location) -> None:
         """Copy a storage from one place to another; neither need be where it lies between steps."""
         size = self._graph.storages[storage].size_bytes

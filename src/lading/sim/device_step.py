@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -38,13 +38,20 @@ from lading.memory.staircase import memory_samples
 from lading.sim.engine import StreamRun, deadlock
 
 
-def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Sequence[float] | None = None) -> Timeline:
+def simulate(
+    program: Program,
+    machine: Machine | str | Path,
+    *,
+    op_seconds: Sequence[float] | None = None,
+    left_out: Set[int] = frozenset(),
+) -> Timeline:
     """Predict what one step of ``program`` does on ``machine``, alone and from an idle start.
 
     Args:
         program: Verified (see ``lading.memory.verify``).
         machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
         op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
+        left_out: Actions that take no time, as experts got no token (``lading.memory.experts.Guards.left_out``).
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
@@ -54,7 +61,7 @@ def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Seq
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
     check_type("program", program, Program, "a lading.Program, such as trainer.program")
-    return _timeline(program, _run_tiers(program, _Costs(program, as_machine(machine), op_seconds)))
+    return _timeline(program, _run_tiers(program, _Costs(program, as_machine(machine), op_seconds, left_out)))
 
 
 def _timeline(program: Program, run: StreamRun, base: int = 0) -> Timeline:
@@ -74,14 +81,14 @@ def _timeline(program: Program, run: StreamRun, base: int = 0) -> Timeline:
 
 
 def step_times(
-    program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None
+    program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None, left_out: Set[int] = frozenset()
 ) -> tuple[float, Sequence[float]]:
     """``duration_s`` of what ``simulate`` says and when each action starts, without the timeline.
 
     Raises:
         SimulationError: as ``simulate``.
     """
-    run = _run_tiers(program, _Costs(program, machine, op_seconds))
+    run = _run_tiers(program, _Costs(program, machine, op_seconds, left_out))
     return max(run.ends, default=0.0), run.starts
 
 
@@ -239,7 +246,14 @@ def stall_s(timeline: Timeline, program: Program) -> float:
 class _Costs:
     """Seconds of actions, and rates of those that share a tier."""
 
-    def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        machine: Machine,
+        op_seconds: Sequence[float] | None,
+        left_out: Set[int] = frozenset(),
+    ) -> None:
+        self._left_out = left_out
         if len(program.ranks) != 1 or not program.graph.storages:
             raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
         self.actions, self.graph = program.ranks[0], program.graph
@@ -259,6 +273,8 @@ class _Costs:
     def fixed_s(self, number: int) -> float:
         """Seconds of an action that shares nothing; of a move on a tier, its latency only."""
         kind, op = self.actions.kind[number], self.actions.op[number]
+        if number in self._left_out:
+            return 0.0
         if kind in RUNS_OP and op >= 0:
             return self._ops[op]
         if kind is ActionKind.FREE:
@@ -290,7 +306,7 @@ class _Costs:
 
     def size_bytes(self, number: int) -> int:
         """Bytes that a MOVE carries."""
-        return self._storages[self.actions.storage[number]].size_bytes
+        return 0 if number in self._left_out else self._storages[self.actions.storage[number]].size_bytes
 
     def reads(self, number: int) -> bool:
         """Whether a MOVE brings something to the device."""

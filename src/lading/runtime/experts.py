@@ -1,0 +1,331 @@
+"""Experts at run time: what routers chose in the step under way, what is left out for it, and what is made up for.
+
+A router's own action tells which experts got tokens, before anything that depends on them runs. An expert that missed
+steps and is chosen now is brought up to date there, where its values lie between steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lading.errors import StorageError
+from lading.ir.experts import Expert
+from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
+from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.update_ops import rule_of
+from lading.memory.experts import REPLAY_ELEMENTS, Guards, ReplayedParameter, layer_names, replay_bytes
+from lading.optim.rule import ParameterRule
+from lading.runtime.device import Call
+from lading.runtime.host_arena import Arena
+from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.update_kernels import Rate, parameter_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class MissedStep:
+    """Numbers of a step that some experts missed; ``spoilt`` where clipping would have made every gradient NaN."""
+
+    rate: Rate
+    spoilt: bool
+
+
+@dataclass
+class ExpertCounts:
+    """Counts of what routers chose in training steps.
+
+    Attributes:
+        steps: Steps counted.
+        tokens: For each router of a micro-batch, by its module, the tokens that each expert got.
+        chosen: Likewise the steps in which each expert got any.
+        moved_bytes, spared_bytes: Bytes that were moved between tiers under a guard, and left where they were, by
+            stream.
+        replayed: Updates that were made up for.
+        replayed_bytes: Bytes that were read, and as many written, from lower tiers to make up for updates.
+    """
+
+    steps: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=lambda: {})
+    chosen: dict[str, list[int]] = field(default_factory=lambda: {})
+    moved_bytes: dict[str, int] = field(default_factory=lambda: {})
+    spared_bytes: dict[str, int] = field(default_factory=lambda: {})
+    replayed: int = 0
+    replayed_bytes: int = 0
+
+    def shares(self) -> dict[str, list[float]]:
+        """Share of the steps in which each expert got tokens, for ``lading.plan(experts=)``."""
+        return {name: [count / max(1, self.steps) for count in row] for name, row in self.chosen.items()}
+
+
+class Experts:
+    """Experts of one Program.
+
+    Args:
+        guards: From ``lading.memory.experts.find_guards``.
+        optimizer: Rule of the run.
+        at_home: Gives memory (uint8) in which bytes ``start`` to ``end`` of a storage are where it lies between steps,
+            or None where it lies in a lower tier.
+        read, write: Copy bytes of a storage from and to its lower tier; whole pages.
+        lose: Called with storages whose values a tier that failed has spoilt.
+        is_lost: Says whether a storage's value is gone.
+
+    Attributes:
+        counts: What was chosen so far.
+        now, before: Choices that got tokens in the step under way, and in the last whole one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        guards: Guards,
+        *,
+        optimizer: ParameterRule,
+        at_home: Callable[[int, int, int], torch.Tensor | None],
+        read: Callable[[int, int, torch.Tensor], None],
+        write: Callable[[int, int, torch.Tensor], None],
+        lose: Callable[[frozenset[int]], None],
+        is_lost: Callable[[int], bool],
+    ) -> None:
+        self.guards, self.counts = guards, ExpertCounts()
+        self.now: set[Expert] = set()
+        self.before: set[Expert] = set()
+        self._graph, self._optimizer = program.graph, optimizer
+        self._at_home, self._read, self._write, self._lose, self._is_lost = at_home, read, write, lose, is_lost
+        self._room = Arena(replay_bytes(program, guards))  # whose pages are given back after use
+        self._chosen: dict[int, list[int]] = {}
+        self._history: list[MissedStep] = []
+        self._since: dict[int, int] = {}  # parameter -> first step of the history that it missed
+        self._by_expert: dict[Expert, list[ReplayedParameter]] = {}
+        for parameter in guards.replayed:
+            for expert in parameter.experts:
+                self._by_expert.setdefault(expert, []).append(parameter)
+        self._names = layer_names(guards.routers)
+
+    def close(self) -> None:
+        """Give back the memory in which updates are made up for."""
+        self._room.close()
+
+    # while a step runs
+
+    def begin(self) -> None:
+        """Begin a run of the Program: nothing is chosen yet."""
+        self.now, self._chosen = set(), {}
+
+    def noting(self, run: Call, router: int, chosen: torch.Tensor) -> Call:
+        """Make the call of a router's action that then takes note of what it chose.
+
+        Args:
+            chosen: Numbers of the chosen experts, where they lie when the action runs.
+        """
+        experts = self.guards.routers[router].experts
+
+        def noted() -> None:
+            run()
+            tokens = torch.bincount(chosen.reshape(-1), minlength=experts).tolist()
+            self._chosen[router] = tokens
+            used = [(router, expert) for expert, number in enumerate(tokens) if number]
+            for parameter in (p for expert in used for p in self._by_expert.get(expert, ())):
+                self._replay(parameter)
+            self.now.update(used)
+
+        return noted
+
+    def guarded(self, run: Call, action: int, zeros: Sequence[torch.Tensor], stream: str, size_bytes: int) -> Call:
+        """Make the call of an action that is left out where its experts got no token.
+
+        Args:
+            zeros: Tensors that are then set to zero.
+            stream, size_bytes: Of a move; 0 bytes of others.
+        """
+        guard = self.guards.actions[action]
+
+        def chosen() -> None:
+            idle = guard.is_idle(self.now, self.before)
+            if size_bytes:
+                counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
+                counted[stream] = counted.get(stream, 0) + size_bytes
+            if not idle:
+                run()
+                return
+            for tensor in zeros:
+                tensor.zero_()
+
+        return chosen
+
+    def left_out(self) -> frozenset[int]:
+        """Actions that did nothing so far in the run under way, or would not."""
+        return self.guards.left_out(self.now, self.before)
+
+    def end_step(
+        self, rate: Rate, norm: float | None, norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None
+    ) -> None:
+        """Count a whole step, and remember its numbers for the experts that missed it.
+
+        Args:
+            rate: Its learning rates.
+            norm: Norm of all gradients, where they are clipped.
+            norms: Norms of gradients by parameter, where they were asked for; those of zeros are put in.
+        """
+        missed = [p for p in self.guards.replayed if p.experts.isdisjoint(self.now)]
+        for parameter in missed:
+            self._since.setdefault(parameter.storage, len(self._history))
+            if norms is not None:
+                norms.setdefault(parameter.storage, []).append((torch.zeros(()), torch.zeros(())))
+        if self._since:
+            kept = Rate(rate.value, rate.matrices, dict(rate.rules))
+            self._history.append(MissedStep(kept, norm is not None and math.isnan(norm)))
+        self.before = self.now
+        self._count()
+
+    def _count(self) -> None:
+        counts = self.counts
+        counts.steps += 1
+        used: dict[str, set[int]] = {}
+        for number, router in enumerate(self.guards.routers):
+            name, tokens = self._names[router.layer], self._chosen.get(number, [0] * router.experts)
+            row = counts.tokens.setdefault(name, [0] * router.experts)
+            for expert, more in enumerate(tokens):
+                row[expert] += more
+            used.setdefault(name, set()).update(expert for expert, more in enumerate(tokens) if more)
+        for name, experts in used.items():
+            row = counts.chosen.setdefault(name, [0] * len(counts.tokens[name]))
+            for expert in experts:
+                row[expert] += 1
+
+    # what was missed
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some expert's values lack updates that it missed."""
+        return bool(self._since)
+
+    def replay_all(self) -> None:
+        """Bring every expert up to date, between steps.
+
+        Raises:
+            StorageError: a tier failed; the parameter then counts as lost.
+        """
+        for parameter in self.guards.replayed:
+            self._replay(parameter)
+        self._history.clear()
+
+    def _replay(self, parameter: ReplayedParameter) -> None:
+        """Make up for the updates that a parameter missed. See [Note: replayed updates] in ``lading.ir.experts``."""
+        since = self._since.get(parameter.storage)
+        if since is None:
+            return
+        values = frozenset(s for op in parameter.updates for s in self._graph.op_writes[op])
+        if any(map(self._is_lost, values)):  # written anew before anything reads it
+            del self._since[parameter.storage]
+            return
+        missed = self._history[since:]
+        with HeldInterrupts():
+            try:
+                for number in parameter.updates:
+                    self._replay_part(self._graph.ops[number], missed, parameter.storage)
+            except StorageError:
+                self._lose(values)
+                raise
+            finally:
+                del self._since[parameter.storage]
+                self._room.discard()
+        self.counts.replayed += len(missed)
+
+    def _replay_part(self, op: Op, missed: Sequence[MissedStep], parameter: int) -> None:
+        """Run the update of one part again and again with zeros, as many elements at a time as fit a cache."""
+        part = _Part(self._graph, op)
+        step = None if part.step is None else self._number(part.step)
+        began = None if step is None else (step.clone() if part.counts else step - len(missed))
+        for start in range(0, part.elements, REPLAY_ELEMENTS):
+            count = min(REPLAY_ELEMENTS, part.elements - start)
+            places = self._fetched(part.moved, start, count)
+            views = {t: room.view(self._dtype(t))[:count] for t, (room, _) in places.items()}
+            gradient = torch.zeros(count, dtype=self._dtype(part.gradient))
+            number = None if began is None else began.clone()
+            self._run(part, views, gradient, number, missed, parameter)
+            for tensor, (room, is_copy) in places.items():
+                if is_copy:
+                    self._write(self._graph.storage_of(tensor), self._byte(tensor, start), room)
+                    self.counts.replayed_bytes += room.numel()
+        if step is not None and part.counts:
+            step.add_(len(missed))
+
+    def _run(
+        self,
+        part: _Part,
+        views: Mapping[int, torch.Tensor],
+        gradient: torch.Tensor,
+        number: torch.Tensor | None,
+        missed: Sequence[MissedStep],
+        parameter: int,
+    ) -> None:
+        """Run one update for every missed step."""
+        rate = Rate()
+        args = [views[part.param], gradient, *(views[t] for t in part.states), *([] if number is None else [number])]
+        named = {} if part.master is None else {"master": views[part.master]}
+        run, _ = parameter_kernel(
+            part.op, args, named, "cpu", optimizer=self._optimizer, rate=rate, parameter=parameter
+        )
+        with torch.inference_mode():
+            for each in missed:
+                rate.take(each.rate)
+                if each.spoilt:
+                    gradient.fill_(math.nan)
+                run()
+                if each.spoilt:
+                    gradient.zero_()
+
+    def _dtype(self, tensor: int) -> torch.dtype:
+        return getattr(torch, self._graph.tensors[tensor].dtype)
+
+    def _number(self, tensor: int) -> torch.Tensor:
+        """View of the number of updates, which is small and so always on the device."""
+        memory = self._at_home(self._graph.storage_of(tensor), 0, 4)
+        assert memory is not None, "small values are not moved"
+        return memory.view(torch.float32).view(())
+
+    def _byte(self, tensor: int, element: int) -> int:
+        view = self._graph.tensors[tensor]
+        return (view.offset + element) * DTYPE_BYTES[view.dtype]
+
+    def _fetched(self, tensors: Sequence[int], start: int, count: int) -> dict[int, tuple[torch.Tensor, bool]]:
+        """Bytes of elements of values, where they lie or as copies of whole pages; and whether they are copies."""
+        places, at = dict[int, tuple[torch.Tensor, bool]](), 0
+        for tensor in tensors:
+            view = self._graph.tensors[tensor]
+            begin, size = self._byte(tensor, start), count * DTYPE_BYTES[view.dtype]
+            memory = self._at_home(view.storage, begin, begin + size)
+            room = memory
+            if room is None:
+                whole = -(-size // PAGE_BYTES) * PAGE_BYTES
+                room = self._room.bytes_at(at, whole)
+                self._read(view.storage, begin, room)
+                at += whole
+            places[tensor] = room, memory is None
+        return places
+
+
+class _Part:
+    """Tensors of the update of one part of a parameter.
+
+    Attributes:
+        moved: Tensors with as many elements as the part that it changes.
+        counts: Whether it adds one to ``step``.
+    """
+
+    def __init__(self, graph: StepGraph, op: Op) -> None:
+        rule = rule_of(op)
+        assert isinstance(rule, ParameterRule)
+        self.op = op
+        self.param, self.gradient, *others = (next(refs(arg)) for arg in op.args)
+        shape = graph.tensors[self.param].shape
+        names = len(rule.state_specs(shape))
+        self.states, self.step = others[:names], others[names] if rule.counts else None
+        named = dict(op.kwargs)
+        self.master = next(refs(named["master"])) if "master" in named else None
+        self.counts = bool(named.get("first", True))
+        self.moved = [self.param, *self.states, *([] if self.master is None else [self.master])]
+        self.elements = math.prod(shape)

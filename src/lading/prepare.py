@@ -206,7 +206,13 @@ def _check_experts(experts: bool | Shares, machine: Machine, spread: Layout, *, 
     if experts is not True:
         check_type("experts", experts, Mapping, "True, False, or shares of steps by the router's module")
     if machine.device.kind != "cpu" or spread.devices > 1 or compile:
-        found = "several ranks" if spread.devices > 1 else "compile=True" if compile else f"a {machine.device.kind!r} device"
+        found = (
+            "several ranks"
+            if spread.devices > 1
+            else "compile=True"
+            if compile
+            else f"a {machine.device.kind!r} device"
+        )
         raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
 
 

@@ -166,6 +166,7 @@ class _Search:
     def __post_init__(self) -> None:
         late = frozenset(self.graph.deferred)
         self.order = [i for i in range(len(self.graph.ops)) if i not in late] + sorted(late)
+        self.place = {op: place for place, op in enumerate(self.order)}
         self.readers: dict[int, list[int]] = {}
         self.by_op = {router.op: number for number, router in enumerate(self.routers)}
         self.results_of_step = {self.graph.storage_of(t) for t in self.graph.results}
@@ -277,6 +278,8 @@ class _Search:
             needs = self.results.get(index)
             if needs is None:
                 needs = self._unread(op)
+            elif base_name(op) == "mul_" and not self._ends_with(index, needs):
+                continue  # zero times a number that may be NaN, which an update is to see
             if needs is None or index in self.always or not self._is_known(index, needs):
                 continue
             fills = tuple(t for t in op.outputs if self._is_read_without(self.graph.storage_of(t), needs))
@@ -298,6 +301,13 @@ class _Search:
                 return None
             parts += [self._reads(reader, storage) for reader in self.readers.get(storage, ())]
         return self._joined(parts)
+
+    def _ends_with(self, index: int, needs: frozenset[Expert]) -> bool:
+        """Whether all who read what an operation changed in place are left out with it."""
+        place = self.place[index]
+        changed = {self.graph.storage_of(t) for t in self.graph.ops[index].mutates}
+        later = [r for storage in changed for r in self.readers[storage] if self.place[r] > place]
+        return all(reader in self.needs and self.needs[reader] <= needs for reader in later)
 
     def _reads(self, reader: int, storage: int) -> frozenset[Expert] | None:
         """Choices without which an operation does not look at a storage."""

@@ -346,7 +346,5 @@ def _moved_behind(program: Program, behind: Mapping[int, list[int]], joins: Mapp
     for old in order:
         action = program.actions[old]
         waits = {*action.waits, *([moved[old]] if old in moved else []), *([joins[old]] if old in joins else [])}
-        actions.append(
-            dataclasses.replace(action, id=number[old], waits=tuple(sorted(number[wait] for wait in waits)))
-        )
+        actions.append(dataclasses.replace(action, id=number[old], waits=tuple(sorted(number[wait] for wait in waits))))
     return dataclasses.replace(program, ranks=(ActionList(streams=[*program.ranks[0].streams]).extend(actions),))

@@ -176,7 +176,9 @@ class Executor:
             ConfigError: it has none, or they cannot be left out here.
         """
         if is_fused or is_spread or self._device.kind != "cpu":
-            found = "compiled regions" if is_fused else "several ranks" if is_spread else f"a device {self._device.kind!r}"
+            found = (
+                "compiled regions" if is_fused else "several ranks" if is_spread else f"a device {self._device.kind!r}"
+            )
             raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; plan without experts")
         guards = find_guards(self.program)
         if not guards.actions:

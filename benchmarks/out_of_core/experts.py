@@ -10,8 +10,8 @@ keeps the same experts of every layer in memory, as many as fit, and fetches all
 (``lading.plan(experts=)``), and is planned again after each ``--period`` steps from the counts of those. All have the
 same budget, and the losses of plain PyTorch with everything in memory, which are compared to the bit.
 
-Routing: ``skewed``, expert 0 is chosen in every step and the others in 50, 20, 10 and 5% of them; ``changing``, likewise,
-but other experts are the frequent ones every ``--period`` steps; ``uniform``, every expert gets tokens in every step.
+Routing: ``skewed``, expert 0 is chosen in every step and the others in 50, 20, 10 and 5% of them; ``changing``,
+likewise, but other experts are the frequent ones every ``--period`` steps; ``uniform``, all in every step.
 Bytes are those of ``/proc/self/io`` around each step; that of the step behind a new plan counts, planning does not.
 """
 

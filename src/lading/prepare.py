@@ -62,7 +62,7 @@ from lading.planner.api import (
     tier_limits,
 )
 from lading.planner.cache import cache_folder, cached_plan
-from lading.planner.experts import Shares, shortage_bytes, with_experts
+from lading.planner.experts import Shares, check_experts, more_bytes, with_experts
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
@@ -174,7 +174,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
-    _check_experts(experts, machine, spread, compile=compile)
+    check_experts(experts, machine, spread.devices, compile=compile)
     planner = _LayoutPlanner(
         graph=graph,
         others=others,
@@ -197,23 +197,6 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, "stage_saves": stage_saves}
     asked |= planner.moved
     return _by_first_rank(make, [graph, *others], asked)
-
-
-def _check_experts(experts: bool | Shares, machine: Machine, spread: Layout, *, compile: bool) -> None:
-    """Refuse experts where they cannot be left out."""
-    if experts is False:
-        return
-    if experts is not True:
-        check_type("experts", experts, Mapping, "True, False, or shares of steps by the router's module")
-    if machine.device.kind != "cpu" or spread.devices > 1 or compile:
-        found = (
-            "several ranks"
-            if spread.devices > 1
-            else "compile=True"
-            if compile
-            else f"a {machine.device.kind!r} device"
-        )
-        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
 
 
 def _shared_machine(machine: Machine, devices: int) -> Machine:
@@ -257,10 +240,11 @@ class _LayoutPlanner:
         """Plan the step of one device that leaves out experts without tokens."""
         made = self.plan(spread, budget)
         program = programs_of(made, self.graph, self.others)[0]
-        if short := shortage_bytes(program):
-            made = self.plan(spread, made.budgets[DEVICE] - short)
+        allowed = made.budgets[DEVICE]
+        if more := more_bytes(program):
+            made = self.plan(spread, allowed - more)
             program = programs_of(made, self.graph, self.others)[0]
-        return with_experts(made, program, self.machine, shares)
+        return with_experts(made, program, self.machine, shares, allowed)
 
     def plan(self, spread: Layout, budget: str | float) -> Plan:
         """Plan the step in a layout, with the ranks along a pipeline."""

@@ -253,7 +253,8 @@ def test_shares_of_other_experts_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             lading.plan(graph, small_machine(), budget="100%", experts=shares)
-    for setting in ({"compile": True}, {"devices": 2, "layout": "dp2"}):
+    settings: tuple[dict[str, Any], ...] = ({"compile": True}, {"devices": 2, "layout": "dp2"})
+    for setting in settings:
         with pytest.raises(ConfigError, match="experts: expected one CPU"):
             lading.plan(graph, small_machine(), budget="100%", experts=True, **setting)
 

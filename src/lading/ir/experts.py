@@ -103,9 +103,10 @@ def find_routers(graph: StepGraph) -> tuple[Router, ...]:
         if not (isinstance(base, Ref) and isinstance(chosen, Ref) and len(op.outputs) == 1):
             continue
         out, source = graph.tensors[op.outputs[0]], made.get(graph.storage_of(base.tensor))
-        is_last = dim in (-1, len(out.shape) - 1) and len(out.shape) > 0
-        if is_last and source is not None and base_name(source) in _ZEROS and _is_table(graph, out, out.shape[-1]):
-            rows.append((index, chosen.tensor, out.shape[-1], op.module))
+        columns = next(reversed(out.shape), 0)
+        is_last = bool(columns) and dim in (-1, len(out.shape) - 1)
+        if is_last and source is not None and base_name(source) in _ZEROS and _is_table(graph, out, columns):
+            rows.append((index, chosen.tensor, columns, op.module))
     each = max(1, len(rows) // max(1, graph.accumulation))
     return tuple(Router(*row, number // each, number % each) for number, row in enumerate(rows))
 
@@ -255,11 +256,8 @@ class _Search:
         if name not in _BY_ELEMENT or op.mutates or len(op.outputs) != 1 or not tensors:
             return None
         candidates = tensors if name == "mul" else tensors[:1]
-        for tensor in candidates:
-            router = self.tables.get(self.graph.storage_of(tensor))
-            if router is not None and self._are_tables(router, tensor, op.outputs[0]):
-                return router
-        return None
+        routers = ((tensor, self.tables.get(self.graph.storage_of(tensor))) for tensor in candidates)
+        return next((r for tensor, r in routers if r is not None and self._are_tables(r, tensor, *op.outputs)), None)
 
     def _are_tables(self, router: int, *tensors: int) -> bool:
         columns = self.routers[router].experts
@@ -347,7 +345,7 @@ class _Search:
         name, args = base_name(op), op.args
         if name in ("stack", "cat"):
             dim = cast("int", args[1] if len(args) > 1 else 0) % len(out.shape)
-            starts, parts = 0, [self.graph.tensors[t] for t in refs(args[0])]
+            starts, parts = 0, [self.graph.tensors[t] for t in refs(next(iter(args)))]
         else:
             dim = cast("int", args[2]) % len(out.shape)
             starts, parts = cast("int", args[3]), [self.graph.tensors[op.inputs[0]]]
@@ -363,9 +361,9 @@ class _Search:
         """Find whether all who read a storage leave the columns of experts without tokens alone."""
         parts = [self._idle_read(reader, storage) for reader in self.readers.get(storage, ())]
         known = [part for part in parts if part is not None]
-        if known and len(known) == len(parts) and len({router for router, _ in known}) == 1:
-            if storage not in self.results_of_step:
-                self.idle[storage] = known[0][0], all(exact for _, exact in known)
+        is_one = bool(known) and len(known) == len(parts) and len({router for router, _ in known}) == 1
+        if is_one and storage not in self.results_of_step:
+            self.idle[storage] = next(router for router, _ in known), all(exact for _, exact in known)
 
     def _idle_read(self, reader: int, storage: int) -> tuple[int, bool] | None:
         """Router whose idle columns an operation leaves alone in a storage, and whether they may hold anything."""

@@ -22,7 +22,7 @@ from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.experts import Expert, Routed, Router, find_experts
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, Tensor
 from lading.ir.machine import FILE, MEMORY
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, RUNS_OP, ActionList, Program
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, ActionList, Program
 from lading.ir.update_ops import PREFIX, matrix_rule_of, rule_of
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import START, Order
@@ -180,8 +180,8 @@ class _Walk:
         chosen_at = tuple(self.first[router.op] for router in routed.routers)
         actions: dict[int, Guard] = {}
         for action in self.program.actions:
-            if action.op in routed.needs and action.kind in RUNS_OP and action.stream == COMPUTE_STREAM:
-                needs = routed.needs[action.op]
+            needs = None if action.op is None else routed.needs.get(action.op)
+            if needs is not None and action.op is not None and action.stream == COMPUTE_STREAM:
                 now, before = (_NONE, needs) if action.op in self.late else (needs, _NONE)
                 actions[action.id] = Guard(now, before, routed.zeros.get(action.op, ()))
         for stay in self.stays:
@@ -216,15 +216,16 @@ class _Walk:
             stays.setdefault(stay.storage, []).append(stay)
         rows: list[ReplayedParameter] = []
         for storage, updates in by_parameter.items():
-            experts = routed.needs.get(updates[0])
-            if experts is None or any(routed.needs.get(op) != experts for op in updates):
+            experts, ops = routed.needs.get(updates[0]), [self.graph.ops[op] for op in updates]
+            alike = (
+                all(routed.needs.get(op) == experts for op in updates) and len({o in self.late for o in updates}) == 1
+            )
+            if experts is None or not alike or not all(can_replay(self.graph, op) for op in ops):
                 continue
             values = {s for op in updates for s in self.graph.op_writes[op]}
-            alike = len({op in self.late for op in updates}) == 1
-            if alike and all(can_replay(self.graph, self.graph.ops[op]) for op in updates):
-                if all(self._is_at_home(s, stays.get(s, []), experts, routed, actions, chosen_at) for s in values):
-                    size = sum(self.graph.storages[s].size_bytes for s in values)
-                    rows.append(ReplayedParameter(storage, tuple(updates), experts, size))
+            if all(self._is_at_home(s, stays.get(s, []), experts, routed, actions, chosen_at) for s in values):
+                size = sum(self.graph.storages[s].size_bytes for s in values)
+                rows.append(ReplayedParameter(storage, tuple(updates), experts, size))
         return tuple(rows)
 
     def _is_at_home(
@@ -318,11 +319,13 @@ def with_late_reads(program: Program, is_late: Callable[[Router, int], bool]) ->
     joins: dict[int, int] = {}  # first operation on what is read -> the read
     waited = {wait: action.id for action in reversed(program.actions) for wait in action.waits}
     for stay in walk.stays:
-        needs = [routed.needs.get(program.actions[op].op or 0) for op in stay.ops]
-        if not stay.is_read or not needs or any(need is None for need in needs):
+        if not stay.is_read or not stay.ops:
             continue
-        now = {e for op, need in zip(stay.ops, needs, strict=True) if program.actions[op].op not in walk.late
-               for e in need or ()}  # fmt: skip
+        needs = [routed.needs.get(program.ranks[0].op[action], _NONE) for action in stay.ops]
+        if not all(needs):
+            continue
+        pairs = zip(stay.ops, needs, strict=True)
+        now = {e for action, need in pairs if program.ranks[0].op[action] not in walk.late for e in need}
         if not now or not all(is_late(routed.routers[router], expert) for router, expert in now):
             continue
         router = max(chosen_at[number] for number, _ in now)

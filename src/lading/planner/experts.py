@@ -2,8 +2,8 @@
 
 The share of steps in which an expert gets tokens says how often its part of a Program runs. A read that waits for the
 router can be left out, and then the expert's updates can be left to the step that needs them
-(``lading.memory.experts``); but it is waited for where the expert is chosen after all. So experts that are seldom chosen
-are read late, and others ahead as ever: of a few bounds between the two, the one with the shortest expected step.
+(``lading.memory.experts``); but it is waited for where the expert is chosen after all. So experts that are seldom
+chosen are read late, and others ahead as ever: of a few bounds between the two, that with the shortest expected step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, check_type
 from lading.ir.action import DEVICE
 from lading.ir.experts import Expert, Router
 from lading.ir.machine import Machine
@@ -35,12 +35,28 @@ _QUANTILES = (0.125, 0.375, 0.625, 0.875)
 Shares = Mapping[str, Sequence[float]]
 
 
-def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares) -> Plan:
+def check_experts(experts: bool | Shares, machine: Machine, ranks: int, *, compile: bool) -> None:
+    """Refuse experts where they cannot be left out.
+
+    Raises:
+        ConfigError: says where.
+    """
+    if experts is False:
+        return
+    if experts is not True:
+        check_type("experts", experts, Mapping, "True, False, or shares of steps by the router's module")
+    if machine.device.kind != "cpu" or ranks > 1 or compile:
+        found = "several ranks" if ranks > 1 else "compile=True" if compile else f"a {machine.device.kind!r} device"
+        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
+
+
+def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares, allowed_bytes: int) -> Plan:
     """Copy of a plan whose step leaves out experts without tokens.
 
     Args:
         program: The plan's.
-        shares: What is known of the routers; () of what every step is expected to need every expert.
+        shares: What is known of the routers; of others every step is expected to need every expert.
+        allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
 
     Raises:
         ConfigError: the step has no experts, or ``shares`` are of other ones.
@@ -55,7 +71,8 @@ def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares)
     tried = [_made(program, machine, known, bound) for bound in (_BOUNDS if shares else _BOUNDS[:1])]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
     room = replay_bytes(chosen, guards)
-    chosen = dataclasses.replace(chosen, workspace_bytes=max(chosen.workspace_bytes, room))
+    budgets = {**plan.budgets, DEVICE: allowed_bytes}
+    chosen = dataclasses.replace(chosen, workspace_bytes=max(chosen.workspace_bytes, room), budgets=budgets)
     verify(chosen)
     timeline, peak = simulate(chosen, machine), chosen.predicted_bytes
     before = plan.predictions
@@ -67,23 +84,27 @@ def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares)
         plan,
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
-        request=dataclasses.replace(plan.request, settings={**plan.request.settings, EXPERTS: 1.0}),
+        request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
         assumptions=(*plan.assumptions, _sentence(guards, expected_s, room)),
     )
 
 
-def shortage_bytes(program: Program) -> int:
-    """Bytes by which a plan's budget is too small for what making up for updates takes; 0 where it is not."""
-    workspace = max(program.workspace_bytes, replay_bytes(program, find_guards(program)))
-    return max(0, dataclasses.replace(program, workspace_bytes=workspace).predicted_bytes - program.budgets[DEVICE])
+def more_bytes(program: Program) -> int:
+    """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room."""
+    room = max(0, replay_bytes(program, find_guards(with_late_reads(program, _always))) - program.workspace_bytes)
+    return room if program.predicted_bytes + room > program.budgets[DEVICE] else 0
+
+
+def _always(router: Router, expert: int) -> bool:
+    return True
 
 
 def _sentence(guards: Guards, expected_s: float, room: int) -> str:
     experts = sum(router.experts for router in guards.routers if router.micro_batch == 0)
     return (
-        f"{experts} experts of {len(guards.routers)} routers are left out of steps that choose them for no token: a step "
-        f"is expected to take {format_seconds(expected_s)}; updates of {len(guards.replayed)} parameters are made up for "
-        f"later, in {format_bytes(room)}; numbers are plain PyTorch's as long as no expert's are infinite or NaN"
+        f"{experts} experts are left out of steps that choose them for no token: a step is expected to take "
+        f"{format_seconds(expected_s)}; updates of {len(guards.replayed)} parameters are made up for later, in "
+        f"{format_bytes(room)}; numbers are plain PyTorch's as long as no expert's are infinite or NaN"
     )
 
 

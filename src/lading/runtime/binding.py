@@ -14,8 +14,17 @@ import torch
 
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
-from lading.ir.graph import Op, OpKind, Phase
-from lading.ir.program import COMPUTE_STREAM, NETWORK_STREAM, RUNS_OP, Program, read_stream, slot_bytes, write_stream
+from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, StepGraph
+from lading.ir.program import (
+    COMPUTE_STREAM,
+    LINE_BYTES,
+    NETWORK_STREAM,
+    RUNS_OP,
+    Program,
+    read_stream,
+    slot_bytes,
+    write_stream,
+)
 from lading.ir.reduction import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -244,7 +253,7 @@ class Binder:
         experts: Leaves actions out where experts got no token.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all that a Program is bound to
         self,
         program: Program,
         place: Place,
@@ -668,3 +677,16 @@ def checked_batches(
                 kind = "a tensor without values (meta)" if leaf.is_meta else str(leaf.layout)
                 raise ConfigError(f"micro-batch {micro}: expected {name!r} dense, with values, got {kind}")
     return batches
+
+
+def places_of_results(graph: StepGraph, scalars: Memory) -> list[torch.Tensor]:
+    """Places in host memory of a step's results: scalars, which the device fills without the host waiting.
+
+    Those of outputs are empty until a step runs.
+    """
+    places: list[torch.Tensor] = []
+    for index, tensor in enumerate(graph.results):
+        shape, dtype = graph.tensors[tensor].shape, graph.tensors[tensor].dtype
+        place = scalars.bytes_at(LINE_BYTES * index, 0 if shape else DTYPE_BYTES[dtype])
+        places.append(place.view(getattr(torch, dtype)).view(() if not shape else (0,)))
+    return places

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from lading.errors import ConfigError
 from lading.ir.machine import Tier
 from lading.runtime.host_arena import Arena
 from lading.runtime.resident import PeakMeter
@@ -250,3 +251,17 @@ class CpuDevice:
 
     def close(self) -> None:
         """Do nothing: memory, tiers and meters are closed by themselves."""
+
+
+def set_threads(stack: ExitStack, threads: int | None) -> None:
+    """Set torch's compute threads until a stack is closed; None leaves them.
+
+    Raises:
+        ConfigError: fewer than one.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"expected at least one compute thread, got {threads}")
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from enum import Enum, auto
 from functools import partial
 from math import hypot
@@ -21,10 +21,9 @@ from typing import Self
 import torch
 
 from lading.errors import ConfigError, ProgramError
-from lading.ir.graph import DTYPE_BYTES, Role, StepGraph
+from lading.ir.graph import Role
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.experts import find_guards
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import (
     Binder,
@@ -36,10 +35,11 @@ from lading.runtime.binding import (
     actions_beside_forward,
     actions_of,
     checked_batches,
+    places_of_results,
 )
-from lading.runtime.device import CpuDevice, DeviceDriver, Lane
+from lading.runtime.device import CpuDevice, DeviceDriver, Lane, set_threads
 from lading.runtime.draws import Draws
-from lading.runtime.experts import Experts
+from lading.runtime.experts import Experts, check_place, experts_of
 from lading.runtime.fence import Fence
 from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
@@ -134,7 +134,7 @@ class Executor:
         self._lane: Lane | None = None  # on which they are
         with ExitStack() as stack:
             stack.callback(self._device.close)
-            _set_threads(stack, threads)
+            set_threads(stack, threads)
             fused = [fuse_regions(each, self._device.kind) if fuse else () for each in self._programs]
             trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
@@ -145,8 +145,8 @@ class Executor:
                 self._poison_arena()
             self.experts: Experts | None = None
             if experts:
-                self.experts = self._found_experts(optimizer, is_fused=fuse, is_spread=replicas is not None)
-                stack.callback(self.experts.close)
+                check_place(self._device.kind, is_fused=fuse, is_spread=replicas is not None)
+                self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer)))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -168,26 +168,6 @@ class Executor:
         beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
         self._workers = Workers([*beside], self._run_stream)
         stack.callback(self._workers.close)
-
-    def _found_experts(self, optimizer: ParameterRule, *, is_fused: bool, is_spread: bool) -> Experts:
-        """Find the experts of the first Program.
-
-        Raises:
-            ConfigError: it has none, or they cannot be left out here.
-        """
-        if is_fused or is_spread or self._device.kind != "cpu":
-            found = (
-                "compiled regions" if is_fused else "several ranks" if is_spread else f"a device {self._device.kind!r}"
-            )
-            raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; plan without experts")
-        guards = find_guards(self.program)
-        if not guards.actions:
-            raise ConfigError("""experts: expected outputs weighed by a router's weights, found none; plan without""")
-        values = self._values
-        return Experts(
-            self.program, guards, optimizer=optimizer, at_home=values.at_home, read=values.read_pages,
-            write=values.write_pages, lose=values.lose, is_lost=lambda storage: storage in values.lost,
-        )  # fmt: skip
 
     def _open_memory(self, stack: ExitStack, folder: Path) -> None:
         self._meter = self._device.meter()
@@ -226,24 +206,12 @@ class Executor:
 
     def _ready(self, program: Program, plan: int, draws: Draws | None, fused: Sequence[Fused] = ()) -> Ready:
         """Bind a Program to the memory that all share."""
-        caller = CallerData(results=self._places_of_results(program.graph))
+        caller = CallerData(results=places_of_results(program.graph, self._scalars))
         place = dataclasses.replace(self._place, caller=caller, draws=draws)
         experts = self.experts if program is self._programs[0] else None
         bound = self._binder(program, place, fused=fused, experts=experts).bind()
         constants = self._constants(program) if plan else ()
         return Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
-
-    def _places_of_results(self, graph: StepGraph) -> list[torch.Tensor]:
-        """Places in host memory of a step's results: scalars, which the device fills without the host waiting.
-
-        Those of outputs are empty until a step runs (``_make_room_for_outputs``).
-        """
-        places: list[torch.Tensor] = []
-        for index, tensor in enumerate(graph.results):
-            shape, dtype = graph.tensors[tensor].shape, graph.tensors[tensor].dtype
-            place = self._scalars.bytes_at(LINE_BYTES * index, 0 if shape else DTYPE_BYTES[dtype])
-            places.append(place.view(getattr(torch, dtype)).view(() if not shape else (0,)))
-        return places
 
     def _make_room_for_outputs(self) -> None:
         """Make a tensor for each output of the step that runs next, which the caller may keep."""
@@ -417,8 +385,8 @@ class Executor:
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
-        if self.experts is not None and self._now.plan == 0 and self.program is self._programs[0]:
-            self.experts.end_step(self._rates.now, self.gradient_norm, self._norms)
+        if self._routing is not None:
+            self._routing.end_step(self._rates.now, self.gradient_norm, self._norms)
         self._rates.before.take(self._rates.now)
         self._caught_up = frozenset()
         self._values.changed = {}
@@ -454,6 +422,11 @@ class Executor:
 
     def _end_flush(self) -> None:
         self._caught_up = frozenset(self.program.graph.deferred)
+
+    @property
+    def _routing(self) -> Experts | None:
+        """Experts that the Program that runs now leaves out; None where it runs whole."""
+        return self.experts if self.program is self._programs[0] else None
 
     @property
     def _pending(self) -> bool:
@@ -763,7 +736,7 @@ class Executor:
             if not self._device_failed and all(far is not None and far.ended == len(queue) for far, queue in ends):
                 end()
             else:
-                self._salvage(skipped if self.experts is None else skipped | self.experts.left_out())
+                self._salvage(skipped if self._routing is None else skipped | self._routing.left_out())
             self._state = _ExecutorState.IDLE
         raise interrupt or named_error(self.program, self._gate.failure)
 
@@ -825,12 +798,3 @@ class Executor:
         self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
         for storage, offset in self.program.resident:
             self._arena.bytes_at(offset, slot_bytes(self.program.graph.storages[storage].size_bytes)).zero_()
-
-
-def _set_threads(stack: ExitStack, threads: int | None) -> None:
-    if threads is None:
-        return
-    if threads < 1:
-        raise ConfigError(f"expected at least one compute thread, got {threads}")
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(threads)

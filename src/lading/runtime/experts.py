@@ -7,22 +7,26 @@ steps and is chosen now is brought up to date there, where its values lie betwee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from lading.errors import StorageError
+from lading.errors import ConfigError, StorageError
 from lading.ir.experts import Expert
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.update_ops import rule_of
-from lading.memory.experts import REPLAY_ELEMENTS, Guards, ReplayedParameter, layer_names, replay_bytes
+from lading.memory.experts import REPLAY_ELEMENTS, Guards, ReplayedParameter, find_guards, layer_names, replay_bytes
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call
 from lading.runtime.host_arena import Arena
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.update_kernels import Rate, parameter_kernel
+
+if TYPE_CHECKING:
+    from lading.runtime.values import Values  # which imports what binds actions, and that imports this file
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +69,19 @@ class Experts:
 
     Args:
         guards: From ``lading.memory.experts.find_guards``.
+        values: Values where they lie between steps.
         optimizer: Rule of the run.
-        at_home: Gives memory (uint8) in which bytes ``start`` to ``end`` of a storage are where it lies between steps,
-            or None where it lies in a lower tier.
-        read, write: Copy bytes of a storage from and to its lower tier; whole pages.
-        lose: Called with storages whose values a tier that failed has spoilt.
-        is_lost: Says whether a storage's value is gone.
 
     Attributes:
         counts: What was chosen so far.
         now, before: Choices that got tokens in the step under way, and in the last whole one.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        guards: Guards,
-        *,
-        optimizer: ParameterRule,
-        at_home: Callable[[int, int, int], torch.Tensor | None],
-        read: Callable[[int, int, torch.Tensor], None],
-        write: Callable[[int, int, torch.Tensor], None],
-        lose: Callable[[frozenset[int]], None],
-        is_lost: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, program: Program, guards: Guards, values: Values, optimizer: ParameterRule) -> None:
         self.guards, self.counts = guards, ExpertCounts()
         self.now: set[Expert] = set()
         self.before: set[Expert] = set()
-        self._graph, self._optimizer = program.graph, optimizer
-        self._at_home, self._read, self._write, self._lose, self._is_lost = at_home, read, write, lose, is_lost
+        self._graph, self._values, self._optimizer = program.graph, values, optimizer
         self._room = Arena(replay_bytes(program, guards))  # whose pages are given back after use
         self._chosen: dict[int, list[int]] = {}
         self._history: list[MissedStep] = []
@@ -218,7 +206,7 @@ class Experts:
         if since is None:
             return
         values = frozenset(s for op in parameter.updates for s in self._graph.op_writes[op])
-        if any(map(self._is_lost, values)):  # written anew before anything reads it
+        if values & self._values.lost:  # written anew before anything reads it
             del self._since[parameter.storage]
             return
         missed = self._history[since:]
@@ -227,7 +215,7 @@ class Experts:
                 for number in parameter.updates:
                     self._replay_part(self._graph.ops[number], missed, parameter.storage)
             except StorageError:
-                self._lose(values)
+                self._values.lose(values)
                 raise
             finally:
                 del self._since[parameter.storage]
@@ -248,7 +236,7 @@ class Experts:
             self._run(part, views, gradient, number, missed, parameter)
             for tensor, (room, is_copy) in places.items():
                 if is_copy:
-                    self._write(self._graph.storage_of(tensor), self._byte(tensor, start), room)
+                    self._values.write_pages(self._graph.storage_of(tensor), self._byte(tensor, start), room)
                     self.counts.replayed_bytes += room.numel()
         if step is not None and part.counts:
             step.add_(len(missed))
@@ -283,7 +271,7 @@ class Experts:
 
     def _number(self, tensor: int) -> torch.Tensor:
         """View of the number of updates, which is small and so always on the device."""
-        memory = self._at_home(self._graph.storage_of(tensor), 0, 4)
+        memory = self._values.at_home(self._graph.storage_of(tensor), 0, 4)
         assert memory is not None, "small values are not moved"
         return memory.view(torch.float32).view(())
 
@@ -297,12 +285,12 @@ class Experts:
         for tensor in tensors:
             view = self._graph.tensors[tensor]
             begin, size = self._byte(tensor, start), count * DTYPE_BYTES[view.dtype]
-            memory = self._at_home(view.storage, begin, begin + size)
+            memory = self._values.at_home(view.storage, begin, begin + size)
             room = memory
             if room is None:
                 whole = -(-size // PAGE_BYTES) * PAGE_BYTES
                 room = self._room.bytes_at(at, whole)
-                self._read(view.storage, begin, room)
+                self._values.read_pages(view.storage, begin, room)
                 at += whole
             places[tensor] = room, memory is None
         return places
@@ -329,3 +317,26 @@ class _Part:
         self.counts = bool(named.get("first", True))
         self.moved = [self.param, *self.states, *([] if self.master is None else [self.master])]
         self.elements = math.prod(shape)
+
+
+def check_place(kind: str, *, is_fused: bool, is_spread: bool) -> None:
+    """Refuse experts where they cannot be left out: with regions that are one call, on other devices, on ranks.
+
+    Raises:
+        ConfigError: says where.
+    """
+    if is_fused or is_spread or kind != "cpu":
+        found = "compiled regions" if is_fused else "several ranks" if is_spread else f"a {kind!r} device"
+        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; plan without experts")
+
+
+def experts_of(program: Program, values: Values, optimizer: ParameterRule) -> Experts:
+    """Find the experts of a Program whose values lie between steps where ``values`` says.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    guards = find_guards(program)
+    if not guards.actions:
+        raise ConfigError("experts: expected outputs weighed by a router's weights, found none; plan without experts")
+    return Experts(program, guards, values, optimizer)

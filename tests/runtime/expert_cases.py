@@ -55,8 +55,11 @@ class Mixture(nn.Module):
         if self.style == "dense":  # no column is zero
             weights = scores.softmax(-1)
         columns = weights.unbind(-1) if self.style == "unbind" else [weights[..., e] for e in range(EXPERTS)]
+        if self.style == "slice":
+            columns = [weights[..., e : e + 1].squeeze(-1) for e in range(EXPERTS)]
         for column, expert in zip(columns, self.experts, strict=True):
-            x = x + column.unsqueeze(-1) * expert(x)
+            part = column.unsqueeze(-1) * expert(x)
+            x = x + (part + 0.5 if self.style == "shift" else part)
         return x
 
 

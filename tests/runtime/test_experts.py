@@ -17,6 +17,7 @@ from lading.errors import ConfigError
 from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
+from lading.ir.experts import find_experts
 from lading.ir.graph import Role, StepGraph
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
@@ -71,6 +72,7 @@ PROGRAMS = [  # micro-batches, clipping, share of updates deferred, what leaves 
     (2, 0.0, 1.0, "half", True, "unbind"),
     (2, 1.0, 0.6, "half", False, "mask"),
     (1, 1.0, 0.0, "nothing", False, "slice"),
+    (1, 0.0, 0.0, "all", True, "shift"),
 ]
 
 
@@ -239,6 +241,9 @@ def test_what_has_no_experts_is_refused(tmp_path: Path) -> None:
     assert find_guards(program).actions == {}
     with pytest.raises(ConfigError, match="experts: expected outputs weighed by a router's weights"):
         Executor(program, optimizer=OPTIMIZER, folder=tmp_path, experts=True)
+    half = lading.capture(model_of().half(), batches_of([[0]], 1)[0][0], loss_fn)
+    assert find_experts(half).zeros == {}  # what nobody reads is left out all the same
+    assert not find_experts(half).updates
     graph = lading.capture(model_of("dense"), batches_of([[0]], 1)[0][0], loss_fn)
     with pytest.raises(ConfigError, match=r"torch\.scatter"):
         lading.plan(graph, small_machine(), budget="100%", experts=True, cache=False)
@@ -290,9 +295,15 @@ def test_saved_resumed_and_planned_again(tmp_path: Path) -> None:
             assert trainer.step(steps[step][0], lr=rate_of(step)) == plain.step(steps[step], rate_of(step))[0]
         saved = trainer.save(tmp_path / "saved")
         trainer.step(steps[0][0], lr=1.0)  # lost with the process
-    with lading.Trainer(planned(True), graph, model_of(), folder=tmp_path / "b") as trainer:
+    small = {"tokens": steps[9][0]["tokens"][:1], "scale": torch.ones(())}
+    steps[9] = [small]
+    shapes = [lading.capture(model_of(), small, loss_fn)]
+    with lading.Trainer(planned(True), graph, model_of(), folder=tmp_path / "b", shapes=shapes) as trainer:
         trainer.load(saved)
         for step in range(6, 12):
+            with torch.no_grad():  # experts that missed steps are brought up to date here, too
+                expected = loss_fn(plain.model, steps[step + 1][0]).item()
+            assert trainer.evaluate(steps[step + 1][0]) == expected
             assert trainer.step(steps[step][0], lr=rate_of(step)) == plain.step(steps[step], rate_of(step))[0]
         assert trainer.experts is not None
         shares = trainer.experts.shares()

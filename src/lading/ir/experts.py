@@ -214,7 +214,8 @@ class _Search:
 
         None where there are none.
         """
-        if op.random or op.on_host or op.kind is OpKind.COLLECTIVE:
+        narrow = any(self.graph.tensors[t].dtype == "float16" for t in (*op.outputs, *op.mutates))
+        if narrow or op.random or op.on_host or op.kind is OpKind.COLLECTIVE:
             return None
         if op.name.startswith(PREFIX):
             return self._zero(op.inputs[1]) if op.mutates and len(op.inputs) > 1 else None
@@ -229,7 +230,8 @@ class _Search:
             return next((z for z in map(self._zero, tensors) if z is not None), None)
         if name in _LINEAR or op.name in ("aten.div.Scalar", "aten.div.Tensor"):
             return self._zero(tensors[0])
-        return self._joined([self._zero(t) for t in tensors]) if name in _SUMS else None
+        is_sum = name in _SUMS and not (name in ("add", "sub") and len(tensors) < 2)  # else a number is added
+        return self._joined([self._zero(t) for t in tensors]) if is_sum else None
 
     def _zero(self, tensor: int) -> frozenset[Expert] | None:
         """Choices without which a tensor is zero; None where there are none."""

@@ -29,7 +29,7 @@ from lading.memory.verify import START, Order
 from lading.optim.rule import ParameterRule
 
 #: Elements that are brought up to date at once, all steps of them: as many as stay in a cache.
-REPLAY_ELEMENTS = 1 << 18
+REPLAY_ELEMENTS = 1 << 16
 _NONE: frozenset[Expert] = frozenset()
 
 

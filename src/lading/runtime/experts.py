@@ -128,10 +128,10 @@ class Experts:
             zeros: Tensors that are then set to zero.
             stream, size_bytes: Of a move; 0 bytes of others.
         """
-        guard = self.guards.actions[action]
+        now, before = self.guards.actions[action].now, self.guards.actions[action].before
 
         def chosen() -> None:
-            idle = guard.is_idle(self.now, self.before)
+            idle = now.isdisjoint(self.now) and before.isdisjoint(self.before)
             if size_bytes:
                 counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
                 counted[stream] = counted.get(stream, 0) + size_bytes

@@ -48,7 +48,6 @@ from lading.runtime.custody import Custody, FreedBytes, give_values_back
 from lading.runtime.device import DeviceDriver
 from lading.runtime.draws import Draws
 from lading.runtime.executor import Executor
-from lading.runtime.experts import ExpertCounts
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.measuring import StepNotes
@@ -111,6 +110,7 @@ class Trainer:
             batch; of several micro-batches a list of each. They are yours to keep or change.
         gradient_norm: Norm of all gradients of the last step together, before they were clipped, as
             ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``clip_norm``, and after an evaluation.
+        experts: Counts of what routers chose by this plan; None where it leaves out no experts.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
@@ -227,12 +227,12 @@ class Trainer:
             draws=[self._draws(each) for each in captures],
             experts=self.plan.leaves_out_experts,
         )
+        self.experts = None if self._executor.experts is None else self._executor.experts.counts
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.steps} steps done"
-        return f"Trainer({state}, of {self.plan!r})"
+        return f"Trainer({'closed' if self._closed else f'{self.steps} steps done'}, of {self.plan!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -307,11 +307,6 @@ class Trainer:
             self._groups.stepped()
         self.gradient_norm = self._executor.gradient_norm
         return self._told(losses, shape)
-
-    @property
-    def experts(self) -> ExpertCounts | None:
-        """Counts of what routers chose since this plan began; None where the plan leaves out no experts."""
-        return None if self._executor.experts is None else self._executor.experts.counts
 
     def _draws(self, captured: StepGraph) -> Draws | None:
         """Random numbers of a captured step that are this rank's; None where it draws none, or one process does."""

@@ -433,17 +433,15 @@ class Trainer:
         if len(self.excess) > 1 or (peak <= budget and not self.excess):
             return
         cause = self._executor.excess_cause()
+        if self.excess and not cause:
+            return
         text = (
             f"step {self.steps} took {format_bytes(peak)} of memory, above the budget of {format_bytes(budget)} "
             f"(predicted {format_bytes(self.program.predicted_bytes)})"
         )
         if beside:
-            predicted = format_bytes(self.program.overhead_bytes)
-            text += (
-                f"; {format_bytes(beside)} of it beside tensors: the device's context and code (predicted {predicted})"
-            )
-        if self.excess and not cause:
-            return
+            context = f"context and code (predicted {format_bytes(self.program.overhead_bytes)})"
+            text += f"; {format_bytes(beside)} of it beside tensors: the device's {context}"
         self.excess.append(f"what was not predicted: {cause}" if self.excess else text)
         warnings.warn(self.excess[-1], BudgetWarning, stacklevel=3)
 

@@ -45,6 +45,7 @@ from lading.planner.critical import relieved
 from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
+    REACH,
     Ordered,
     best_order,
     deferred_step,
@@ -61,7 +62,7 @@ from lading.planner.policies import (
     reshard_and_checkpoint,
     reshard_every_unit,
 )
-from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s
+from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s, with_paced
 from lading.planner.streaming import streaming
 from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
@@ -202,13 +203,15 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
 
 
 def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, takes_turns: bool) -> Ordered:
-    """Change choices on a plan's critical path, try operations on the host, and sharpen the bound.
+    """Plan by paced flows, change choices on a plan's critical path, try operations on the host, and sharpen the bound.
 
     Args:
         takes_turns: Whether the step has its values where one that was planned before has them; nothing is hosted then.
     """
+    progress.update(0.91, "plans that know in which window of the step each byte moves")
+    paced = with_paced(chosen.found, chosen.bound_s)
     progress.update(0.92, "the fastest plan with choices on its critical path changed")
-    chosen = dataclasses.replace(chosen, found=relieved(chosen.found, chosen.bound_s))
+    chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s))
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
     return sharpened(chosen) if takes_turns else _with_host(chosen, step)
 
@@ -620,8 +623,9 @@ def _chosen_form(
         return _chosen(step, policy, rows, fitting, progress)
     forms = [step, *(form for form in (_loss_parts(step),) if form is not None)]
     first_s = [whole_s, *map(_first_plan_s, forms[1:])]
-    best = forms[first_s.index(min(first_s))]
-    late = _late_updates(best)[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
+    # Of forms within reach of each other the last one needs least at once, which leaves gradients a place for longer.
+    near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
+    late = _late_updates(near[-1])[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
     forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
     return of_all_forms(searched_forms(forms, first_s, fitting, progress), forms, fitting)
 

@@ -8,9 +8,9 @@ bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds
     all is read             sum_{A <= k <= B} r[g, o, k] = x[g, o]                                    _add_gap
     what was not, is        sum_{A <= k <= B} w[g, o, k] >= x[g, o] - sum_{g' before g} x[g', o],     _add_gap
     written                 g' the earlier gaps of the same version
-    compute in window k     T_k >= sum_ops c                                                         _add_times
-    transfers in window k   T_k >= time its bytes read and written take, alone and side by side      _add_times
-    the whole               sum_k T_k >= sum_ops c + sum_g c_g x[g, recompute], and the same with     _add_times
+    compute in window k     T_k >= sum_ops c                                                         add_times
+    transfers in window k   T_k >= time its bytes read and written take, alone and side by side      add_times
+    the whole               sum_k T_k >= sum_ops c + sum_g c_g x[g, recompute], and the same with     add_times
                             latencies for each direction of each tier
     memory at t             base_t + sum_{g over t} s_g (1 - sum_o x[g, o]
                               + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
@@ -29,7 +29,7 @@ write until then is there, or made again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +46,18 @@ _ROWS_PER_ROUND = 32
 
 
 @dataclass(frozen=True)
-class _GapColumns:
-    """Columns of one gap in one tier: its share, and its reads and writes from window ``first`` on."""
+class GapColumns:
+    """Columns of one gap in one tier: its share, writes from window ``first`` on and reads from ``first_read`` on."""
 
     share: int
     first: int
+    first_read: int
     reads: range
     writes: range
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class Pieces:
     """Stretches of positions at which gaps take memory, one entry each, and what their bytes depend on.
 
     Attributes:
@@ -86,11 +87,18 @@ def flow(problem: ResidencyProblem, budget_bytes: int, windows: int) -> RelaxedR
     Returns:
         Shares of each option and seconds; None if not even the flow fits.
     """
-    return _FlowProgram(problem, budget_bytes, windows).solve()
+    return FlowProgram(problem, budget_bytes, windows).solve()
 
 
-class _FlowProgram:
-    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once."""
+class FlowProgram:
+    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once.
+
+    Attributes:
+        most_reads, most_writes: Windows in which a gap may be read, the last ones, and written, the first ones; 0 is
+            all, as a bound needs.
+    """
+
+    most_reads = most_writes = 0
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
@@ -98,20 +106,26 @@ class _FlowProgram:
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
-        self.flows: list[dict[Option, _GapColumns]] = []
+        self.flows: list[dict[Option, GapColumns]] = []
         self.again: list[int | None] = []
         self.positions: set[int] = set()  # of the memory rows
+        self.model: Any = None
         self._add_gaps()
-        self._add_times()
+        self.add_times()
         self._add_capacity()
-        self.pieces = self._cut()
+        self.pieces = self.cut()
 
     def _column(self) -> int:
         self.costs.append(0.0)
         self.upper.append(1.0)
         return len(self.costs) - 1
 
-    def _row(self, low: float, high: float, columns: Sequence[int], values: Sequence[float]) -> None:
+    def _columns(self, count: int) -> range:
+        """Add columns one after another."""
+        numbers = [self._column() for _ in range(count)]
+        return range(numbers[0], numbers[-1] + 1)
+
+    def add_row(self, low: float, high: float, columns: Sequence[int], values: Sequence[float]) -> None:
         self.rows.append((low, high, list(columns), list(values)))
 
     def _add_gaps(self) -> None:
@@ -126,49 +140,46 @@ class _FlowProgram:
                 if Option(tier.name) in candidate.options:
                     self.flows[index][Option(tier.name)] = self._add_gap(candidate, tier, earlier)
             shares = [f.share for f in self.flows[index].values()] + [c for c in (self.again[index],) if c is not None]
-            self._row(-np.inf, 1.0, shares, [1.0] * len(shares))
+            self.add_row(-np.inf, 1.0, shares, [1.0] * len(shares))
 
     def _add_gap(
         self, candidate: Candidate, tier: Tier, earlier: dict[tuple[tuple[int, int], Option], list[int]]
-    ) -> _GapColumns:
+    ) -> GapColumns:
         gap = candidate.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
         count = last - first + 1
         share = self._column()
-        reads = range(len(self.costs), len(self.costs) + count)
-        for _ in reads:
-            self._column()
-        self._row(0.0, 0.0, [*reads, share], [*[1.0] * count, -1.0])
+        reads = self._columns(min(count, self.most_reads or count))
+        first_read = last + 1 - len(reads)
+        self.add_row(0.0, 0.0, [*reads, share], [*[1.0] * len(reads), -1.0])
         if candidate.version is None:
-            return _GapColumns(share, first, reads, range(0))
-        writes = range(len(self.costs), len(self.costs) + count)
-        for _ in writes:
-            self._column()
+            return GapColumns(share, first, first_read, reads, range(0))
+        writes = self._columns(min(count, self.most_writes or count))
         before = earlier.setdefault((candidate.version, Option(tier.name)), [])
-        self._row(0.0, np.inf, [*writes, *before, share], [*[1.0] * count, *[1.0] * len(before), -1.0])
+        self.add_row(0.0, np.inf, [*writes, *before, share], [*[1.0] * (len(writes) + len(before)), -1.0])
         before.append(share)
-        return _GapColumns(share, first, reads, writes)
+        return GapColumns(share, first, first_read, reads, writes)
 
-    def _add_times(self) -> None:
+    def add_times(self) -> None:
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         for window in range(self.windows):
-            self._row(float(compute[window]), np.inf, [window], [1.0])
+            self.add_row(float(compute[window]), np.inf, [window], [1.0])
         times = list(range(self.windows))
         again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
         seconds = [g.own_recompute_s for _, g in again]
         ones = [1.0] * self.windows
-        self._row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
+        self.add_row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         for tier in self.problem.tiers:
-            self._add_tier(tier)
+            self.add_tier(tier)
         for tiers in wires(self.problem.tiers):
-            self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
-            self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
+            self.add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
+            self.add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
-    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, _GapColumns]]:
+    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, GapColumns]]:
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
 
-    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
+    def add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
         """Add rows: each window takes the seconds of its bytes.
 
         ``parts``: (tier, seconds per byte read, per byte written).
@@ -176,26 +187,27 @@ class _FlowProgram:
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
         for tier, a, b in parts:
             for candidate, gap_columns in self._flows_to(tier):
-                for columns, per_byte in ((gap_columns.reads, a), (gap_columns.writes, b)):
+                flows = (gap_columns.reads, gap_columns.first_read, a), (gap_columns.writes, gap_columns.first, b)
+                for columns, first, per_byte in flows:
                     for step, column in enumerate(columns if per_byte else ()):
-                        row = terms[(gap_columns.first + step) % self.windows]
+                        row = terms[(first + step) % self.windows]
                         row[0].append(column)
                         row[1].append(-candidate.size_bytes * per_byte)
         for columns, values in terms:
-            self._row(0.0, np.inf, columns, values)
+            self.add_row(0.0, np.inf, columns, values)
 
-    def _add_tier(self, tier: Tier) -> None:
+    def add_tier(self, tier: Tier) -> None:
         flows = self._flows_to(tier)
         read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
         for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
-            self._add_limit([(tier, a, b)])
+            self.add_limit([(tier, a, b)])
         for name, per_byte in (("reads", read), ("writes", write)):
             columns, values = list(range(self.windows)), [1.0] * self.windows
             for candidate, gap_columns in flows:
                 moves: range = getattr(gap_columns, name)
                 columns.extend(moves)
                 values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(moves))
-            self._row(0.0, np.inf, columns, values)
+            self.add_row(0.0, np.inf, columns, values)
 
     def _add_capacity(self) -> None:
         """Add rows that keep the storages ever in a tier within its budget; none where all of them fit together."""
@@ -212,13 +224,38 @@ class _FlowProgram:
             there = {storage: self._column() for storage in users}
             for storage, columns in users.items():
                 for column in columns:
-                    self._row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
-            self._row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
+                    self.add_row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
+            self.add_row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
 
     def solve(self) -> RelaxedResidency | None:
-        """Solve, with more memory rows until none is broken."""
+        """Solve, with more memory rows until none is broken; None where there is no solution."""
+        values = self.optimum()
+        return None if values is None else self.relaxed(values)
+
+    def optimum(self) -> np.ndarray | None:
+        """Solve, from the solution before where there is one; values of all columns, or None."""
         if self.room.min(initial=0) < 0:
             return None
+        import highspy
+
+        if self.model is None:
+            self.model = self._new_model()
+            self._add_memory(self._worst(np.zeros(len(self.costs))))
+        values: np.ndarray | None = None
+        for _ in range(_ROUNDS):
+            _hand_over(self.model, self.rows)
+            self.rows.clear()
+            self.model.run()
+            if self.model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+                return None
+            values = np.array(self.model.getSolution().col_value)
+            worst = self._worst(values)
+            if not worst:
+                break
+            self._add_memory(worst)
+        return values
+
+    def _new_model(self) -> Any:
         import highspy
 
         model: Any = highspy.Highs()
@@ -226,22 +263,9 @@ class _FlowProgram:
         model.setOptionValue("threads", 1)
         none, count = np.empty(0, np.int32), len(self.costs)
         model.addCols(count, np.array(self.costs), np.zeros(count), np.array(self.upper), 0, none, none, np.empty(0))
-        values = np.zeros(count)
-        self._add_memory(self._worst(values))
-        for _ in range(_ROUNDS):
-            _hand_over(model, self.rows)
-            self.rows.clear()
-            model.run()
-            if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-                return None
-            values = np.array(model.getSolution().col_value)
-            worst = self._worst(values)
-            if not worst:
-                break
-            self._add_memory(worst)
-        return self._relaxed(values)
+        return model
 
-    def _relaxed(self, values: np.ndarray) -> RelaxedResidency:
+    def relaxed(self, values: np.ndarray) -> RelaxedResidency:
         shares = tuple(self._shares(index, values) for index in range(len(self.flows)))
         return RelaxedResidency(shares, float(values[: self.windows].sum()))
 
@@ -251,13 +275,12 @@ class _FlowProgram:
             shares[Option.RECOMPUTE] = float(values[again])
         return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
 
-    def _cut(self) -> _Pieces:
+    def cut(self) -> Pieces:
         """Cut the positions inside all gaps by window."""
         owners: list[tuple[int, int, int]] = []
         terms: list[tuple[int, int, float]] = []
         for index, candidate in enumerate(self.problem.candidates):
-            for first, last, window in self._windows_of(candidate):
-                columns, factors = self._terms(index, window)
+            for first, last, columns, factors in self.parts_of(index, candidate):
                 terms += [(len(owners), column, factor) for column, factor in zip(columns, factors, strict=True)]
                 owners.append((index, first, last))
         who, first, last = np.array(owners, dtype=np.int64).reshape(-1, 3).T
@@ -265,9 +288,17 @@ class _FlowProgram:
         row, column, factor = zip(*terms, strict=True) if terms else ((), (), ())
         rows = np.array(row, dtype=np.int64)
         starts = np.searchsorted(rows, np.arange(len(owners) + 1))
-        return _Pieces(who, first, last, sizes[who], rows, np.array(column, dtype=np.int64), np.array(factor), starts)
+        return Pieces(who, first, last, sizes[who], rows, np.array(column, dtype=np.int64), np.array(factor), starts)
 
-    def _windows_of(self, candidate: Candidate) -> list[tuple[int, int, int]]:
+    def parts_of(self, index: int, candidate: Candidate) -> Iterator[tuple[int, int, list[int], list[float]]]:
+        """Yield ranges of positions inside a gap with the columns and factors of its share there, less 1."""
+        for first, last, window in self.windows_of(candidate):
+            columns, factors = self.terms_at(index, window)
+            if (again := self.again[index]) is not None:
+                columns, factors = [again, *columns], [-1.0, *factors]
+            yield first, last, columns, factors
+
+    def windows_of(self, candidate: Candidate) -> list[tuple[int, int, int]]:
         """Cut the positions inside a gap by window, as (first, last, window); windows count on over the boundary."""
         pieces: list[tuple[int, int, int]] = []
         for first, last in spans(candidate.gap, self.problem.num_ops):
@@ -278,17 +309,15 @@ class _FlowProgram:
             pieces += [(a, b - 1, int(self.window[a]) + turn) for a, b in itertools.pairwise(cuts)]
         return pieces
 
-    def _terms(self, index: int, window: int) -> tuple[list[int], list[float]]:
-        """Columns and factors of a candidate's share on the device in a window of its gap, less 1."""
+    def terms_at(self, index: int, window: int) -> tuple[list[int], list[float]]:
+        """Columns and factors by which its moves make a candidate's share smaller in a window of its gap."""
         columns: list[int] = []
         factors: list[float] = []
-        if (again := self.again[index]) is not None:
-            columns.append(again)
-            factors.append(-1.0)
         for gap_columns in self.flows[index].values():
-            read, left = window - gap_columns.first, max(0, window - gap_columns.first + 1)
-            columns += [gap_columns.share, *gap_columns.reads[:read], *gap_columns.writes[left:]]
-            factors += [-1.0, *[1.0] * read, *[1.0] * len(gap_columns.writes[left:])]
+            read = gap_columns.reads[: max(0, window - gap_columns.first_read)]
+            left = gap_columns.writes[max(0, window - gap_columns.first + 1) :]
+            columns += [gap_columns.share, *read, *left]
+            factors += [-1.0, *[1.0] * (len(read) + len(left))]
         return columns, factors
 
     def _worst(self, values: np.ndarray) -> list[int]:
@@ -321,7 +350,7 @@ class _FlowProgram:
             self.positions.add(t)
             covered = float(pieces.size[here].sum())
             room = (float(self.room[t]) - covered) / 1e6
-            self._row(-np.inf, room, pieces.column[at].tolist(), values.tolist())
+            self.add_row(-np.inf, room, pieces.column[at].tolist(), values.tolist())
 
 
 def _windows(problem: ResidencyProblem, count: int) -> np.ndarray:

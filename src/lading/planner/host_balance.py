@@ -26,8 +26,8 @@ from lading.memory.lifetime import lifetimes
 from lading.planner.residency import Found, StepProblem
 
 _PARTS = 8
-#: Shares of the groups that are planned at most, the first guess included.
-_TRIES = 4
+#: Shares of the groups that are planned at most, the first guess included, and operations of these plans together.
+_TRIES, _TRIED_OPS = 4, 20_000
 #: Larger steps are only tried where the host's transfers are what takes longest.
 _MANY_OPS = 4000
 #: Less of the step than this is not worth another plan.
@@ -170,8 +170,9 @@ def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[Step
         return gained
 
     part, way = first, 1
+    most = max(1, min(_TRIES, _TRIED_OPS // len(found.step.graph.ops)))
     attempt(first)
-    while len(tried) <= _TRIES:
+    while len(tried) <= most:
         following = part + way
         if 0 < following <= _PARTS and following not in tried and attempt(following):
             part = following

@@ -403,6 +403,7 @@ class Lowering:
         costs: StepCosts,
         choices: Choices,
         item_seconds: Sequence[float] | None = None,
+        pace: Sequence[float] = (),
     ) -> None:
         """Emit choices; the arguments are those of ``lower``."""
         self.graph, self.machine, self.costs, self.homes = graph, machine, costs, lives.homes
@@ -411,6 +412,8 @@ class Lowering:
         if item_seconds:
             timed = iter(item_seconds)
             self.seconds = [0.0 if item.op in graph.beside else next(timed) for item in self.emission.items]
+        elif pace:
+            self.seconds = _paced(self.emission, self.seconds, pace)
         self._network = _network_seconds(graph, costs, self.emission)
         base = base_profile(graph, self.emission)
         self.peak_bytes, self.peak_item = int(base.max()), int(base.argmax())
@@ -476,7 +479,7 @@ class Lowering:
         return high
 
 
-def lower(
+def lower(  # noqa: PLR0913  all that decides a Program
     graph: StepGraph,
     lives: Lifetimes,
     machine: Machine,
@@ -485,6 +488,7 @@ def lower(
     budgets: dict[str, int],
     *,
     item_seconds: Sequence[float] | None = None,
+    pace: Sequence[float] = (),
     sparing: bool = False,
 ) -> Lowered:
     """Lower choices to a Program: emit, stretch, pack and connect.
@@ -497,10 +501,12 @@ def lower(
         budgets: Bytes by tier.
         item_seconds: Seconds that each item of the compute stream is expected to take, waiting for the next one
             included; None takes what it computes.
+        pace: How many times longer than it computes each operation is expected to take where ``item_seconds`` says
+            nothing, what is recomputed like the operation before it; () for once.
         sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
             that end where nothing else begins leave holes. It takes several packings where nothing fits.
     """
-    lowering = Lowering(graph, lives, machine, costs, choices, item_seconds)
+    lowering = Lowering(graph, lives, machine, costs, choices, item_seconds, pace)
     arena, emission, peak_item = budgets[DEVICE] - fixed_bytes(machine, costs), lowering.emission, lowering.peak_item
     if lowering.peak_bytes > arena:
         return Lowered(None, emission, lowering.peak_bytes - arena, peak_item, lowering.peak_bytes)
@@ -554,6 +560,17 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: It
         return 0.0 if item.op in graph.beside else costs.op_seconds[item.op]
     assert item.storage is not None
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
+
+
+def _paced(emission: Emission, seconds: Sequence[float], pace: Sequence[float]) -> list[float]:
+    """Seconds of each item in a step whose operations take as many times longer as ``pace`` says."""
+    paced: list[float] = []
+    times = 1.0
+    for item, computes_s in zip(emission.items, seconds, strict=True):
+        if item.op is not None and item.kind is not ActionKind.RECOMPUTE:
+            times = pace[item.op]
+        paced.append(times * computes_s)
+    return paced
 
 
 def _network_seconds(graph: StepGraph, costs: StepCosts, emission: Emission) -> dict[int, float]:

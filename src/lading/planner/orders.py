@@ -287,11 +287,13 @@ _ORDERED = 10_000
 #: An order whose first plan takes this share longer than another's is not searched further, nor is a step with
 #: operations on the host that takes no more than this share less.
 REACH = 0.03
+#: Operations of plans that are searched where some run on the host and that pays.
+_HOSTED_OPS = 12_000
 #: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
 #: operations that they have together, but for the first form.
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the square of the operations.
-_WINDOWS, _SHARP_WORK = (4, 16), 40_000_000
+_WINDOWS, _SHARP_WORK = (4, 16), 24_000_000
 
 
 @dataclass(frozen=True)
@@ -433,23 +435,23 @@ def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting:
 
 def ordered_with_host(chosen: Ordered) -> Ordered:
     """Try the best plan with operations on the host; returns whichever is faster, its bound for the same places."""
-    retimed = chosen.found.retimed
+    retimed, pace = chosen.found.retimed, chosen.found.pace
 
     def plan(step: StepProblem) -> Found | None:
         forced = {(gap.storage, gap.start) for gap in gaps(step.graph, step.lives) if beside_host(step.graph, gap)}
         choices = {key: option for key, option in chosen.found.choices.items() if key not in forced}
-        program = step.lower(choices, retimed).program
-        return None if program is None else Found(choices, program, step, retimed)
+        program = step.lower(choices, retimed, pace).program
+        return None if program is None else Found(choices, program, step, retimed, pace=pace)
 
     hosted = with_host(chosen.found, plan)
     if hosted is chosen.found:
         return chosen
     bound_s = lower_bound_s(hosted.step)
     search = ResidencySearch(hosted.step, [hosted])
-    if hosted.step_s < (1 - REACH) * hosted.device_s:
-        search.finish(bound_s)
-    else:
-        search.advance()
+    most = _HOSTED_OPS // len(hosted.step.graph.ops) if hosted.step_s < (1 - REACH) * hosted.device_s else 1
+    for _ in range(most):
+        if good_enough(search.best or hosted, bound_s) or not search.advance():
+            break
     assert search.best is not None, "the plan it started with"
     best = dataclasses.replace(search.best, device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations, pairwise
@@ -41,6 +41,7 @@ from lading.planner.emission import emit
 from lading.planner.fluid import flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
+from lading.planner.pacing import PacedFlow
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.device_step import simulate, step_times
@@ -129,6 +130,8 @@ _CLASSES = 1500
 GOOD_ENOUGH = 0.005
 #: Times that the best plan's transfers are scheduled again, where more than this share of the step is spent waiting.
 MOST_RETIMED, _WAITING = 3, 0.01
+#: Share of the step's operations from which on waiting is worth paced flows.
+_WAITING_LONG = 0.04
 #: Operations scheduled again for one plan: that is done once at least.
 _RETIMED_OPS = 15_000
 #: Gaps of storages smaller than this share of the arena are always kept.
@@ -200,16 +203,17 @@ class StepProblem:
         """Whether an operation needs more bytes at once than the arena has, whatever is chosen: no plan fits."""
         return int(self.bound_problem.base.max(initial=0)) > self.arena_bytes
 
-    def lower(self, choices: dict[tuple[int, int], Option], retimed: int = 0) -> Lowered:
+    def lower(self, choices: dict[tuple[int, int], Option], retimed: int = 0, pace: tuple[float, ...] = ()) -> Lowered:
         """Lower choices against the budgets of all tiers.
 
         Args:
-            retimed: How often the transfers are scheduled again, by the times of the program simulated before. The
-                first schedule believes that nothing is waited for, and gives a write the memory of too many operations.
+            retimed: How often the transfers are scheduled again, by the times of the program simulated before.
+            pace: How many times longer than it computes each operation takes as the first schedule believes it. Without
+                it nothing is waited for, and a write is given the memory of too many operations.
         """
         seconds: list[float] | None = None
         while True:
-            lowered = self._lowered(choices, seconds)
+            lowered = self._lowered(choices, seconds, pace)
             program = lowered.program
             if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
                 return dataclasses.replace(lowered, program=None)
@@ -217,10 +221,12 @@ class StepProblem:
                 return lowered
             seconds, retimed = item_seconds(program, *self.times(program)), retimed - 1
 
-    def _lowered(self, choices: dict[tuple[int, int], Option], seconds: Sequence[float] | None) -> Lowered:
+    def _lowered(
+        self, choices: dict[tuple[int, int], Option], seconds: Sequence[float] | None, pace: tuple[float, ...] = ()
+    ) -> Lowered:
         return lower(
             self.graph, self.lives, self.machine, self.costs, choices, self.budgets,
-            item_seconds=seconds, sparing=self.sparing,
+            item_seconds=seconds, pace=pace, sparing=self.sparing,
         )  # fmt: skip
 
     def retimed(self, found: Found, most: int) -> Found:
@@ -236,7 +242,7 @@ class StepProblem:
             again = self._lowered(found.choices, seconds).program
             if again is None:
                 break
-            last = Found(found.choices, again, self, last.retimed + 1)
+            last = dataclasses.replace(found, program=again, step=self, retimed=last.retimed + 1)
             if last.step_s >= best.step_s:
                 break
             best = last
@@ -267,6 +273,7 @@ class Found:
 
     Attributes:
         retimed: How often its transfers were scheduled again (``StepProblem.lower``).
+        pace: Pace by which they were scheduled first.
         device_s: Seconds of the step with nothing on the host, where something is; else 0.
     """
 
@@ -275,6 +282,7 @@ class Found:
     step: StepProblem
     retimed: int = 0
     device_s: float = 0.0
+    pace: tuple[float, ...] = ()
 
     @cached_property
     def times(self) -> tuple[float, Sequence[float]]:
@@ -294,9 +302,13 @@ class Found:
     @property
     def waits(self) -> bool:
         """Whether more than a small share of the step is not spent on operations."""
+        return self.step_s > (1 + _WAITING) * self.computing_s
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of the step that are spent on operations of the device."""
         seconds, actions = self.step.costs.op_seconds, self.program.actions
-        computed = sum(seconds[a.op] for a in actions if a.op is not None and a.stream == COMPUTE_STREAM)
-        return self.step_s > (1 + _WAITING) * computed
+        return sum(seconds[a.op] for a in actions if a.op is not None and a.stream == COMPUTE_STREAM)
 
 
 #: Takes the share of some work that is done, in [0, 1], and what is being done.
@@ -381,15 +393,15 @@ def polished(found: Found, bound_s: float) -> Found:
 
 def _improved(step: StepProblem, found: Found) -> Found:
     def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
-        program = step.lower(choices, found.retimed).program
+        program = step.lower(choices, found.retimed, found.pace).program
         return None if program is None else step.seconds(program)
 
     choices = improve(found.choices, found.step_s, step.bound_problem, seconds_of)
     if choices is found.choices:
         return found
-    program = step.lower(choices, found.retimed).program
+    program = step.lower(choices, found.retimed, found.pace).program
     assert program is not None, "the search keeps what fits"
-    return Found(choices, program, step, found.retimed)
+    return Found(choices, program, step, found.retimed, pace=found.pace)
 
 
 def lower_bound_s(step: StepProblem) -> float:
@@ -469,6 +481,48 @@ def _candidates(step: StepProblem) -> Iterable[Found]:
 _Beliefs = tuple[float, bool, bool]
 #: How many times longer than its bound a step is taken to be, in turn, where what moves has no room otherwise.
 _LONGER = (1.0, 2.0, 4.0)
+
+
+#: Shares of the rates of the host's memory and of what lies behind it that paced flows rely on, in turn; the share of
+#: the arena that they leave, and how often what a lowering misses is reserved.
+_PACED_RATES, _PACED_RESERVE, _PACED_TRIES = ((1.0, 0.5), (0.85, 0.5)), 0.05, 3
+#: Most windows of a paced flow, fewest that say anything, and the most candidates times windows.
+_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK = 16, 4, 40_000
+
+
+def with_paced(found: Found, bound_s: float) -> Found:
+    """Try paced flows where compute waits for much of a plan's step; returns the fastest plan.
+
+    Args:
+        bound_s: Seconds that no plan is below: near it there is nothing to gain.
+    """
+    few = len(found.step.graph.ops) <= _SMALL_OPS or found.step.lives.homes is not None
+    if few or good_enough(found, bound_s) or found.step_s <= (1 + _WAITING_LONG) * found.computing_s:
+        return found
+    return min((found, *paced(found.step)), key=lambda made: made.step_s)
+
+
+def paced(step: StepProblem) -> Iterator[Found]:
+    """Yield the plans of paced flows (``planner.pacing``), each scheduled again by its simulated times."""
+    for near, far in _PACED_RATES:
+        tiers = (_slower(tier, near if tier.host_computes else far) for tier in step.machine.tiers)
+        slow = dataclasses.replace(step.machine, tiers=tuple(tiers))
+        problem = dataclasses.replace(_problem(dataclasses.replace(step, machine=slow)), folding=None)
+        windows = min(_PACED_WINDOWS, _PACED_WORK // max(1, len(problem.candidates)))
+        if windows < _FEWEST_WINDOWS:
+            return
+        extra = np.zeros(problem.num_ops, dtype=np.int64)
+        for _ in range(_PACED_TRIES):
+            reserved = dataclasses.replace(problem, base=problem.base + extra)
+            solved = PacedFlow(reserved, int(step.arena_bytes * (1 - _PACED_RESERVE)), windows).solved()
+            if solved is None:
+                break
+            choices = rounded(problem, solved.relaxed)
+            made = step.lower(choices, pace=solved.pace)
+            if made.program is not None:
+                yield step.retimed(Found(choices, made.program, step, pace=solved.pace), 2 * MOST_RETIMED)
+                break
+            extra = extra + _missing(step, made)
 
 
 class Relaxations:

@@ -1,0 +1,83 @@
+"""Paced flows: a flow that a plan can take, above the bound, and the schedule that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.machines import small_machine
+from tests.planner.steps import captured, needs, slower_disk, within
+
+from lading.ir.plan import Option
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
+from lading.memory.verify import verify
+from lading.planner.fluid import flow
+from lading.planner.lower import Lowering, fixed_bytes
+from lading.planner.pacing import PacedFlow
+from lading.planner.relaxation import build
+from lading.planner.residency import StepProblem, paced
+
+
+def half() -> StepProblem:
+    step = captured("llama", num_layers=2, clip_norm=1.0, machine=slower_disk(small_machine(), 5))
+    fixed = fixed_bytes(step.machine, step.costs)
+    return within(step, fixed + (needs(step, {}) - fixed) // 2)
+
+
+def test_a_paced_flow_takes_longer_than_the_bound_and_its_pace_adds_up() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    solved, bound = PacedFlow(problem, step.arena_bytes, 16).solved(), flow(problem, step.arena_bytes, 16)
+    assert solved is not None
+    assert bound is not None
+    assert solved.relaxed.step_s >= bound.step_s * (1 - 1e-6)
+    assert min(solved.pace) >= 1.0
+    paced_s = sum(pace * seconds for pace, seconds in zip(solved.pace, problem.op_seconds, strict=True))
+    assert paced_s == pytest.approx(solved.relaxed.step_s, rel=1e-3)
+
+
+def test_large_storages_move_whole_or_not_at_all() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    solved = PacedFlow(problem, step.arena_bytes, 16).solved()
+    assert solved is not None
+    shares = solved.relaxed.shares
+    largest = max(candidate.size_bytes for candidate in problem.candidates)
+    rows = [row for c, row in zip(problem.candidates, shares, strict=True) if c.size_bytes == largest]
+    assert all(max(row.values()) > 0.999 for row in rows)
+    moved = sum(1 - row[Option.KEEP] for row in shares)
+    assert moved > 0
+
+
+def test_a_pace_makes_operations_and_what_runs_again_behind_them_slower() -> None:
+    step = half()
+    choices = {(c.gap.storage, c.gap.start): c.options[-1] for c in step.bound_problem.candidates}
+    ops = len(step.graph.ops)
+    once, twice = (
+        Lowering(step.graph, step.lives, step.machine, step.costs, choices, pace=(times,) * ops) for times in (1.0, 2.0)
+    )
+    plain = Lowering(step.graph, step.lives, step.machine, step.costs, choices)
+    assert once.seconds == plain.seconds
+    first = next(i for i, item in enumerate(plain.emission.items) if item.op is not None)
+    assert twice.seconds == plain.seconds[:first] + [2.0 * seconds for seconds in plain.seconds[first:]]
+
+
+def test_paced_plans_fit_are_proven_and_are_made_again_from_their_choices() -> None:
+    step = half()
+    plans = list(paced(step))
+    assert plans
+    for found in plans:
+        verify(found.program)
+        assert found.program.predicted_bytes <= step.budgets["device"]
+        assert found.step_s >= step.bound_s * (1 - 1e-6)
+        again = step.lower(found.choices, found.retimed, found.pace).program
+        assert again is not None
+        assert step.seconds(again) == pytest.approx(found.step_s, rel=1e-9)
+        assert any(action.stream != COMPUTE_STREAM for action in found.program.actions)
+
+
+def test_a_flow_with_no_room_has_no_solution() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    short = dataclasses.replace(problem, base=problem.base + step.arena_bytes)
+    assert PacedFlow(short, step.arena_bytes, 4).solved() is None

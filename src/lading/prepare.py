@@ -62,8 +62,8 @@ from lading.planner.api import (
     tier_limits,
 )
 from lading.planner.cache import cache_folder, cached_plan
-from lading.planner.experts import Shares, check_experts, more_bytes, with_experts
 from lading.planner.policies import Policy
+from lading.planner.routing import Shares, check_experts, more_bytes, with_experts
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.cuda import Cuda

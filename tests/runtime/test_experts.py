@@ -21,7 +21,7 @@ from lading.ir.experts import find_experts
 from lading.ir.graph import Role, StepGraph
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
-from lading.memory.experts import find_guards, with_late_reads
+from lading.memory.guards import find_guards, with_late_reads
 from lading.memory.verify import verify
 from lading.runtime.executor import Executor
 from lading.sim.device_step import simulate

@@ -46,9 +46,9 @@ class CastBytes:
 
     Attributes:
         inputs, inputs_again: Of a product's input, in forward and for the gradient of its weight.
-        gradients: Of the gradient of its output, for both backward products.
+        gradients: Bytes for the gradient of its output, of both backward products.
         weights, weights_back: Of its weight, in forward and for the gradient of the input.
-        looks: Of these, what finding the largest element of inputs and gradients takes.
+        looks: Bytes among these for finding the largest element of inputs and gradients.
     """
 
     inputs: float

@@ -118,7 +118,7 @@ def find_experts(graph: StepGraph, always: Set[int] = frozenset()) -> Routed:
         graph: The whole step, whatever its order.
         always: Updates that run in every step, as they cannot be replayed.
     """
-    search = _Search(graph, find_routers(graph), always)
+    search = _ExpertSearch(graph, find_routers(graph), always)
     search.find_zeros()
     search.find_needless()
     updates = frozenset(op for op in search.needs if graph.ops[op].name.startswith(PREFIX))
@@ -143,7 +143,7 @@ def _column(tensor: Tensor, columns: int) -> int | None:
 
 
 @dataclass
-class _Search:
+class _ExpertSearch:
     """Walk over a step, forward for what is zero and backward for what is not needed.
 
     Attributes:

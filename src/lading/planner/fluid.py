@@ -57,7 +57,7 @@ class GapColumns:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class FlowPieces:
     """Stretches of positions at which gaps take memory, one entry each, and what their bytes depend on.
 
     Attributes:
@@ -275,7 +275,7 @@ class FlowProgram:
             shares[Option.RECOMPUTE] = float(values[again])
         return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
 
-    def cut(self) -> Pieces:
+    def cut(self) -> FlowPieces:
         """Cut the positions inside all gaps by window."""
         owners: list[tuple[int, int, int]] = []
         terms: list[tuple[int, int, float]] = []
@@ -288,7 +288,9 @@ class FlowProgram:
         row, column, factor = zip(*terms, strict=True) if terms else ((), (), ())
         rows = np.array(row, dtype=np.int64)
         starts = np.searchsorted(rows, np.arange(len(owners) + 1))
-        return Pieces(who, first, last, sizes[who], rows, np.array(column, dtype=np.int64), np.array(factor), starts)
+        return FlowPieces(
+            who, first, last, sizes[who], rows, np.array(column, dtype=np.int64), np.array(factor), starts
+        )
 
     def parts_of(self, index: int, candidate: Candidate) -> Iterator[tuple[int, int, list[int], list[float]]]:
         """Yield ranges of positions inside a gap with the columns and factors of its share there, less 1."""

@@ -42,12 +42,12 @@ from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.draws import Draws
-from lading.runtime.experts import Experts
 from lading.runtime.fence import overwritten
 from lading.runtime.fuse import Fused
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import BoundKernel, bind
 from lading.runtime.regions import FusibleRegion, Site
+from lading.runtime.replays import Experts
 from lading.runtime.resident import LARGEST_KEPT_BYTES, UNSEEN_BYTES
 from lading.runtime.shard_exchange import rooms_bytes
 from lading.runtime.streams import Entry, Gate, Jitter

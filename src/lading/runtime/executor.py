@@ -39,13 +39,13 @@ from lading.runtime.binding import (
 )
 from lading.runtime.device import CpuDevice, DeviceDriver, Lane, set_threads
 from lading.runtime.draws import Draws
-from lading.runtime.experts import Experts, check_place, experts_of
 from lading.runtime.fence import Fence
 from lading.runtime.fuse import Fused
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernel_memory import largest_product
 from lading.runtime.measuring import OperationPeaks, measured_timeline, spread
+from lading.runtime.replays import Experts, check_place, experts_of
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, take_gaps, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import Clocking, Gate, Jitter, Stopped, Workers, named_error, run_stream
@@ -85,7 +85,7 @@ class Executor:
         replicas: Other ranks, where the Program reduces gradients over them.
         others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
         draws: For each Program its random numbers, where it is of several ranks and draws some.
-        experts: Leave out of the first Program what experts without tokens make needless (``lading.memory.experts``).
+        experts: Leave out of the first Program what experts without tokens make needless (``lading.memory.guards``).
 
     Attributes:
         completed: Number of steps that came to their end.

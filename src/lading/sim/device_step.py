@@ -51,7 +51,7 @@ def simulate(
         program: Verified (see ``lading.memory.verify``).
         machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
         op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
-        left_out: Actions that take no time, as experts got no token (``lading.memory.experts.Guards.left_out``).
+        left_out: Actions that take no time, as experts got no token (``lading.memory.guards.Guards.left_out``).
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.

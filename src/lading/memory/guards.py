@@ -149,7 +149,7 @@ def stays_of(program: Program) -> list[Stay]:
 def find_guards(program: Program) -> Guards:
     """Find what of a Program is left out where experts got no token; nothing where it has no experts."""
     always: frozenset[int] = frozenset()
-    walk = _Walk(program)
+    walk = _GuardWalk(program)
     while True:
         routed = find_experts(program.graph, always)
         guards = walk.guards(routed)
@@ -159,7 +159,7 @@ def find_guards(program: Program) -> Guards:
         always |= routed.updates - replayed  # and what makes its gradient then writes zeros
 
 
-class _Walk:
+class _GuardWalk:
     """A Program's order and stays, which do not depend on what is guarded."""
 
     def __init__(self, program: Program) -> None:
@@ -312,7 +312,7 @@ def with_late_reads(program: Program, is_late: Callable[[Router, int], bool]) ->
     Args:
         is_late: Whether an expert of a router is one of them.
     """
-    walk = _Walk(program)
+    walk = _GuardWalk(program)
     routed = find_experts(program.graph)
     chosen_at = [walk.first[router.op] for router in routed.routers]
     behind: dict[int, list[int]] = {}

@@ -2,7 +2,7 @@
 
 The share of steps in which an expert gets tokens says how often its part of a Program runs. A read that waits for the
 router can be left out, and then the expert's updates can be left to the step that needs them
-(``lading.memory.experts``); but it is waited for where the expert is chosen after all. So experts that are seldom
+(``lading.memory.guards``); but it is waited for where the expert is chosen after all. So experts that are seldom
 chosen are read late, and others ahead as ever: of a few bounds between the two, that with the shortest expected step.
 """
 
@@ -17,7 +17,7 @@ from lading.ir.experts import Expert, Router
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
-from lading.memory.experts import Guards, find_guards, layer_names, replay_bytes, with_late_reads
+from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
@@ -138,7 +138,7 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     """Seconds that a step is expected to take, with what is made up for in it.
 
     Args:
-        shares: Of every router.
+        shares: Shares of steps of every router.
     """
     names = layer_names(guards.routers)
 

@@ -18,7 +18,7 @@ from lading.ir.experts import Expert
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.update_ops import rule_of
-from lading.memory.experts import REPLAY_ELEMENTS, Guards, ReplayedParameter, find_guards, layer_names, replay_bytes
+from lading.memory.guards import REPLAY_ELEMENTS, Guards, ReplayedParameter, find_guards, layer_names, replay_bytes
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call
 from lading.runtime.host_arena import Arena
@@ -68,7 +68,7 @@ class Experts:
     """Experts of one Program.
 
     Args:
-        guards: From ``lading.memory.experts.find_guards``.
+        guards: From ``lading.memory.guards.find_guards``.
         values: Values where they lie between steps.
         optimizer: Rule of the run.
 

@@ -133,6 +133,7 @@ def test_a_batch_in_pieces() -> None:
 
 _ENDING = """
 import sys
+import time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -143,6 +144,10 @@ def gloo_threads():
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
 before = dist.group.WORLD
+for _ in range(3000):  # a thread has its name only once it runs, which on a busy host takes a while
+    if gloo_threads():
+        break
+    time.sleep(0.01)
 assert gloo_threads() > 0
 lading.capture(torch.nn.Linear(2, 2), torch.ones(1, 2), lambda model, batch: model(batch).sum())
 assert dist.group.WORLD is before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from lading.optim.torch_update import rule_of_optimizer
 from lading.prepare import plan
 from lading.runtime import kernel_memory as measuring
 from lading.runtime import resident
+from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
 from lading.runtime.kernel_memory import KernelMemory, kernel_memory
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
-from lading.units import MiB
+from lading.units import GiB, MiB, format_bytes
 from tests.machines import small_machine
 
 _WIDTH = 256
@@ -250,6 +252,23 @@ def test_a_broken_budget_is_told_at_its_step_and_its_cause_at_the_next(graph: St
             warnings.simplefilter("error")
             trainer.step(_batch(2))  # said once
         assert len(trainer.excess) == 2
+
+
+def test_a_device_with_memory_beside_tensors_says_how_much_and_looks_for_no_cause(
+    graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the context counts and operations are not looked at one by one."""
+    monkeypatch.setattr(Executor, "beside_bytes", property(lambda _: 3 * GiB))
+    monkeypatch.setattr(Executor, "excess_cause", lambda _: "")
+    made = plan(graph, small_machine(overhead_bytes=256 * MiB), budget="100%", cache=False)
+    with Trainer(made, graph, Net(), folder=tmp_path, threads=1) as trainer:
+        predicted = re.escape(format_bytes(trainer.program.overhead_bytes))
+        with pytest.warns(BudgetWarning, match=rf"; 3\.00 GiB beside tensors \({predicted} predicted\)$"):
+            trainer.step(_batch())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.step(_batch(1))
+        assert len(trainer.excess) == 1
 
 
 def test_a_kept_budget_warns_of_nothing(graph: StepGraph, tmp_path: Path) -> None:

@@ -439,9 +439,8 @@ class Trainer:
             f"step {self.steps} took {format_bytes(peak)} of memory, above the budget of {format_bytes(budget)} "
             f"(predicted {format_bytes(self.program.predicted_bytes)})"
         )
-        if beside:
-            context = f"context and code (predicted {format_bytes(self.program.overhead_bytes)})"
-            text += f"; {format_bytes(beside)} of it beside tensors: the device's {context}"
+        if beside:  # other processes' too, where nvidia-smi does not list them
+            text += f"; {format_bytes(beside)} beside tensors ({format_bytes(self.program.overhead_bytes)} predicted)"
         self.excess.append(f"what was not predicted: {cause}" if self.excess else text)
         warnings.warn(self.excess[-1], BudgetWarning, stacklevel=3)
 

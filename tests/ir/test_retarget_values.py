@@ -62,13 +62,13 @@ def efficient_backward(
 
 
 def rms_norm_backward(grad: Any, x: Any, dims: Any, rstd: Any, weight: Any, wanted: Any) -> Any:
-    """Of float32 arithmetic, as a GPU's kernel."""
+    """In the dtype of the roots, as a GPU's kernel."""
     over = tuple(range(-len(dims), 0))
     with torch.inference_mode(False), torch.enable_grad():
-        wide = x.float().clone().requires_grad_()
-        factor = (torch.ones(dims) if weight is None else weight.float().clone()).requires_grad_()
+        wide = x.to(rstd.dtype, copy=True).requires_grad_()
+        factor = (wide.new_ones(dims) if weight is None else weight.to(rstd.dtype, copy=True)).requires_grad_()
         root = (wide.square().mean(over, keepdim=True) + 1e-5).rsqrt()
-        of_x, of_weight = torch.autograd.grad(wide * root * factor, (wide, factor), grad.float().clone())
+        of_x, of_weight = torch.autograd.grad(wide * root * factor, (wide, factor), grad.to(rstd.dtype, copy=True))
     torch.testing.assert_close(root.detach(), rstd)
     return of_x.to(x.dtype) if wanted[0] else None, of_weight.to(x.dtype) if wanted[1] else None
 

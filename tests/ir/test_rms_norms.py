@@ -65,7 +65,7 @@ def step_of(
     return model, {"x": torch.randn(3, 5, 24).to(dtype)}, lambda m, b: m(b["x"]).square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["single", "half", "double"])
 @pytest.mark.parametrize("norm", [torchs, plain, of_two_dims])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("before",)], ids=["all", "no weight", "no x"])
 def test_torchs_own_norm_is_one_kernel_each_way(
@@ -80,6 +80,8 @@ def test_torchs_own_norm_is_one_kernel_each_way(
     assert found["rsqrt"] == found["mean"] - names(graph)["mean"] + 1 == 0
     wanted = values(graph, model, batch)
     monkeypatch.setattr(lading.tracing.interpret, "_resolve", lambda op: PLAYED.get(op) or on_cpu(op))
+    roots = [new.tensors[op.results[1]] for op in new.ops if op.name == "aten._fused_rms_norm.default"]
+    assert [t.dtype for t in roots] == ["float64" if dtype is torch.float64 else "float32"]
     tolerance = {"rtol": 3e-2, "atol": 2e-3} if dtype is torch.bfloat16 else {}
     for old_value, new_value in zip(wanted, values(new, model, batch), strict=True):
         torch.testing.assert_close(new_value, old_value, **tolerance)

@@ -23,6 +23,7 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.memory.guards import find_guards, with_late_reads
 from lading.memory.verify import verify
+from lading.runtime import replays
 from lading.runtime.executor import Executor
 from lading.sim.device_step import simulate
 
@@ -123,6 +124,28 @@ def test_an_update_is_made_up_for_where_it_lies(tmp_path: Path) -> None:
         assert executor.experts.counts.replayed == 0
         assert differing(executor, plain) == []
         assert executor.experts.counts.replayed == 6 * len(experts) * 3 // 4
+
+
+@pytest.mark.parametrize("deferred", [0.0, 1.0])
+def test_what_nobody_chooses_is_made_up_for_before_too_much_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deferred: float
+) -> None:
+    monkeypatch.setattr(replays, "MOST_MISSED", 4)
+    program = late(program_of(graph_of(deferred=deferred, clip=1.0), disk_always, FAST))
+    plain = Plain(model_of(), 1.0)
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True, experts=True) as executor:
+        load(executor, plain.model)
+        assert executor.experts is not None
+        for step, batches in enumerate(batches_of([[0]] * 11, 1)):
+            assert executor.step(batches, lr=rate_of(step)) == plain.step(batches, rate_of(step))
+            assert len(executor.experts._history) <= 4
+        assert executor.experts.counts.replayed > 0
+        assert differing(executor, plain) == []
+        for step, batches in enumerate(batches_of([[0, 1, 2, 3]] * 2, 1), 11):
+            executor.step(batches, lr=rate_of(step))
+            plain.step(batches, rate_of(step))
+        assert executor.experts._history == []  # nobody misses anything
+        assert differing(executor, plain) == []
 
 
 def test_nothing_changes_where_every_expert_is_used(tmp_path: Path) -> None:

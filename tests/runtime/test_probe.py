@@ -8,6 +8,7 @@ import time
 import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from lading.runtime import probe as runtime_probe
 from lading.runtime import probe_cases, probe_disk
 from lading.runtime.host import host_id
 from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
-from lading.runtime.probe_cases import _DISTURBANCE_BYTES, _disturbance_bytes
+from lading.runtime.probe_cases import _DISTURBANCE_BYTES, _GPU_MAKERS, Pool, _disturbance_bytes
 from lading.tracing.trace import capture
-from lading.units import MiB
+from lading.units import KiB, MiB
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +217,15 @@ def test_load_is_what_others_work() -> None:
         pass
     share = meter.share()
     assert share is None or 0.0 <= share <= 1.0
+
+
+@pytest.mark.parametrize("key", _GPU_MAKERS)
+def test_kernels_of_a_gpu_alone_are_timed_with_places_for_their_results(key: str) -> None:
+    name, args, outs = _GPU_MAKERS[key](Pool(torch.device("cpu")), 64 * KiB)
+
+    def on_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    call = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])
+    found = call(*map(on_meta, args))
+    assert [(r.shape, r.dtype) for r in found] == [(out.shape, out.dtype) for out in outs]

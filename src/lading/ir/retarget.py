@@ -309,7 +309,6 @@ class _Cuda:
         """Note what takes the place of a norm's operations: the last one forward, and backward the first on its way."""
         self.fused.update(dict.fromkeys((*norm.forward, *norm.backward)))
         self.fused[norm.forward[-1]] = partial(self._rms_norm, norm)
-        self.renamed[norm.rstd] = self.new_tensor(norm.rstd, "float32", self.tensors[norm.rstd].shape)
         if norm.grad is not None:
             reads = (i for i in norm.backward if norm.grad in self.old.ops[i].inputs)
             of_x = norm.of_x

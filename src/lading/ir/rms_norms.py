@@ -27,7 +27,7 @@ class RmsNorm:
     Attributes:
         forward, backward: Its operations, in program order; none of what they hand each other is read by others.
         x, out: Tensors of one shape and dtype.
-        rstd: Tensor of the reciprocal roots, as they were captured.
+        rstd: Tensor of the reciprocal roots, in the dtype in which a GPU keeps them: float32, or x's own if wider.
         weight: Tensor of the shape of the last dims and the dtype of x; None without.
         dims: Shape of the last dims.
         grad: Gradient of out; None where backward has none.

@@ -169,17 +169,21 @@ class FlowProgram:
         seconds = [g.own_recompute_s for _, g in again]
         ones = [1.0] * self.windows
         self.add_row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
+        self.add_transfers()
+
+    def add_transfers(self) -> None:
+        """Add rows of the seconds that transfers take, on each tier and on wires that tiers share."""
         for tier in self.problem.tiers:
-            self.add_tier(tier)
+            self._add_tier(tier)
         for tiers in wires(self.problem.tiers):
-            self.add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
-            self.add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
+            self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
+            self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
     def _flows_to(self, tier: Tier) -> list[tuple[Candidate, GapColumns]]:
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
 
-    def add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
+    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
         """Add rows: each window takes the seconds of its bytes.
 
         ``parts``: (tier, seconds per byte read, per byte written).
@@ -196,11 +200,11 @@ class FlowProgram:
         for columns, values in terms:
             self.add_row(0.0, np.inf, columns, values)
 
-    def add_tier(self, tier: Tier) -> None:
+    def _add_tier(self, tier: Tier) -> None:
         flows = self._flows_to(tier)
         read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
         for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
-            self.add_limit([(tier, a, b)])
+            self._add_limit([(tier, a, b)])
         for name, per_byte in (("reads", read), ("writes", write)):
             columns, values = list(range(self.windows)), [1.0] * self.windows
             for candidate, gap_columns in flows:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.machine import wires
 from lading.ir.plan import Option
 from lading.planner.fluid import FlowProgram
 from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem
@@ -84,11 +83,7 @@ class PacedFlow(FlowProgram):
                 values.append(-candidate.recompute_s)
         for (columns, values), seconds in zip(terms, compute.tolist(), strict=True):
             self.add_row(seconds, np.inf, columns, values)
-        for tier in self.problem.tiers:
-            self.add_tier(tier)
-        for tiers in wires(self.problem.tiers):
-            self.add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
-            self.add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
+        self.add_transfers()
 
     def terms_at(self, index: int, window: int) -> tuple[list[int], list[float]]:
         """Columns and factors by which its moves make a candidate's share smaller all through a window of its gap."""

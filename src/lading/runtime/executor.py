@@ -97,6 +97,20 @@ class Executor:
         ConfigError: ``experts`` of a step without any, or where they cannot be left out.
     """
 
+    completed = 0
+    ran_step = _has_run = _device_failed = False
+    experts: Experts | None = None  # of the first Program, where it leaves some out
+    _state = _ExecutorState.IDLE
+    _highest = _last_peak = _caller_bytes = 0
+    _norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+    _timeline: Timeline | None = None
+    _began_s = 0.0  # where that timeline begins
+    _moments: tuple[list[float], list[float]] | None = None  # of the last step, where its clocks run again
+    _peaks: OperationPeaks | None = None  # of a step that looks at its operations
+    _left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
+    _fence: Fence | None = None  # of values that are copied while steps go on
+    _lane: Lane | None = None  # on which they are
+
     def __init__(  # noqa: PLR0913  all that a run is made of
         self,
         program: Program,
@@ -115,23 +129,10 @@ class Executor:
     ) -> None:
         self.program = program
         self._programs = (program, *others)
-        self._state = _ExecutorState.IDLE
-        self._has_run = self._device_failed = self.ran_step = False
-        self.completed = 0
-        self._highest = self._last_peak = 0
         self._device = device or CpuDevice()
         self._rates = Rates()
-        self._norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
-        self._timeline: Timeline | None = None
-        self._began_s = 0.0  # where that timeline begins
-        self._moments: tuple[list[float], list[float]] | None = None  # of the last step, where its clocks run again
-        self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
-        self._left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
-        self._caller_bytes = 0  # taken by the caller between steps
-        self._fence: Fence | None = None  # of values that are copied while steps go on
-        self._lane: Lane | None = None  # on which they are
         with ExitStack() as stack:
             stack.callback(self._device.close)
             set_threads(stack, threads)
@@ -143,7 +144,6 @@ class Executor:
             stack.callback(self._drain)
             if poison:
                 self._poison_arena()
-            self.experts: Experts | None = None
             if experts:
                 check_place(self._device.kind, is_fused=fuse, is_spread=replicas is not None)
                 self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer)))
@@ -326,9 +326,9 @@ class Executor:
             )
         ready = self._shapes[shape]
         batches = self._device.handed(checked_batches(ready.program, batches))
+        if self.experts is not None and (ready is not self._now or self.experts.is_far_behind):
+            self.flush()  # other Programs run whole, on values that are up to date
         if ready is not self._now:
-            if self.experts is not None:
-                self.flush()  # other Programs run whole, on values that are up to date
             self._change_to(ready)
         if self.experts is not None:
             self.experts.begin()

@@ -245,7 +245,8 @@ def _quiet_rounds(watch: Stopwatch, seconds: float, say: Progress) -> tuple[int,
 
 _OVERHEAD = {
     "cpu": "growth of a fresh process's resident set after one pass",
-    "cuda": "context, code, and what libraries keep for a stream, after one pass",
+    "cuda": "context, code, and what libraries keep for a stream, after one pass, without what nvidia-smi lists of "
+    "other processes (it lists none in a container: there theirs is in it)",
 }
 #: Of the host's memory, what may be page-locked for the host tier.
 _HOST_SHARE = 0.7
@@ -342,13 +343,14 @@ def _host_tier(seconds: float) -> Tier:
         read()
         write()
 
+    told = torch.cuda.Event()
+
     def pages() -> None:
         for _ in range(_PAGES):
             told.record(streams[1])
             streams[0].wait_event(told)
             read(PAGE_BYTES)
 
-    told = torch.cuda.Event()
     runs = {"read": read, "write": write, "both": both, "page": pages}
     samples: dict[str, list[float]] = {key: [] for key in runs}
     end = time.monotonic() + seconds

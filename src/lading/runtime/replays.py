@@ -28,6 +28,9 @@ from lading.runtime.update_kernels import Rate, parameter_kernel
 if TYPE_CHECKING:
     from lading.runtime.values import Values  # which imports what binds actions, and that imports this file
 
+#: Steps that are remembered for experts that missed them, however long nobody chooses these.
+MOST_MISSED = 256
+
 
 @dataclass(frozen=True, slots=True)
 class MissedStep:
@@ -128,10 +131,10 @@ class Experts:
             zeros: Tensors that are then set to zero.
             stream, size_bytes: Of a move; 0 bytes of others.
         """
-        now, before = self.guards.actions[action].now, self.guards.actions[action].before
+        is_idle = self.guards.actions[action].is_idle
 
         def chosen() -> None:
-            idle = now.isdisjoint(self.now) and before.isdisjoint(self.before)
+            idle = is_idle(self.now, self.before)
             if size_bytes:
                 counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
                 counted[stream] = counted.get(stream, 0) + size_bytes
@@ -162,7 +165,9 @@ class Experts:
             self._since.setdefault(parameter.storage, len(self._history))
             if norms is not None:
                 norms.setdefault(parameter.storage, []).append((torch.zeros(()), torch.zeros(())))
-        if self._since:
+        if not self._since:
+            self._history.clear()
+        else:
             kept = Rate(rate.value, rate.matrices, dict(rate.rules))
             self._history.append(MissedStep(kept, norm is not None and math.isnan(norm)))
         self.before = self.now
@@ -189,6 +194,11 @@ class Experts:
     def is_behind(self) -> bool:
         """Whether some expert's values lack updates that it missed."""
         return bool(self._since)
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether as many steps are remembered as may be: every expert is then to be brought up to date."""
+        return len(self._history) >= MOST_MISSED
 
     def replay_all(self) -> None:
         """Bring every expert up to date, between steps.

@@ -200,8 +200,10 @@ class Choices:
     Attributes:
         gaps: Choice for each gap between two uses of a storage; a gap that is not listed is KEEP.
         loss_parts: Number of parts in which cross-entropies are computed (``lading.ir.loss_parts``); 0 for whole ones.
+        gradient_pieces: Least bytes of the pieces in which large gradients are made (``lading.ir.gradient_pieces``);
+            0 for whole ones.
         late_updates: Updates that wait inside the step, each with the operation behind which it runs, as numbered in
-            the step with its loss in parts (``lading.ir.late_updates``).
+            the step with its loss in parts and its gradients in pieces (``lading.ir.late_updates``).
         deferred: Number of updates, the last ones of the step, that run in the next step's forward
             (``lading.ir.defer``).
         hosted: Operations that the host's processors run, as numbered in the step with its updates deferred.
@@ -220,6 +222,7 @@ class Choices:
 
     gaps: tuple[Choice, ...] = ()
     loss_parts: int = 0
+    gradient_pieces: int = 0
     late_updates: tuple[tuple[int, int], ...] = ()
     deferred: int = 0
     retimed: int = 0

@@ -18,6 +18,7 @@ from lading.ir.context_shards import shard_context
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.expert_shards import shard_experts
+from lading.ir.gradient_pieces import with_gradient_pieces
 from lading.ir.graph import Op, StepGraph
 from lading.ir.host_ops import hosted
 from lading.ir.late_updates import with_late_updates
@@ -372,7 +373,10 @@ def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
         raise ConfigError(
             f"the plan has {choices.loss_parts} parts of the loss, expected 0 to {MOST_PARTS}; plan again"
         )
-    step = with_late_updates(with_loss_parts(step, choices.loss_parts)[0], choices.late_updates)[0]
+    if choices.gradient_pieces < 0:
+        raise ConfigError(f"the plan has pieces of gradients of {choices.gradient_pieces} bytes; plan again")
+    step = with_gradient_pieces(with_loss_parts(step, choices.loss_parts)[0], choices.gradient_pieces)[0]
+    step = with_late_updates(step, choices.late_updates)[0]
     known = len(updates(step))
     if not 0 <= choices.deferred <= known:
         raise ConfigError(f"the plan defers {choices.deferred} updates, expected 0 to {known}; plan again")

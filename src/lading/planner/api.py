@@ -26,7 +26,8 @@ from lading.cost.compute import (
 )
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
-from lading.ir.graph import StepGraph
+from lading.ir.gradient_pieces import with_gradient_pieces
+from lading.ir.graph import Role, StepGraph
 from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
 from lading.ir.layout import Layout
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
@@ -99,6 +100,8 @@ _NO_LIMIT = 1 << 60
 #: Parts of a loss that is computed in parts. That is tried where what is needed at once is this share of the arena at
 #: least, and less than this share of it with the loss in parts.
 _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
+#: Pieces of the largest gradient and bytes of one at least; they are tried where it is this share of the arena or more.
+_PIECES, _LEAST_PIECE, _LARGE_GRADIENT = 16, 1 << 20, 0.1
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
 #: How many times faster than evenly late updates run, and operations of a step of which no other forms are tried, as it
@@ -270,6 +273,7 @@ def _planned(
         choices=Choices(
             gaps=gaps,
             loss_parts=found.step.loss_parts,
+            gradient_pieces=found.step.gradient_pieces,
             late_updates=found.step.late_updates,
             deferred=deferred,
             retimed=found.retimed,
@@ -621,7 +625,7 @@ def _chosen_form(
     whole_s = _first_plan_s(step)
     if whole_s < float("inf") and whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
         return _chosen(step, policy, rows, fitting, progress)
-    forms = [step, *(form for form in (_loss_parts(step),) if form is not None)]
+    forms = _lesser_forms(step)
     first_s = [whole_s, *map(_first_plan_s, forms[1:])]
     # Of forms within reach of each other the last one needs least at once, which leaves gradients a place for longer.
     near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
@@ -688,6 +692,27 @@ def _reordered(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> S
         workspace_bytes=tuple(scratch[index] for index in origins),
     )
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def _lesser_forms(step: StepProblem) -> list[StepProblem]:
+    """Step as it is and in forms that need less at once, those that need least last."""
+    losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
+    return [*losses, *(form for form in map(_gradient_pieces, losses) if form is not None)]
+
+
+def _gradient_pieces(step: StepProblem) -> StepProblem | None:
+    """Step with its largest gradients in pieces; None where they are small beside the memory, or cannot be cut."""
+    gradients = [s.size_bytes for s in step.graph.storages if s.role is Role.GRADIENT]
+    largest = max(gradients, default=0)
+    if largest < _LARGE_GRADIENT * step.arena_bytes:
+        return None
+    least = max(_LEAST_PIECE, largest // _PIECES)
+    pieces, origins = with_gradient_pieces(step.graph, least)
+    if pieces is step.graph:
+        return None
+    made = _reordered(step, pieces, origins)
+    costs = dataclasses.replace(made.costs, op_seconds=tuple(device_costs(pieces, step.machine)))
+    return dataclasses.replace(made, costs=costs, gradient_pieces=least)
 
 
 def _loss_parts(step: StepProblem) -> StepProblem | None:

@@ -541,7 +541,8 @@ def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
         "Settings": ", ".join(f"{k} {v:g}" for k, v in request.settings.items()) or "default",
         "Chosen": f"{len(choices.gaps)} gaps, {choices.deferred} updates deferred, {len(choices.late_updates)} late, "
         f"{len(choices.hosted)} operations on the host"
-        + (f", the loss in {choices.loss_parts} parts" if choices.loss_parts else ""),
+        + (f", the loss in {choices.loss_parts} parts" if choices.loss_parts else "")
+        + (f", gradients in pieces of {format_bytes(choices.gradient_pieces)}" if choices.gradient_pieces else ""),
         "Versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()) or "not recorded",
     }
     items = "".join(el("dt", text(k)) + el("dd", el("code", text(v))) for k, v in rows.items())

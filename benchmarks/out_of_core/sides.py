@@ -301,7 +301,7 @@ MAKERS: dict[str, Callable[[Side], Step]] = {
 
 #: Packages of a side, which are imported before its memory is counted.
 _PACKAGES = {
-    "lading": ("lading.trainer", "lading.tracing.trace"),
+    "lading": ("lading.trainer", "lading.tracing.trace", "torch._dynamo"),  # capturing imports the last one
     "fsdp2": ("torch.distributed.fsdp",),
     "deepspeed": ("deepspeed",),
     "deepspeed-all": ("deepspeed",),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from tests.runtime.cases import (
     assert_equals_eager,
     at_random,
     batches_of,
+    differing,
     disk_always,
+    eager_run,
+    load,
     loss_fn,
     model_of,
     program_of,
@@ -69,3 +74,98 @@ def test_equals_plain_pytorch(
     program = program_of(later, {None: None, "half": at_random(0), "all": disk_always}[evict])
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
         assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **WIDE)
+
+
+class Tied(torch.nn.Module):
+    """Table that two look-ups and a head share: tokens (rows, tokens) -> logits (rows, tokens, words).
+
+    Args:
+        padding: Word whose row gets no gradient from look-ups.
+        narrow: Look up by int32 numbers.
+        scaled: Divide gradients by how often a word was looked up.
+    """
+
+    def __init__(self, *, words: int = 1003, padding: int | None = None, narrow: bool = False, scaled: bool = False):
+        super().__init__()
+        self.table = torch.nn.Embedding(words, 64, padding_idx=padding, scale_grad_by_freq=scaled)
+        self.middle = torch.nn.Linear(64, 64)
+        self.bias = torch.nn.Parameter(torch.zeros(words))
+        self.narrow = narrow
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        numbers = tokens.int() if self.narrow else tokens
+        hidden = self.middle(self.table(numbers).relu()) + self.table(numbers // 2)
+        return torch.nn.functional.linear(hidden, self.table.weight, self.bias)
+
+
+def built(**settings: Any) -> Tied:
+    torch.manual_seed(0)
+    return Tied(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"padding": 40}, {"padding": 0}, {"narrow": True}, {"words": 2000}])
+def test_a_table_that_three_share_equals_plain_pytorch(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole = expand(capture(built(**settings), batches_of(1, 1)[0][0], loss_fn), clip_norm=0.5, part_elements=PART)
+    graph, _ = with_gradient_pieces(whole, 4 * 64 * 160)
+    (cut,) = pieced_gradients(whole, 4 * 64 * 160)
+    assert cut.name == "table.weight"
+    assert len(cut.storages) > len("abc")  # the head's, those of two look-ups, and their sums
+    reference, batches = built(**settings), batches_of(len(RATES), 1)
+    losses = eager_run(reference, batches, RATES, 0.5)
+    with Executor(program_of(graph, at_random(1)), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        load(executor, built(**settings))
+        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
+        assert differing(executor, reference) == []
+
+
+def test_what_is_not_understood_stays_whole() -> None:
+    """A gradient that is scaled by how often words come, and one that a caller is given."""
+    batch = batches_of(1, 1)[0][0]
+    scaled = expand(capture(built(scaled=True), batch, loss_fn), part_elements=PART)
+    assert pieced_gradients(scaled, 4 * 64 * 160) == ()
+    assert with_gradient_pieces(scaled, 4 * 64 * 160)[0] is scaled
+    plain = stepped("gpt", **WIDE)
+    (tied,) = (p for p in plain.parameters if len(p.names) > 1)
+    assert tied.gradient is not None
+    given = dataclasses.replace(plain, losses=(*plain.losses, tied.gradient))
+    assert pieced_gradients(given, 4 * 64 * 160) == ()
+    assert with_gradient_pieces(plain, 0)[0] is plain
+
+
+def test_no_piece_is_there_with_another_where_each_is_used_up_at_once() -> None:
+    """The updates of a head stand behind the piece that they read, and no operation has the gradient whole."""
+    whole = stepped("llama", **WIDE)
+    graph, _ = with_gradient_pieces(whole, 4 * 64 * 160)
+    head = next(p for p in whole.parameters if p.names[0] == "head.weight")
+    assert head.gradient is not None
+    size = whole.tensors[head.gradient].size_bytes
+    pieces = [i for i, s in enumerate(graph.storages) if i >= len(whole.storages) and s.role is Role.GRADIENT]
+    assert max(graph.storages[s].size_bytes for s in pieces) < size // 2
+    name = whole.storages[whole.storage_of(head.gradient)].name
+    uses = [
+        sorted(i for i, op in enumerate(graph.ops) if s in (*graph.reads(op), *graph.writes(op)))
+        for s in pieces
+        if graph.storages[s].name.startswith(name)
+    ]
+    assert len(uses) > 2
+    assert all(before[-1] < after[0] for before, after in pairwise(uses))
+
+
+def test_a_budget_below_a_weight_and_its_gradient_is_planned_and_run(tmp_path: Path) -> None:
+    """A table of 8 MiB and its gradient in 13 MiB: planned, saved, read back, and the numbers are plain PyTorch's."""
+    sizes = {"vocab_size": 8192, "dim": 256, "num_heads": 2, "num_layers": 1}
+    captured = capture(model_of("gpt", **sizes), batches_of(1, 1)[0][0], loss_fn)
+    whole = expand(captured, part_elements=1 << 17)
+    budget = 13 << 20
+    assert max(sum(whole.storages[s].size_bytes for s in reads) for reads in whole.op_reads) > budget
+    planned = make_plan(whole, small_machine(), budget=str(budget))
+    assert planned.plan.choices.gradient_pieces
+    assert planned.program.peak_bytes <= budget
+    planned.plan.save(tmp_path / "plan.json")
+    program = restore_program(Plan.load(tmp_path / "plan.json"), whole, small_machine())
+    assert program.fingerprint == planned.program.fingerprint
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, "gpt", rates=RATES, **sizes)
+    wrong = dataclasses.replace(planned.plan, choices=dataclasses.replace(planned.plan.choices, gradient_pieces=-1))
+    with pytest.raises(ConfigError, match="pieces of gradients of -1 bytes"):
+        restore_program(wrong, whole, small_machine())

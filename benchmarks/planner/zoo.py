@@ -25,18 +25,18 @@ from lading.errors import PlanInfeasible
 from lading.ir.action import DEVICE
 from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
-from lading.ir.loss_parts import cross_entropies, with_loss_parts
 from lading.ir.machine import Machine
 from lading.ir.program import COMPUTE_STREAM, slot_bytes
 from lading.memory.lifetime import lifetimes
 from lading.planner.api import Planned, make_plan, step_costs, tier_limits
+from lading.planner.forms import head_forms, lesser_forms
 from lading.planner.lower import fixed_bytes
 from lading.planner.residency import StepProblem
 from lading.units import format_bytes, format_seconds, share_or_bytes
 from models import cases
 
 _HEAD = (
-    "| model | clipping | machine | budget | step | bound | above it | recomputed | deferred | late | loss in parts | "
+    "| model | clipping | machine | budget | step | bound | above it | recomputed | deferred | late | form | "
     "on host | busiest | compute waits for | other policies | planned in |"
 )
 _SUMMARY = (
@@ -54,7 +54,9 @@ class Row:
         step_s, bound_s: Seconds of the step and of its bound; 0 where there is no plan, or no bound.
         seconds: CPU seconds of planning.
         recompute_s: Seconds of the step that compute again.
-        deferred, late, loss_parts, hosted: Updates deferred and late, parts of the loss, operations on the host.
+        deferred, late, hosted: Updates deferred and late, operations on the host.
+        loss_parts, head_parts: Parts in which the loss, and the head with it, are computed.
+        gradient_pieces: Least bytes of pieces of gradients.
         busiest, waits: Stream that runs longest, and those that compute waits for, with shares of the step.
         others: Other policies, with their steps.
         missing_bytes: Bytes by which the smallest plan found is above the budget, where there is none within it.
@@ -78,11 +80,21 @@ class Row:
     others: str = ""
     missing_bytes: int = 0
     cannot: str = ""
+    head_parts: int = 0
+    gradient_pieces: int = 0
 
     @property
     def gap(self) -> float | None:
         """Share of the bound by which the plan is above it; None where there is no plan."""
         return self.step_s / self.bound_s - 1 if self.bound_s else None
+
+    @property
+    def form(self) -> str:
+        """Form of the step that is planned: "whole", or what is in parts or pieces."""
+        parts = [
+            f"{name} in {count}" for name, count in (("loss", self.loss_parts), ("head", self.head_parts)) if count
+        ]
+        return ", ".join((*parts, *(["pieces"] if self.gradient_pieces else []))) or "whole"
 
     @property
     def key(self) -> tuple[str, float, str, str]:
@@ -100,7 +112,7 @@ class Row:
         bound, gap = (format_seconds(self.bound_s), f"{self.gap:.1%}") if self.bound_s else ("none", "-")
         return (
             f"{start}| {format_seconds(self.step_s)} | {bound} | {gap} | {self.recompute_s / self.step_s:.0%} | "
-            f"{self.deferred} | {self.late} | {self.loss_parts or '-'} | {self.hosted or '-'} | {self.busiest} | "
+            f"{self.deferred} | {self.late} | {self.form} | {self.hosted or '-'} | {self.busiest} | "
             f"{self.waits} | {self.others} {end}"
         )
 
@@ -136,30 +148,35 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: Sequence[str], 
         yield Row(
             name, clip_norm, machine.name, budget, seconds, plan.step_s, plan.lower_bound_s, chosen.recompute_s or 0.0,
             choices.deferred, len(choices.late_updates), choices.loss_parts, len(choices.hosted), _busiest(planned),
-            _waits(planned), ", ".join(others),
+            _waits(planned), ", ".join(others), head_parts=choices.head_parts, gradient_pieces=choices.gradient_pieces,
         )  # fmt: skip
 
 
 def _cannot(step: StepGraph, machine: Machine, budget: str) -> str:
-    """Operation that needs more bytes at once than a budget has, even with the loss in parts; "" where none does."""
+    """Operation that needs more bytes at once than a budget has, in every form of the step; "" where none does."""
     limits = {DEVICE: 1 << 60, **tier_limits(machine, {})}
     free = StepProblem(step, lifetimes(step), machine, step_costs(step, machine), limits)
     budgets = {**limits, DEVICE: share_or_bytes(budget, free.needs({}))}
-    parts, origins = with_loss_parts(step, 16 if cross_entropies(step) else 0)
-    costs = dataclasses.replace(free.costs, workspace_bytes=tuple(free.costs.workspace_bytes[i] for i in origins))
-    whole = dataclasses.replace(free, graph=parts, lives=lifetimes(parts), costs=costs, budgets=budgets)
+    whole = dataclasses.replace(free, budgets=budgets)
+    least = min(map(_largest, (*lesser_forms(whole), *head_forms(whole))))
+    if least[0] <= whole.arena_bytes:
+        return ""
+    size, name = least
+    return (
+        f"{name} needs {format_bytes(size)} at once and the process {format_bytes(fixed_bytes(machine, free.costs))}, "
+        f"of {format_bytes(budgets[DEVICE])}"
+    )
+
+
+def _largest(form: StepProblem) -> tuple[int, str]:
+    """Most bytes that an operation of a step has at once, and which one that is."""
+    graph = form.graph
     sizes = [
-        sum(slot_bytes(parts.storages[s].size_bytes) for s in {*reads, *writes})
-        for reads, writes in zip(parts.op_reads, parts.op_writes, strict=True)
+        sum(slot_bytes(graph.storages[s].size_bytes) for s in {*reads, *writes})
+        for reads, writes in zip(graph.op_reads, graph.op_writes, strict=True)
     ]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    if sizes[largest] <= whole.arena_bytes:
-        return ""
-    op, fixed = parts.ops[largest], fixed_bytes(machine, free.costs)
-    return (
-        f"{op.name} of {op.module or 'the loss'} needs {format_bytes(sizes[largest])} at once and the process "
-        f"{format_bytes(fixed)}, of {format_bytes(budgets[DEVICE])}"
-    )
+    return sizes[largest], f"{graph.ops[largest].name} of {graph.ops[largest].module or 'the loss'}"
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -40,8 +40,9 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
+from lading.ir.head_parts import ADDED_PRODUCT
 
-_PRODUCT, _LOOK_UP = "aten.mm.default", "aten.embedding_dense_backward.default"
+_PRODUCTS, _LOOK_UP = frozenset({"aten.mm.default", ADDED_PRODUCT}), "aten.embedding_dense_backward.default"
 #: Operations that treat each element alone, by what they read at the same place, or numbers.
 _EACH_ELEMENT = frozenset(
     {"aten.add.Tensor", "aten.add_.Tensor", "aten.mul.Tensor", "aten.mul_.Tensor", "aten._to_copy.default",
@@ -159,8 +160,8 @@ class _Uses:
         made = (*op.outputs, *op.mutates)
         if len(made) != 1 or tensors[made[0]].shape != shape or not self._is_whole(tensors[made[0]]):
             return None
-        if op.name == _PRODUCT:
-            return () if len(op.args) == 2 and not op.kwargs else None
+        if op.name in _PRODUCTS:
+            return () if op.args[-2:] == tuple(map(Ref, op.inputs[-2:])) and not op.kwargs else None
         if op.name == _LOOK_UP:
             index_dtype = tensors[op.inputs[1]].dtype
             return () if op.args[4] is False and index_dtype in _WITHOUT_SIGN and not op.kwargs else None
@@ -286,12 +287,12 @@ class _Rewriter:
         mine = [t for t in (*op.inputs, *op.outputs, *op.mutates) if self.graph.storage_of(t) in self.owner]
         names = {t: t for t in (*op.inputs, *op.outputs, *op.mutates)} | {t: self._in_piece(t, piece) for t in mine}
         before: list[Op] = []
-        if op.name == _PRODUCT:
-            left = self.tensors[op.inputs[0]]
+        if op.name in _PRODUCTS:
+            left = self.tensors[op.inputs[-2]]
             cut = dataclasses.replace(
                 left, shape=(end - first, *left.shape[1:]), offset=left.offset + first * left.stride[0]
             )
-            names[op.inputs[0]] = self._tensor(cut)
+            names[op.inputs[-2]] = self._tensor(cut)
         part = rename_op(op, names)
         if op.name == _LOOK_UP:
             before, part = self._own_rows(part, first, end)

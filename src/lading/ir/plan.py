@@ -200,6 +200,8 @@ class Choices:
     Attributes:
         gaps: Choice for each gap between two uses of a storage; a gap that is not listed is KEEP.
         loss_parts: Number of parts in which cross-entropies are computed (``lading.ir.loss_parts``); 0 for whole ones.
+        head_parts: Number of parts in which heads are computed with their loss (``lading.ir.head_parts``); 0 for whole
+            ones.
         gradient_pieces: Least bytes of the pieces in which large gradients are made (``lading.ir.gradient_pieces``);
             0 for whole ones.
         late_updates: Updates that wait inside the step, each with the operation behind which it runs, as numbered in
@@ -222,6 +224,7 @@ class Choices:
 
     gaps: tuple[Choice, ...] = ()
     loss_parts: int = 0
+    head_parts: int = 0
     gradient_pieces: int = 0
     late_updates: tuple[tuple[int, int], ...] = ()
     deferred: int = 0

@@ -20,6 +20,7 @@ from lading.ir.expand import expand
 from lading.ir.expert_shards import shard_experts
 from lading.ir.gradient_pieces import with_gradient_pieces
 from lading.ir.graph import Op, StepGraph
+from lading.ir.head_parts import with_head_parts
 from lading.ir.host_ops import hosted
 from lading.ir.late_updates import with_late_updates
 from lading.ir.layout import ALONE, Layout
@@ -375,7 +376,12 @@ def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
         )
     if choices.gradient_pieces < 0:
         raise ConfigError(f"the plan has pieces of gradients of {choices.gradient_pieces} bytes; plan again")
-    step = with_gradient_pieces(with_loss_parts(step, choices.loss_parts)[0], choices.gradient_pieces)[0]
+    if not 0 <= choices.head_parts <= MOST_PARTS:
+        raise ConfigError(
+            f"the plan has {choices.head_parts} parts of the head, expected 0 to {MOST_PARTS}; plan again"
+        )
+    step = with_head_parts(with_loss_parts(step, choices.loss_parts)[0], choices.head_parts)[0]
+    step = with_gradient_pieces(step, choices.gradient_pieces)[0]
     step = with_late_updates(step, choices.late_updates)[0]
     known = len(updates(step))
     if not 0 <= choices.deferred <= known:

@@ -26,11 +26,8 @@ from lading.cost.compute import (
 )
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
-from lading.ir.gradient_pieces import with_gradient_pieces
-from lading.ir.graph import Role, StepGraph
-from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
+from lading.ir.graph import StepGraph
 from lading.ir.layout import Layout
-from lading.ir.loss_parts import cross_entropies, with_loss_parts
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ResourceLimit
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program, slot_sizes
@@ -43,6 +40,7 @@ from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, l
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
 from lading.planner.critical import relieved
+from lading.planner.forms import head_forms, late_forms, lesser_forms
 from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
 from lading.planner.orders import (
@@ -97,16 +95,11 @@ _RECEIVED, _RECEIVED_BYTES = 4, 8 << 20
 #: experts: a step of 450 ms with 14 buckets of 4 MiB took 509 with 54 of 1 and 1005 with 114 of 1/4 (benchmarks/ranks).
 _BUCKETS = (4 << 20, 16 << 20, 64 << 20, 1 << 60)
 _NO_LIMIT = 1 << 60
-#: Parts of a loss that is computed in parts. That is tried where what is needed at once is this share of the arena at
-#: least, and less than this share of it with the loss in parts.
-_LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
-#: Pieces of the largest gradient and bytes of one at least; they are tried where it is this share of the arena or more.
-_PIECES, _LEAST_PIECE, _LARGE_GRADIENT = 16, 1 << 20, 0.1
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
-#: How many times faster than evenly late updates run, and operations of a step of which no other forms are tried, as it
-#: has a wide search. Of a larger one as many forms with late updates are tried as have so many operations together.
-_HURRIES, _FEW_OPS, _FORMS_OPS = (1.0, 2.0), 200, 20_000
+#: Operations of a step of which no other forms are tried, as it has a wide search. Of a larger one as many forms with
+#: late updates are tried as have so many operations together.
+_FEW_OPS, _FORMS_OPS = 200, 20_000
 
 
 @dataclass(frozen=True)
@@ -201,7 +194,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
         policies=tuple(rows),
     )
     request = _request(graph, machine, policy, allowed, settings)
-    said = (*_assumptions(graph, machine, workspace_bytes, settings), *filter(None, [shortage]))
+    said = (*_assumptions(graph, machine, workspace_bytes, settings), *filter(None, [shortage, _inexact(plan)]))
     return _planned(plan, request, predictions, said, deferred=chosen.deferred)
 
 
@@ -273,6 +266,7 @@ def _planned(
         choices=Choices(
             gaps=gaps,
             loss_parts=found.step.loss_parts,
+            head_parts=found.step.head_parts,
             gradient_pieces=found.step.gradient_pieces,
             late_updates=found.step.late_updates,
             deferred=deferred,
@@ -616,6 +610,33 @@ def _chosen_form(
     """Choose a plan of the step as it is or in another form: with its loss in parts, with late updates, or both.
 
     Forms are searched whose first plans are the fastest, or which have a plan at all; the bound is below plans of all.
+    A head in parts, which adds up a gradient in another order, is one of them only where no other has a plan.
+
+    Raises:
+        PlanInfeasible: as ``_chosen``; says it of the form that needs least.
+    """
+    try:
+        return _chosen_exactly(step, policy, rows, fitting, settings, progress)
+    except PlanInfeasible as error:
+        forms = head_forms(step) if policy == "residency" and not _is_shared(step, settings) else []
+        if not forms:
+            raise
+        exactly = error
+    try:
+        return of_all_forms(searched_forms(forms, [*map(_first_plan_s, forms)], fitting, progress), forms, fitting)
+    except PlanInfeasible as error:
+        raise min(exactly, error, key=lambda each: each.smallest_budget_bytes or _NO_LIMIT) from None
+
+
+def _chosen_exactly(
+    step: StepProblem,
+    policy: str,
+    rows: Sequence[PolicyRow],
+    fitting: dict[str, Found],
+    settings: Mapping[str, float],
+    progress: PlanProgress,
+) -> Ordered:
+    """Choose a plan of the forms of a step that give the same bits.
 
     Raises:
         PlanInfeasible: as ``_chosen``; says it of the form that needs least.
@@ -625,11 +646,12 @@ def _chosen_form(
     whole_s = _first_plan_s(step)
     if whole_s < float("inf") and whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
         return _chosen(step, policy, rows, fitting, progress)
-    forms = _lesser_forms(step)
+    forms = lesser_forms(step)
     first_s = [whole_s, *map(_first_plan_s, forms[1:])]
     # Of forms within reach of each other the last one needs least at once, which leaves gradients a place for longer.
     near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
-    late = _late_updates(near[-1])[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
+    late = late_forms(near[-1]) if len(near[-1].graph.ops) > _FEW_OPS else []
+    late = late[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
     forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
     return of_all_forms(searched_forms(forms, first_s, fitting, progress), forms, fitting)
 
@@ -659,72 +681,14 @@ def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:
 
     And what is small enough for a wide search, but for one of which no plan exists.
     """
-    shared = step.lives.homes is not None or settings.get(OTHER_OPS) or settings.get("compile")
     few = len(step.graph.ops) <= _FEW_OPS and not step.is_hopeless
-    return bool(shared or step.graph.collectives or few)
+    return few or _is_shared(step, settings)
 
 
-def _late_updates(step: StepProblem) -> list[StepProblem]:
-    """Step with its updates spread, evenly over the backward and over all of the step.
-
-    None where no operation could run between them.
-    """
-    if not (step.defers and step.machine.tiers and len(step.graph.ops) > _FEW_OPS):
-        return []
-    seconds = step.costs.op_seconds
-    paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
-    paces.insert(1, paced_moves(step.graph, seconds))
-    return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves]
-
-
-def _paced(step: StepProblem, moves: tuple[Move, ...], deferrals: int) -> StepProblem:
-    """Step with updates that run behind later operations, the last of which may be there to be deferred."""
-    made = _reordered(step, *with_late_updates(step.graph, moves))
-    return dataclasses.replace(made, late_updates=moves, deferrals=deferrals)
-
-
-def _reordered(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> StepProblem:
-    """Step of other operations, each of which costs what its origin did."""
-    seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
-    costs = dataclasses.replace(
-        step.costs,
-        op_seconds=tuple(seconds[index] for index in origins),
-        workspace_bytes=tuple(scratch[index] for index in origins),
-    )
-    return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
-
-
-def _lesser_forms(step: StepProblem) -> list[StepProblem]:
-    """Step as it is and in forms that need less at once, those that need least last."""
-    losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
-    return [*losses, *(form for form in map(_gradient_pieces, losses) if form is not None)]
-
-
-def _gradient_pieces(step: StepProblem) -> StepProblem | None:
-    """Step with its largest gradients in pieces; None where they are small beside the memory, or cannot be cut."""
-    gradients = [s.size_bytes for s in step.graph.storages if s.role is Role.GRADIENT]
-    largest = max(gradients, default=0)
-    if largest < _LARGE_GRADIENT * step.arena_bytes:
-        return None
-    least = max(_LEAST_PIECE, largest // _PIECES)
-    pieces, origins = with_gradient_pieces(step.graph, least)
-    if pieces is step.graph:
-        return None
-    made = _reordered(step, pieces, origins)
-    costs = dataclasses.replace(made.costs, op_seconds=tuple(device_costs(pieces, step.machine)))
-    return dataclasses.replace(made, costs=costs, gradient_pieces=least)
-
-
-def _loss_parts(step: StepProblem) -> StepProblem | None:
-    """Step with its loss in parts; None where that spares little of what is needed at once, or cannot be done."""
-    whole = int(step.bound_problem.base.max(initial=0))
-    if whole < _LARGE_SHARE * step.arena_bytes or not cross_entropies(step.graph):
-        return None
-    split, origins = with_loss_parts(step.graph, _LOSS_PARTS)
-    parts = _reordered(step, split, origins)
-    costs = dataclasses.replace(parts.costs, op_seconds=tuple(device_costs(split, step.machine)))
-    parts = dataclasses.replace(parts, costs=costs, loss_parts=_LOSS_PARTS)
-    return parts if int(parts.bound_problem.base.max(initial=0)) < _LESS * whole else None
+def _is_shared(step: StepProblem, settings: Mapping[str, float]) -> bool:
+    """Whether others have a say in a step's operations: steps over the same values, a compiler, other ranks."""
+    shared = step.lives.homes is not None or settings.get(OTHER_OPS) or settings.get("compile")
+    return bool(shared or step.graph.collectives)
 
 
 def _with_staging(chosen: Ordered, staging_bytes: int) -> Ordered:
@@ -775,6 +739,17 @@ def _gap_choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tu
 def _bytes_at_peak(found: Found) -> dict[str, int]:
     sample = max((s for s in found.timeline.memory if s.tier == DEVICE), key=lambda s: s.total_bytes)
     return dict(sample.bytes_by_role)
+
+
+def _inexact(found: Found) -> str:
+    """Say what a plan adds up in another order than the step does; "" where all numbers keep their bits."""
+    if not found.step.head_parts:
+        return ""
+    return (
+        f"the head and its loss are computed in {found.step.head_parts} parts of the tokens, as no plan fits that has "
+        "all logits at once: the gradient of the head's weight is added up in another order, so its last bits, and "
+        "those of what is trained with it, are not plain PyTorch's"
+    )
 
 
 def _assumptions(

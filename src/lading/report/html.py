@@ -542,6 +542,7 @@ def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
         "Chosen": f"{len(choices.gaps)} gaps, {choices.deferred} updates deferred, {len(choices.late_updates)} late, "
         f"{len(choices.hosted)} operations on the host"
         + (f", the loss in {choices.loss_parts} parts" if choices.loss_parts else "")
+        + (f", the head in {choices.head_parts} parts" if choices.head_parts else "")
         + (f", gradients in pieces of {format_bytes(choices.gradient_pieces)}" if choices.gradient_pieces else ""),
         "Versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()) or "not recorded",
     }

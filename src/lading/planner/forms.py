@@ -1,0 +1,105 @@
+"""Forms of a step that a plan may choose: other operations, or another order of them, that do the same.
+
+Each gives a step that is planned by itself: its loss or its head in parts, its large gradients in pieces, its updates
+late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from lading.cost.compute import device_costs
+from lading.ir.gradient_pieces import with_gradient_pieces
+from lading.ir.graph import Role, StepGraph
+from lading.ir.head_parts import heads, with_head_parts
+from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
+from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.memory.lifetime import lifetimes
+from lading.planner.residency import StepProblem
+
+#: Parts of a loss that is computed in parts. That is tried where what is needed at once is this share of the arena at
+#: least, and less than this share of it with the loss in parts.
+_LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
+#: Pieces of the largest gradient and bytes of one at least; they are tried where it is this share of the arena or more.
+_PIECES, _LEAST_PIECE, _LARGE_GRADIENT = 16, 1 << 20, 0.1
+#: Parts of a head that are tried where no plan fits that computes it whole.
+_HEAD_PARTS = (8, 32)
+#: How many times faster than evenly late updates run.
+_HURRIES = (1.0, 2.0)
+
+
+def lesser_forms(step: StepProblem) -> list[StepProblem]:
+    """Step as it is and in forms that need less at once, those that need least last."""
+    losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
+    return [*losses, *(form for form in map(_gradient_pieces, losses) if form is not None)]
+
+
+def _loss_parts(step: StepProblem) -> StepProblem | None:
+    """Step with its loss in parts; None where that spares little of what is needed at once, or cannot be done."""
+    whole = int(step.bound_problem.base.max(initial=0))
+    if whole < _LARGE_SHARE * step.arena_bytes or not cross_entropies(step.graph):
+        return None
+    parts = dataclasses.replace(_rewritten(step, *with_loss_parts(step.graph, _LOSS_PARTS)), loss_parts=_LOSS_PARTS)
+    return parts if int(parts.bound_problem.base.max(initial=0)) < _LESS * whole else None
+
+
+def _gradient_pieces(step: StepProblem) -> StepProblem | None:
+    """Step with its largest gradients in pieces; None where they are small beside the memory, or cannot be cut."""
+    gradients = [s.size_bytes for s in step.graph.storages if s.role is Role.GRADIENT]
+    largest = max(gradients, default=0)
+    if largest < _LARGE_GRADIENT * step.arena_bytes:
+        return None
+    least = max(_LEAST_PIECE, largest // _PIECES)
+    pieces, origins = with_gradient_pieces(step.graph, least)
+    if pieces is step.graph:
+        return None
+    return dataclasses.replace(_rewritten(step, pieces, origins), gradient_pieces=least)
+
+
+def head_forms(step: StepProblem) -> list[StepProblem]:
+    """Step with its head in parts, with whole gradients and with pieces; [] where it has no such head."""
+    if not heads(step.graph):
+        return []
+    made = [
+        dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
+        for parts in _HEAD_PARTS
+    ]
+    return [*made, *(form for form in map(_gradient_pieces, made) if form is not None)]
+
+
+def late_forms(step: StepProblem) -> list[StepProblem]:
+    """Step with its updates spread, evenly over the backward and over all of the step.
+
+    None where no operation could run between them.
+    """
+    if not (step.defers and step.machine.tiers):
+        return []
+    seconds = step.costs.op_seconds
+    paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
+    paces.insert(1, paced_moves(step.graph, seconds))
+    return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves]
+
+
+def _paced(step: StepProblem, moves: tuple[Move, ...], deferrals: int) -> StepProblem:
+    """Step with updates that run behind later operations, the last of which may be there to be deferred."""
+    made = _reordered(step, *with_late_updates(step.graph, moves))
+    return dataclasses.replace(made, late_updates=moves, deferrals=deferrals)
+
+
+def _rewritten(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> StepProblem:
+    """Step of other operations, each of which does a part of its origin and costs what it does."""
+    made = _reordered(step, graph, origins)
+    costs = dataclasses.replace(made.costs, op_seconds=tuple(device_costs(graph, step.machine)))
+    return dataclasses.replace(made, costs=costs)
+
+
+def _reordered(step: StepProblem, graph: StepGraph, origins: Sequence[int]) -> StepProblem:
+    """Step of other operations, each of which costs what its origin did."""
+    seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
+    costs = dataclasses.replace(
+        step.costs,
+        op_seconds=tuple(seconds[index] for index in origins),
+        workspace_bytes=tuple(scratch[index] for index in origins),
+    )
+    return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)

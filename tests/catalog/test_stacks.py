@@ -10,7 +10,7 @@ import pytest
 
 import lading.catalog.stacks
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
-from lading.clusters import space_of
+from lading.clusters import space_of, step_of
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.request import Request
@@ -146,3 +146,19 @@ def test_deepseek_v3_reaches_the_published_rate_with_its_own_software() -> None:
     assert rates[0] < 0.6 * published
     assert rates[1] == pytest.approx(published, rel=0.1)
     assert peaks[1] < 60  # of 80; what products read again is in 8 bits there
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("gathers", [2, 3])
+def test_parameters_gathered_while_nothing_is_computed_take_longer(gathers: int, reduces: bool) -> None:
+    """Also where recomputing releases them again, in whose list the releases once stood on another stream."""
+    asked = Request(
+        model="llama2-7b", machine="a100", layout="dp16,zero3,gb32,recompute=full", seq_len=2048, stack=DEFAULT
+    )
+    request, table = step_of(asked)
+    plain = replace(request.stack, gathers=gathers, overlap_grad_reduce=reduces)
+    beside, alone = (
+        simulate(replace(request, stack=stack), table).step.step_s
+        for stack in (plain, replace(plain, overlap_param_gather=False))
+    )
+    assert alone > beside

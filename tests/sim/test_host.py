@@ -82,15 +82,24 @@ def test_a_pass_of_negative_seconds_is_refused() -> None:
         Stack(name="any", title="any", block_s=-1.0)
 
 
-def test_flat_rings_take_each_rank_through_its_own_nic() -> None:
-    layout = parse_layout("dp64,zero3,gb64")
+def test_gathers_into_lists_take_the_host_a_copy_for_each_rank() -> None:
     machine = load_machine("a100")
-    plain = Stack(name="any", title="any")
-    nested, flat = (
-        MachinePrices(machine, layout, stack).gather_s({"dp": 1_000_000_000})
-        for stack in (plain, dataclasses.replace(plain, flat_rings=True))
-    )
-    assert 4 * nested < flat < 10 * nested
-    one_node = MachinePrices(machine, parse_layout("dp8,zero3,gb8"), dataclasses.replace(plain, flat_rings=True))
-    same = MachinePrices(machine, parse_layout("dp8,zero3,gb8"), plain)
-    assert one_node.gather_s({"dp": 1_000_000_000}) == same.gather_s({"dp": 1_000_000_000})
+    plain = Stack(name="any", title="any", pieces=12)
+    lists = dataclasses.replace(plain, gather_rank_s=5e-6)
+    for words, ranks in (("dp64,zero3,gb64", 64), ("dp8,zero3,gb8", 8), ("zero3,gb1", 0), ("dp64,zero1,gb64", 0)):
+        flat_s, lists_s = (
+            MachinePrices(machine, parse_layout(words), stack).gather_s({"dp": 1_000_000_000})
+            for stack in (plain, lists)
+        )
+        assert lists_s - flat_s == pytest.approx(12 * ranks * 5e-6)
+
+
+def test_gradients_that_are_summed_whole_take_twice_as_long_between_nodes() -> None:
+    machine, plain = load_machine("a100"), Stack(name="any", title="any")
+    for stage, more in ((1, True), (2, True), (3, False)):
+        layout = parse_layout(f"dp64,zero{stage},gb64")
+        cut_s, whole_s = (
+            MachinePrices(machine, layout, stack).reduce_s({"dp": 1_000_000_000})
+            for stack in (plain, dataclasses.replace(plain, reduces_whole=2))
+        )
+        assert (1.8 * cut_s < whole_s < 2.2 * cut_s) if more else whole_s == cut_s

@@ -54,6 +54,14 @@ def test_a_row_without_seconds_has_them_from_tokens(tmp_path: Path) -> None:
     assert row.step_s is None
 
 
+def test_a_row_without_a_batch_has_it_from_its_micro_batches(tmp_path: Path) -> None:
+    layout = {"global_batch": None, "micro_batch": 2, "grad_accum": 3}
+    (row,) = read(tmp_path, changed(measured={"iteration_s": None}, layout=layout))
+    assert row.step_s == 2 * 2 * 3 * 128 / (512 * 2)
+    (row,) = read(tmp_path, changed(measured={"iteration_s": None}, layout={**layout, "dp": 1}))
+    assert row.step_s is None, "half of the devices are in no axis"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -32,6 +32,8 @@ def row_of(tmp_path: Path, source: str, notes: str = "", **parts: dict[str, Any]
         ("a report, 2025", {"compile": True}, "compiled-torch"),
         ("JAX on GPUs, 2025", {}, "compiled-torch"),
         ("DeepSpeed ZeRO-3, 2025", {}, "deepspeed-like"),
+        ("DeepSpeed ZeRO-3, 2021", {}, "deepspeed-like-2021"),
+        ("InternEvo, 2025", {"tp": 2}, "eager-torch"),
         ("a fork of Megatron, 2025", {}, "megatron-like"),
         ("a fork of Megatron, 2021", {}, "megatron-like-2022"),
         ("arXiv 2203.12345, a fork of Megatron", {}, "megatron-like-2022"),
@@ -77,6 +79,21 @@ def test_what_cuts_parameters_exchanges_them_beside_computing(tmp_path: Path) ->
     assert stack.name == "megatron-like-2022"
     assert stack.overlap_grad_reduce
     assert stack.overlap_param_gather
+
+
+def test_gathers_into_lists_are_waited_for_one_by_one(tmp_path: Path) -> None:
+    row = row_of(tmp_path, "DeepSpeed ZeRO-3, 2021", layout={"zero_stage": 3, "dp": 8})
+    stack = software_of(row, said(row), [])
+    assert stack.gather_rank_s
+    assert (stack.overlap_param_gather, stack.overlap_grad_reduce, stack.reduces_whole) == (False, False, 3)
+
+
+@pytest.mark.parametrize(("stage", "beside"), [(1, False), (2, True), (3, True)])
+def test_pytorch_sends_what_it_updated_where_states_alone_are_cut(tmp_path: Path, stage: int, beside: bool) -> None:
+    row = row_of(tmp_path, "PyTorch, 2025", layout={"zero_stage": stage, "dp": 8})
+    stack = software_of(row, said(row), [])
+    assert stack.overlap_param_gather == beside
+    assert stack.reduces_whole == 1, "DDP sums gradients on every rank"
 
 
 def test_a_framework_left_out_is_predicted_by_its_class_alone() -> None:

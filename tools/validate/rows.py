@@ -122,8 +122,18 @@ class Row:
     def implied_step_s(self) -> float | None:
         """Seconds of a step by tokens/s, the batch and the devices; None if one of them is not known."""
         rate, devices = self.measured.get("tokens_per_s_per_gpu"), self.hardware.get("gpus")
-        batch, tokens = self.layout.get("global_batch"), self.model.get("seq_len")
+        batch, tokens = self.layout.get("global_batch") or self._implied_batch, self.model.get("seq_len")
         return batch * tokens / (rate * devices) if rate and devices and batch and tokens else None
+
+    @property
+    def _implied_batch(self) -> int | None:
+        """Sequences of a step by those of a micro-batch and their number, where all replicas are in ``dp``."""
+        stated = self.layout
+        steps, micro_batch = stated.get("n_microbatches") or stated.get("grad_accum"), stated.get("micro_batch")
+        ways = math.prod(int(stated.get(axis) or 1) for axis in ("dp", "tp", "cp", "pp"))
+        if not steps or not micro_batch or ways != self.hardware.get("gpus"):
+            return None
+        return int(stated.get("dp") or 1) * micro_batch * steps
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[str]]:

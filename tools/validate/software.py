@@ -39,7 +39,7 @@ _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
     r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
-    r"veomni|auto-?model|accelerate|transformers"
+    r"veomni|auto-?model|accelerate|transformers|internlm|internevo"
 )
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
@@ -108,7 +108,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
     if rule is None:
         stack = stack_by_name(class_of(row, text))
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
-        stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row))
+        stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row, stack))
         stack = dataclasses.replace(stack, **_tuned(row, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
@@ -181,9 +181,17 @@ def year_of(row: Row) -> int:
     return max(years, default=0)
 
 
-def _cut_parameters(row: Row) -> dict[str, Any]:
-    """Overlap that comes with cut parameters: FSDP, and DeepSpeed's stage 3, prefetch and reduce beside backward."""
-    if stage_of(row.layout, [], []) < 3:
+def _cut_parameters(row: Row, stack: Stack) -> dict[str, Any]:
+    """Overlap that comes with the stage of ZeRO.
+
+    FSDP, and DeepSpeed's stage 3, prefetch and reduce beside backward, but for software whose gathers are lists of
+    tensors, which waits for each of them (``Stack.gather_rank_s``). PyTorch's optimizer that cuts states alone sends
+    what it updated at the end of its step (torch/distributed/optim/zero_redundancy_optimizer.py, ``_sync_params``).
+    """
+    stage = stage_of(row.layout, [], [])
+    if stage == 1 and stack.kind in ("eager-torch", "compiled-torch"):
+        return {"overlap_param_gather": False}
+    if stage < 3 or stack.gather_rank_s:
         return {}
     return {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -209,7 +217,7 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
     words = f"{text} | {row.layout.get('sharding', '')}".lower()
     on_hooks = stack.kind == hooks.kind or re.search(r"deepspeed|\bds[-_]z(?:ero)?-?3", words) is not None
     if on_hooks and stack.gathers != hooks.gathers and stage_of(row.layout, [], []) == 3:
-        settings = {"gathers": hooks.gathers, "pieces": hooks.pieces, **_cut_parameters(row)}
+        settings = {"gathers": hooks.gathers, "pieces": hooks.pieces, **_cut_parameters(row, hooks)}
         assumed.append(
             "parameters are gathered as DeepSpeed's ZeRO-3 does: by each tensor, ahead, and again to recompute"
         )

@@ -78,10 +78,13 @@ class Stack:
             many, or so many for each rank that they are reduced over, whichever is more; 0 for a block's each.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
             backward with what is recomputed; 3 where recomputing releases them again.
-        flat_rings: Data-parallel collectives across nodes go through the NIC of each rank, NVLink unused.
         gather_copy_bytes, reduce_copy_bytes: Moved on the device for each cut parameter when it is gathered, and when
             its gradient is reduced: copies out of and into the buffers of the collectives.
         pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
+        gather_rank_s: Seconds of the host for each rank and piece of a gather of cut parameters, where what comes is a
+            list of a tensor for each rank, each copied out by a kernel of its own.
+        reduces_whole: Largest stage of ZeRO whose gradients are summed on every rank (all-reduce), though each keeps
+            a shard of them.
         hidden: Share, by axis ("tp", "cp", "ep", "pp"), of the collectives inside a block that runs beside computing; 0
             where not given.
         dispatcher: How tokens reach experts.
@@ -170,7 +173,8 @@ class Stack:
     gather_copy_bytes: float = 0.0
     reduce_copy_bytes: float = 0.0
     pieces: int = 1
-    flat_rings: bool = False
+    gather_rank_s: float = 0.0
+    reduces_whole: int = 0
     hidden: dict[str, float] = field(default_factory=lambda: {})
     dispatcher: str = "alltoall"
     imbalance: float = 1.0
@@ -219,6 +223,7 @@ class Stack:
             "block_wait_s",
             "collective_wait_s",
             "experts_s",
+            "gather_rank_s",
             "step_s",
         ):
             if getattr(self, key) < 0:

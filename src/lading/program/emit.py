@@ -440,9 +440,10 @@ class _Rank(ListWriter):
             self.add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
             return
         waits = tuple(action for action in after if action >= 0)
+        stream = NETWORK if self.shape.overlap_gather else COMPUTE
         for time in range(times):
             if time:
-                self.add_group(ActionKind.RESHARD, NETWORK, group, micro_batch, ())
+                self.add_group(ActionKind.RESHARD, stream, group, micro_batch, ())
             if not self.shape.overlap_gather:
                 self.add_blocking(ActionKind.UNSHARD, group, micro_batch, group.axes)
             else:

@@ -129,6 +129,9 @@ class MachinePrices:
             self._collective_s("all_gather", number * width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
         )
+        if self.layout.cuts_parameters and self.stack.gather_rank_s:
+            ranks = max((self._group(self._shard_axis(axes)).ranks for axes in elements), default=1)
+            seconds += pieces * ranks * self.stack.gather_rank_s if ranks > 1 else 0.0
         if "parameters" in self.layout.offload:
             seconds += copy_s(self._kept(elements) * width, self.machine, self.layout.offload_to, out=False)
         return seconds
@@ -204,7 +207,7 @@ class MachinePrices:
         return 0 < self.layout.shard < self.layout.dp * self.layout.cp
 
     def _reduced_s(self, axes: str, size_bytes: int) -> float:
-        if self.layout.zero == 0:
+        if self.layout.zero <= self.stack.reduces_whole:
             return self._collective_s("all_reduce", size_bytes, axes)
         seconds = self._collective_s("reduce_scatter", size_bytes, self._shard_axis(axes))
         if self._hybrid and axes == "dp":
@@ -229,10 +232,7 @@ class MachinePrices:
         return self.layout.devices // ranks * shared.busy.get(f"{op}.{ranks}", float(ranks)) / shared.cores
 
     def _group(self, axis: str) -> Group:
-        group = group_of(self.layout, axis, self.machine, self._order)
-        if self.stack.flat_rings and axis.startswith("dp") and group.domains > 1:
-            return Group(group.ranks, 1)
-        return group
+        return group_of(self.layout, axis, self.machine, self._order)
 
     def rates_beside(self, axis: str) -> tuple[float, float, float]:
         """Shares left beside each other: of computing bound by products, by memory, and of this axis' collectives."""

@@ -169,11 +169,16 @@ FACTS: tuple[Fact, ...] = (
         "dgxc-benchmarking v25.01.1 llama3.1/*.yaml and nemotron/*.yaml: cross_entropy_loss_fusion true",
     ),
     Fact(
-        r"dgxc.*v25\.05",
-        lambda request: "kr" in request.model.symbols and request.machine.startswith(("gb", "b")),
+        r"\b25\.0[1-5]\b|\b2025-0[1-5]\b",
+        lambda request: (
+            "kr" in request.model.symbols
+            and request.stack.attention == "cudnn"
+            and request.machine.startswith(("gb", "b"))
+        ),
         {"attention": "unfused"},
-        "dgxc-benchmarking v25.05.05 deepseek_v3/pretraining/launch.sh recomputes core_attn on GB200 and mla_up_proj "
-        "on H100: no fused kernel for heads of 192 and 128 on Blackwell in NeMo 25.04",
+        "TransformerEngine pull 1504 (2025-02), fused_attn.cpp: no fused attention on Blackwell for heads of more than "
+        "128 columns; dgxc-benchmarking v25.05.05 deepseek_v3/pretraining/launch.sh recomputes core_attn on GB200",
+        of_run=True,
     ),
     Fact(
         r"megatron-bridge|mbridge",

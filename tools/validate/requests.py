@@ -191,6 +191,9 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     if match := re.search(r"dropout (0\.\d+)", text):
         return float(match[1])
+    if family == "gpt" and "mlperf" in text.lower():
+        assumed.append("no dropout: MLPerf's GPT-3 (mlcommons/training large_language_model/megatron-lm/run_gpt3.sh)")
+        return 0.0
     if family == "gpt" and stack.dropout:
         assumed.append(f"dropout {stack.dropout}: {stack.sources.get('dropout', stack.title)}")
         return stack.dropout

@@ -34,7 +34,7 @@ _CAUSES = {
     "copies": 0.5,
     "updates on the host": log(2.2),
     "host": 0.43,
-    "communication": 0.95,
+    "communication": 0.5,
     "attention": 0.28,
     "memory-bound": 0.24,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,39 @@ def test_attention_of_software_on_deepspeed_is_of_its_year(tmp_path: Path, sourc
     assumed = list[str]()
     assert software_of(row, said(row), assumed).attention == attention
     assert any("by default" in words for words in assumed) == (attention == "flash2")
+
+
+@pytest.mark.parametrize(
+    ("source", "framework", "fusion"),
+    [
+        ("LLaMA-Factory, 2025", "DeepSpeed ZeRO-2", "eager"),
+        ("a fork of Megatron-LM, 2025", "DeepSpeed", "fused"),
+        ("docs of Megatron-SWIFT, 2025", "transformers with DeepSpeed", "eager"),
+        ("LLaMA-Factory with Liger kernels, 2025", "DeepSpeed", "fused"),
+        ("a report, 2022", "DeepSpeed", "fused"),
+    ],
+)
+def test_models_of_transformers_on_deepspeed_are_eager(
+    tmp_path: Path, source: str, framework: str, fusion: str
+) -> None:
+    row = row_of(tmp_path, source, layout={"framework": framework})
+    stack = software_of(row, said(row), [], known=False)
+    assert stack.kind == "deepspeed-like"
+    assert (stack.fusion, stack.eager_norms) == (fusion, fusion == "eager")
+
+
+def test_heads_of_latent_attention_have_no_fused_kernel_on_blackwell_until_mid_2025() -> None:
+    row = ROWS["dgxc2505-004"]
+    assert request_of(row, known=False).stack.attention == request_of(row).stack.attention == "unfused"
+    source = row.source.replace("25.05.05", "25.11").replace("2025-05", "2025-11")
+    later = dataclasses.replace(row, source=source, notes=row.notes.replace("25.04", "25.11"))
+    assert request_of(later, known=False).stack.attention == "cudnn"
+
+
+def test_gpt_3_of_mlperf_has_no_dropout(tmp_path: Path) -> None:
+    model, layout = {"gated_mlp": False, "vocab": 51200}, {"tp": 2, "dp": 1, "framework": "Megatron"}
+    rates = [
+        request_of(row_of(tmp_path, source, model=model, layout=layout)).dropout
+        for source in ("MLPerf training v4.0", "a report, 2024")
+    ]
+    assert rates == [0.0, 0.1]

@@ -109,7 +109,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         stack = stack_by_name(class_of(row, text))
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
         stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row, stack))
-        stack = dataclasses.replace(stack, **_tuned(row, stack, assumed))
+        stack = dataclasses.replace(stack, **_tuned(row, stack, assumed), **_models(row, text, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
         stack = dataclasses.replace(stack, **_named_otherwise(row, text, stack, assumed))
@@ -236,6 +236,21 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
     return settings
 
 
+def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
+    """Whether software that is not known trains models of transformers on DeepSpeed, as most has since 2024."""
+    if stack.kind != "deepspeed-like" or (year_of(row) or _middle(row) or _NUMBERED) < _NUMBERED:
+        return False
+    return "megatron" not in lowered or "transformers" in str(row.layout.get("framework", "")).lower()
+
+
+def _models(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Fusion of models that are transformers' own, where the class has Megatron's kernels."""
+    if not _trains_transformers(row, text.lower(), stack):
+        return {}
+    assumed.append("operations of transformers' models run one by one, norms in fp32")
+    return {"fusion": "eager", "eager_norms": True}
+
+
 def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention that a row states, where the class has another kind."""
     lowered = text.lower()
@@ -246,13 +261,7 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
     if not re.search(r"flash[- _]?att", lowered):
-        recent = (
-            "megatron" not in lowered
-            and stack.kind == "deepspeed-like"
-            and stack.attention == "unfused"
-            and (year_of(row) or _middle(row) or _NUMBERED) >= _NUMBERED
-        )
-        if not recent:
+        if not _trains_transformers(row, lowered, stack) or stack.attention != "unfused":
             return {}
         assumed.append("PyTorch's fused attention, as models of transformers have it by default")
         return {"attention": "flash2"}

@@ -107,3 +107,16 @@ def test_what_is_not_priced_is_told_and_widens(tmp_path: Path, notes: str, said:
 def test_sequences_in_chunks_on_the_host_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chunks of a sequence wait on the host"):
         asked(tmp_path, "DeepSpeed-Ulysses", offload="FPDT sequence chunks to host")
+
+
+def test_published_runs_of_other_frameworks_are_asked_for_as_they_say() -> None:
+    """Runs of software that has no set of its own are read whole, but for one word that is not priced."""
+    rows, notes = read_rows([Path(__file__).parents[2] / "benchmarks" / "validation" / "other_frameworks.jsonl"])
+    requests = {row.id: request_of(row) for row in rows}
+    assert (len(rows), notes) == (38, [])
+    assert all(row.step_s for row in rows)
+    assert {name for name, request in requests.items() if request.stack.framework} == set()
+    unread = {word.split(":")[0] for request in requests.values() for word in request.unread}
+    assert unread == {"'tp_linear_async_communication true'"}
+    shards = {name: requests[f"internlm-{name}"].layout for name in ("tp1-z8-64", "tp1-z1all-64")}
+    assert [(layout.zero, layout.shard) for layout in shards.values()] == [(1, 8), (1, 0)]

@@ -45,6 +45,8 @@ def test_an_unknown_name() -> None:
         ('title = "t"\nlike = "none"', "like: expected a software stack"),
         ('title = "t"\nkind = "none"', "kind"),
         ('title = "t"\nfusion = "x"', "fusion"),
+        ('title = "t"\nreduces_whole = 4', "reduces_whole must be a stage of ZeRO"),
+        ('title = "t"\ngather_rank_s = -1.0', "gather_rank_s must be >= 0"),
     ],
 )
 def test_a_wrong_file(tmp_path: Path, text: str, said: str) -> None:

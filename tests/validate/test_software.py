@@ -143,6 +143,7 @@ def test_attention_of_software_on_deepspeed_is_of_its_year(tmp_path: Path, sourc
         ("docs of Megatron-SWIFT, 2025", "transformers with DeepSpeed", "eager"),
         ("LLaMA-Factory with Liger kernels, 2025", "DeepSpeed", "fused"),
         ("a report, 2022", "DeepSpeed", "fused"),
+        ("GPT-NeoX, 2025", "DeepSpeed", "fused"),
     ],
 )
 def test_models_of_transformers_on_deepspeed_are_eager(

@@ -169,7 +169,7 @@ FACTS: tuple[Fact, ...] = (
         "dgxc-benchmarking v25.01.1 llama3.1/*.yaml and nemotron/*.yaml: cross_entropy_loss_fusion true",
     ),
     Fact(
-        r"\b25\.0[1-5]\b|\b2025-0[1-5]\b",
+        r"(?:container|nemo|release|tag|toolkit) ?v?25\.0[1-5]\b|\b2025-0[1-5]\b",
         lambda request: (
             "kr" in request.model.symbols
             and request.stack.attention == "cudnn"

@@ -240,7 +240,8 @@ def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
     """Whether software that is not known trains models of transformers on DeepSpeed, as most has since 2024."""
     if stack.kind != "deepspeed-like" or (year_of(row) or _middle(row) or _NUMBERED) < _NUMBERED:
         return False
-    return "megatron" not in lowered or "transformers" in str(row.layout.get("framework", "")).lower()
+    forks = re.search(r"megatron|neox", lowered) is not None
+    return not forks or "transformers" in str(row.layout.get("framework", "")).lower()
 
 
 def _models(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:

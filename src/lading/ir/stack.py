@@ -241,6 +241,10 @@ class Stack:
             raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
         if type(self.moments) is not int or self.moments < 0:
             raise ConfigError(f"stack {self.name}: moments must be 0, 1, 2, ..., got {self.moments}")
+        if self.reduces_whole not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"stack {self.name}: reduces_whole must be a stage of ZeRO, 0 to 3, got {self.reduces_whole}"
+            )
         if not 0 < self.host_optimizer <= 1:
             raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

@@ -26,8 +26,8 @@ import numpy as np
 from lading.ir.stack import GUESSED
 from lading.sim.interval import NINE_OF_TEN, cause_spreads
 
-#: Spread of what all steps of a software have in common, and of a run's own part: 0.095 to 0.101 by maximum likelihood
-#: on rows of published steps, each framework left out of what predicts it (``tools.validate``, November 2026).
+#: Spread of what all steps of a software have in common, and of a run's own part: 0.032 and 0.067 to 0.070 by maximum
+#: likelihood on published steps, each framework left out of what predicts it (``tools.validate``, November 2026).
 _COMMON, _OWN = 0.03, 0.07
 #: What is left of the covariance of two runs in unlike places.
 _ELSEWHERE = 0.5

@@ -139,3 +139,11 @@ def test_a_constructor_that_reads_values_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"_local_scalar_dense.* in the model's constructor"):
         defer(Reads)
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.bfloat16, lambda model: model.to(torch.float64)])
+def test_parameters_that_change_their_dtype_once_made_are_refused(
+    change: Callable[[torch.nn.Module], torch.nn.Module],
+) -> None:
+    with pytest.raises(CaptureError, match=r"Couldn't swap Linear.*call torch.set_default_dtype before"):
+        defer(lambda: change(torch.nn.Sequential(torch.nn.Linear(4, 4))))

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lading.alone import import_groupless
+from lading.errors import CaptureError
 from lading.ir.graph import Op, Storage, Tensor
 from lading.tracing.interpret import Interpreter
 from lading.tracing.slow_notice import told_if_slow
@@ -144,13 +145,23 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     """Build a model on fake CPU tensors.
 
     Raises:
-        CaptureError: the constructor needs tensor values or an operation that has no fake rule.
+        CaptureError: the constructor needs tensor values or an operation that has no fake rule, or gives parameters
+            that it has made another dtype or device.
     """
     import_groupless()
     tracer = Tracer("the model's constructor")
     slow = told_if_slow("building the model", lambda: len(tracer.ops))
     with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
-        model = build()
+        try:
+            model = build()
+        except RuntimeError as error:
+            if not str(error).startswith("_apply(): Couldn't swap"):
+                raise
+            raise CaptureError(
+                f"the model's constructor gives parameters another dtype or device once they are made ({error}), as "
+                "model.bfloat16() and model.to(...) do: expected parameters that are made as they stay; call "
+                "torch.set_default_dtype before it builds them, or pass dtype= where it does"
+            ) from error
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     return Deferred(model, named, tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops))
 

@@ -87,6 +87,8 @@ RUNS = (
     Run(model="llama", sizes={**_LLAMA, "num_layers": 2}, share=0.5, precision="bf16", clip_norm=1.0, matrices="muon"),
     Run(model="gpt", sizes=_GPT, share=0.5, matrices="soap"),
     Run(model="gpt", sizes=_GPT, share=0.5, matrices="shampoo"),
+    Run(model="gpt", sizes={**_GPT, "num_layers": 6, "dim": 320, "num_heads": 5}, share=1.0, batch_size=4),
+    Run(model="llama", sizes={**_LLAMA, "num_layers": 2, "dim": 768, "num_heads": 12}, share=0.6),
 )  # fmt: skip
 
 

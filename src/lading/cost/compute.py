@@ -4,6 +4,8 @@
     optimizer    as the rest if there is a rate "step", else overhead + elements / optimizer_elements_per_s
     of matrices  products of the rule, 9 n^3 of a decomposition at a share of the peak, and elementwise passes
     the rest     overhead + what its rates say (``lading.cost.curves``)
+    cold         between the price with operands in cache and from memory, by when they were last touched
+                 (``lading.cost.reuse``), where the machine file has ``cold_rates``
 
 Rates that are not known, and the memory bandwidth in their place, are guesses, and ``missing_rates`` says where they
 were made; contention with moves is the simulator's affair.
@@ -14,6 +16,7 @@ rows that may be scattered (``walk``).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
@@ -23,11 +26,12 @@ from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
 from lading.cost.matrix_updates import eigen_s, eigen_share
 from lading.cost.product import product_s
+from lading.cost.reuse import cold_bytes, touched_bytes
 from lading.cost.topology import group_of_ranks
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
-from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
+from lading.ir.machine import COLD_PRODUCT, PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import base_name, kind_of
 from lading.ir.reduction import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, SCATTER_SUM, TRANSFERS, joined_ranks, ranks_of
 from lading.ir.sharding import GATHER_INTO, UNSHARD
@@ -153,22 +157,39 @@ _PACKED_ROWS, _SHALLOW = 200, 256
 
 
 def op_costs(graph: StepGraph, device: Device) -> list[float]:
-    """Seconds of each operation, in program order; equal operations are worked out once.
+    """Seconds of each operation, in program order, its operands where the step left them; equals are worked out once.
 
     Raises:
         ConfigError: a product's dtype has no peak on this device.
     """
     known: dict[object, float] = {}
     costs: list[float] = []
-    for op in graph.ops:
+    missed = cold_bytes(graph, device.cache_bytes) if device.cold_rates else [0] * len(graph.ops)
+    for op, cold in zip(graph.ops, missed, strict=True):
         if op.kind is OpKind.COLLECTIVE:  # no work of the device's
             costs.append(0.0)
             continue
-        key = _signature(graph, op)
+        key = (_signature(graph, op), cold)
         if key not in known:
-            known[key] = op_seconds(graph, op, device)
+            known[key] = op_seconds(graph, op, device) + (_fetch_s(graph, op, device, cold) if cold else 0.0)
         costs.append(known[key])
     return costs
+
+
+def _fetch_s(graph: StepGraph, op: Op, device: Device, cold: int) -> float:
+    """Seconds that an operation takes longer as so many of the bytes that it touches are not in cache.
+
+    Ignores: attention and updates of matrices, which use each byte many times.
+    """
+    if op.kind is OpKind.ATTENTION or work_of(graph, op) is not None:
+        return 0.0
+    if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
+        rate = device.cold_rates.get(COLD_PRODUCT)
+        return cold / rate.at(cold) if rate else 0.0
+    rates = {**device.rates, **device.cold_rates}
+    far = dataclasses.replace(device, rates=rates, cache_bytes=0, cold_rates={})
+    share = cold / sum(touched_bytes(graph, op).values())
+    return share * max(0.0, op_seconds(graph, op, far) - op_seconds(graph, op, device))
 
 
 def fused_costs(graph: StepGraph, device: Device) -> list[float]:

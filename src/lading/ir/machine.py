@@ -23,6 +23,8 @@ PACKED_COLUMNS = 6400
 #: Numbers that the update of ``optimizer_elements_per_s`` reads and writes for an element: a value and two moments both
 #: ways, and a gradient.
 UPDATE_NUMBERS = 7.0
+#: Rate at which a product waits for its operands that are not in cache, among ``Device.cold_rates``.
+COLD_PRODUCT = "product"
 #: Key of a source that machine files written before this number was measured lack.
 KERNEL_BYTES = "device.kernel_bytes"
 DEVICE_KINDS = ("cpu", "cuda", "mps")
@@ -115,6 +117,10 @@ class Device:
         skinny_dim: Dimension of a product at which half of that share is lost (m / (m + skinny_dim)).
         rates: For each cost class, bytes/s (FLOP/s for attention) against size.
         optimizer_elements_per_s: AdamW elements per second.
+        cache_bytes: Bytes that the last level of cache keeps of what was touched last; 0 where ``cold_rates`` are not
+            known, and all operands cost what ``rates`` say.
+        cold_rates: As ``rates``, with operands that come from memory; "product" is bytes/s of such operands, which a
+            product waits for besides its FLOP.
         gpu: What costs of kernels by shape need; None where no such costs are known.
     """
 
@@ -132,6 +138,8 @@ class Device:
     skinny_dim: float = 0.0
     product_efficiency: Curve | None = None
     rates: dict[str, Curve] = field(default_factory=lambda: {})
+    cache_bytes: int = 0
+    cold_rates: dict[str, Curve] = field(default_factory=lambda: {})
     gpu: Gpu | None = None
 
     @property
@@ -147,6 +155,11 @@ class Device:
         for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"device.{key} must be positive, got {getattr(self, key)}")
+        if self.cache_bytes < 0 or bool(self.cache_bytes) != bool(self.cold_rates):
+            raise ConfigError(
+                f"expected both of device.cache_bytes > 0 and device.cold_rates or neither, got {self.cache_bytes} and "
+                f"{len(self.cold_rates)} rates"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -637,4 +650,5 @@ def _slower(device: Device, products: float, passes: float, *, launch: float) ->
             name: curve.slower(products if name.startswith(_PRODUCTS) else passes)
             for name, curve in device.rates.items()
         },
+        cold_rates={name: curve.slower(passes) for name, curve in device.cold_rates.items()},
     )

@@ -1,8 +1,8 @@
 """Probe: measure this host in under a minute and write it down as a Machine.
 
 Everything is timed as the executor runs it (kernels bound to memory that exists, one reading and one writing disk
-thread), in rounds over all cases, and the lower quartile is kept: the host may be shared. While others load it, kernels
-are measured again; what stays loaded says so in ``sources``, and so do the plans for it.
+thread), in rounds over all cases, and the median is kept. While others load the host, kernels are measured again; what
+stays loaded goes by the lower quartile and says so in ``sources``, and so do the plans for it.
 
 Timings of products and attention are fitted to a peak, an efficiency curve and ``skinny_dim`` (``ProductFit``).
 """
@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import KERNEL_BYTES, MEMORY, Curve, Device, Machine, Tier
+from lading.ir.machine import COLD_PRODUCT, KERNEL_BYTES, MEMORY, Curve, Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
@@ -35,6 +35,8 @@ from lading.runtime.probe_cases import (
     Pool,
     Stopwatch,
     bind_call,
+    cold_cases,
+    flush_bytes,
     low_cases,
     product_and_pass,
     rate_cases,
@@ -57,6 +59,9 @@ _SCRATCH_TIMEOUT_S = 120
 QUIET = 0.1
 _TRIES = 3
 _COPY_BYTES = 256 * MiB
+#: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
+_COLD_SHARE = 0.25
+_COLD_FLOPS = 3e8
 #: Copies of a page in a row, each behind another stream's event as in a run: one by itself is mostly the host's wait.
 _PAGES = 64
 
@@ -96,7 +101,8 @@ def probe(
         measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
-    how = f"measured {today}, lower quartile of up to {rounds} samples, {used} threads, torch {torch.__version__}"
+    statistic = "median" if load <= QUIET else "lower quartile"
+    how = f"measured {today}, {statistic} of up to {rounds} samples, {used} threads, torch {torch.__version__}"
     if disk.note:
         say(disk.note)
     sources = _sources(target, how, today, disk, host is not None)
@@ -191,8 +197,8 @@ def _probe_device(
     cases = [Case("overhead", 1.0, 1.0, tiny), *(case for _, case in shaped), *(case for _, case in typed), *rated]
     with torch.no_grad():
         watch = Stopwatch(cases, target)
-        rounds, load = _quiet_rounds(watch, seconds, say)
-    times = watch.seconds()
+        rounds, load = _quiet_rounds(watch, (1 - _COLD_SHARE) * seconds, say)
+    times = watch.seconds(quiet=load <= QUIET)
     overhead = times[0] if target.type == "cpu" else _launch_seconds(tiny)
     split, end = 1 + len(shaped), 1 + len(shaped) + len(typed)
     products = [TimedProduct(*shape, t) for (shape, _), t in zip(shaped, times[1:split], strict=True)]
@@ -201,6 +207,10 @@ def _probe_device(
     rates = _rates(rated, times[end:], overhead)
     update = rates["step"]
     grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
+    cold: tuple[int, dict[str, Curve]] = (0, {})
+    if target.type == "cpu":
+        with torch.no_grad():
+            cold = _cold_rates(cases, times, overhead, _COLD_SHARE * seconds, quiet=load <= QUIET)
     device = Device(
         name=_device_name(target),
         kind=target.type,
@@ -216,8 +226,38 @@ def _probe_device(
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
+        cache_bytes=cold[0],
+        cold_rates=cold[1],
     )
     return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
+
+
+def _cold_rates(
+    cases: Sequence[Case], times: Sequence[float], overhead: float, seconds: float, *, quiet: bool
+) -> tuple[int, dict[str, Curve]]:
+    """Measure passes and products whose operands come from memory.
+
+    Args:
+        times: Seconds of each case with its operands in cache.
+        seconds: Time to spend; one round is done at least.
+    Returns:
+        Bytes of the cache, and ``Device.cold_rates``; 0 and none where the system says nothing of a cache.
+    """
+    cache, flush = flush_bytes()
+    if not cache:
+        return 0, {}
+    passes = cold_cases(cases)
+    products = [case for case in cases if case.key == "mm" and case.work <= _COLD_FLOPS]
+    watch = Stopwatch([*passes, *products], torch.device("cpu"), flush)
+    watch.run(seconds)
+    found = watch.seconds(quiet=quiet)
+    warm = {id(case): time_s for case, time_s in zip(cases, times, strict=True)}
+    rates = _rates(passes, found[: len(passes)], overhead)
+    extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(products, found[len(passes) :], strict=True)]
+    if sum(extra) > 0:
+        size = sum(case.touched for case in products)
+        rates[COLD_PRODUCT] = _curve({_round(size / len(products)): _round(size / sum(extra))})
+    return cache, rates
 
 
 def _quiet_rounds(watch: Stopwatch, seconds: float, say: Progress) -> tuple[int, float]:
@@ -484,7 +524,7 @@ def product_cases(pool: Pool) -> list[tuple[tuple[int, int, int], Case]]:
         for layout in LAYOUTS:
             run = _product(place, m, k, n, layout)
             flops = 2.0 * m * k * n
-            cases.append(((m, k, n), Case("mm", flops, flops, run)))
+            cases.append(((m, k, n), Case("mm", flops, flops, run, 4 * (m * k + k * n + m * n))))
     return cases
 
 

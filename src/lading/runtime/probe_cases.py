@@ -6,6 +6,7 @@ pay them too. Bytes are counted as the cost model counts them: every tensor read
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,16 +41,27 @@ _DISTURBANCE_BYTES = {"cpu": 24 * MiB, "cuda": 512 * MiB}
 #: Most that it writes of the cache that cores share, where a step finds what it has made a moment ago, and its code.
 #: Measured with 32 MiB of it: steps of four models were predicted 24 to 37% too long with 24 MiB, -8 to +3% with 6.
 _SHARED_CACHE_SHARE = 0.25
+#: How often the shared cache is overwritten before an operation whose operands are to come from memory: it keeps a part
+#: of what is touched less often, and after once three quarters of it.
+_FLUSHES = 2.5
+#: Bytes of the operations that are timed so: with less the time is that of code and launch, with more as without.
+_COLD_SIZES = (128 * KiB, 16 * MiB)
+#: How often a sample is taken at most until no processor was lost meanwhile.
+_TAKES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One timing: a ``run`` does ``work`` bytes or FLOP, and gives the point at ``size`` of the rate ``key``."""
+    """One timing: a ``run`` does ``work`` bytes or FLOP, and gives the point at ``size`` of the rate ``key``.
+
+    ``touched``: Bytes that a float32 product reads and writes; 0 for others.
+    """
 
     key: str
     size: float
     work: float
     run: Call
+    touched: int = 0
 
 
 def bind_call(
@@ -132,6 +144,18 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
             if name == _STEP:
                 work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
             yield Case(key, float(work), float(work), bind_call(name, args, outs, _NAMED.get(key)))
+
+
+def cold_cases(cases: Sequence[Case]) -> list[Case]:
+    """Of the cases of ``rate_cases`` those that are timed with operands from memory too."""
+    least, most = _COLD_SIZES
+    return [case for case in cases if case.key in _MAKERS and 0.5 * least <= case.work <= 1.5 * most]
+
+
+def flush_bytes() -> tuple[int, int]:
+    """Bytes of the last level of cache, and of the copy that leaves nothing of operands in it; 0 where nobody says."""
+    shared = cache_bytes(3) or cache_bytes(2)
+    return shared, int(_FLUSHES * shared) // 2
 
 
 #: Rates that are measured in bfloat16 too, and at which sizes.
@@ -402,15 +426,15 @@ class Stopwatch:
 
     A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times faster
     than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case, so that
-    a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed by its
-    processor time, which waiting for a shared core does not lengthen.
+    a busy moment hits them alike; a sample in which the process lost a processor is taken again. One thread is timed by
+    its processor time, which waiting for a shared core does not lengthen.
     """
 
-    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
+    def __init__(self, cases: Sequence[Case], device: torch.device, disturbance_bytes: int = 0) -> None:
         self.cases = list(cases)
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
-        source = torch.zeros(_disturbance_bytes(device.type) // 4, device=device)
+        source = torch.zeros((disturbance_bytes or _disturbance_bytes(device.type)) // 4, device=device)
         self._disturb = partial(torch.empty_like(source).copy_, source)
         self._sample = self._sample_on_gpu if device.type == "cuda" else self._sample_on_cpu
         self._samples = [self._first(case) for case in self.cases]
@@ -421,11 +445,16 @@ class Stopwatch:
         return [self._sample(case)]
 
     def _sample_on_cpu(self, case: Case) -> float:
-        run, clock = case.run, self._clock
-        self._disturb()
-        start = clock()
-        run()
-        return clock() - start
+        run, clock, seconds = case.run, self._clock, 0.0
+        for _ in range(_TAKES):
+            self._disturb()
+            losses = _lost_processors()
+            start = clock()
+            run()
+            seconds = clock() - start
+            if _lost_processors() == losses:
+                break
+        return seconds
 
     def _sample_on_gpu(self, case: Case) -> float:
         """Time a case by the GPU's own clock, between two events, in seconds."""
@@ -458,9 +487,18 @@ class Stopwatch:
                 samples.extend(self._sample(case) for _ in range(count))
         return max(map(len, self._samples))
 
-    def seconds(self) -> list[float]:
-        """Seconds of one call of each case: the lower quartile of its samples."""
-        return [sorted(samples)[len(samples) // 4] for samples in self._samples]
+    def seconds(self, *, quiet: bool) -> list[float]:
+        """Seconds of one call of each case: the median of its samples, or the lower quartile beside others' work.
+
+        A step meets the median, for it takes each operation as it comes (within 4% where nothing moves, by the lower
+        quartile 4 to 7% too short); beside others' work that would be theirs.
+        """
+        return [sorted(samples)[len(samples) // (2 if quiet else 4)] for samples in self._samples]
+
+
+def _lost_processors() -> int:
+    """Times that a thread of this process had to leave its processor to another."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _disturbance_bytes(kind: str) -> int:

@@ -1,0 +1,62 @@
+"""Reuse: how much of what an operation touches comes from memory, as too much was touched since it was last in cache.
+
+[Note: cache] The last level of cache is taken to keep the storages touched last, least recently used first out, over
+one step after another. A result is a storage like others: memory last touched a step ago, fetched before it is written.
+What is there already costs what the probe measured with operands in cache, the rest what it measured once more than the
+cache was overwritten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from lading.ir.graph import Op, OpKind, StepGraph
+
+
+def cold_bytes(graph: StepGraph, cache_bytes: int) -> list[int]:
+    """Bytes that each operation touches and that are not in a cache of so many bytes, in program order of the graph.
+
+    Args:
+        cache_bytes: Bytes that the cache keeps, > 0.
+    Returns:
+        [operation]: bytes of storages last touched too long ago; the first use in a step looks back to the step before.
+    Ignores: what else shares the cache, and what recomputation, moves and addresses of a plan change.
+    """
+    cache = _Cache(cache_bytes)
+    touched = [touched_bytes(graph, op) for op in graph.ops]
+    for each in touched:  # the step before
+        cache.touch(each)
+    return [cache.touch(each) for each in touched]
+
+
+def touched_bytes(graph: StepGraph, op: Op) -> dict[int, int]:
+    """Bytes of each storage that an operation reads or writes; of a table that it looks up, those of its result."""
+    most = max((graph.tensors[t].touched_bytes for t in op.outputs), default=0) if op.kind is OpKind.GATHER else None
+    sizes: dict[int, int] = {}
+    for tensor in (*op.inputs, *op.mutates, *op.outputs):
+        size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
+        sizes[storage] = max(sizes.get(storage, 0), size if most is None else min(size, most))
+    return sizes
+
+
+class _Cache:
+    """Storages touched last, oldest first, of at most ``room`` bytes in all."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self._taken = 0
+
+    def touch(self, sizes: Mapping[int, int]) -> int:
+        """Touch so many bytes of each storage; returns those that were not there."""
+        missed = 0
+        for storage, size in sizes.items():
+            there = self._sizes.pop(storage, 0)
+            missed += max(0, size - there)
+            left = min(max(size, there), self._room)
+            self._sizes[storage] = left
+            self._taken += left - there
+        while self._taken > self._room:
+            self._taken -= self._sizes.popitem(last=False)[1]
+        return missed

@@ -17,13 +17,21 @@ from tests.machines import unsourced
 from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
-from lading.ir.machine import Machine
+from lading.ir.machine import COLD_PRODUCT, Machine
 from lading.prepare import plan
 from lading.runtime import probe as runtime_probe
 from lading.runtime import probe_cases, probe_disk
 from lading.runtime.host import host_id
 from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
-from lading.runtime.probe_cases import _DISTURBANCE_BYTES, _GPU_MAKERS, Pool, _disturbance_bytes
+from lading.runtime.probe_cases import (
+    _DISTURBANCE_BYTES,
+    _GPU_MAKERS,
+    Case,
+    Pool,
+    Stopwatch,
+    _disturbance_bytes,
+    flush_bytes,
+)
 from lading.tracing.trace import capture
 from lading.units import KiB, MiB
 
@@ -65,6 +73,39 @@ def test_a_probe_is_a_complete_machine(machine: Machine) -> None:
     assert {"float32", "bfloat16"} <= machine.device.peak_flops_per_s.keys()
     assert unsourced(machine) == ()
     assert machine_from_dict(tomllib.loads(machine_to_toml(machine)), "probe") == machine
+
+
+def test_cold_operands_are_measured_where_the_system_says_what_caches_there_are(machine: Machine) -> None:
+    device = machine.device
+    assert device.cache_bytes == flush_bytes()[0]
+    assert bool(device.cold_rates) == bool(device.cache_bytes)
+    if device.cold_rates:
+        assert {"elementwise", "copy", "step", "norm"} <= device.cold_rates.keys() <= {*device.rates, COLD_PRODUCT}
+
+
+@pytest.mark.parametrize(("shared", "cache", "copied"), [(32, 32, 40), (260, 64, 80), (0, 2, 2.5)])
+def test_what_makes_operands_cold_overwrites_the_cache(
+    shared: int, cache: int, copied: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_cases, "cache_bytes", lambda level: {2: 2, 3: shared}[level] * MiB)
+    assert flush_bytes() == (cache * MiB, copied * MiB)
+
+
+def test_a_step_meets_the_median_and_beside_others_the_lower_quartile_is_kept() -> None:
+    watch = Stopwatch([Case("x", 1.0, 1.0, lambda: None)], torch.device("cpu"))
+    watch.resume_from([[5.0, 1.0, 4.0, 2.0, 3.0]])
+    assert watch.seconds(quiet=True) == [3.0]
+    assert watch.seconds(quiet=False) == [2.0]
+
+
+def test_a_sample_that_lost_its_processor_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    losses = iter([0, 1, 1, 1])  # before and after: lost one, then none
+    watch = Stopwatch([Case("x", 1.0, 1.0, lambda: calls.append(1))], torch.device("cpu"))
+    calls.clear()
+    monkeypatch.setattr(probe_cases, "_lost_processors", lambda: next(losses))
+    watch._sample_on_cpu(watch.cases[0])
+    assert len(calls) == 2
 
 
 def test_probed_numbers_are_of_this_world(machine: Machine) -> None:

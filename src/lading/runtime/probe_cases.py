@@ -44,6 +44,8 @@ _SHARED_CACHE_SHARE = 0.25
 #: How often the shared cache is overwritten before an operation whose operands are to come from memory: it keeps a part
 #: of what is touched less often, and after once three quarters of it.
 _FLUSHES = 2.5
+#: Most of a shared cache that is relied on and overwritten: others have the rest of one that many processors share.
+_MOST_CACHE_BYTES = 64 * MiB
 #: Bytes of the operations that are timed so: with less the time is that of code and launch, with more as without.
 _COLD_SIZES = (128 * KiB, 16 * MiB)
 #: How often a sample is taken at most until no processor was lost meanwhile.
@@ -154,7 +156,7 @@ def cold_cases(cases: Sequence[Case]) -> list[Case]:
 
 def flush_bytes() -> tuple[int, int]:
     """Bytes of the last level of cache, and of the copy that leaves nothing of operands in it; 0 where nobody says."""
-    shared = cache_bytes(3) or cache_bytes(2)
+    shared = min(_MOST_CACHE_BYTES, cache_bytes(3) or cache_bytes(2))
     return shared, int(_FLUSHES * shared) // 2
 
 

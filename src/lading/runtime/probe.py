@@ -101,11 +101,9 @@ def probe(
         measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
-    statistic = "median" if load <= QUIET else "lower quartile"
-    how = f"measured {today}, {statistic} of up to {rounds} samples, {used} threads, torch {torch.__version__}"
     if disk.note:
         say(disk.note)
-    sources = _sources(target, how, today, disk, host is not None)
+    sources = _sources(target, _how(today, rounds, used, load), today, disk, host is not None)
     if load > QUIET:
         sources["device.load"] = _busy_sentence(load)
         say(sources["device.load"])
@@ -138,6 +136,12 @@ def probe_processors(threads: int, seconds: float, progress: Progress | None = N
         measured, _, _, load = _probe_device(torch.device("cpu"), seconds, used, say)
     trim()
     return measured, _busy_sentence(load) if load > QUIET else ""
+
+
+def _how(today: str, rounds: int, threads: int, load: float) -> str:
+    """Say how the kernels were measured."""
+    statistic = "median" if load <= QUIET else "lower quartile"
+    return f"measured {today}, {statistic} of up to {rounds} samples, {threads} threads, torch {torch.__version__}"
 
 
 def _busy_sentence(load: float) -> str:
@@ -205,12 +209,10 @@ def _probe_device(
     fit = fit_products(products, overhead)
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
-    update = rates["step"]
     grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
-    cold: tuple[int, dict[str, Curve]] = (0, {})
-    if target.type == "cpu":
-        with torch.no_grad():
-            cold = _cold_rates(cases, times, overhead, _COLD_SHARE * seconds, quiet=load <= QUIET)
+    cache, cold = _cold_rates(
+        cases if target.type == "cpu" else [], times, overhead, _COLD_SHARE * seconds, quiet=load <= QUIET
+    )
     device = Device(
         name=_device_name(target),
         kind=target.type,
@@ -218,7 +220,7 @@ def _probe_device(
         memory_bandwidth_bytes_per_s=rates["copy"].rate[-1],
         op_overhead_s=_round(overhead),
         peak_flops_per_s=_peaks(fit.peak, base_dtype(target), [name for name, _ in typed], times[split:end]),
-        optimizer_elements_per_s=_round(update.rate[-1] / _BYTES_PER_UPDATE),
+        optimizer_elements_per_s=_round(rates["step"].rate[-1] / _BYTES_PER_UPDATE),
         num_threads=threads,
         overhead_bytes=grown,
         packing_bytes=packing,
@@ -226,8 +228,8 @@ def _probe_device(
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
-        cache_bytes=cold[0],
-        cold_rates=cold[1],
+        cache_bytes=cache,
+        cold_rates=cold,
     )
     return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
 
@@ -241,15 +243,17 @@ def _cold_rates(
         times: Seconds of each case with its operands in cache.
         seconds: Time to spend; one round is done at least.
     Returns:
-        Bytes of the cache, and ``Device.cold_rates``; 0 and none where the system says nothing of a cache.
+        Bytes of the cache, and ``Device.cold_rates``; 0 and none without cases, or where the system says nothing of a
+        cache.
     """
     cache, flush = flush_bytes()
-    if not cache:
+    if not cases or not cache:
         return 0, {}
     passes = cold_cases(cases)
     products = [case for case in cases if case.key == "mm" and case.work <= _COLD_FLOPS]
-    watch = Stopwatch([*passes, *products], torch.device("cpu"), flush)
-    watch.run(seconds)
+    with torch.no_grad():
+        watch = Stopwatch([*passes, *products], torch.device("cpu"), flush)
+        watch.run(seconds)
     found = watch.seconds(quiet=quiet)
     warm = {id(case): time_s for case, time_s in zip(cases, times, strict=True)}
     rates = _rates(passes, found[: len(passes)], overhead)

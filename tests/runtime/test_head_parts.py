@@ -115,6 +115,19 @@ def test_targets_that_are_ignored_count_for_nothing(tmp_path: Path, ignored: int
     assert ours[1] == pytest.approx(float(losses[1].detach()), rel=1e-6)
 
 
+def test_targets_that_are_made_behind_the_scores_are_read(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        scores = F.log_softmax(model(batch["x"]).flatten(0, 1), 1)
+        return F.nll_loss(scores, (batch["y"] * 3 + 1).flatten())
+
+    (batch,) = batches_of(1, 1)[0]
+    graph, _ = with_head_parts(expand(capture(model_of("gpt", **WIDE), batch, loss)), 4)
+    graph.validate()
+    with Executor(program_of(graph), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        load(executor, model_of("gpt", **WIDE))
+        assert executor.step([batch], lr=1e-3) == [float(loss(model_of("gpt", **WIDE), batch).detach())]
+
+
 def largest_bytes(graph: StepGraph) -> int:
     """Bytes of what one operation reads and writes, at most."""
     return max(sum(graph.storages[s].size_bytes for s in {*graph.reads(op), *graph.writes(op)}) for op in graph.ops)

@@ -171,17 +171,13 @@ class _HeadParts:
 
     def result(self) -> tuple[StepGraph, tuple[int, ...]]:
         """Rewritten step, and where its operations came from."""
-        starts = {head.loss.forward: head for head in self.heads}
-        totals = {head.total: head for head in self.heads}
+        totals = {head.total: head for head in self.heads}  # by then the targets are made
         dropped = {index for head in self.heads for index in head.replaced}
-        chosen: dict[int, tuple[int, int]] = {}
         place: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
             place[index] = len(self.ops)
-            if index in starts:
-                chosen[starts[index].total] = self._parts(starts[index])
-            elif index in totals:
-                scores, words = chosen[index]
+            if index in totals:
+                scores, words = self._parts(totals[index])
                 args = (Ref(scores), Ref(words), *op.args[2:4], _IGNORED)
                 self._add(dataclasses.replace(op, args=args, inputs=(scores, words)), index)
             elif index not in dropped:

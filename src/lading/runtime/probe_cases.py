@@ -150,7 +150,7 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
 
 
 def cold_cases(cases: Sequence[Case]) -> list[Case]:
-    """Of the cases of ``rate_cases`` those that are timed with operands from memory too."""
+    """Cases of ``rate_cases`` that are timed with operands from memory, too."""
     least, most = _COLD_SIZES
     return [case for case in cases if case.key in _MAKERS and 0.5 * least <= case.work <= 1.5 * most]
 

@@ -37,7 +37,7 @@ class Flows:
 
     def __call__(self, step: StepProblem, windows: int) -> float:
         self.asked.append((id(step), windows))
-        return self.sharp[id(step)][windows > 4]
+        return self.sharp[id(step)][windows > 2]
 
 
 def test_only_the_order_with_the_least_bound_is_sharpened_until_another_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_only_the_order_with_the_least_bound_is_sharpened_until_another_has_it(m
     monkeypatch.setattr(orders, "flow_bound_s", flows)
     chosen = Ordered(0, low, found_in(low, 3.0), 1.0, (low, middle, high))
     assert sharpened(chosen).bound_s == 1.4
-    assert flows.asked == [(id(low), 4), (id(low), 16), (id(middle), 4), (id(middle), 16)]
+    assert flows.asked == [(id(low), 2), (id(low), 8), (id(middle), 2), (id(middle), 8)]
 
 
 def test_an_order_in_which_nothing_fits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +60,8 @@ def test_a_bound_is_as_sharp_as_its_work_allows(monkeypatch: pytest.MonkeyPatch)
     flows = Flows({id(step): (1.1, 1.5)})
     monkeypatch.setattr(orders, "flow_bound_s", flows)
     chosen = Ordered(0, step, found_in(step, 3.0), 1.0, (step,))
-    for windows, bound_s in ((3, 1.0), (19, 1.1), (20, 1.5)):
-        monkeypatch.setattr(orders, "_SHARP_WORK", windows * len(step.graph.ops) ** 2)
+    for windows, bound_s in ((1, 1.0), (9, 1.1), (10, 1.5)):
+        monkeypatch.setattr(orders, "_SHARP_WORK", windows * int(len(step.graph.ops) ** 1.5))
         assert sharpened(chosen).bound_s == bound_s
 
 

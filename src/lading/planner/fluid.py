@@ -205,13 +205,15 @@ class FlowProgram:
         read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
         for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
             self._add_limit([(tier, a, b)])
-        for name, per_byte in (("reads", read), ("writes", write)):
+        whole = np.zeros(self.problem.num_ops, dtype=np.int64)
+        for name, per_byte, way in (("reads", read, (read, 0.0)), ("writes", write, (0.0, write))):
             columns, values = list(range(self.windows)), [1.0] * self.windows
             for candidate, gap_columns in flows:
                 moves: range = getattr(gap_columns, name)
                 columns.extend(moves)
                 values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(moves))
-            self.add_row(0.0, np.inf, columns, values)
+            fixed_s = float(self.problem.fixed_seconds(tier, way, whole, 1)[0])
+            self.add_row(fixed_s, np.inf, columns, values)
 
     def _add_capacity(self) -> None:
         """Add rows that keep the storages ever in a tier within its budget; none where all of them fit together."""

@@ -202,10 +202,12 @@ class Relaxation:
         writes = [(0.0, 0.0, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers]
         for limits in (reads, writes):
             terms: list[_Terms] = [windows_s]
+            fixed_s = np.zeros(self.windows)
             for tier, limit in zip(tiers, limits, strict=True):
                 self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
                 terms += self._tier_terms(Option(tier.name), limit)
-            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), terms)
+                fixed_s += self._fixed_s(tier, limit)
+            self._add_rows(fixed_s, np.full(self.windows, self.inf), terms)
 
     def _add_tier(self, tier: Tier) -> None:
         reads = (tier.latency_s, 1.0 / tier.read_bytes_per_s, 0.0, 0.0)
@@ -214,7 +216,11 @@ class Relaxation:
         for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in facets(tier))):
             self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
             terms = self._tier_terms(Option(tier.name), limit)
-            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (windows_s, *terms))
+            self._add_rows(self._fixed_s(tier, limit), np.full(self.windows, self.inf), (windows_s, *terms))
+
+    def _fixed_s(self, tier: Tier, limit: _Limit) -> np.ndarray:
+        """Seconds that a limit counts whatever is chosen; an array of [window]."""
+        return self.problem.fixed_seconds(tier, (limit[1], limit[3]), self.window, self.windows)
 
     def _tier_terms(self, option: Option, limit: _Limit) -> tuple[_Terms, ...]:
         """Terms that take a tier's transfer seconds off a window.
@@ -567,6 +573,11 @@ def _value(
         again = np.where(table.has[Option.RECOMPUTE], again_s, np.inf)
         least = np.minimum(least, again)
     total = compute * problem.op_seconds.sum() + network * problem.network_seconds.sum() - memory @ room
+    fixed = np.zeros(problem.num_ops, dtype=np.int64)  # all in one window
+    for tier in problem.tiers:
+        for of_tier, limit, row in folded.time_rows:
+            if of_tier == Option(tier.name):
+                total += scale * prices[row] * problem.fixed_seconds(tier, (limit[1], limit[3]), fixed, 1)[0]
     best = least
     for option in table.has.keys() - {Option.RECOMPUTE}:
         limits = [(limit, prices[row] * scale) for tier, limit, row in folded.time_rows if tier == option]

@@ -292,8 +292,9 @@ _HOSTED_OPS = 12_000
 #: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
 #: operations that they have together, but for the first form.
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
-#: Windows of the flows that sharpen a bound, and their work in all: windows times the square of the operations.
-_WINDOWS, _SHARP_WORK = (4, 16), 24_000_000
+#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
+#: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
+_WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
 
 
 @dataclass(frozen=True)
@@ -506,7 +507,7 @@ def sharpened(chosen: Ordered) -> Ordered:
     while bounds:
         at = min(bounds, key=lambda each: (bounds[each], each))
         step = chosen.orders[at]
-        work_of_a_window = len(step.graph.ops) ** 2
+        work_of_a_window = int(len(step.graph.ops) ** 1.5)
         more = next((k for k in _WINDOWS if k > windows[at] and k * work_of_a_window <= work), 0)
         if not more or good_enough(chosen.found, bounds[at]):
             return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bounds[at]))

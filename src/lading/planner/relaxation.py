@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -94,6 +94,9 @@ class ResidencyProblem:
         network_seconds: [position]: seconds of each operation on the network.
         capacity_bytes: Bytes that storages may take in each tier.
         folding: Which candidates are decided alike ([Note: folding]); None if each is on its own.
+        fetched, sent: [position]: bytes that the device reads from the host's memory for this use and writes there
+            after it, whatever is chosen, as an operation on the host makes or needs them.
+        host_tier: Name of that memory; "" where there is none.
     """
 
     num_ops: int
@@ -104,6 +107,21 @@ class ResidencyProblem:
     tiers: tuple[Tier, ...]
     capacity_bytes: dict[str, int] = field(default_factory=lambda: {})
     folding: Folding | None = None
+    fetched: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sent: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    host_tier: str = ""
+
+    def fixed_seconds(self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int) -> np.ndarray:
+        """Seconds that what the host's operations make and need takes of a tier; an array of [window].
+
+        Args:
+            per_byte: Seconds for each byte read, and for each byte written.
+            window: Window of each position, of ``count``.
+        """
+        if tier.name != self.host_tier:
+            return np.zeros(count)
+        read, written = (np.bincount(window, weights=size, minlength=count) for size in (self.fetched, self.sent))
+        return per_byte[0] * read + per_byte[1] * written
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,7 @@ def build(
     """
     homes = lives.homes
     candidates: list[Candidate] = []
+    reruns: list[Sequence[int]] = []
     items = block_items(graph.ops)
     enters = _block_entries(graph, items)
     chosen: set[tuple[int, int]] = set()  # and what is never on the device
@@ -161,22 +180,59 @@ def build(
         if len(options) == 1:
             continue
         again_s = [0.0 if op in graph.beside else costs.op_seconds[op] for op in again]
-        own_s = again_s[0] if again_s else 0.0
-        network_s = sum(float(network[op]) for op in again)
+        network_s = sum(float(network[op]) for op in (again[:1] if every else again))
         taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
         version = _version(graph, lives, gap)
         if moving and movable:
             written = version is not None and (gap.wraps or version not in left)
             taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
         left.add(version)
+        own_s = again_s[0] if again_s else 0.0
         candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s))
         chosen.add((gap.storage, gap.start))
+        reruns.append(again)
+    if every:
+        candidates = _sharing(candidates, reruns, np.where(beside, 0.0, costs.op_seconds).tolist())
     seconds = np.where(beside, 0.0, costs.op_seconds)
     if every:
         seconds += _with_caller(graph, lives, machine)
     away = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
     base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in away})
-    return ResidencyProblem(len(graph.ops), tuple(candidates), base, seconds, network, machine.tiers)
+    versions = frozenset(each.version for each in candidates)
+    fetched, sent = _beside_host(graph, lives, versions)
+    return ResidencyProblem(
+        len(graph.ops), tuple(candidates), base, seconds, network, machine.tiers,
+        fetched=fetched, sent=sent, host_tier=machine.host_tier,
+    )  # fmt: skip
+
+
+def _beside_host(
+    graph: StepGraph, lives: Lifetimes, chosen: frozenset[tuple[int, int] | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that the device reads for each of its uses of what was on the host, and writes after those it is sent for.
+
+    Args:
+        chosen: Versions of which a choice decides whether they are written.
+
+    Returns:
+        Two arrays of [position].
+    """
+    fetched, sent = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
+    written = set[tuple[int, int] | None]((None, *chosen))
+    for gap in gaps(graph, lives) if graph.hosted else ():
+        size, on_host = slot_bytes(graph.storages[gap.storage].size_bytes), gap.start in graph.on_host
+        if on_host and gap.end not in graph.on_host:
+            fetched[gap.end] += size
+        if on_host or gap.end not in graph.on_host:
+            continue
+        version = _version(graph, lives, gap)
+        made = max(
+            (u for u in lives.uses[gap.storage] if u <= gap.start and gap.storage in graph.op_writes[u]), default=-1
+        )
+        if version not in written and made >= 0 and made not in graph.on_host:
+            written.add(version)
+            sent[gap.start] += size
+    return fetched, sent
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
@@ -285,8 +341,10 @@ def _recomputed(
         return ()
     producer = lives.producer[gap.storage]
     assert producer is not None
-    if every or graph.ops[producer].name == UNSHARD:  # the shard is always there
+    if graph.ops[producer].name == UNSHARD:  # the shard is always there
         return (producer,)
+    if every:
+        return _surely_recomputed(graph, lives, gap, producer)
     if not across and not _stays_inside(graph, lives, items, gap.storage):
         return ()
     again = [producer]
@@ -301,6 +359,46 @@ def _recomputed(
                 seen.add(made)
                 again.append(made)
     return again
+
+
+def _surely_recomputed(graph: StepGraph, lives: Lifetimes, gap: Gap, producer: int) -> list[int]:
+    """Operations that run again in every plan that drops a storage over a gap, its producer first.
+
+    What nothing uses behind the gap's start is gone then, and is there again only while the storage is recomputed.
+    """
+    again = [producer]
+    seen = {producer}
+    for op in again:  # grows
+        for source in graph.op_reads[op]:
+            made = lives.producer[source]
+            if made is not None and made not in seen and lives.uses[source][-1] <= gap.start:
+                seen.add(made)
+                again.append(made)
+    return again
+
+
+def _sharing(
+    candidates: Sequence[Candidate], reruns: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> list[Candidate]:
+    """Candidates with the seconds that recomputing each takes at least, however many are recomputed together.
+
+    One run of an operation may serve all gaps that have a moment in common: each bears a part of its seconds, and all
+    together no more than the whole.
+
+    Args:
+        reruns: Operations that run again for each candidate.
+        seconds: Seconds of each operation.
+    """
+    users: dict[int, list[int]] = {}
+    for index, again in enumerate(reruns):
+        for op in again:
+            users.setdefault(op, []).append(index)
+    least_s = [0.0] * len(candidates)
+    for op, indices in users.items():
+        spans_of = [(candidates[index].gap.start, candidates[index].gap.end) for index in indices]
+        for index, (start, end) in zip(indices, spans_of, strict=True):
+            least_s[index] += seconds[op] / sum(first < end and start < last for first, last in spans_of)
+    return [replace(each, own_recompute_s=own_s) for each, own_s in zip(candidates, least_s, strict=True)]
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:

@@ -32,7 +32,12 @@ def test_a_paced_flow_takes_longer_than_the_bound_and_its_pace_adds_up() -> None
     assert bound is not None
     assert solved.relaxed.step_s >= bound.step_s * (1 - 1e-6)
     assert min(solved.pace) >= 1.0
+    again = [
+        (c, shares.get(Option.RECOMPUTE, 0.0))
+        for c, shares in zip(problem.candidates, solved.relaxed.shares, strict=True)
+    ]
     paced_s = sum(pace * seconds for pace, seconds in zip(solved.pace, problem.op_seconds, strict=True))
+    paced_s += sum(solved.pace[c.gap.end] * share * c.recompute_s for c, share in again)
     assert paced_s == pytest.approx(solved.relaxed.step_s, rel=1e-3)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random_choices, tiny, within
 
+from lading.ir.action import ActionKind
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.planner.linear import Relaxation, facets, solve
@@ -189,3 +190,28 @@ def test_the_bound_is_below_random_plans_of_a_chain(seed: int) -> None:
 def test_the_bound_is_below_random_plans_of_a_captured_step(seed: int) -> None:
     step = captured("llama", num_layers=1)
     assert_bounded(step, random_choices(step, Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_random_plan_recomputes_less_than_a_bound_counts(seed: int) -> None:
+    """Also where it drops what nothing reads any more, and where several recomputations share what they start from."""
+    rng = Random(seed)
+    step = captured(("gpt", "llama", "moe")[seed % 3], num_layers=2)
+    choices = random_choices(step, rng)
+    program = within(step, NO_LIMIT).lower(choices).program
+    assert program is not None
+    again = [a.op for a in program.actions if a.kind is ActionKind.RECOMPUTE and a.op is not None]
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=True)
+    dropped = [c for c in problem.candidates if choices.get((c.gap.storage, c.gap.start)) == Option.RECOMPUTE]
+    counted_s = sum(c.own_recompute_s for c in dropped)
+    assert 0 < counted_s <= sum(step.costs.op_seconds[op] for op in again) * (1 + 1e-9)
+    tight = within(step, program.peak_bytes)
+    assert tight.bound_s <= step.seconds(program) * (1 + 1e-9)
+
+
+def test_a_bound_counts_what_nothing_reads_any_more() -> None:
+    step = captured("gpt", num_layers=2)
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=True)
+    made = [(c, step.lives.producer[c.gap.storage]) for c in problem.candidates if Option.RECOMPUTE in c.options]
+    more = [c for c, op in made if op is not None and c.own_recompute_s > step.costs.op_seconds[op] * (1 + 1e-9)]
+    assert more, "a projection that only the sum behind it reads runs again with that sum"

@@ -102,7 +102,7 @@ class FlowProgram:
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
-        self.window = _windows(problem, windows)
+        self.window = cut_windows(problem, windows)
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
@@ -361,7 +361,7 @@ class FlowProgram:
             self.add_row(-np.inf, room, pieces.column[at].tolist(), values.tolist())
 
 
-def _windows(problem: ResidencyProblem, count: int) -> np.ndarray:
+def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:
     """Window of each position: of equal compute time before the fullest moment, and after it ([Note: windows])."""
     change = np.zeros(problem.num_ops + 1)
     for candidate in problem.candidates:

@@ -16,9 +16,10 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
     wires in window k       T_k >= time all reads over a shared wire take, one after another; writes  _add_wire
 
 ``base_t`` is what operation ``t`` touches plus what is never a candidate. A recomputed storage comes back when the
-backward pass enters its block, not only at its use, so it is "held" from there on; the bound leaves this out, counts
-only a storage's own producer in ``r_g`` and has one window, and with that every plan satisfies the constraints: its
-optimum is a lower bound on the step time of any plan, as modelled. Memory rows are generated where they are needed.
+backward pass enters its block, not only at its use, so it is "held" from there on. The bound leaves this out, has one
+window, and counts in ``r_g`` what runs again in every plan that drops the storage (``_surely_recomputed``), shared by
+the gaps that one run may serve (``_sharing``); with that every plan satisfies the constraints: its optimum is a lower
+bound on the step time of any plan, as modelled. Memory rows are generated where they are needed.
 A storage that moves takes its place until it has been written and from the moment on that it is read: plans count that
 (``moving``), as "held" with the option of a tier; the bound does not, as compute could wait for it.
 
@@ -55,8 +56,9 @@ from lading.planner.lower import StepCosts
 class Candidate:
     """Gap with a choice. ``recompute_s`` is 0 where recomputing is impossible (see ``options``).
 
-    ``network_s`` are the seconds of the network where recomputing unshards again. ``held`` are the positions inside the
-    gap, as inclusive ranges, at which an option other than keep takes the bytes.
+    A bound counts ``own_recompute_s`` of it. ``network_s`` are the seconds of the network where recomputing unshards
+    again. ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the
+    bytes.
     """
 
     gap: Gap
@@ -151,6 +153,8 @@ def build(
             the step and its caller: what a bound needs.
         moving: Let a storage on its way to a tier or back take its place, as long as the transfer takes alone: how many
             times longer than its operations the step takes, >= 1, as fewer run meanwhile where others wait; 0 does not.
+            A tier that it would be on its way to or from all the time is not offered: that would free nothing, but
+            count as the write that a later gap needs.
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
     homes = lives.homes
@@ -175,18 +179,20 @@ def build(
         if hosted or size < min_bytes or not inner:
             continue
         again = _recomputed(graph, lives, gap, items, every=every, across=across)
-        movable = is_movable(graph, gap.storage, min_bytes)
-        options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *(tier_options if movable else ()))
+        version = _version(graph, lives, gap)
+        away = tier_options if is_movable(graph, gap.storage, min_bytes) else ()
+        taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
+        if moving and away:
+            written = version is not None and (gap.wraps or version not in left)
+            taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
+            away = tuple(option for option in away if taken[option] != spans(gap, len(graph.ops)))
+        if away:
+            left.add(version)
+        options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
         if len(options) == 1:
             continue
         again_s = [0.0 if op in graph.beside else costs.op_seconds[op] for op in again]
         network_s = sum(float(network[op]) for op in (again[:1] if every else again))
-        taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
-        version = _version(graph, lives, gap)
-        if moving and movable:
-            written = version is not None and (gap.wraps or version not in left)
-            taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
-        left.add(version)
         own_s = again_s[0] if again_s else 0.0
         candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s))
         chosen.add((gap.storage, gap.start))
@@ -196,8 +202,8 @@ def build(
     seconds = np.where(beside, 0.0, costs.op_seconds)
     if every:
         seconds += _with_caller(graph, lives, machine)
-    away = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
-    base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in away})
+    below = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
+    base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in below})
     versions = frozenset(each.version for each in candidates)
     fetched, sent = _beside_host(graph, lives, versions)
     return ResidencyProblem(

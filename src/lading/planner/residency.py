@@ -123,15 +123,13 @@ def _slower(tier: Tier, share: float) -> Tier:
 
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
-_LOWERED, _FEWEST_TRIES = 20_000, 2
+_LOWERED, _FEWEST_TRIES = 15_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
 #: Times that the best plan's transfers are scheduled again, where more than this share of the step is spent waiting.
 MOST_RETIMED, _WAITING = 3, 0.01
-#: Share of the step's operations from which on waiting is worth paced flows.
-_WAITING_LONG = 0.04
 #: Operations scheduled again for one plan: that is done once at least.
 _RETIMED_OPS = 15_000
 #: Gaps of storages smaller than this share of the arena are always kept.
@@ -487,38 +485,45 @@ _Beliefs = tuple[float, bool, bool]
 _LONGER = (1.0, 2.0, 4.0)
 
 
-#: Shares of the rates of the host's memory and of what lies behind it that paced flows rely on, in turn; the share of
-#: the arena that they leave, and how often what a lowering misses is reserved.
-_PACED_RATES, _PACED_RESERVE, _PACED_TRIES = ((1.0, 0.5), (0.85, 0.5)), 0.05, 3
-#: Most windows of a paced flow, fewest that say anything, and the most candidates times windows.
-_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK = 16, 4, 40_000
+#: Paced flows, in turn: shares of the rates of the host's memory and of what lies behind it, whether recomputation may
+#: lead from block to block, and parts of a window by which memory is counted, in turn until what the flow says fits.
+#: What a lowering with one part misses is reserved.
+_PACED = ((0.9, 0.5, True, (4, 1)), (1.0, 0.5, False, (1, 1)), (0.85, 0.5, False, (1, 1)))
+#: Share of the arena that they leave.
+_PACED_RESERVE = 0.05
+#: Most windows of a paced flow, fewest that say anything, the most candidates times windows, and those of all together.
+_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK, _PACED_ALL = 16, 4, 40_000, 80_000
+#: Share of the bound from which on a plan is worth paced flows.
+_FAR = 0.03
 
 
 def with_paced(found: Found, bound_s: float) -> Found:
-    """Try paced flows where compute waits for much of a plan's step; returns the fastest plan.
+    """Try paced flows where a plan is far from its bound; returns the fastest plan.
 
     Args:
-        bound_s: Seconds that no plan is below: near it there is nothing to gain.
+        bound_s: Seconds that no plan is below: near it there is little to gain.
     """
     few = len(found.step.graph.ops) <= _SMALL_OPS or found.step.lives.homes is not None
-    if few or good_enough(found, bound_s) or found.step_s <= (1 + _WAITING_LONG) * found.computing_s:
+    if few or found.step_s <= (1 + _FAR) * bound_s:
         return found
     return min((found, *paced(found.step)), key=lambda made: made.step_s)
 
 
 def paced(step: StepProblem) -> Iterator[Found]:
     """Yield the plans of paced flows (``planner.pacing``), each scheduled again by its simulated times."""
-    for near, far in _PACED_RATES:
+    left = _PACED_ALL
+    for near, far, across, counts in _PACED:
         tiers = (_slower(tier, near if tier.host_computes else far) for tier in step.machine.tiers)
         slow = dataclasses.replace(step.machine, tiers=tuple(tiers))
-        problem = dataclasses.replace(_problem(dataclasses.replace(step, machine=slow)), folding=None)
+        problem = dataclasses.replace(_problem(dataclasses.replace(step, machine=slow), across=across), folding=None)
         windows = min(_PACED_WINDOWS, _PACED_WORK // max(1, len(problem.candidates)))
-        if windows < _FEWEST_WINDOWS:
-            return
         extra = np.zeros(problem.num_ops, dtype=np.int64)
-        for _ in range(_PACED_TRIES):
+        for parts in counts:
+            left -= windows * len(problem.candidates)
+            if windows < _FEWEST_WINDOWS or left < 0:
+                return
             reserved = dataclasses.replace(problem, base=problem.base + extra)
-            solved = PacedFlow(reserved, int(step.arena_bytes * (1 - _PACED_RESERVE)), windows).solved()
+            solved = PacedFlow(reserved, int(step.arena_bytes * (1 - _PACED_RESERVE)), windows, parts).solved()
             if solved is None:
                 break
             choices = rounded(problem, solved.relaxed)
@@ -526,7 +531,8 @@ def paced(step: StepProblem) -> Iterator[Found]:
             if made.program is not None:
                 yield step.retimed(Found(choices, made.program, step, pace=solved.pace), 2 * MOST_RETIMED)
                 break
-            extra = extra + _missing(step, made)
+            if parts == 1:
+                extra = extra + _missing(step, made)
 
 
 class Relaxations:
@@ -615,6 +621,8 @@ def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[
             continue
         tier = tiers.get(candidate.gap.storage)
         others = [option for option in candidate.options if option in (Option.RECOMPUTE, tier)]
+        if not others:  # too short a gap for the tier that its storage has a place in
+            continue
         away = 1.0 - shares.get(Option.RECOMPUTE, 0.0) - shares[Option.KEEP]
         chosen = max(others, key=lambda o: shares[o])
         if count > 1 and len(others) > 1 and tier is not None:

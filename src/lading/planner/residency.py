@@ -492,7 +492,7 @@ _PACED = ((0.9, 0.5, True, (4, 1)), (1.0, 0.5, False, (1, 1)), (0.85, 0.5, False
 #: Share of the arena that they leave.
 _PACED_RESERVE = 0.05
 #: Most windows of a paced flow, fewest that say anything, the most candidates times windows, and those of all together.
-_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK, _PACED_ALL = 16, 4, 40_000, 80_000
+_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK, _PACED_ALL = 16, 4, 40_000, 90_000
 #: Share of the bound from which on a plan is worth paced flows.
 _FAR = 0.03
 
@@ -517,11 +517,12 @@ def paced(step: StepProblem) -> Iterator[Found]:
         slow = dataclasses.replace(step.machine, tiers=tuple(tiers))
         problem = dataclasses.replace(_problem(dataclasses.replace(step, machine=slow), across=across), folding=None)
         windows = min(_PACED_WINDOWS, _PACED_WORK // max(1, len(problem.candidates)))
+        work = windows * len(problem.candidates)
+        if windows < _FEWEST_WINDOWS or left < len(counts) * work:
+            return
         extra = np.zeros(problem.num_ops, dtype=np.int64)
         for parts in counts:
-            left -= windows * len(problem.candidates)
-            if windows < _FEWEST_WINDOWS or left < 0:
-                return
+            left -= work
             reserved = dataclasses.replace(problem, base=problem.base + extra)
             solved = PacedFlow(reserved, int(step.arena_bytes * (1 - _PACED_RESERVE)), windows, parts).solved()
             if solved is None:

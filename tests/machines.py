@@ -68,6 +68,8 @@ def _number_keys(machine: Machine) -> Iterator[str]:
     device = machine.device
     for field in dataclasses.fields(Device):
         value = getattr(device, field.name)
+        if field.name == "cache_bytes" and not value:  # not known
+            continue
         if isinstance(value, dict):
             yield from (f"device.{field.name}.{key}" for key in cast("dict[str, Any]", value))
         elif isinstance(value, (int, float, Curve)):

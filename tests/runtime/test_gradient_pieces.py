@@ -29,7 +29,7 @@ from lading.errors import ConfigError
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.gradient_pieces import pieced_gradients, with_gradient_pieces
-from lading.ir.graph import Role, StepGraph
+from lading.ir.graph import Ref, Role, StepGraph
 from lading.ir.loss_parts import with_loss_parts
 from lading.ir.plan import Plan
 from lading.memory.restore import restore_program
@@ -130,6 +130,20 @@ def test_what_is_not_understood_stays_whole() -> None:
     given = dataclasses.replace(plain, losses=(*plain.losses, tied.gradient))
     assert pieced_gradients(given, 4 * 64 * 160) == ()
     assert with_gradient_pieces(plain, 0)[0] is plain
+
+
+def test_gradients_of_gradients_stay_whole() -> None:
+    """A product that makes one large gradient reads another."""
+    whole, piece_bytes = stepped("llama", **WIDE), 4 * 64 * 48
+    cut = {gradient.name for gradient in pieced_gradients(whole, piece_bytes)}
+    first = next(p.gradient for p in whole.parameters if p.names[0] == "head.weight")
+    later = next(p.gradient for p in whole.parameters if p.names[0] in cut and p.names[0].startswith("layers.0."))
+    assert first is not None
+    made = next(i for i, op in enumerate(whole.ops) if later in op.outputs)
+    op = whole.ops[made]
+    odd = dataclasses.replace(op, args=(op.args[0], Ref(first)), inputs=(op.inputs[0], first))
+    other = dataclasses.replace(whole, ops=(*whole.ops[:made], odd, *whole.ops[made + 1 :]))
+    assert pieced_gradients(other, piece_bytes) == ()
 
 
 def test_no_piece_is_there_with_another_where_each_is_used_up_at_once() -> None:

@@ -39,7 +39,7 @@ RATES = [1e-3, 5e-4, 2e-3]
 WIDE = {"vocab_size": 1003}
 #: A gradient added up in another order is within this much of the step's, but for those elements, less than one in
 #: a thousand, whose gradient is not large beside its rounding: AdamW divides by their root mean square.
-CLOSE, FAR_SHARE = {"rtol": 1e-4, "atol": 2e-5}, 1e-3
+RELATIVE, ABSOLUTE, FAR_SHARE = 1e-4, 2e-5, 1e-3
 
 
 def assert_close_to_eager(
@@ -57,7 +57,7 @@ def assert_close_to_eager(
     for parameter in graph.parameters:
         value = executor.read_storage(graph.storage_of(parameter.tensor))
         expected = named[parameter.names[0]].detach()
-        far = ~torch.isclose(value, expected, **CLOSE)
+        far = ~torch.isclose(value, expected, rtol=RELATIVE, atol=ABSOLUTE)
         assert int(far.sum()) <= FAR_SHARE * far.numel()
         torch.testing.assert_close(value, expected, rtol=0, atol=2 * max(RATES))
 
@@ -80,6 +80,9 @@ def test_is_close_to_plain_pytorch(
     assert len(heads(whole)) == micro
     assert sorted(set(origins)) == list(range(len(whole.ops)))
     graph.validate()
+    replaced = {i for head in heads(whole) for i in (*head.replaced, head.total)}
+    kept = [op for i, op in enumerate(whole.ops) if i not in replaced]
+    assert [op for op, origin in zip(graph.ops, origins, strict=True) if origin not in replaced] == kept
     if pieces:
         assert pieced_gradients(graph, pieces)
         graph, _ = with_gradient_pieces(graph, pieces)
@@ -123,6 +126,24 @@ def test_targets_that_are_made_behind_the_scores_are_read(tmp_path: Path) -> Non
     (batch,) = batches_of(1, 1)[0]
     graph, _ = with_head_parts(expand(capture(model_of("gpt", **WIDE), batch, loss)), 4)
     graph.validate()
+    with Executor(program_of(graph), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        load(executor, model_of("gpt", **WIDE))
+        assert executor.step([batch], lr=1e-3) == [float(loss(model_of("gpt", **WIDE), batch).detach())]
+
+
+def test_two_losses_that_begin_with_the_same_ones(tmp_path: Path) -> None:
+    """One head of which two losses are added up, each in parts: the losses' sum to the bit."""
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        first, second = (model(batch[key]).flatten(0, 1) for key in "xy")
+        return F.cross_entropy(first, batch["y"].flatten()) + F.cross_entropy(second, batch["x"].flatten())
+
+    (batch,) = batches_of(1, 1)[0]
+    whole = expand(capture(model_of("gpt", **WIDE), batch, loss))
+    assert len(heads(whole)) == 2
+    graph, _ = with_head_parts(whole, 4)
+    made = [storage for op in graph.ops for storage in {graph.storage_of(t) for t in op.outputs}]
+    assert len(made) == len(set(made))
     with Executor(program_of(graph), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
         load(executor, model_of("gpt", **WIDE))
         assert executor.step([batch], lr=1e-3) == [float(loss(model_of("gpt", **WIDE), batch).detach())]

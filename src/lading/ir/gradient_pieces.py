@@ -19,7 +19,7 @@ larger than any table, or at least the piece's length; both are cut off at the l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -89,7 +89,17 @@ def pieced_gradients(graph: StepGraph, piece_bytes: int) -> tuple[PiecedGradient
         if gradient is not None and taken.isdisjoint(gradient.storages):
             found.append(gradient)
             taken |= gradient.storages
-    return tuple(found)
+    return () if _of_each_other(graph, taken) else tuple(found)
+
+
+def _of_each_other(graph: StepGraph, storages: Set[int]) -> bool:
+    """Whether a product or a look-up that makes one of these gradients reads one of them, as gradients of gradients."""
+    for op in graph.ops:
+        if op.name in _PRODUCTS or op.name == _LOOK_UP:
+            made = {graph.storage_of(t) for t in (*op.outputs, *op.mutates)}
+            if made & storages and ({graph.storage_of(t) for t in op.inputs} - made) & storages:
+                return True
+    return False
 
 
 def with_gradient_pieces(graph: StepGraph, piece_bytes: int) -> tuple[StepGraph, tuple[int, ...]]:
@@ -114,10 +124,7 @@ class _Uses:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.given = graph.persistent | {graph.storage_of(tensor) for tensor in graph.results}
-        self.ops: dict[int, list[int]] = {}
-        for index, (reads, writes) in enumerate(zip(graph.op_reads, graph.op_writes, strict=True)):
-            for storage in {*reads, *writes}:
-                self.ops.setdefault(storage, []).append(index)
+        self.ops = graph.storage_uses
 
     def pieced(self, parameter: Parameter, piece_bytes: int) -> PiecedGradient | None:
         """Cut the gradient of a parameter; None where it cannot be cut in two."""

@@ -403,6 +403,15 @@ class StepGraph:
         return tuple(self.writes(op) for op in self.ops)
 
     @cached_property
+    def storage_uses(self) -> dict[int, list[int]]:
+        """Operations that read or write each storage, in order."""
+        uses: dict[int, list[int]] = {}
+        for index, (reads, writes) in enumerate(zip(self.op_reads, self.op_writes, strict=True)):
+            for storage in {*reads, *writes}:
+                uses.setdefault(storage, []).append(index)
+        return uses
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()

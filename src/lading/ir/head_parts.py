@@ -79,11 +79,7 @@ class Head:
 
 def heads(graph: StepGraph) -> tuple[Head, ...]:
     """Find the heads of a step that can be computed in parts: those whose logits nothing but their loss reads."""
-    uses: dict[int, list[int]] = {}
-    for index, (reads, writes) in enumerate(zip(graph.op_reads, graph.op_writes, strict=True)):
-        for storage in {*reads, *writes}:
-            uses.setdefault(storage, []).append(index)
-    found = (_head(graph, loss, uses) for loss in cross_entropies(graph))
+    found = (_head(graph, loss, graph.storage_uses) for loss in cross_entropies(graph))
     return tuple(head for head in found if head is not None)
 
 
@@ -181,7 +177,8 @@ class _HeadParts:
                 args = (Ref(scores), Ref(words), *op.args[2:4], _IGNORED)
                 self._add(dataclasses.replace(op, args=args, inputs=(scores, words)), index)
             elif index not in dropped:
-                self._add(op, index)
+                self.ops.append(op)
+                self.came_from.append(index)
         graph = dataclasses.replace(
             self.graph, storages=tuple(self.storages), tensors=tuple(self.tensors), ops=tuple(self.ops),
             blocks=moved_blocks(self.graph, place),
@@ -235,7 +232,8 @@ class _HeadParts:
         """Add all parts of a head: the score of each token's target, and what ``nll_loss`` is asked for."""
         total, loss = self.graph.ops[head.total], head.loss
         for index in head.seed:
-            self._seed(index)
+            if index not in self.came_from:  # losses that are added up begin with the same ones
+                self._seed(index)
         target, ignored = total.inputs[1], cast("int", total.args[4])
         tokens, words = self.graph.tensors[target].shape[0], self.graph.tensors[total.inputs[0]].shape[1]
         dtype = self.graph.tensors[total.inputs[0]].dtype

@@ -60,7 +60,7 @@ class CrossEntropy:
 
 def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
     """Find the cross-entropies of a step that can be computed in parts: those whose storages nothing else uses."""
-    uses, given = _uses(graph), _given(graph)
+    uses, given = graph.storage_uses, _given(graph)
     found: list[CrossEntropy] = []
     for forward, op in enumerate(graph.ops):
         if op.name != _FORWARD or op.args[2] is not False or not _whole_rows(graph, op.inputs[0], op.outputs[0]):
@@ -98,15 +98,6 @@ def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: S
         if alone and fresh and last and _whole_rows(graph, into.tensor, op.args[1].tensor, op.outputs[0]):
             found[index] = into.tensor
     return found
-
-
-def _uses(graph: StepGraph) -> dict[int, list[int]]:
-    """Operations that read or write each storage."""
-    uses: dict[int, list[int]] = {}
-    for index, (reads, writes) in enumerate(zip(graph.op_reads, graph.op_writes, strict=True)):
-        for storage in {*reads, *writes}:
-            uses.setdefault(storage, []).append(index)
-    return uses
 
 
 def _given(graph: StepGraph) -> frozenset[int]:
@@ -151,7 +142,7 @@ class _LossParts:
     def __init__(self, graph: StepGraph, losses: tuple[CrossEntropy, ...], parts: int) -> None:
         self.graph, self.losses, self.parts = graph, losses, parts
         self.storages, self.ops, self.came_from = list(graph.storages), list[Op](), list[int]()
-        self.sums = _sums_in_place(graph, _uses(graph), _given(graph))
+        self.sums = _sums_in_place(graph, graph.storage_uses, _given(graph))
         place = {old: loss.logits for loss in losses for old in (loss.scores, loss.gradient)}
         for index, tensor in self.sums.items():
             place[graph.storage_of(tensor)] = graph.storage_of(graph.ops[index].outputs[0])

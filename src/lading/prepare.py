@@ -63,7 +63,7 @@ from lading.planner.api import (
 )
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
-from lading.planner.routing import Shares, check_experts, more_bytes, with_experts
+from lading.planner.routing import Shares, check_experts, plan_experts
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.cuda import Cuda
@@ -233,21 +233,24 @@ class _LayoutPlanner:
 
     def plan_experts(self, spread: Layout, budget: str | float, shares: Shares) -> Plan:
         """Plan the step of one device that leaves out experts without tokens."""
-        made = self.plan(spread, budget)
-        program = programs_of(made, self.graph, self.others)[0]
-        allowed = made.budgets[DEVICE]
-        if more := more_bytes(program):
-            made = self.plan(spread, allowed - more)
-            program = programs_of(made, self.graph, self.others)[0]
-        return with_experts(made, program, self.machine, shares, allowed)
+
+        def make(policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
+            return dataclasses.replace(self, policy=policy, machine=machine)._ranks(spread, budget)[0]
+
+        return plan_experts(make, self.policy, budget, self.machine, shares).plan
 
     def plan(self, spread: Layout, budget: str | float) -> Plan:
         """Plan the step in a layout, with the ranks along a pipeline."""
+        each = self._ranks(spread, budget)
+        return joined(each, self.machine) if spread.pp > 1 else each[0].plan
+
+    def _ranks(self, spread: Layout, budget: str | float) -> list[Planned]:
+        """Plan the step of each rank along a pipeline, or of the one kind of ranks without one."""
         layout, parts, _ = _prepared_layout(self.graph, self.machine, spread, self.moved, self.groups)
         each = [self._planned(layout, budget, part) for part in parts]
         if self.stage_saves:
             each = self._with_staging(each, layout)
-        return joined(each, self.machine) if spread.pp > 1 else each[0].plan
+        return each
 
     def plan_fastest(self, replicas: Layout, budget: str | float) -> Plan:
         """Plan replicas if they keep everything in the budget; else whatever is fastest of them and of shards.

@@ -21,9 +21,9 @@ Batch = dict[str, torch.Tensor]
 class Expert(nn.Module):
     """Two products."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(hidden, WIDTH, bias=False)
         self.dropout = dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,11 +33,11 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """Tokens choose an expert by a table of scores; ``style`` is how a user writes it."""
 
-    def __init__(self, style: str, dropout: float) -> None:
+    def __init__(self, style: str, dropout: float, hidden: int) -> None:
         super().__init__()
         self.style = style
         self.scores = nn.Embedding(VOCABULARY, EXPERTS)
-        self.experts = nn.ModuleList(Expert(dropout) for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(Expert(dropout, hidden) for _ in range(EXPERTS))
         with torch.no_grad():
             self.scores.weight.mul_(0.1)
             for token in range(VOCABULARY):
@@ -66,10 +66,10 @@ class Mixture(nn.Module):
 class Model(nn.Module):
     """Embedding, two mixtures, head."""
 
-    def __init__(self, style: str = "slice", dropout: float = 0.0) -> None:
+    def __init__(self, style: str = "slice", dropout: float = 0.0, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Mixture(style, dropout) for _ in range(2))
+        self.layers = nn.ModuleList(Mixture(style, dropout, hidden) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,10 +85,10 @@ def loss_fn(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()) * batch["scale"]
 
 
-def model_of(style: str = "slice", dropout: float = 0.0) -> Model:
+def model_of(style: str = "slice", dropout: float = 0.0, hidden: int = HIDDEN) -> Model:
     """The same weights every time."""
     torch.manual_seed(0)
-    return Model(style, dropout)
+    return Model(style, dropout, hidden)
 
 
 def batches_of(uses: Sequence[Sequence[int]], micro: int) -> list[list[Batch]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lading.ir.graph import Role, StepGraph
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.memory.guards import find_guards, with_late_reads
+from lading.memory.restore import programs_of
 from lading.memory.verify import verify
 from lading.runtime import replays
 from lading.runtime.executor import Executor
@@ -337,3 +339,46 @@ def test_saved_resumed_and_planned_again(tmp_path: Path) -> None:
             assert trainer.step(steps[step][0], lr=rate_of(step)) == plain.step(steps[step], rate_of(step))[0]
         for name, value in plain.values().items():
             assert same_bits(trainer.value(name), value), name
+
+
+def moved_experts(program: Program) -> set[str]:
+    """Experts, as ``layers.0.experts.1``, of which a Program moves values."""
+    storages = program.graph.storages
+    moved = {storages[a.storage].name for a in program.actions if a.kind is ActionKind.MOVE and a.storage is not None}
+    return {name[: name.index(".experts.") + len(".experts.0")] for name in moved if ".experts." in name}
+
+
+def test_experts_chosen_often_stay_in_memory(tmp_path: Path) -> None:
+    """A plan that knows shares keeps the experts that are chosen most, and a step moves less for it; numbers stay."""
+    often, fast = 3, dict.fromkeys(("read_bytes_per_s", "write_bytes_per_s"), 2e10)
+    disk = dataclasses.replace(
+        small_machine().tiers[0], latency_s=1e-6, **fast, **{f"mixed_{key}": 1e10 for key in fast}
+    )
+    machine = dataclasses.replace(small_machine(), tiers=(disk,))
+    graph = lading.capture(model_of(hidden=2048), batches_of([[0]], 1)[0][0], loss_fn)
+    shares = {f"layers.{layer}": [1.0 if e == often else 0.1 for e in range(4)] for layer in range(2)}
+
+    def planned(experts: Any) -> lading.Plan:
+        return lading.plan(
+            graph, machine, budget="70%", clip_norm=1.0, optimizer=OPTIMIZER, experts=experts, cache=False
+        )
+
+    plans = {name: planned(experts) for name, experts in (("unknown", True), ("known", shares))}
+    programs = {name: programs_of(plan, graph, ())[0] for name, plan in plans.items()}
+    hot = {f"layers.{layer}.experts.{often}" for layer in range(2)}
+    assert moved_experts(programs["unknown"]) & hot
+    assert not moved_experts(programs["known"]) & hot
+    kept = int(re.findall(r"(\d+) stay in memory", plans["known"].assumptions[-1])[0])
+    assert kept == 8 - len(moved_experts(programs["known"]))
+    moved = dict[str, int]()
+    steps = batches_of([[often], [often], [often, 1], [often]] * 2, 1)
+    for name, plan in plans.items():
+        plain = Plain(model_of(hidden=2048), 1.0)
+        with lading.Trainer(plan, graph, model_of(hidden=2048), folder=tmp_path / name) as trainer:
+            for step, batches in enumerate(steps):
+                assert trainer.step(batches[0], lr=rate_of(step)) == plain.step(batches, rate_of(step))[0]
+            assert trainer.experts is not None
+            moved[name] = sum(trainer.experts.moved_bytes.values())
+            for value, expected in plain.values().items():
+                assert same_bits(trainer.value(value), expected), value
+    assert moved["known"] < 0.75 * moved["unknown"]

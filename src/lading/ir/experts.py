@@ -125,6 +125,19 @@ def find_experts(graph: StepGraph, always: Set[int] = frozenset()) -> Routed:
     return Routed(search.routers, search.needs, search.fills, updates)
 
 
+def owned_values(graph: StepGraph, routed: Routed) -> dict[int, frozenset[Expert]]:
+    """Experts of each storage that only they use, as pairs (layer, expert); a step without tokens for them needs none.
+
+    Left out is what an operation uses that always runs, and what operations of different experts use.
+    """
+    owners: dict[int, frozenset[Expert]] = {}
+    for op, (reads, writes) in enumerate(zip(graph.op_reads, graph.op_writes, strict=True)):
+        mine = frozenset((routed.routers[router].layer, expert) for router, expert in routed.needs.get(op, ()))
+        for storage in {*reads, *writes}:
+            owners[storage] = mine if owners.get(storage, mine) == mine else frozenset()
+    return {storage: experts for storage, experts in owners.items() if experts}
+
+
 def _is_table(graph: StepGraph, tensor: Tensor, columns: int) -> bool:
     """Whether a tensor is all of its storage, in order, with so many columns as its last dim."""
     return (

@@ -19,7 +19,7 @@ from itertools import count
 from math import prod
 
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
-from lading.ir.experts import Expert, Routed, Router, find_experts
+from lading.ir.experts import Expert, Routed, Router, find_experts, owned_values
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, Tensor
 from lading.ir.machine import FILE, MEMORY
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, ActionList, Program
@@ -214,6 +214,7 @@ class _GuardWalk:
         stays: dict[int, list[Stay]] = {}
         for stay in self.stays:
             stays.setdefault(stay.storage, []).append(stay)
+        owners = owned_values(self.graph, routed)
         rows: list[ReplayedParameter] = []
         for storage, updates in by_parameter.items():
             experts, ops = routed.needs.get(updates[0]), [self.graph.ops[op] for op in updates]
@@ -223,7 +224,7 @@ class _GuardWalk:
             if experts is None or not alike or not all(can_replay(self.graph, op) for op in ops):
                 continue
             values = {s for op in updates for s in self.graph.op_writes[op]}
-            if all(self._is_at_home(s, stays.get(s, []), experts, routed, actions, chosen_at) for s in values):
+            if all(self._is_at_home(s, stays.get(s, []), experts, owners, routed, actions, chosen_at) for s in values):
                 size = sum(self.graph.storages[s].size_bytes for s in values)
                 rows.append(ReplayedParameter(storage, tuple(updates), experts, size))
         return tuple(rows)
@@ -233,17 +234,15 @@ class _GuardWalk:
         storage: int,
         stays: Iterable[Stay],
         experts: frozenset[Expert],
+        owners: Mapping[int, frozenset[Expert]],
         routed: Routed,
         actions: Mapping[int, Guard],
         chosen_at: tuple[int, ...],
     ) -> bool:
         """Whether a value lies where it does between steps whenever a router may choose its expert."""
-        layers = {(routed.routers[router].layer, expert) for router, expert in experts}
-        for op, (reads, writes) in enumerate(zip(self.graph.op_reads, self.graph.op_writes, strict=True)):
-            if storage in reads or storage in writes:
-                needs = routed.needs.get(op, _NONE)
-                if not needs or {(routed.routers[router].layer, expert) for router, expert in needs} != layers:
-                    return False
+        layers = frozenset((routed.routers[router].layer, expert) for router, expert in experts)
+        if owners.get(storage) != layers:
+            return False
         tier = next((t for t in self.program.tiers if t.name == self.homes.get(storage)), None)
         is_small = self.graph.storages[storage].size_bytes < PAGE_BYTES
         if self.homes.get(storage) != DEVICE and (is_small or tier is None or tier.kind not in (FILE, MEMORY)):
@@ -307,7 +306,7 @@ def replay_bytes(program: Program, guards: Guards) -> int:
 def with_late_reads(program: Program, is_late: Callable[[Router, int], bool]) -> Program:
     """Program in which values of some experts are read behind the router that may choose them, so that it can say no.
 
-    A read stays where it is if what it must come before does not allow it.
+    A read stays where it is if what it must come before does not allow it; one that is there already waits for it.
 
     Args:
         is_late: Whether an expert of a router is one of them.
@@ -332,7 +331,9 @@ def with_late_reads(program: Program, is_late: Callable[[Router, int], bool]) ->
         if stay.start < router < min(stay.ops) and waited.get(stay.start, router) >= router:
             behind.setdefault(router, []).append(stay.start)
             joins[min(stay.ops)] = stay.start
-    return _moved_behind(program, behind, joins) if behind else program
+        elif router < stay.start and not walk.order.before(router, stay.start):
+            joins[stay.start] = router
+    return _moved_behind(program, behind, joins) if behind or joins else program
 
 
 def _moved_behind(program: Program, behind: Mapping[int, list[int]], joins: Mapping[int, int]) -> Program:
@@ -340,7 +341,7 @@ def _moved_behind(program: Program, behind: Mapping[int, list[int]], joins: Mapp
 
     Args:
         behind: Actions that move, by the one that they are to follow.
-        joins: Action that is to wait for one that moves, with it.
+        joins: One more action that an action is to wait for.
     """
     moved = {read: router for router, reads in behind.items() for read in reads}
     order = [n for a in program.actions if a.id not in moved for n in (a.id, *behind.get(a.id, ()))]

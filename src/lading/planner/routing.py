@@ -4,23 +4,37 @@ The share of steps in which an expert gets tokens says how often its part of a P
 router can be left out, and then the expert's updates can be left to the step that needs them
 (``lading.memory.guards``); but it is waited for where the expert is chosen after all. So experts that are seldom
 chosen are read late, and others ahead as ever: of a few bounds between the two, that with the shortest expected step.
+
+Experts differ only by how often they are chosen, which the search for a plan does not know: it counts every move as
+certain, and where its plan moves an expert's values within a step they cannot be left out. So a second kind of plan is
+tried: it keeps the experts chosen most often, of all layers, as many as there is room for, and has the values of all
+others wait on a lower tier, between steps or whenever they are unused. With shares p, that moves p bytes of one of a
+seldom chosen expert where the first kind moves it in every step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from lading.errors import ConfigError, check_type
-from lading.ir.action import DEVICE
-from lading.ir.experts import Expert, Router
-from lading.ir.machine import Machine
-from lading.ir.plan import Plan
-from lading.ir.program import Program
+from lading.errors import ConfigError, PlanInfeasible, check_type
+from lading.ir.action import DEVICE, ActionKind
+from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_values
+from lading.ir.graph import StepGraph
+from lading.ir.host_speed import READ, WRITE
+from lading.ir.machine import HostSpeed, Machine
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
+from lading.memory.lifetime import Lifetimes, gaps, is_movable
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
+from lading.planner.api import POLICIES, Planned
+from lading.planner.policies import Policy
 from lading.sim.device_step import simulate, step_times
 from lading.units import format_bytes, format_seconds
 
@@ -28,11 +42,22 @@ from lading.units import format_bytes, format_seconds
 EXPERTS = "experts"
 #: Shares of steps below which experts are read late, tried in turn.
 _BOUNDS = (0.0, 0.5, 0.9)
-#: Steps that stand for all: in each, the experts with a larger share than this get tokens.
-_QUANTILES = (0.125, 0.375, 0.625, 0.875)
+#: A gap of fewer operations is no time to go away.
+_LEAST_OPS = 10
+#: Steps that stand for all, and by how much the next expert's places among them are shifted: in each, experts get
+#: tokens whose share is larger than their place. The golden ratio spreads the places of any number of experts.
+_STEPS, _SHIFT = 8, 0.6180339887498949
+#: Least share of steps that transfers are scheduled for.
+_LEAST_SHARE = 0.05
 
 #: For each router of a micro-batch, by its module, the share of steps in which each expert gets tokens.
 Shares = Mapping[str, Sequence[float]]
+
+
+class Maker(Protocol):
+    """Plans a step by a policy, within a budget of the device, for a machine."""
+
+    def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned: ...
 
 
 def check_experts(experts: bool | Shares, machine: Machine, ranks: int, *, compile: bool) -> None:
@@ -50,25 +75,137 @@ def check_experts(experts: bool | Shares, machine: Machine, ranks: int, *, compi
         raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
 
 
-def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares, allowed_bytes: int) -> Plan:
-    """Copy of a plan whose step leaves out experts without tokens.
+def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine: Machine, shares: Shares) -> Planned:
+    """Plan a step that leaves out experts without tokens: the plan whose step is expected to be the shortest.
+
+    That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
+    often in memory and has all others wait on the nearest tier (``kept_experts``).
 
     Args:
-        program: The plan's.
+        make: Plans the step by a policy, within a budget of the device, for a machine.
         shares: What is known of the routers; of others every step is expected to need every expert.
-        allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
 
     Raises:
         ConfigError: the step has no experts, or ``shares`` are of other ones.
+        PlanInfeasible: as ``make``.
     """
-    guards = find_guards(program)
-    if not guards.actions:
-        raise ConfigError(
-            "experts: expected outputs multiplied by the columns of a router's weights, which torch.scatter puts into "
-            "zeros along the last dim, found none in this step; plan without experts"
+    first = make(policy, budget, machine)
+    allowed_bytes = first.plan.budgets[DEVICE]
+    known = _checked(shares, first.program)
+    plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, first)]
+    if shares and policy == POLICIES[-1]:
+        plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
+    each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
+    return min(each, key=lambda made: made[0])[1]
+
+
+def _with_room(make: Callable[[int], Planned], allowed_bytes: int, made: Planned | None = None) -> Planned:
+    """Plan a step such that its budget has room to make up for updates."""
+    made = made or make(allowed_bytes)
+    more = _more_bytes(made.program)
+    return make(allowed_bytes - more) if more else made
+
+
+@dataclass(frozen=True)
+class _KeptExperts:
+    """Planner of steps that keep the experts chosen most often.
+
+    Such a step has every move in it, so that it can be run whoever is chosen, but few of them come: transfers are
+    scheduled as if the tier were as much faster as its moves are seldom. Else a write would wait for its turn behind
+    writes that do not come, until the next step has begun, and could not be left out.
+
+    Attributes:
+        shares: Shares of steps of every router.
+        first: Plan of a policy that does not know them.
+    """
+
+    make: Maker
+    machine: Machine
+    shares: Shares
+    first: Planned
+    allowed_bytes: int
+
+    def plans(self) -> Iterator[Planned]:
+        """Yield plans in which the others' values wait whenever they are unused, and between steps only."""
+        tier = next((name for name, size in self.first.plan.budgets.items() if name != DEVICE and size), None)
+        graph = self.first.program.graph
+        sizes = _expert_bytes(graph)
+        if tier is None or not sizes:
+            return
+        for least_ops in (_LEAST_OPS, len(graph.ops)):
+            count = len(sizes)
+            while count >= 0:
+                try:
+                    yield self._plan(tier, count, least_ops)
+                    break
+                except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
+                    count -= max(1, error.missing_bytes * len(sizes) // sum(sizes.values()))
+
+    def _plan(self, tier: str, count: int, least_ops: int) -> Planned:
+        """Plan with so many experts kept; asked for as the first plan was."""
+        graph, names = self.first.program.graph, layer_names(find_routers(self.first.program.graph))
+        shares = {e: max(self.shares[names[layer]][number] for layer, number in e) for e in _expert_bytes(graph)}
+        fetched = sorted(shares.values())[: len(shares) - count]
+        often = max(_LEAST_SHARE, sum(fetched) / len(fetched)) if fetched else 1.0
+        speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
+        make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops))
+        made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes)
+        mine, asked = made.plan, self.first.plan
+        predictions = dataclasses.replace(
+            asked.predictions, peaks=mine.predictions.peaks, bytes_by_role=mine.predictions.bytes_by_role
         )
-    known = _checked(shares, guards)
-    tried = [_made(program, machine, known, bound) for bound in (_BOUNDS if shares else _BOUNDS[:1])]
+        plan = dataclasses.replace(mine, request=asked.request, predictions=predictions)
+        return dataclasses.replace(made, plan=plan)
+
+
+def _expert_bytes(graph: StepGraph) -> dict[frozenset[Expert], int]:
+    """Bytes of the parameters and states of each expert, as a pair (layer, expert)."""
+    sizes: dict[frozenset[Expert], int] = {}
+    for storage, experts in owned_values(graph, find_experts(graph)).items():
+        if storage in graph.persistent:
+            sizes[experts] = sizes.get(experts, 0) + graph.storages[storage].size_bytes
+    return sizes
+
+
+def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _LEAST_OPS) -> Policy:
+    """Policy that keeps the values of the experts chosen most often in memory; those of others wait while unused.
+
+    Args:
+        shares: Shares of steps of every router.
+        tier: Tier that the others' values wait on.
+        count: Experts that are kept, of all layers together.
+        least_ops: Operations between two uses within a step, of more of which the others' values go away, too.
+    """
+
+    def often_chosen_experts(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        routed = find_experts(graph)
+        names = layer_names(routed.routers)
+        owners = owned_values(graph, routed)
+        share = {each: max(shares[names[layer]][expert] for layer, expert in each) for each in owners.values()}
+        kept = set(sorted(share, key=lambda each: (-share[each], sorted(each)))[:count])
+        return {
+            (gap.storage, gap.start): tier
+            for gap in gaps(graph, lives)
+            if gap.storage in graph.persistent
+            and gap.storage in owners
+            and owners[gap.storage] not in kept
+            and (gap.wraps or gap.end - gap.start > least_ops)
+            and is_movable(graph, gap.storage, PAGE_BYTES)
+        }
+
+    return often_chosen_experts
+
+
+def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes: int) -> tuple[float, Planned]:
+    """Let the step of a plan leave out experts without tokens; returns the seconds that it is expected to take, too.
+
+    Args:
+        shares: Shares of steps of every router.
+        allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
+    """
+    plan, program = made.plan, made.program
+    is_known = any(share < 1 for row in shares.values() for share in row)
+    tried = [_made(program, machine, shares, bound) for bound in (_BOUNDS if is_known else _BOUNDS[:1])]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
@@ -80,16 +217,17 @@ def with_experts(plan: Plan, program: Program, machine: Machine, shares: Shares,
     predictions = dataclasses.replace(
         before, step_s=timeline.duration_s, peaks=peaks, actions=action_times(timeline.events)
     )
-    return dataclasses.replace(
+    plan = dataclasses.replace(
         plan,
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
         request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
-        assumptions=(*plan.assumptions, _sentence(guards, expected_s, room)),
+        assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room)),
     )
+    return expected_s, dataclasses.replace(made, plan=plan, program=chosen)
 
 
-def more_bytes(program: Program) -> int:
+def _more_bytes(program: Program) -> int:
     """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room."""
     room = max(0, replay_bytes(program, find_guards(with_late_reads(program, _always))) - program.workspace_bytes)
     return room if program.predicted_bytes + room > program.budgets[DEVICE] else 0
@@ -99,17 +237,30 @@ def _always(router: Router, expert: int) -> bool:
     return True
 
 
-def _sentence(guards: Guards, expected_s: float, room: int) -> str:
-    experts = sum(router.experts for router in guards.routers if router.micro_batch == 0)
+def _sentence(program: Program, guards: Guards, expected_s: float, room: int) -> str:
+    moved = {action.storage for action in program.actions if action.kind is ActionKind.MOVE}
+    owners = owned_values(program.graph, find_experts(program.graph))
+    away = {experts for storage, experts in owners.items() if storage in moved and storage in program.graph.persistent}
+    count = sum(router.experts for router in guards.routers if router.micro_batch == 0)
     return (
-        f"{experts} experts are left out of steps that choose them for no token: a step is expected to take "
-        f"{format_seconds(expected_s)}; updates of {len(guards.replayed)} parameters are made up for later, in "
-        f"{format_bytes(room)}; numbers are plain PyTorch's as long as no expert's are infinite or NaN"
+        f"{count} experts are left out of steps that choose them for no token, {count - len(away)} stay in memory: a "
+        f"step is expected to take {format_seconds(expected_s)}; updates of {len(guards.replayed)} parameters are made "
+        f"up for later, in {format_bytes(room)}; numbers are plain PyTorch's as long as no expert's are infinite or NaN"
     )
 
 
-def _checked(shares: Shares, guards: Guards) -> Shares:
-    """Shares for every router; 1 where nothing is known."""
+def _checked(shares: Shares, program: Program) -> Shares:
+    """Shares for every router; 1 where nothing is known.
+
+    Raises:
+        ConfigError: the step has no experts, or these are shares of others.
+    """
+    guards = find_guards(program)
+    if not guards.actions:
+        raise ConfigError(
+            "experts: expected outputs multiplied by the columns of a router's weights, which torch.scatter puts into "
+            "zeros along the last dim, found none in this step; plan without experts"
+        )
     names = layer_names(guards.routers)
     known = {names[router.layer]: [1.0] * router.experts for router in guards.routers}
     if unknown := sorted(set(shares) - set(known)):
@@ -145,7 +296,8 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     def share(expert: Expert) -> float:
         return shares[names[guards.routers[expert[0]].layer]][expert[1]]
 
-    steps = [frozenset(e for e in guards.all_experts() if share(e) > quantile) for quantile in _QUANTILES]
+    places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
+    steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
     each_s = {used: step_times(program, machine, left_out=guards.left_out(used))[0] for used in dict.fromkeys(steps)}
     made_up_s, homes = 0.0, home_tiers(program)
     tiers = {tier.name: 1 / tier.read_bytes_per_s + 1 / tier.write_bytes_per_s for tier in machine.tiers}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lading import host_watch
+from lading import host_watch, replanning
 from lading.config import RunConfig, load_run
 from lading.host_watch import speed_words
 from lading.ir.machine import HostSpeed, Machine
@@ -71,7 +71,7 @@ def test_a_run_is_planned_again_between_two_steps_and_keeps_its_numbers(
 
     monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
     monkeypatch.setattr(host_watch, "_SAVED", -1e9)
-    monkeypatch.setattr(host_watch, "_plan_apart", plan_here)
+    monkeypatch.setattr(replanning, "plan_apart", plan_here)
     capsys.readouterr()
     result = train_run(again)
     losses, plans = metrics(tmp_path / "again")
@@ -101,7 +101,7 @@ def test_why_no_other_plan_was_made_is_said(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_watch, "_WORTH_S", 0.0)
-    monkeypatch.setattr(host_watch, "_PLAN", "import sys; sys.exit('no plan today')")
+    monkeypatch.setattr(replanning, "_PLAN", "import sys; sys.exit('no plan today')")
     train_run(dataclasses.replace(asked, out=str(tmp_path / "out")))
     said = one_line("".join(capsys.readouterr()))
     assert "in vain: no plan today; the run keeps its plan" in said

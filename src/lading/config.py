@@ -329,6 +329,8 @@ class MemoryConfig:
             the tier is a file, else of its capacity. A tier that is not named may be filled.
         policy: Name of the planner's policy.
         folder: Folder for the swap file of a tier without a location; "" for the run's own ``out`` folder.
+        experts: Leave out of each step the experts that no token chose, and plan again when others are chosen than
+            before. On one CPU, without ``optimization.compile``.
     """
 
     budget: str | int | float
@@ -336,6 +338,7 @@ class MemoryConfig:
     budgets: dict[str, str | int | float] = field(default_factory=lambda: {})
     policy: str = "residency"
     folder: str = ""
+    experts: bool = False
 
     def __post_init__(self) -> None:
         share_or_bytes(self.disk_budget, 1, "disk_budget")

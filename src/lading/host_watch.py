@@ -8,21 +8,13 @@ at the same speed. Numbers stay the same, as those of any two plans do.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
+from lading import replanning
 from lading.catalog.load import machine_from_dict
-from lading.config import run_from_dict, run_to_dict
 from lading.ir.host_speed import OTHERS, PRODUCTS, READ, measured_speed
-from lading.ir.machine import HostSpeed, Machine
-from lading.ir.plan import Plan
+from lading.ir.machine import HostSpeed
 from lading.ir.timeline import Timeline
-from lading.memory.restore import restore_program
 from lading.run import Prepared
 from lading.trainer import Trainer
 from lading.units import format_seconds
@@ -34,9 +26,6 @@ _TOLD = 0.15
 #: Seconds of training ahead below which a plan, which takes tens of them, is not made again; share of a step that it
 #: has to save.
 _WORTH_S, _SAVED = 300.0, 0.03
-#: Seconds that the process which plans may take.
-_PLANNING_S = 600.0
-_PLAN = "import sys; sys.path[:] = {path!r}; from lading.host_watch import plan_for; plan_for(sys.argv[1])"
 
 
 class HostWatch:
@@ -92,16 +81,13 @@ class HostWatch:
         started, before = time.perf_counter(), self.prepared
         now = machine_from_dict(before.plan.request.machine_table, "the plan's machine").at_speed(speed)
         now_s = job_step_s([before.program], now)
-        plan = _plan_apart(before, now)
+        plan = replanning.plan_apart(before, now)
         took = format_seconds(time.perf_counter() - started)
         if isinstance(plan, str):
             return f"tried for {took} to plan again for this speed, in vain: {plan}; the run keeps its plan"
         if plan.step_s > (1 - _SAVED) * now_s:
             return f"planned again for this speed in {took}, which saves nothing: {format_seconds(now_s)} are predicted"
-        self.prepared = dataclasses.replace(before, plan=plan, program=restore_program(plan, before.step.graph, now))
-        self._trainer.pause()
-        self._trainer.resume(plan, before.step.captured, others=before.step.others)
-        plan.save(Path(before.run.out) / "plan.json")  # of the steps that reports are about from now on
+        self.prepared = replanning.go_on_by(plan, before, now, self._trainer)
         return (
             f"planned again for this speed in {took}, step predicted {format_seconds(now_s)} -> "
             f"{format_seconds(plan.step_s)}"
@@ -117,30 +103,3 @@ def speed_words(speed: HostSpeed) -> str:
         factors[f"{'reads' if way == READ else 'writes'} of the {tier}"] = factor
     told = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
     return f"beside the machine file, {', '.join(told)} times as long" if told else ""
-
-
-def _plan_apart(before: Prepared, machine: Machine) -> Plan | str:
-    """Plan a run for another machine in a process of its own; returns why there is no plan where there is none."""
-    budgets = dict(before.plan.budgets)
-    memory = dataclasses.replace(before.run.memory, budget=budgets.pop("device")).with_tier_budgets(budgets)
-    run = dataclasses.replace(before.run, memory=memory)
-    with tempfile.TemporaryDirectory(prefix="lading-") as folder:
-        asked, made = Path(folder) / "asked.json", Path(folder) / "plan.json"
-        table = dataclasses.asdict(machine)
-        asked.write_text(json.dumps({"run": run_to_dict(run), "machine": table, "out": str(made)}))
-        command = [sys.executable, "-P", "-c", _PLAN.format(path=sys.path), str(asked)]
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_PLANNING_S)
-        except (subprocess.TimeoutExpired, OSError) as error:
-            return f"{error}"
-        said = done.stderr.strip().splitlines()
-        return Plan.load(made) if done.returncode == 0 else (said[-1] if said else f"it ended with {done.returncode}")
-
-
-def plan_for(path: str) -> None:
-    """Plan the run that a file asks for; run by the process that plans apart from a run that trains."""
-    from lading.prepare import plan_run
-
-    asked = json.loads(Path(path).read_text())
-    machine = machine_from_dict(asked["machine"], "the machine as it is now")
-    plan_run(run_from_dict(asked["run"]), machine).plan.save(Path(asked["out"]))

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from lading.checkpoint.staging import staged_bytes
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import RunConfig, run_to_dict
 from lading.cost.compute import op_costs, send_s
-from lading.errors import ConfigError, PlanInfeasible, StorageError, check_type
+from lading.errors import ConfigError, PlanInfeasible, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.action import DEVICE
@@ -39,18 +38,15 @@ from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.stage_cuts import narrow_cuts
-from lading.ir.together import one_after_another, together
+from lading.ir.together import together
 from lading.ir.update_ops import grouped
+from lading.kernel_scratch import KernelScratch, memory_by_turns, memory_of_kernels
 from lading.memory.restore import of_each_rank, pipeline_of, programs_of, step_of
 from lading.optim.moment_rule import MomentRule
 from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, checked_rule
 from lading.planner.api import (
-    KEPT_BYTES,
-    OTHER_OPS,
-    SAVE_BYTES,
-    SPARE_BYTES,
     STAGING_BYTES,
     InMemory,
     Planned,
@@ -66,14 +62,10 @@ from lading.planner.policies import Policy
 from lading.planner.routing import Shares, check_experts, plan_experts
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
-from lading.runtime.cuda import Cuda
 from lading.runtime.gathering import gathering_bytes
 from lading.runtime.host import host_id
-from lading.runtime.kernel_calls import workspace_of
-from lading.runtime.kernel_memory import kernel_memory
 from lading.runtime.value_layout import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
-from lading.runtime.workspace import measured_workspace
 from lading.staging_layout import planned_staging_bytes
 from lading.units import format_bytes, parse_bytes, share_of, share_or_bytes
 
@@ -296,7 +288,7 @@ class _LayoutPlanner:
         steps = [step_of(each, self.machine, **self.moved, layout=layout, choices=part) for each in captures]
         step, *rest = together(steps)
         with planning_progress(after_s=_QUICK_S) as progress:
-            memory, others_scratch = _memory_by_turns(step, rest, self.machine, progress)
+            memory, others_scratch = memory_by_turns(step, rest, self.machine, progress)
             planned = cached_plan(
                 step,
                 self.machine,
@@ -512,6 +504,7 @@ def plan_run(
     *,
     devices: int = 0,
     cache: bool = False,
+    shares: Shares = MappingProxyType({}),
     progress: PlanProgress = SILENT,
 ) -> Prepared:
     """Plan a run for its machine, or for ``machine``; in a job of several ranks the first does, for all.
@@ -520,6 +513,7 @@ def plan_run(
         step: Captured step of this run, or of one that differs in memory at most; None captures it now.
         devices: Ranks of a job to be started later; 0 for those of this one, or of the run's layout.
         cache: Whether to take the plan from the user's cache folder, and to keep it there (``planner.cache``).
+        shares: Shares of steps in which experts get tokens, of a run that leaves them out, as far as they are known.
         progress: Receives what is being done, for people.
     """
     ranks = parse_layout(run.layout, devices).devices if num_ranks()[0] == 1 else num_ranks()[0]
@@ -530,31 +524,57 @@ def plan_run(
     step = step or capture_run(run, machine)
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
+    check_experts(run.memory.experts, machine, ranks, compile=run.optimization.compile)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
-    memory, others = _memory_by_turns(step.graph, rest, machine, progress)
-    planned = cached_plan(
-        step.graph,
-        machine,
-        folder=cache_folder() if cache else None,
-        progress=progress,
-        others=others,
-        budget=run.memory.budget,
-        budgets=run.memory.tier_budgets(
-            {tier.name: _whole_bytes(tier, run) for tier in machine.tiers}, machine.swap_tier
-        ),
-        policy=run.memory.policy,
-        expansion={
-            "clip_norm": run.optimization.clip_norm,
-            "master_weights": float(has_masters(run)),
-            "compile": float(run.optimization.compile),
-            **memory.settings(_run_save_bytes(run, step.graph, machine)),
-            **_staging(run, step, machine),
-        },
-        workspace_bytes=memory.scratch_bytes,
-    )
+    memory, others = memory_by_turns(step.graph, rest, machine, progress)
+    make = _RunPlanner(run, step, memory, others, progress, cache)
+    if run.memory.experts:
+        planned = plan_experts(make, run.memory.policy, run.memory.budget, machine, shares)
+    else:
+        planned = make(run.memory.policy, run.memory.budget, machine)
     moved = run.optimization
     made = _told(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
     return Prepared(run, step, made, planned.program)
+
+
+@dataclass(frozen=True)
+class _RunPlanner:
+    """Planner of a captured run on one device.
+
+    Attributes:
+        memory: Memory of its kernels.
+        others: Its further steps, each with the scratch of its operations.
+        cache: As of ``plan_run``.
+    """
+
+    run: RunConfig
+    step: CapturedRun
+    memory: KernelScratch
+    others: Sequence[tuple[StepGraph, Sequence[int]]]
+    progress: PlanProgress
+    cache: bool
+
+    def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
+        """Plan the run by a policy, within a budget of the device, for a machine."""
+        run, whole = self.run, {tier.name: _whole_bytes(tier, self.run) for tier in machine.tiers}
+        return cached_plan(
+            self.step.graph,
+            machine,
+            folder=cache_folder() if self.cache else None,
+            progress=self.progress,
+            others=self.others,
+            budget=budget,
+            budgets=run.memory.tier_budgets(whole, machine.swap_tier),
+            policy=policy,
+            expansion={
+                "clip_norm": run.optimization.clip_norm,
+                "master_weights": float(has_masters(run)),
+                "compile": float(run.optimization.compile),
+                **self.memory.settings(_run_save_bytes(run, self.step.graph, machine)),
+                **_staging(run, self.step, machine),
+            },
+            workspace_bytes=self.memory.scratch_bytes,
+        )
 
 
 def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: int, *, cache: bool) -> Prepared:
@@ -606,7 +626,7 @@ def run_in_memory(run: RunConfig, machine: Machine, step: CapturedRun, devices: 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
     """Plan a captured run for ``machine`` without a search; budgets are the run's, those of tiers in bytes."""
-    memory = _kernel_memory(step.graph, machine)
+    memory = memory_of_kernels(step.graph, machine)
     return sketch_plan(
         step.graph,
         machine,
@@ -617,37 +637,9 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
     )
 
 
-@dataclass(frozen=True)
-class _KernelMemory:
-    """Memory that a step's kernels take beside its tensors, measured or worked out.
-
-    Attributes:
-        scratch_bytes: Bytes of each operation while it runs, in program order.
-        kept_bytes: Bytes that stay in the process once the step has run; None where that was not measured.
-        spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
-        assumption: Sentence on what was not measured; "" where all was.
-        other_ops: Operations of other steps that the process is ready to run too.
-    """
-
-    scratch_bytes: Sequence[int]
-    kept_bytes: int | None = None
-    assumption: str = ""
-    spare_bytes: int = 0
-    other_ops: int = 0
-
-    def settings(self, save_bytes: int) -> dict[str, float]:
-        """Settings of a plan that counts what stays, and ``save_bytes`` that saving takes."""
-        saving = {SAVE_BYTES: float(save_bytes)}
-        if self.other_ops:
-            saving[OTHER_OPS] = float(self.other_ops)
-        if self.kept_bytes is None:
-            return saving
-        return {KEPT_BYTES: float(self.kept_bytes), SPARE_BYTES: float(self.spare_bytes), **saving}
-
-
 def _told(
     plan: Plan,
-    memory: _KernelMemory,
+    memory: KernelScratch,
     captured: StepGraph,
     optimizer: ParameterRule,
     matrices: Matrices | None,
@@ -675,22 +667,6 @@ def _told(
     return dataclasses.replace(plan, request=request, layout=str(layout))
 
 
-def _memory_by_turns(
-    step: StepGraph, rest: Sequence[StepGraph], machine: Machine, progress: PlanProgress
-) -> tuple[_KernelMemory, list[tuple[StepGraph, Sequence[int]]]]:
-    """Kernels' memory of a process that runs several steps by turns; returns the others with the scratch of each, too.
-
-    All are measured together, as what one leaves behind serves the next.
-    """
-    memory = _kernel_memory(one_after_another([step, *rest]), machine, progress)
-    if not rest:
-        return memory, []
-    scratch, largest = iter(memory.scratch_bytes), max(memory.scratch_bytes, default=0)
-    mine, *others = ([largest, *list(islice(scratch, len(each.ops)))[1:]] for each in (step, *rest))
-    memory = dataclasses.replace(memory, scratch_bytes=mine, other_ops=sum(len(each.ops) for each in rest))
-    return memory, list(zip(rest, others, strict=True))
-
-
 def _with_threads(machine: Machine, here: int, threads: int = 0) -> Machine:
     """Make the machine of processes with so many threads, or those of this one where it is one of those that train.
 
@@ -701,28 +677,6 @@ def _with_threads(machine: Machine, here: int, threads: int = 0) -> Machine:
     if not threads and (here == 1 or num_ranks()[0] > 1):
         threads = torch.get_num_threads()
     return machine.with_threads(threads)
-
-
-def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:
-    """Measure kernels' memory where the machine is this host; else work it out from the bindings of the operations."""
-    kind, here = machine.device.kind, machine.host_id == host_id()
-    if kind == "cuda" and here and torch.cuda.is_available():
-        return _KernelMemory(measured_workspace(graph, Cuda()))
-    if kind != "cpu" or not here:
-        return _KernelMemory(workspace_of(graph, kind))
-    progress.update(0.0, "measuring what kernels take beside tensors")
-    plans = cache_folder()
-    try:
-        measured = kernel_memory(
-            graph, machine.device.num_threads or torch.get_num_threads(), cache=plans and plans.with_name("kernels")
-        )
-    except StorageError as error:
-        said = f"memory of kernels beside tensors is worked out by cause, not measured: {error}"
-        return _KernelMemory(workspace_of(graph), assumption=said)
-    names = ", ".join(measured.unmeasured)
-    said = f"scratch of {names} is worked out from shapes, as they could not be run by themselves" if names else ""
-    scratch = (measured.workspace_bytes, *measured.scratch_bytes[1:])  # of which plans ask for the largest
-    return _KernelMemory(scratch, measured.kept_bytes, said, measured.spare_bytes)
 
 
 def _save_bytes(graph: StepGraph, machine: Machine, layout: Layout = ALONE) -> int:

@@ -49,6 +49,7 @@ from lading.resuming import (
     resumed_path,
     resuming_words,
 )
+from lading.routing_watch import RoutingWatch
 from lading.run import (
     Prepared,
     build,
@@ -252,7 +253,9 @@ def _trained(
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
-        watch = HostWatch(prepared, trainer, plans=plans and freezer is None and ranks.count == 1)
+        plans = plans and freezer is None and ranks.count == 1
+        # A step that leaves out experts is another one each time, so it says little of the host.
+        watch = (RoutingWatch if prepared.plan.leaves_out_experts else HostWatch)(prepared, trainer, plans=plans)
         try:
             stop, mine = _loop(trainer, data, meta, validation, freezer, watch, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
@@ -344,7 +347,7 @@ def _loop(
     meta: Mapping[str, Any],
     validation: _Validation | None,
     freezer: _Freezer | None,
-    watch: HostWatch,
+    watch: HostWatch | RoutingWatch,
     loggers: Sequence[Logger],
     ranks: RunRanks,
 ) -> tuple[StopRequest, RankTimeline | None]:
@@ -394,8 +397,11 @@ def _loop(
     return stop, mine
 
 
-def _plan_again(freezer: _Freezer | None, watch: HostWatch, steps_left: int, progress: Progress) -> None:
-    """Plan again between two steps where layers froze or the host takes another time, and show what comes of it."""
+def _plan_again(freezer: _Freezer | None, watch: HostWatch | RoutingWatch, steps_left: int, progress: Progress) -> None:
+    """Plan again between two steps where layers froze, the host takes another time or other experts are chosen.
+
+    What comes of it is shown.
+    """
     for words in ("" if freezer is None else freezer.advance(), watch.advance(steps_left)):
         if words:
             progress.note(fitted(words))

@@ -1,0 +1,130 @@
+"""A run leaves out experts without tokens, counts who was chosen, and is planned again for those."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lading import replanning, routing_watch
+from lading.cli.main import main
+from lading.config import RunConfig, load_run
+from lading.errors import ConfigError
+from lading.ir.machine import Machine
+from lading.ir.plan import Plan
+from lading.prepare import plan_run
+from lading.report.metrics import read_metrics
+from lading.routing_watch import Shares, difference
+from lading.run import Prepared
+from lading.train import train_run
+from tests.runs import write_run
+
+#: Eight experts of which two tokens a step choose few.
+SETTINGS = (
+    'model={name="moe", sizes={dim=32, num_layers=1, num_heads=2, num_kv_heads=2, hidden_dim=256, num_experts=8, '
+    "num_active=1}}",
+    "data.batch_size=1", "data.sequence_length=2", "optimization.accumulation=1", "optimization.steps=7",
+    "memory.budget=97%",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return load_run(write_run(tmp_path_factory.mktemp("run")), SETTINGS)
+
+
+def run_in(asked: RunConfig, out: Path, *, experts: bool) -> RunConfig:
+    return dataclasses.replace(asked, out=str(out), memory=dataclasses.replace(asked.memory, experts=experts))
+
+
+def metrics(out: Path) -> tuple[list[float], list[str]]:
+    """Losses, and the plan of each step."""
+    records = list(read_metrics(out / "metrics.jsonl"))
+    return [record["loss"] for record in records], [record["plan"] for record in records]
+
+
+def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = run_in(asked, tmp_path / "every", experts=False)
+    train_run(dataclasses.replace(every, memory=dataclasses.replace(every.memory, budget="100%", policy="keep-all")))
+    seen: list[Shares] = []
+
+    def plan_here(before: Prepared, machine: Machine, shares: Shares) -> Plan:
+        seen.append(shares)
+        memory = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"])
+        return plan_run(dataclasses.replace(before.run, memory=memory), machine, shares=shares).plan
+
+    monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
+    monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(routing_watch, "_SAVED", -1e9)
+    monkeypatch.setattr(replanning, "plan_apart", plan_here)
+    capsys.readouterr()
+    train_run(run_in(asked, tmp_path / "chosen", experts=True))
+    said = " ".join("".join(capsys.readouterr()).split())
+    losses, plans = metrics(tmp_path / "chosen")
+    assert losses == metrics(tmp_path / "every")[0]
+    assert len(set(plans[:4])) == 1
+    assert plans[4] != plans[3], said
+    assert "other experts are chosen than were planned for; planned again in" in said
+    assert Plan.load(tmp_path / "chosen" / "plan.json").fingerprint == plans[-1]
+    assert all(0 < sum(row) <= 2 for row in seen[0].values())  # two tokens choose at most two experts in a step
+
+
+def test_a_run_is_planned_again_only_where_others_are_chosen() -> None:
+    assert difference({"a": [1.0, 0.5]}, {}) == 0.25
+    assert difference({"a": [1.0, 0.5], "b": [0.0, 0.0]}, {"a": [0.5, 0.5], "b": [0.2, 0.0]}) == pytest.approx(0.175)
+    assert difference({}, {}) == 0.0
+
+
+class Counting:
+    """Trainer that has counted, and runs no step."""
+
+    def __init__(self) -> None:
+        from lading.runtime.replays import ExpertCounts
+
+        self.experts = ExpertCounts()
+
+    def steps(self, number: int, *chosen: int) -> None:
+        self.experts.steps += number
+        row = self.experts.chosen.setdefault("router", [0, 0])
+        for expert in chosen:
+            row[expert] += number
+
+
+def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = Counting()
+    planned: list[Shares] = []
+
+    def in_vain(self: Any, shares: Shares) -> str:
+        planned.append(shares)
+        return "in vain"
+
+    monkeypatch.setattr(routing_watch.RoutingWatch, "_planned_again", in_vain)
+    watch = routing_watch.RoutingWatch(None, trainer, plans=True)  # type: ignore[arg-type]
+    trainer.steps(31, 0)
+    assert not watch.advance(10**12)
+    trainer.steps(1, 0)
+    assert watch.advance(10**12) == "in vain"
+    trainer.steps(32, 0)
+    assert not watch.advance(10**12)  # as before
+    trainer.steps(32, 1)
+    assert not watch.advance(0)  # nothing left to train
+    trainer.steps(32, 1)
+    assert watch.advance(10**12) == "in vain"
+    assert planned == [{"router": [1.0, 0.0]}, {"router": [0.0, 1.0]}]
+    fixed = routing_watch.RoutingWatch(None, trainer, plans=False)  # type: ignore[arg-type]
+    assert not fixed.advance(10**12)
+
+
+def test_what_cannot_leave_out_experts_is_refused(asked: RunConfig, tmp_path: Path) -> None:
+    wanted = run_in(asked, tmp_path / "out", experts=True)
+    fused = dataclasses.replace(wanted, optimization=dataclasses.replace(wanted.optimization, compile=True))
+    with pytest.raises(ConfigError, match="experts: expected one CPU without compiled regions, got compile=True"):
+        plan_run(fused)
+    file = write_run(tmp_path)
+    settings = [f"out={tmp_path / 'dense'}", "memory.experts=true"]
+    assert main(["train", str(file), *settings]) == 2
+    assert main(["train", str(file), "memory.experts=often"]) == 2

@@ -166,7 +166,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
-    check_experts(experts, machine, spread.devices, compile=compile)
+    check_experts(experts, graph, machine, spread.devices, compile=compile)
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     staged = stage_saves and machine.device.kind == "cpu"
@@ -524,7 +524,7 @@ def plan_run(
     step = step or capture_run(run, machine)
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
-    check_experts(run.memory.experts, machine, ranks, compile=run.optimization.compile)
+    check_experts(run.memory.experts, step.captured, machine, ranks, compile=run.optimization.compile)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
     memory, others = memory_by_turns(step.graph, rest, machine, progress)
     make = _RunPlanner(run, step, memory, others, progress, cache)

@@ -47,6 +47,10 @@ _LEAST_OPS = 10
 #: Steps that stand for all, and by how much the next expert's places among them are shifted: in each, experts get
 #: tokens whose share is larger than their place. The golden ratio spreads the places of any number of experts.
 _STEPS, _SHIFT = 8, 0.6180339887498949
+_NO_EXPERTS = (
+    "experts: expected outputs multiplied by the columns of a router's weights, which torch.scatter puts into zeros "
+    "along the last dim, found none in this step; plan without experts"
+)
 #: Least share of steps that transfers are scheduled for.
 _LEAST_SHARE = 0.05
 
@@ -60,8 +64,11 @@ class Maker(Protocol):
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned: ...
 
 
-def check_experts(experts: bool | Shares, machine: Machine, ranks: int, *, compile: bool) -> None:
-    """Refuse experts where they cannot be left out.
+def check_experts(experts: bool | Shares, graph: StepGraph, machine: Machine, ranks: int, *, compile: bool) -> None:
+    """Refuse experts where they cannot be left out, before anything is planned.
+
+    Args:
+        graph: Captured micro-batch.
 
     Raises:
         ConfigError: says where.
@@ -73,6 +80,8 @@ def check_experts(experts: bool | Shares, machine: Machine, ranks: int, *, compi
     if machine.device.kind != "cpu" or ranks > 1 or compile:
         found = "several ranks" if ranks > 1 else "compile=True" if compile else f"a {machine.device.kind!r} device"
         raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
+    if not find_routers(graph):
+        raise ConfigError(_NO_EXPERTS)
 
 
 def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine: Machine, shares: Shares) -> Planned:
@@ -257,10 +266,7 @@ def _checked(shares: Shares, program: Program) -> Shares:
     """
     guards = find_guards(program)
     if not guards.actions:
-        raise ConfigError(
-            "experts: expected outputs multiplied by the columns of a router's weights, which torch.scatter puts into "
-            "zeros along the last dim, found none in this step; plan without experts"
-        )
+        raise ConfigError(_NO_EXPERTS)
     names = layer_names(guards.routers)
     known = {names[router.layer]: [1.0] * router.experts for router in guards.routers}
     if unknown := sorted(set(shares) - set(known)):

@@ -74,6 +74,13 @@ _MODES = (
     (r"^recompute(?: (?:layers?|blocks?|granularity full))?(?: (?:true|on|yes))?$|^checkpoint ?blocks?$", "full"),
     (r"^checkpoint wrapper|^remat\b|^save (?:qkv|out|query|value) |^qkv proj offloaded", "full"),
 )
+#: (words of a row's software, where it is written): software that recomputes every block unless it is told otherwise.
+_RECOMPUTES: tuple[tuple[str, str], ...] = (
+    (r"llama-?factory", "LLaMA-Factory hparams/model_args.py: disable_gradient_checkpointing is False by default"),
+    (r"\bunsloth\b(?! off)", 'Unsloth\'s notebooks: use_gradient_checkpointing="unsloth" in get_peft_model'),
+    (r"\bpaxml\b", "paxml tasks/lm/params/c4.py, TransformerLmSpmdAdam: CHECKPOINT_POLICY SAVE_NOTHING"),
+    (r"\bmaxtext\b", "MaxText configs/base.yml: remat_policy full"),
+)
 #: Parts of a block before the word that they are recomputed: "core_attn recompute".
 _PARTS_FIRST = re.compile(
     r"(?!activation|gradient|full|act )([\w ,+/-]*(?:att(?:entio)?n|mlp|ffn|norm|act\b)[\w ,+/-]*?) "
@@ -506,6 +513,9 @@ def recompute_of(
     elif (named := _PARTS_FIRST.fullmatch(words)) and not detail and modules_of(named[1], ""):
         words, detail = "selective", named[1]
     if not words:
+        if place := next((place for software, place in _RECOMPUTES if re.search(software, text.lower())), ""):
+            assumed.append(f"every block recomputed, as {place}")
+            return "full", -1, ()
         if detail != "no":
             assumed.append("no activation recompute: none is stated")
         return "none", -1, ()

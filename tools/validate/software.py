@@ -29,6 +29,10 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: "SDPA is used by default for torch>=2.1.1" (transformers, pages of its models); forks of
 #: Megatron have their own.
 _NUMBERED = 2024
+#: JAX's software whose attention is that of its own layers.
+_XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
+#: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
+_PADDLE_FLASH2 = 2023
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
 _COMPILED = (
@@ -39,7 +43,7 @@ _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
     r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
-    r"veomni|auto-?model|accelerate|transformers|internlm|internevo"
+    r"veomni|auto-?model|accelerate|transformers|internlm|internevo|paddle"
 )
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
@@ -69,7 +73,17 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"fp32 grad(?:ient)? accumulation|fp32 reduce|(?:reduc|grad)[\w-]*(?: \w+)? in (?:fp32|float32)",
         {"gradient_dtype": "float32"},
     ),
+    # Apex and paddle.amp.decorate: parameters and gradients of 16 bits, masters in fp32.
+    (
+        r"\b(?:amp|opt_level|level)[-_ =:]*o2\b",
+        {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
+    ),
     (r"cross-entropy fusion", {"fused_loss": True}),
+    # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
+    (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
+    (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
+    # LLaMA-Factory hparams/finetuning_args.py: lora_dropout is 0 by default; Unsloth's kernels want 0.
+    (r"llama-?factory|\bunsloth\b(?! off)", {"adapter_dropout": False}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (r"gptq", {"quantizer": "gptq"}),
     (r"torch-?ao|float8linear|convert_to_float8", {"fused_casts": False, "low_scaling": "tensorwise"}),
@@ -146,7 +160,7 @@ def class_of(row: Row, text: str) -> str:
     """Name of the class defaults of a row ([Note: software that is not known])."""
     named = " ".join(str(row.layout.get(name, "")) for name in ("framework", "sharding")).strip().lower()
     if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
-        text = named if not re.search(_COMPILED, text.lower()) else text
+        text = named if row.layout.get("compile") is False or not re.search(_COMPILED, text.lower()) else text
     if is_compiled(text):
         return "compiled-torch"
     lowered = text.lower()
@@ -261,6 +275,12 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "cudnn"}
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
+    if re.search(_XLA, lowered):
+        return _attention_of_xla(lowered, assumed)
+    if stack.kind == "compiled-torch" and 0 < year_of(row) < _NUMBERED:
+        return {"attention": "flash1"}  # scaled_dot_product_attention of PyTorch 2.0 and 2.1
+    if "paddle" in lowered and re.search(r"flash[- _]?att", lowered) and (year_of(row) or _NUMBERED) >= _PADDLE_FLASH2:
+        return {"attention": "flash2"}
     if not re.search(r"flash[- _]?att", lowered):
         if not _trains_transformers(row, lowered, stack) or stack.attention != "unfused":
             return {}
@@ -269,6 +289,16 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
         return {"attention": "flash1"}
     return {"attention": "flash2"} if stack.attention == "unfused" else {}
+
+
+def _attention_of_xla(lowered: str, assumed: list[str]) -> dict[str, Any]:
+    """Kernel of attention under XLA, which has none by itself: that of Transformer Engine where it is used."""
+    if re.search(r"transformer[- _]engine|\bte\b|enable_te=1|cudnn", lowered):
+        return {"attention": "cudnn"}
+    if re.search(r"flash|pallas|fused attention", lowered):
+        return {}
+    assumed.append("attention in parts: XLA fuses none by itself (praxis layers/attentions.py, DotProductAttention)")
+    return {"attention": "unfused"}
 
 
 def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:

@@ -14,6 +14,7 @@ FIRST = LayoutRow(
     layout="dp8,zero2,gb32",
     step_s=10.0,
     spread=0.1,
+    interval=(math.exp(-0.1), math.exp(0.1)),
     bound_s=9.0,
     mfu=0.4,
     tokens_per_s_per_device=1234.5,

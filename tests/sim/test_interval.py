@@ -28,16 +28,18 @@ def test_what_is_uncertain_widens(known: str) -> None:
     plain = half_width(known, {"products": 1.0}, measured=True)
     assert half_width(known, SHARES, measured=True) > plain
     assert half_width(known, {"products": 1.0}, measured=False) > plain
-    unread = half_width(known, {"products": 1.0}, measured=True, unread=2)
+    unread = half_width(known, {"products": 1.0}, measured=True, untold=2)
     assert unread**2 == pytest.approx(plain**2 + 2 * math.log(1.1) ** 2)
 
 
-def test_a_prediction_is_in_the_middle_of_the_logarithms() -> None:
+def test_a_prediction_is_in_the_middle_of_the_logarithms_of_software_that_was_seen() -> None:
+    """Steps of software that is not known are longer than predicted more often than they are shorter."""
     request, table = Case("llama3-8b", "h100", "dp8,zero3,gb8").request()
     seen = dataclasses.replace(request, stack=stack_by_name("torchtitan-eager"))
     figures = [simulate(one, table).prediction for one in (request, seen)]
-    for one in figures:
-        assert one.step_s / one.low_s == pytest.approx(one.high_s / one.step_s)
+    below, above = ([abs(math.log(end / one.step_s)) for end in (one.low_s, one.high_s)] for one in figures)
+    assert above[1] == pytest.approx(above[0])
+    assert below[1] / below[0] == pytest.approx(1.5 / 0.7)
     assert figures[0].high_s / figures[0].step_s > figures[1].high_s / figures[1].step_s
     assert any("software that is not known" in sentence for sentence in figures[0].assumed)
     assert not any("software that is not known" in sentence for sentence in figures[1].assumed)

@@ -72,7 +72,7 @@ def test_an_update_on_the_host_is_a_cause_of_its_own() -> None:
 
 
 def test_a_run_elsewhere_says_half_as_much() -> None:
-    here, away = KnownRun(1.2, PRODUCTS), KnownRun(1.2, PRODUCTS, elsewhere=True)
+    here, away = KnownRun(1.2, PRODUCTS), KnownRun(1.2, PRODUCTS, differences=1)
     said = [math.log(shift_of(PRODUCTS, [run]).factor) for run in (here, away)]
     assert said[1] == pytest.approx(said[0] / 2)
     assert shift_of(PRODUCTS, [away]).explained == pytest.approx(shift_of(PRODUCTS, [here]).explained / 4)

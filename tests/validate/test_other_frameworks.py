@@ -11,6 +11,7 @@ from tools.validate.rows import read_rows
 
 from lading.errors import ConfigError
 from lading.ir.request import StepRequest
+from lading.sim.simulate import simulate
 from tests.validate.test_rows import changed
 
 _DATA = {"tp": 1, "pp": 1, "dp": 64, "zero_stage": None, "fsdp": None}
@@ -20,7 +21,7 @@ def asked(tmp_path: Path, framework: str, notes: str = "", **layout: Any) -> Ste
     file = tmp_path / "rows.jsonl"
     parts: dict[str, Any] = {
         "measured": {"tokens_per_s_per_gpu": None},
-        "hardware": {"gpus": 64},
+        "hardware": {"gpus": 64, "inter_node_link": "InfiniBand 400 Gb/s per GPU"},
         "source": "tech blog 2025-03",
         "notes": notes,
         "layout": {**_DATA, "global_batch": 128, "framework": framework, **layout},
@@ -77,6 +78,19 @@ def test_layouts_in_other_words(
         ("DDP", "bucket_cap_mb=100, bf16_compress_hook", {}, {"bucket_elements": 50 * 2**20}),
         ("DeepSpeed", "reduce_bucket_size 5e8, overlap_comm true", {}, {"bucket_elements": 5e8}),
         ("DeepSpeed", "overlap_comm: true", {}, {"overlap_grad_reduce": True}),
+        ("PaddleNLP", "use_flash_attention true", {"dp": 32, "tp": 2}, {"kind": "eager-torch", "attention": "flash2"}),
+        ("PaddleNLP", "use_fused_rms_norm false", {}, {"eager_norms": True}),
+        ("Paxml (JAX, XLA)", "", {}, {"kind": "compiled-torch", "attention": "unfused"}),
+        ("Paxml (JAX, XLA)", "ENABLE_TE=1", {}, {"kind": "compiled-torch", "attention": "cudnn"}),
+        ("flash-attn models", "fused_dropout_add_ln, fused_mlp", {}, {"kind": "eager-torch", "fusion": "fused"}),
+        ("FSDP2", "a benchmark of Thunder, eager", {"compile": False}, {"kind": "eager-torch"}),
+        ("LLaMA-Factory", "", {"task": "LoRA r8"}, {"framework": "transformers", "adapter_dropout": False}),
+        (
+            "own trainer",
+            "fp16_opt_level O2",
+            {"precision": "fp16"},
+            {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
+        ),
     ],
 )
 def test_software_in_other_words(
@@ -84,6 +98,28 @@ def test_software_in_other_words(
 ) -> None:
     stack = asked(tmp_path, framework, notes, **layout).stack
     assert {name: getattr(stack, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "mode"),
+    [("LLaMA-Factory", "full"), ("LLaMA-Factory with Unsloth", "full"), ("MaxText", "full"), ("LitGPT", "none")],
+)
+def test_what_software_recomputes_where_a_row_does_not_say(tmp_path: Path, framework: str, mode: str) -> None:
+    request = asked(tmp_path, framework, activation_checkpointing=None)
+    assert request.layout.recompute == mode
+    assert ("whether blocks are recomputed" in request.unstated) is (mode == "none")
+    assert asked(tmp_path, framework, activation_checkpointing="none").layout.recompute == "none"
+
+
+def test_what_a_row_does_not_say_widens_the_interval(tmp_path: Path) -> None:
+    said, unsaid = (asked(tmp_path, "FSDP2", activation_checkpointing=mode) for mode in ("none", None))
+    other = asked(tmp_path, "PaddlePaddle", activation_checkpointing="none")
+    assert not said.unstated
+    assert unsaid.unstated == ("whether blocks are recomputed",)
+    assert "how far a runtime that is not PyTorch's is like it" in other.unstated
+    sure, wide = (simulate(request).prediction for request in (said, unsaid))
+    assert sure.step_s == wide.step_s
+    assert wide.high_s > sure.high_s
 
 
 @pytest.mark.parametrize(
@@ -120,3 +156,14 @@ def test_published_runs_of_other_frameworks_are_asked_for_as_they_say() -> None:
     assert unread == {"'tp_linear_async_communication true'"}
     shards = {name: requests[f"internlm-{name}"].layout for name in ("tp1-z8-64", "tp1-z1all-64")}
     assert [(layout.zero, layout.shard) for layout in shards.values()] == [(1, 8), (1, 0)]
+
+
+def test_runs_that_were_predicted_before_anything_was_changed_for_them_are_read_whole() -> None:
+    rows, notes = read_rows([Path(__file__).parents[2] / "benchmarks" / "validation" / "unseen_frameworks.jsonl"])
+    requests = {row.id: request_of(row) for row in rows}
+    assert (len(rows), notes) == (49, [])
+    assert all(row.step_s for row in rows)
+    unread = {word for request in requests.values() for word in request.unread}
+    assert len(unread) == 1, unread
+    recomputed = {name for name, request in requests.items() if request.layout.recompute == "full"}
+    assert {"llamafactory-fa2-1024", "llamafactory-unsloth-100000", "pax-126M", "pax-175B-te"} <= recomputed

@@ -99,6 +99,7 @@ def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             if request is not None:
                 line["understood"] = understood(request, machine_of(request))
                 line["unread"] = list(request.unread)
+                line["unstated"] = list(request.unstated)
             line["assumed"] = list(dict.fromkeys([*(request.assumed if request else ()), *prediction.assumed]))
         rows.append(line)
     return rows

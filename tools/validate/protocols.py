@@ -24,9 +24,10 @@ import numpy as np
 
 from lading.catalog.load import load_machine
 from lading.ir.stack import GUESSED
-from lading.sim.interval import causes_of, half_width
+from lading.sim.interval import bounds, causes_of, half_width
 from lading.sim.known_runs import KnownRun, shift_of
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
+from tools.validate.recipes import SWEEP
 from tools.validate.requests import said
 from tools.validate.scoring import Pair, figures, grouped
 from tools.validate.shrinkage import Cell, expected
@@ -107,7 +108,8 @@ def framework_left_out(plain: Sequence[Pair], guessed: Sequence[Pair]) -> list[P
     for pair in guessed:
         target = Cell("", "", _cell(pair).architecture)
         factor = math.exp(kernel_share(pair) * expected(cells[_framework(pair)], target))
-        scaled.append(_around(_scaled(pair, factor), _half_of(pair)))
+        moved, (low, high) = _scaled(pair, factor), bounds(GUESSED, _half_of(pair))
+        scaled.append(dataclasses.replace(moved, low=moved.predicted * low, high=moved.predicted * high))
     return scaled
 
 
@@ -126,7 +128,7 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
         known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
         told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
         scored += [
-            _known_by(pair, dataclasses.replace(known, elsewhere=_place(pair) != _place(anchor)))
+            _known_by(pair, dataclasses.replace(known, differences=_differences(pair, anchor)))
             for pair in group
             if pair is not anchor
         ]
@@ -158,11 +160,16 @@ def _known_by(pair: Pair, known: KnownRun) -> Pair:
     return _around(scaled, shift.narrowed(_half_of(pair)))
 
 
-def _place(pair: Pair) -> tuple[str, str]:
-    """Machine and network that a pair's step ran on."""
-    request = pair.outcome.request
+def _differences(pair: Pair, other: Pair) -> int:
+    """Number of ways in which two steps ran in unlike places ([Note: known runs])."""
+    return sum(one != two for one, two in zip(_place(pair), _place(other), strict=True))
+
+
+def _place(pair: Pair) -> tuple[str, str, bool]:
+    """Machine and network that a pair's step ran on, and whether every kernel of it was traced."""
+    request, row = pair.outcome.request, pair.outcome.row
     assert request is not None
-    return request.machine, str(pair.outcome.row.hardware.get("inter_node_link") or "")
+    return request.machine, str(row.hardware.get("inter_node_link") or ""), SWEEP in row.source.lower()
 
 
 def _half_of(pair: Pair) -> float:
@@ -170,7 +177,8 @@ def _half_of(pair: Pair) -> float:
     request = pair.outcome.request
     assert request is not None
     measured = load_machine(request.machine).device.gpu is not None
-    return half_width(GUESSED, _causes(pair), measured=measured, unread=len(request.unread))
+    untold = len(request.unread) + len(request.unstated)
+    return half_width(GUESSED, _causes(pair), measured=measured, untold=untold)
 
 
 def _causes(pair: Pair) -> dict[str, float]:

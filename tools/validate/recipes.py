@@ -155,18 +155,21 @@ FACTS: tuple[Fact, ...] = (
         lambda request: "e" in request.model.symbols,
         {"hidden": {"tp": 0.0}},
         "dgxc-benchmarking v25.01.1 grok1/grok1_314b.yaml: ub_tp_comm_overlap false",
+        of_run=True,
     ),
     Fact(
         r"dgxc.*v25\.01",
         lambda request: request.model.family == "nemotron" and request.layout.pp > 1,
         {"hidden": {"tp": 0.0, "pp": 0.0}},
         "dgxc-benchmarking v25.01.1 nemotron/nemotron4-340b-synth.yaml: ub_tp_comm_overlap and overlap_p2p_comm false",
+        of_run=True,
     ),
     Fact(
         r"dgxc.*v25\.01",
-        lambda request: request.stack.name == "nemo" and request.model.family in ("llama", "nemotron"),
+        lambda request: request.stack.kind == "megatron-like" and request.model.family in ("llama", "nemotron"),
         {"fused_loss": True},
         "dgxc-benchmarking v25.01.1 llama3.1/*.yaml and nemotron/*.yaml: cross_entropy_loss_fusion true",
+        of_run=True,
     ),
     Fact(
         r"(?:container|nemo|release|tag|toolkit) ?v?25\.0[1-5]\b|\b2025-0[1-5]\b",
@@ -217,12 +220,14 @@ FACTS: tuple[Fact, ...] = (
         "Megatron-Bridge recipes/moonlight/h100/moonlight_16b.py, without scripts/performance: tp_comm_overlap and "
         "moe_router_fusion False, manual_gc_interval 5; assumption: 25 launches of 10 us more for a router in parts, "
         "0.15 s for a collection of garbage each fifth step",
+        of_run=True,
     ),
     Fact(
         r"megatron-bridge|mbridge",
         lambda request: request.model.family == "mla-moe",
         {"moments_dtype": "bfloat16"},
         "Megatron-Bridge recipes of Moonlight and DeepSeek-V3: use_precision_aware_optimizer, exp_avg_dtype bfloat16",
+        of_run=True,
     ),
     Fact(
         r"torchtitan",

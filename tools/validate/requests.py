@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lading.catalog.load import load_machine
@@ -103,7 +103,36 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     said_unread = (f"not understood: {words}" for words in unread)
-    return dataclasses.replace(request, assumed=(*assumed, *said_unread), unread=tuple(unread))
+    return dataclasses.replace(
+        request,
+        assumed=(*assumed, *said_unread),
+        unread=tuple(unread),
+        unstated=tuple(_unstated(row, text, assumed)),
+    )
+
+
+def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
+    """List what a row does not say though its step depends on it by a tenth or so.
+
+    Args:
+        assumed: Sentences on what was taken for granted.
+    """
+    nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
+    ran = f"{row.layout.get('framework', '')} {text}".lower()
+    named = (
+        (any("none is stated" in sentence for sentence in assumed), "whether blocks are recomputed"),
+        (any("as models of transformers have it" in sentence for sentence in assumed), "the kernel of attention"),
+        (any(sentence.startswith("a micro-batch of") for sentence in assumed), "the micro-batch"),
+        (nodes and not row.hardware.get("inter_node_link"), "the network between nodes"),
+        (re.search(_RUNTIMES, ran), "how far a runtime that is not PyTorch's is like it"),
+    )
+    return [what for is_so, what in named if is_so]
+
+
+#: Software whose operations are not PyTorch's.
+_RUNTIMES = (
+    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|\bllm\.c\b|oneflow|tensorflow"
+)
 
 
 def _unread(row: Row, machine: str) -> list[str]:

@@ -75,7 +75,7 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     # Apex and paddle.amp.decorate: parameters and gradients of 16 bits, masters in fp32.
     (
-        r"\b(?:amp|opt_level|level)[-_ =:]*o2\b",
+        r"(?:\bamp|opt_level|\blevel)[-_ =:\"']*o2\b",
         {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
     ),
     (r"cross-entropy fusion", {"fused_loss": True}),

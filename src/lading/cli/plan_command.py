@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -470,6 +469,7 @@ def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
         layout=str(one.layout),
         step_s=one.step_s,
         spread=one.simulated.spread,
+        interval=one.simulated.interval,
         bound_s=one.bound_s,
         mfu=figures["mfu"],
         tokens_per_s_per_device=figures["tokens_per_s_per_device"],
@@ -494,9 +494,10 @@ def _said(found: Layouts, seconds: float) -> list[str]:
     from lading.report.handover import stages_text
 
     proof, winner = found.proof, found.winner
+    low, high = winner.simulated.interval
     lines = [
-        f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} are within a factor of "
-        f"{exp(winner.simulated.spread):.2f} of the prediction; of two layouts only what differs counts",
+        f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} take {low:.2f} to "
+        f"{high:.2f} times what is predicted; of two layouts only what differs counts",
         f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
         f"block; {proof.simulated:,} simulated by events",
     ]

@@ -181,6 +181,7 @@ class StepRequest:
             those of blocks, and AdamW the rest.
         assumed: What the source does not say and was taken for granted.
         unread: Fields and words of the source that were not understood; each widens the interval.
+        unstated: What a step depends on and the source does not say; each widens the interval alike.
     """
 
     name: str
@@ -207,6 +208,7 @@ class StepRequest:
     optimizer: str = DEFAULT
     assumed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, hypot
+from math import hypot
 from textwrap import wrap
 from typing import Any
 
@@ -21,6 +21,7 @@ class LayoutRow:
 
     Attributes:
         spread: Half width of the interval that nine of ten steps lie in, in logarithms of seconds.
+        interval: Bounds of that interval, as factors of the seconds.
         shares_s: Seconds of the step by cause.
         peaks: Bytes by moment and tier.
         over: "" where it fits, else what does not and by how much.
@@ -30,6 +31,7 @@ class LayoutRow:
     layout: str
     step_s: float
     spread: float
+    interval: tuple[float, float]
     bound_s: float
     mfu: float
     tokens_per_s_per_device: float
@@ -161,8 +163,8 @@ def layout_figures(row: LayoutRow, winner: LayoutRow) -> dict[str, Any]:
     return {
         "layout": row.layout,
         "step_s": row.step_s,
-        "low_s": row.step_s * exp(-row.spread),
-        "high_s": row.step_s * exp(row.spread),
+        "low_s": row.step_s * row.interval[0],
+        "high_s": row.step_s * row.interval[1],
         "told_apart": row.is_told_apart(winner),
         "bound_s": row.bound_s,
         "mfu": row.mfu,

@@ -11,8 +11,9 @@ has its own part besides. So what a few runs say of another is linear in their l
 A run that waits for transfers half of its time says much of transfers and little of products; what it says is shared by
 how uncertain each cause was. A bubble lasts as long as all else makes it, so shares are of what is no bubble.
 
-A run elsewhere, on other devices or another network, has other kernels, hosts and links: half of the covariance is left
-(assumption: as much of what a software is off by is its own as is of where it ran).
+A run elsewhere, on other devices, another network or under a tracer, has other kernels, links or hosts: for each such
+difference half of the covariance is left (assumption: as much of what a software is off by is its own as is of where
+it ran).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lading.sim.interval import NINE_OF_TEN, cause_spreads
 #: Spread of what all steps of a software have in common, and of a run's own part: 0.032 and 0.067 to 0.070 by maximum
 #: likelihood on published steps, each framework left out of what predicts it (``tools.validate``, November 2026).
 _COMMON, _OWN = 0.03, 0.07
-#: What is left of the covariance of two runs in unlike places.
+#: What each difference between the places of two runs leaves of their covariance.
 _ELSEWHERE = 0.5
 #: A run counts as off by at most so many spreads of what such runs are off by.
 _MOST = 3.0
@@ -42,12 +43,13 @@ class KnownRun:
     Attributes:
         ratio: Measured seconds of its step over predicted ones.
         shares: Shares of the predicted step by cause.
-        elsewhere: Whether it ran on other devices, or between nodes on another network, than what is asked for.
+        differences: Number of ways in which it ran elsewhere than what is asked for: on other devices, between nodes
+            on another network, every kernel traced where the other's are not.
     """
 
     ratio: float
     shares: Mapping[str, float]
-    elsewhere: bool = False
+    differences: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun], evidence: s
     if not known:
         return Shift(1.0, 0.0)
     step, *runs = (_parts(parts, evidence) for parts in (shares, *(run.shares for run in known)))
-    away = np.array([run.elsewhere for run in known])
-    near = np.where(away[:, None] == away, 1.0, _ELSEWHERE)
+    away = np.array([run.differences for run in known])
+    near = _ELSEWHERE ** np.abs(away[:, None] - away)
     among = near * np.array([[_product(one, other) for other in runs] for one in runs]) + _OWN**2 * np.eye(len(runs))
     limits = _MOST * np.sqrt(np.diag(among))
     off = np.clip([log(run.ratio) for run in known], -limits, limits)
-    shared = np.where(away, _ELSEWHERE, 1.0) * np.array([_product(step, run) for run in runs])
+    shared = _ELSEWHERE**away * np.array([_product(step, run) for run in runs])
     weights = np.linalg.solve(among, shared)
     return Shift(exp(float(weights @ off)), float(weights @ shared))
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import exp, prod
+from math import prod
 
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
@@ -31,7 +31,7 @@ from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import has_parts
 from lading.parallel.scores import with_dropout, with_scores
-from lading.sim.interval import causes_of, half_width
+from lading.sim.interval import bounds, causes_of, half_width
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
@@ -107,12 +107,22 @@ class Simulated:
         return tuple(sum(n for i, n in run if i not in ends) for run in runs_of(self.request, self.table))
 
     @property
+    def evidence(self) -> str:
+        """How the software is known on the device's architecture."""
+        return self.request.stack.evidence_on(self.machine.device.architecture)
+
+    @property
     def spread(self) -> float:
         """Half width of the interval of the step's seconds, in logarithms (``lading.sim.interval``)."""
         machine = self.machine
-        evidence = self.request.stack.evidence_on(machine.device.architecture)
         measured = machine.device.gpu is not None or machine.processes is not None
-        return half_width(evidence, self.causes, measured=measured, unread=len(self.request.unread))
+        untold = len(self.request.unread) + len(self.request.unstated)
+        return half_width(self.evidence, self.causes, measured=measured, untold=untold)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the interval that holds nine of ten steps, as factors of the predicted seconds."""
+        return bounds(self.evidence, self.spread)
 
     @property
     def causes(self) -> dict[str, float]:
@@ -128,8 +138,8 @@ class Simulated:
         tier, beside = self.machine.tier(self.behind_tier), self.behind_bytes
         return Prediction(
             step_s=step_s,
-            low_s=step_s * exp(-self.spread),
-            high_s=step_s * exp(self.spread),
+            low_s=step_s * self.interval[0],
+            high_s=step_s * self.interval[1],
             peak_bytes=peak,
             rank_bytes=tuple(sum(roles.values()) for roles in self.memory),
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),

@@ -102,7 +102,7 @@ def test_software_in_other_words(
 
 @pytest.mark.parametrize(
     ("framework", "mode"),
-    [("LLaMA-Factory", "full"), ("LLaMA-Factory with Unsloth", "full"), ("MaxText", "full"), ("LitGPT", "none")],
+    [("LLaMA-Factory", "full"), ("LLaMA-Factory with Unsloth", "full"), ("Paxml", "full"), ("LitGPT", "none")],
 )
 def test_what_software_recomputes_where_a_row_does_not_say(tmp_path: Path, framework: str, mode: str) -> None:
     request = asked(tmp_path, framework, activation_checkpointing=None)

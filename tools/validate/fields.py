@@ -79,7 +79,6 @@ _RECOMPUTES: tuple[tuple[str, str], ...] = (
     (r"llama-?factory", "LLaMA-Factory hparams/model_args.py: disable_gradient_checkpointing is False by default"),
     (r"\bunsloth\b(?! off)", 'Unsloth\'s notebooks: use_gradient_checkpointing="unsloth" in get_peft_model'),
     (r"\bpaxml\b", "paxml tasks/lm/params/c4.py, TransformerLmSpmdAdam: CHECKPOINT_POLICY SAVE_NOTHING"),
-    (r"\bmaxtext\b", "MaxText configs/base.yml: remat_policy full"),
 )
 #: Parts of a block before the word that they are recomputed: "core_attn recompute".
 _PARTS_FIRST = re.compile(

@@ -78,6 +78,16 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"(?:\bamp|opt_level|\blevel)[-_ =:\"']*o2\b",
         {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
     ),
+    # PyTorch's optimizers keep moments in the parameters' number format.
+    (
+        r"pure (?:bf16|bfloat16)|\bbf16-true",
+        {
+            "parameters_dtype": "",
+            "master_weights": False,
+            "gradient_dtype": "bfloat16",
+            "moments_dtype": "bfloat16",
+        },
+    ),
     (r"cross-entropy fusion", {"fused_loss": True}),
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),

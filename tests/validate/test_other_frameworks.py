@@ -117,6 +117,8 @@ def test_what_a_row_does_not_say_widens_the_interval(tmp_path: Path) -> None:
     assert not said.unstated
     assert unsaid.unstated == ("whether blocks are recomputed",)
     assert "how far a runtime that is not PyTorch's is like it" in other.unstated
+    of_a_run = asked(tmp_path, "FSDP2", "33,500 GPU hours over 143,000 steps", activation_checkpointing="none")
+    assert of_a_run.unstated == ("what a whole run takes besides its steps",)
     sure, wide = (simulate(request).prediction for request in (said, unsaid))
     assert sure.step_s == wide.step_s
     assert wide.high_s > sure.high_s

@@ -120,11 +120,12 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
     nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
     ran = f"{row.layout.get('framework', '')} {text}".lower()
     named = (
-        (any("none is stated" in sentence for sentence in assumed), "whether blocks are recomputed"),
+        (any(sentence.startswith("no activation recompute") for sentence in assumed), "whether blocks are recomputed"),
         (any("as models of transformers have it" in sentence for sentence in assumed), "the kernel of attention"),
         (any(sentence.startswith("a micro-batch of") for sentence in assumed), "the micro-batch"),
         (nodes and not row.hardware.get("inter_node_link"), "the network between nodes"),
         (re.search(_RUNTIMES, ran), "how far a runtime that is not PyTorch's is like it"),
+        (re.search(_WHOLE_RUN, ran), "what a whole run takes besides its steps"),
     )
     return [what for is_so, what in named if is_so]
 
@@ -133,6 +134,10 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
 _RUNTIMES = (
     r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|\bllm\.c\b|oneflow|tensorflow"
 )
+
+
+#: Words of a figure that is a whole run's over its steps: saving, evaluating and failures are in it.
+_WHOLE_RUN = r"\bgpu[- ]?hours|whole run|entire (?:run|training)|wall[- ]?clock (?:days|hours)"
 
 
 def _unread(row: Row, machine: str) -> list[str]:

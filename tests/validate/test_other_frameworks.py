@@ -111,6 +111,11 @@ def test_what_software_recomputes_where_a_row_does_not_say(tmp_path: Path, frame
     assert asked(tmp_path, framework, activation_checkpointing="none").layout.recompute == "none"
 
 
+@pytest.mark.parametrize(("task", "mode"), [("QLoRA r16", "full"), ("LoRA r16", "none")])
+def test_peft_recomputes_where_weights_have_few_bits(tmp_path: Path, task: str, mode: str) -> None:
+    assert asked(tmp_path, "PEFT", activation_checkpointing=None, task=task).layout.recompute == mode
+
+
 def test_what_a_row_does_not_say_widens_the_interval(tmp_path: Path) -> None:
     said, unsaid = (asked(tmp_path, "FSDP2", activation_checkpointing=mode) for mode in ("none", None))
     other = asked(tmp_path, "PaddlePaddle", activation_checkpointing="none")

@@ -78,6 +78,10 @@ _MODES = (
 _RECOMPUTES: tuple[tuple[str, str], ...] = (
     (r"llama-?factory", "LLaMA-Factory hparams/model_args.py: disable_gradient_checkpointing is False by default"),
     (r"\bunsloth\b(?! off)", 'Unsloth\'s notebooks: use_gradient_checkpointing="unsloth" in get_peft_model'),
+    (
+        r"(?s)(?=.*task=q-?lora).*\bpeft\b",
+        "PEFT utils/other.py, prepare_model_for_kbit_training: use_gradient_checkpointing is True by default",
+    ),
     (r"\bpaxml\b", "paxml tasks/lm/params/c4.py, TransformerLmSpmdAdam: CHECKPOINT_POLICY SAVE_NOTHING"),
 )
 #: Parts of a block before the word that they are recomputed: "core_attn recompute".

@@ -18,7 +18,8 @@ import torch
 
 from lading.errors import StorageError
 from lading.ir.program import PAGE_BYTES
-from lading.runtime.host_arena import Arena
+from lading.runtime.host_arena import Arena, huge_page_bytes
+from lading.runtime.resident import resident_bytes
 from lading.runtime.tiers import PIECE_BYTES, FileTier, MemoryTier, TierBytes
 
 
@@ -43,6 +44,33 @@ def test_round_trip(kind: str, folder: Path, size: int) -> None:
     tier.read(2 * PAGE_BYTES, arena.bytes_at(pages, size))
     assert bytes(target) == bytes(source)
     tier.close()
+
+
+@pytest.mark.skipif(not huge_page_bytes(), reason="the system makes no huge pages for those who ask")
+def test_an_arena_lies_in_whole_huge_pages_and_takes_no_more_than_its_bytes() -> None:
+    huge = huge_page_bytes()
+    arena = Arena(8 * huge + 3 * PAGE_BYTES)  # a huge page at its end would reach beyond it
+    before = resident_bytes()
+    arena.bytes_at(0, arena.size_bytes).fill_(1)
+    assert abs(resident_bytes() - before - arena.size_bytes) < huge // 2
+    assert arena.bytes_at(0, 1).data_ptr() % huge == 0, "of one that is cut off at its start nothing is huge"
+    flags = _smaps_of(arena.bytes_at(0, 1).data_ptr(), "VmFlags:")
+    assert "hg" in flags.split(), "the kernel was not asked for huge pages"
+    assert arena.size_bytes == len(arena.memory)
+    arena.close()
+
+
+def _smaps_of(address: int, key: str) -> str:
+    """Line of the mapping at an address that begins with ``key``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(end, 16) for end in first.split("-"))
+            inside = low <= address < high
+        elif inside and line.startswith(key):
+            return line
+    raise AssertionError(f"no mapping at {address:#x}")
 
 
 def test_neighbours_are_left_alone(folder: Path) -> None:
@@ -205,7 +233,8 @@ def test_out_of_range(folder: Path) -> None:
 
 def test_arena_pages_come_back_even_while_a_view_is_alive() -> None:
     script = """
-from lading.runtime.host_arena import Arena
+from lading.runtime.host_arena import Arena, huge_page_bytes
+from lading.runtime.resident import resident_bytes
 from lading.runtime.resident import PeakMeter, resident_bytes
 meter, size = PeakMeter(), 64 << 20
 arena = Arena(size)

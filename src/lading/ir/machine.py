@@ -202,7 +202,11 @@ class Tier:
         capacity_bytes: Bytes that a plan may use where it has no budget.
         read_bytes_per_s, write_bytes_per_s: Bytes a second from and to the device, each while the other direction is
             idle.
-        mixed_read_bytes_per_s, mixed_write_bytes_per_s: Bytes a second of each while the other direction runs too.
+        mixed_read_bytes_per_s, mixed_write_bytes_per_s: Bytes a second of each while the other direction runs too, both
+            with moves of at least ``turn_bytes``.
+        turn_bytes: Bytes that a direction moves at most before the other one has its turn, on a tier that serves one
+            request after another: a move of fewer bytes has as much less of the tier's time (``rates_together``). 0
+            where directions do not wait for each other, and the mixed rates hold for moves of all sizes.
         latency_s: Seconds before the first byte of a move.
         read_slowdown, write_slowdown: Share by which an operation of the device takes longer while this tier reads, or
             writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
@@ -229,6 +233,7 @@ class Tier:
     persistent: bool = False
     alignment_bytes: int = TIER_ALIGNMENT_BYTES
     wire: str = ""
+    turn_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.match(self.name) or self.name in _NO_TIERS:
@@ -242,7 +247,7 @@ class Tier:
             )
         if self.kind == FILE and self.host_computes:
             raise ConfigError(f"tier {self.name}: the host's processors cannot work on a file; drop host_computes")
-        for key in ("read_slowdown", "write_slowdown", "latency_s"):
+        for key in ("read_slowdown", "write_slowdown", "latency_s", "turn_bytes"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"tier {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         for key in ("capacity_bytes", *_TIER_RATES):
@@ -253,6 +258,26 @@ class Tier:
                 f"tier {self.name}: expected alignment_bytes in whole pages of {TIER_ALIGNMENT_BYTES}, got "
                 f"{self.alignment_bytes}"
             )
+
+    def rates_together(self, read_bytes: int, write_bytes: int) -> tuple[float, float]:
+        """Bytes/s read and written while a move of so many bytes comes from the tier and another one goes to it.
+
+        Where directions take turns, each turn moves up to ``turn_bytes`` of a move, so the tier's time is shared in
+        proportion to what both turns take alone. The rates of that share lie between the mixed ones, which are those of
+        full turns, and the rate of one direction alone, so no faster than what ``lading.planner.linear.facets`` allows.
+        """
+        read, write = self.read_bytes_per_s, self.write_bytes_per_s
+        both_read, both_write = min(self.mixed_read_bytes_per_s, read), min(self.mixed_write_bytes_per_s, write)
+        if not self.turn_bytes:
+            return both_read, both_write
+        turns = [max(1, min(size_bytes, self.turn_bytes)) for size_bytes in (read_bytes, write_bytes)]
+        reading_s, writing_s = turns[0] / read, turns[1] / write
+        share, full = reading_s / (reading_s + writing_s), write / (read + write)
+        if share <= full:
+            part = share / full
+            return part * both_read, write + part * (both_write - write)
+        part = (1.0 - share) / (1.0 - full)
+        return read + part * (both_read - read), part * both_write
 
 
 _TIER_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")

@@ -14,19 +14,25 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from lading.errors import StorageError
 from lading.ir.machine import FILE, Tier
 from lading.ir.program import PAGE_BYTES
-from lading.units import MiB, format_bytes
+from lading.runtime.host_arena import Arena
+from lading.runtime.tiers import PIECE_BYTES
+from lading.units import KiB, MiB, format_bytes
 
 Work = Callable[[], object] | None
-#: About what the executor moves at once; a disk is up to twice as fast on pieces several times as large.
-PIECE_BYTES = 1 * MiB
 _FILE_BYTES = 256 * MiB
+#: A piece far smaller than what the executor moves at once, and how much slower than whole pieces it is read beside
+#: writes at least where directions take turns: 256 KiB beside 8 MiB came at a tenth of their rate.
+_SMALL_BYTES, _TURNS = 256 * KiB, 0.5
+#: Seconds of a sample, and most rounds. Short ones: a host's speed changes within seconds.
+_SLICE_S, _MOST_ROUNDS = 0.1, 31
+_RATES = ("read", "write", "mixed_read", "mixed_write", "small_read")
 _NAME = "lading-probe.tmp"
 
 
@@ -85,7 +91,10 @@ class _ProbeFile:
         self.path = path
         self.size_bytes = size_bytes
         self.direct = True
-        self._piece = os.urandom(PIECE_BYTES)
+        #: What is read into and written from, of the memory that a step has.
+        self.rooms = (Arena(PIECE_BYTES), Arena(PIECE_BYTES))
+        for room in self.rooms:
+            room.memory[:] = os.urandom(PIECE_BYTES)
 
     def __enter__(self) -> _ProbeFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -108,10 +117,12 @@ class _ProbeFile:
     def __exit__(self, *_: object) -> None:
         os.close(self.fd)
         self.path.unlink(missing_ok=True)
+        for room in self.rooms:
+            room.close()
 
     def _fill(self) -> None:
         """Write every byte: blocks never written are read without touching the disk."""
-        buffer = self.buffer()
+        buffer = self.rooms[1].memory
         try:
             os.pwritev(self.fd, [buffer], 0)
         except OSError as error:  # some file systems take the flag and refuse the transfer
@@ -122,12 +133,6 @@ class _ProbeFile:
         for offset in range(0, self.size_bytes, PIECE_BYTES):
             _whole(os.pwritev(self.fd, [buffer], offset), PIECE_BYTES)
         os.fsync(self.fd)
-
-    def buffer(self) -> mmap.mmap:
-        """Make a page-aligned piece of random bytes."""
-        piece = mmap.mmap(-1, PIECE_BYTES)
-        piece[:] = self._piece
-        return piece
 
     def settle(self) -> None:
         """Flush what was written to the disk, and forget what was read, where there is no O_DIRECT."""
@@ -142,22 +147,33 @@ def _whole(moved: int, expected: int) -> None:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
 
+@dataclass(slots=True)
+class _Samples:
+    """Measurements of all rounds: bytes/s by what ran, and how many times longer ``work`` took beside it."""
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _RATES})
+    times_longer: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in ("read", "write")})
+    idle_s: float = 0.0  # seconds of a call of ``work`` just before
+
+    def compare(self, key: str, beside_s: float, idle_s: float) -> None:
+        """Compare work beside transfers with the same work just before and just after them."""
+        if beside_s and idle_s and self.idle_s:
+            self.times_longer[key].append(2.0 * beside_s / (self.idle_s + idle_s))
+        self.idle_s = idle_s
+
+
 def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskProbe:
-    rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
-    slice_s = min(0.5, max(0.05, seconds / 20))
+    """Measure in rounds, each of which has everything once: a host that is faster now and slower then is so to all."""
+    found = _Samples()
+    slice_s = min(_SLICE_S, max(0.05, seconds / 20))
     end = time.monotonic() + seconds
-    times: dict[str, list[float]] = {key: [] for key in ("idle", "read", "write")}
-    _times(work, slice_s / 2)
+    _mean_s(work, slice_s / 2)
     rounds = 0
-    while rounds < 1 or (time.monotonic() + 3.5 * slice_s < end and rounds < 15):
-        times["idle"] += _times(work, slice_s / 2)
-        rates["write"].append(_run(file, slice_s, work, times["write"], write=True)[1])
-        rates["read"].append(_run(file, slice_s, work, times["read"], read=True)[0])
-        both = _run(file, slice_s, work, read=True, write=True)
-        rates["mixed_read"].append(both[0])
-        rates["mixed_write"].append(both[1])
+    while rounds < 1 or (time.monotonic() + 6 * slice_s < end and rounds < _MOST_ROUNDS):
+        _round(file, slice_s, work, found)
         rounds += 1
-    best = {key: float(f"{median(values):.4g}") for key, values in rates.items()}
+    best = {key: float(f"{median(values):.4g}") for key, values in found.rates.items()}
+    mixed_read, mixed_write = min(best["mixed_read"], best["read"]), min(best["mixed_write"], best["write"])
     tier = Tier(
         name="disk",
         kind=FILE,
@@ -165,11 +181,12 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
         capacity_bytes=free,
         read_bytes_per_s=best["read"],
         write_bytes_per_s=best["write"],
-        mixed_read_bytes_per_s=min(best["mixed_read"], best["read"]),
-        mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
+        mixed_read_bytes_per_s=mixed_read,
+        mixed_write_bytes_per_s=mixed_write,
+        turn_bytes=PIECE_BYTES if best["small_read"] < _TURNS * mixed_read else 0,
         latency_s=_latency(file, work),
-        read_slowdown=_slowdown(times["read"], times["idle"]),
-        write_slowdown=_slowdown(times["write"], times["idle"]),
+        read_slowdown=_slowdown(found.times_longer["read"]),
+        write_slowdown=_slowdown(found.times_longer["write"]),
     )
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
@@ -177,74 +194,78 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
     return DiskProbe(tier, rounds, note)
 
 
-def _slowdown(busy: list[float], idle: list[float]) -> float:
-    """Mean of the busy times over the mean of the idle ones: mean, for a step adds up its operations."""
-    return max(0.0, round(fmean(busy) / fmean(idle) - 1.0, 3)) if busy and idle else 0.0
+def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> None:
+    """Take one sample of everything; work beside nothing stands between, for comparison."""
+    found.idle_s = _mean_s(work, slice_s / 2)
+    _, written, beside_s = _run(file, slice_s, work, write=PIECE_BYTES)
+    found.compare("write", beside_s, _mean_s(work, slice_s / 2))
+    read, _, beside_s = _run(file, slice_s, work, read=PIECE_BYTES)
+    found.compare("read", beside_s, _mean_s(work, slice_s / 2))
+    mixed_read, mixed_write, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
+    small_read, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
+    for key, rate in zip(_RATES, (read, written, mixed_read, mixed_write, small_read), strict=True):
+        found.rates[key].append(rate)
 
 
-def _times(work: Work, seconds: float) -> list[float]:
-    """Seconds of each call of ``work``, called until ``seconds`` are over."""
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while work is not None and time.perf_counter() < end:
-        start = time.perf_counter()
+def _slowdown(times_longer: list[float]) -> float:
+    """Share by which work takes longer beside transfers, the median of rounds."""
+    return max(0.0, round(median(times_longer) - 1.0, 3)) if times_longer else 0.0
+
+
+def _mean_s(work: Work, seconds: float) -> float:
+    """Mean seconds of a call of ``work``, called until ``seconds`` are over: mean, as a step adds up its operations."""
+    if work is None:
+        return 0.0
+    calls, start = 0, time.perf_counter()
+    while (now := time.perf_counter()) < start + seconds or not calls:
         work()
-        samples.append(time.perf_counter() - start)
-    return samples
+        calls += 1
+    return (now - start) / calls if calls else 0.0
 
 
-def _run(
-    file: _ProbeFile,
-    seconds: float,
-    work: Work,
-    samples: list[float] | None = None,
-    *,
-    read: bool = False,
-    write: bool = False,
-) -> tuple[float, float]:
-    """Rates (read, write) in bytes/s of the threads asked for: one reads the file's first half, one writes the second.
+def _run(file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: int = 0) -> tuple[float, float, float]:
+    """Move pieces of so many bytes, 0 for none: one thread reads the file's first half, one writes the second.
 
-    Meanwhile this thread does ``work``, as it would in a step; its times go to ``samples``.
+    Meanwhile this thread does ``work``, as it would in a step.
+
+    Returns:
+        Bytes/s read and written, and the mean seconds of a call of ``work``.
     """
     half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
-    workers: list[tuple[int, Callable[..., int], int]] = []
-    if read:
-        workers.append((0, os.preadv, 0))
-    if write:
-        workers.append((1, os.pwritev, half))
     rates = [0.0, 0.0]
     errors: list[OSError] = []
     file.settle()
     deadline = time.perf_counter() + seconds
 
-    def move_until(index: int, move: Callable[..., int], base: int) -> None:
+    def move_until(index: int, move: Callable[..., int], size: int) -> None:
         try:
-            rates[index] = _stream(file, move, base, half, deadline)
+            rates[index] = _stream(
+                file, move, range(index * half, (index + 1) * half, size), file.rooms[index], deadline
+            )
         except OSError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=move_until, args=worker) for worker in workers]
+    moves = ((0, os.preadv, read), (1, os.pwritev, write))
+    threads = [threading.Thread(target=move_until, args=each) for each in moves if each[2]]
     for thread in threads:
         thread.start()
-    timed = _times(work, 0.9 * seconds)
+    beside_s = _mean_s(work, 0.9 * seconds)
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    if samples is not None:
-        samples += timed
-    return rates[0], rates[1]
+    return rates[0], rates[1], beside_s
 
 
-def _stream(file: _ProbeFile, move: Callable[..., int], base: int, length: int, deadline: float) -> float:
-    """Bytes/s of one thread moving pieces of the ``length`` bytes from ``base`` in random order until the deadline."""
-    buffer = file.buffer()
-    draw = random.Random(base)
+def _stream(file: _ProbeFile, move: Callable[..., int], offsets: range, room: Arena, deadline: float) -> float:
+    """Bytes/s of one thread moving the pieces at these offsets in random order until the deadline."""
+    size = offsets.step
+    draw = random.Random(offsets.start)
     start = time.perf_counter()
     moved = 0
     while not moved or time.perf_counter() < deadline:
-        _whole(move(file.fd, [buffer], base + draw.randrange(length // PIECE_BYTES) * PIECE_BYTES), PIECE_BYTES)
-        moved += PIECE_BYTES
+        _whole(move(file.fd, [room.memory[:size]], offsets[draw.randrange(len(offsets))]), size)
+        moved += size
     if move is os.pwritev and not file.direct:
         os.fsync(file.fd)
     return moved / (time.perf_counter() - start)

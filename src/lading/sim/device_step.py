@@ -2,9 +2,10 @@
 
 Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
 (``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
-transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, and tiers on one wire that
-transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
-starts or stops. Same Program, same Machine: same Timeline, to the bit.
+transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, or less where its moves
+are smaller than a turn (``Tier.rates_together``), and tiers on one wire that transfer in the same direction share it
+evenly, so what remains of a transfer is timed again whenever one of those starts or stops. Same Program, same Machine:
+same Timeline, to the bit.
 
 [Note: processors of ranks] Where ranks are processes of one host, its processors are shared: computing and a collective
 beside it take longer both (``lading.cost.compute.slower_beside``), and kernels take as long as they do among as many
@@ -324,12 +325,6 @@ class _Costs:
             )
         return tier
 
-    def slowdowns(self, number: int) -> tuple[float, float]:
-        """Share by which an operation takes longer beside this MOVE: alone on its tier; beside the other direction."""
-        tier, (alone, shared) = self.tier(number), self.rates(number)
-        most = tier.read_slowdown if self.reads(number) else tier.write_slowdown
-        return most, most * shared / alone
-
     def wired(self, tier: str) -> tuple[str, ...]:
         """Tiers on the wire of a tier, itself included."""
         wire = self._tiers[tier].wire
@@ -342,26 +337,27 @@ class _Costs:
             return 0.0
         return (1 if self._tiers[tier].host_computes else 2) / host.memory_bandwidth_bytes_per_s
 
-    def rates(self, number: int) -> tuple[float, float]:
-        """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
-        tier = self.tier(number)
-        if self.reads(number):
-            return tier.read_bytes_per_s, tier.mixed_read_bytes_per_s
-        return tier.write_bytes_per_s, tier.mixed_write_bytes_per_s
+    def rate_beside(self, tier: str, size_bytes: int, other_bytes: int, *, read: bool) -> float:
+        """Bytes/s of a move of ``size_bytes`` while one of ``other_bytes`` goes the other way on its tier."""
+        served = self._tiers[tier]
+        if read:
+            return served.rates_together(size_bytes, other_bytes)[0]
+        return served.rates_together(other_bytes, size_bytes)[1]
 
 
 @dataclass(slots=True)
 class _Transfer:
     """A move past its latency, and what remained of it at ``since_s``.
 
-    ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs. ``wired``: the tiers it shares
-    its wire with, its own included.
+    ``alone_rate``: Bytes/s while nothing else transfers; ``rate`` at this moment. ``slowdown``: share by which an
+    operation takes longer beside it at its rate alone. ``wired``: the tiers it shares its wire with, its own included.
     """
 
     stream: int
+    size_bytes: int
     remaining_bytes: float
-    rates: tuple[float, float]
-    slowdowns: tuple[float, float]
+    alone_rate: float
+    slowdown: float
     since_s: float
     wired: tuple[str, ...]
     rate: float = 0.0
@@ -482,10 +478,7 @@ class _TierResources:
         beside = self._beside if other in self._work else 0.0
         if stream == NETWORK:
             return beside
-        beside += sum(
-            moving.slowdowns[(tier, not read) in running] / self._sharing(moving, read)
-            for (tier, read), moving in running.items()
-        )
+        beside += sum(moving.slowdown * moving.rate / moving.alone_rate for moving in running.values())
         crowding = self._work[stream].crowding
         return (1.0 + beside) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else beside
 
@@ -522,9 +515,11 @@ class _TierResources:
 
     def _begin_transfer(self, stream: int, action: int) -> None:
         costs = self._costs
-        tier, read = costs.tier(action).name, costs.reads(action)
-        rates, slowdowns, size_bytes = costs.rates(action), costs.slowdowns(action), costs.size_bytes(action)
-        transfer = _Transfer(stream, size_bytes, rates, slowdowns, self._now_s, costs.wired(tier))
+        served, read, size_bytes = costs.tier(action), costs.reads(action), costs.size_bytes(action)
+        tier = served.name
+        alone = served.read_bytes_per_s if read else served.write_bytes_per_s
+        slowdown = served.read_slowdown if read else served.write_slowdown
+        transfer = _Transfer(stream, size_bytes, size_bytes, alone, slowdown, self._now_s, costs.wired(tier))
         self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
         transfer.rate = self._rate(tier, read)
         self._expect_transfer(transfer)
@@ -538,8 +533,11 @@ class _TierResources:
 
     def _rate(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the others of this moment."""
-        transfer = self._transfers[tier, read]
-        return transfer.rates[(tier, not read) in self._transfers] / self._sharing(transfer, read)
+        transfer, other = self._transfers[tier, read], self._transfers.get((tier, not read))
+        rate = transfer.alone_rate
+        if other is not None:
+            rate = self._costs.rate_beside(tier, transfer.size_bytes, other.size_bytes, read=read)
+        return rate / self._sharing(transfer, read)
 
     def _retime_beside(self, tier: str, read: bool, transfer: _Transfer) -> None:
         """Time again what a transfer that began or ended shares its tier or its wire with."""

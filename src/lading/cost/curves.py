@@ -5,10 +5,10 @@
     the rest     bytes / rate(bytes)
 
 The operation of a step is asked for as the kernel of a rank is, so that a device has one price for both. A rate is
-looked up by the operation's own name ("gelu_backward", "bmm"; first "gelu.tanh" where its form has one), then by its
-cost class ("transcendental", "norm_backward"), each first with ".strided" appended when it walks against the order of
-memory; at last it is the memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of
-products are FLOP/s against the FLOP of one matrix.
+looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
+"norm_backward"), each first with its form appended where it has one ("gelu.tanh", "attention.whole"), and with
+".strided" when it walks against the order of memory; at last it is the memory bandwidth. "runs" bounds operations on
+many small pieces of memory. Own rates of products are FLOP/s against the FLOP of one matrix.
 Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first.
 Without one, products go by float32's rates times the ratio of the peaks, the rest by float32's rate for their bytes.
 Rates hold for one operation at a time with whatever of its operands is in cache as in the probe.
@@ -132,8 +132,9 @@ def measured(name: str, kind: str, low: str, device: Device) -> tuple[Curve, boo
 def rate_of(kernel: Kernel, device: Device, low: str | None = None) -> Curve | None:
     """The most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
     name, kind = base_name(kernel.name), (kernel.kind or OpKind.COPY).value
-    own = [f"{name}.{kernel.form}", name] if kernel.form else [name]
-    names = [*own, kind + BACKWARD, kind] if "backward" in name else [*own, kind]
+    names = [name, kind + BACKWARD, kind] if "backward" in name else [name, kind]
+    if kernel.form:
+        names = [key for plain in names for key in (f"{plain}.{kernel.form}", plain)]
     if kernel.strided or (kernel.kind is OpKind.REDUCTION and kernel.stage is Stage.BACKWARD_WEIGHT):
         names = [form for key in names for form in (key + STRIDED, key)]
     typed = low or low_of(kernel)

@@ -25,6 +25,8 @@ PACKED_COLUMNS = 6400
 UPDATE_NUMBERS = 7.0
 #: Rate at which a product waits for its operands that are not in cache, among ``Device.cold_rates``.
 COLD_PRODUCT = "product"
+#: Form of attention without a causal mask, in keys of ``Device.rates``: kernels do part of what a mask spares others.
+WHOLE = "whole"
 #: Key of a source that machine files written before this number was measured lack.
 KERNEL_BYTES = "device.kernel_bytes"
 DEVICE_KINDS = ("cpu", "cuda", "mps")
@@ -210,6 +212,8 @@ class Tier:
         latency_s: Seconds before the first byte of a move.
         read_slowdown, write_slowdown: Share by which an operation of the device takes longer while this tier reads, or
             writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
+        latency_slowdown: Share by which it takes longer during a move's latency, in which a processor that computes
+            prepares the move: small moves take more from computing than their bytes do.
         location: Folder of a file, address of anything else; "" for the folder of the run.
         host_computes: Whether the host's processors can work on what lies there.
         persistent: Whether what lies there outlives the process, so that checkpoints take room of it too.
@@ -234,6 +238,7 @@ class Tier:
     alignment_bytes: int = TIER_ALIGNMENT_BYTES
     wire: str = ""
     turn_bytes: int = 0
+    latency_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.match(self.name) or self.name in _NO_TIERS:
@@ -247,7 +252,7 @@ class Tier:
             )
         if self.kind == FILE and self.host_computes:
             raise ConfigError(f"tier {self.name}: the host's processors cannot work on a file; drop host_computes")
-        for key in ("read_slowdown", "write_slowdown", "latency_s", "turn_bytes"):
+        for key in ("read_slowdown", "write_slowdown", "latency_slowdown", "latency_s", "turn_bytes"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"tier {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         for key in ("capacity_bytes", *_TIER_RATES):
@@ -282,7 +287,7 @@ class Tier:
 
 _TIER_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
 #: Attributes of a tier that say how fast it is, and what its moves take from computing.
-TIER_SPEEDS = (*_TIER_RATES, "latency_s", "read_slowdown", "write_slowdown")
+TIER_SPEEDS = (*_TIER_RATES, "latency_s", "read_slowdown", "write_slowdown", "latency_slowdown")
 
 
 def host_tier(tiers: Iterable[Tier]) -> str:

@@ -25,7 +25,7 @@ from statistics import median
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import COLD_PRODUCT, KERNEL_BYTES, MEMORY, Curve, Device, Machine, Tier
+from lading.ir.machine import COLD_PRODUCT, KERNEL_BYTES, MEMORY, WHOLE, Curve, Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
@@ -140,7 +140,7 @@ def probe_processors(threads: int, seconds: float, progress: Progress | None = N
 
 def _how(today: str, rounds: int, threads: int, load: float) -> str:
     """Say how the kernels were measured."""
-    statistic = "median" if load <= QUIET else "lower quartile"
+    statistic = "mean" if load <= QUIET else "lower quartile"
     return f"measured {today}, {statistic} of up to {rounds} samples, {threads} threads, torch {torch.__version__}"
 
 
@@ -492,7 +492,9 @@ CUDA_SHAPES = (
 #: Which operands are transposed: x W^T forward, dy W and dy^T x backward.
 LAYOUTS = ("NT", "NN", "TN")
 _BATCHED = (16, 32, 64, 128, 256)
+#: Batch, heads, tokens and width of a head of the timed attentions, causal and whole.
 _ATTENTION = ((4, 4, 64, 32), (2, 8, 128, 64), (1, 8, 512, 64), (1, 8, 1024, 64), (1, 4, 2048, 128))
+_WHOLE_ATTENTION = ((8, 6, 64, 64), (1, 8, 512, 64))
 _CUDA_ATTENTION = ((8, 8, 128, 64), (8, 16, 512, 64), (4, 16, 1024, 64), (2, 16, 2048, 128), (1, 32, 4096, 128))
 _KNOTS_PER_DECADE = 1
 
@@ -583,22 +585,28 @@ def batched_cases(pool: Pool, key: str = "bmm") -> Iterator[Case]:
 
 
 def attention_cases(pool: Pool, suffix: str = "") -> Iterator[Case]:
-    """Make cases of causal attention, forward and backward: FLOP/s of the unmasked half, by the FLOP of one head."""
+    """Make cases of attention, forward and backward: FLOP/s of what is not masked, by the FLOP of one head."""
     if pool.device.type != "cpu":
         yield from _cuda_attention_cases(pool)
         return
+    for is_causal, form in ((True, ""), (False, f".{WHOLE}")):
+        for shape in _ATTENTION if is_causal else _WHOLE_ATTENTION:
+            yield from _cpu_attention(pool, shape, is_causal, f"{form}{suffix}")
+
+
+def _cpu_attention(pool: Pool, shape: tuple[int, int, int, int], is_causal: bool, suffix: str) -> Iterator[Case]:
+    batch, heads, length, dim = shape
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
-    for batch, heads, length, dim in _ATTENTION:
-        q, k, v, grad = _heads(batch, heads, length, dim, pool.dtype, pool.device)
-        places = [torch.empty_like(q) for _ in range(3)]
-        stats = torch.empty(batch, length, heads).transpose(1, 2)
-        each = 2.0 * length * length * dim
-        forward = bind_call(f"{name}.default", (q, k, v, 0.0, True), (places[0], stats))
-        forward()
-        out = places[0].clone()
-        backward = bind_call(f"{name}_backward.default", (grad, q, k, v, out, stats, 0.0, True), places)
-        yield Case(f"attention{suffix}", each, each * batch * heads, forward)
-        yield Case(f"attention_backward{suffix}", 2.5 * each, 2.5 * each * batch * heads, backward)
+    q, k, v, grad = pool.cut("a", 4, batch, length, heads, dim).transpose(2, 3)
+    places = list(pool.cut("o", 3, batch, length, heads, dim).transpose(2, 3))
+    stats = torch.empty(batch, length, heads).transpose(1, 2)
+    each = (2.0 if is_causal else 4.0) * length * length * dim
+    forward = bind_call(f"{name}.default", (q, k, v, 0.0, is_causal), (places[0], stats))
+    forward()
+    out = pool.cut("b", batch, length, heads, dim).transpose(1, 2).copy_(places[0])
+    backward = bind_call(f"{name}_backward.default", (grad, q, k, v, out, stats, 0.0, is_causal), places)
+    yield Case(f"attention{suffix}", each, each * batch * heads, forward)
+    yield Case(f"attention_backward{suffix}", 2.5 * each, 2.5 * each * batch * heads, backward)
 
 
 def _heads(

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -33,6 +33,8 @@ _SMALL_BYTES, _TURNS = 256 * KiB, 0.5
 #: Seconds of a sample, and most rounds. Short ones: a host's speed changes within seconds.
 _SLICE_S, _MOST_ROUNDS = 0.1, 31
 _RATES = ("read", "write", "mixed_read", "mixed_write", "small_read")
+#: What work is compared beside: whole pieces each way, and small ones.
+_BESIDE = ("write", "read", "small moves")
 _NAME = "lading-probe.tmp"
 
 
@@ -152,7 +154,7 @@ class _Samples:
     """Measurements of all rounds: bytes/s by what ran, and how many times longer ``work`` took beside it."""
 
     rates: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _RATES})
-    times_longer: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in ("read", "write")})
+    times_longer: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _BESIDE})
     idle_s: float = 0.0  # seconds of a call of ``work`` just before
 
     def compare(self, key: str, beside_s: float, idle_s: float) -> None:
@@ -169,7 +171,7 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
     end = time.monotonic() + seconds
     _mean_s(work, slice_s / 2)
     rounds = 0
-    while rounds < 1 or (time.monotonic() + 6 * slice_s < end and rounds < _MOST_ROUNDS):
+    while rounds < 1 or (time.monotonic() + 7 * slice_s < end and rounds < _MOST_ROUNDS):
         _round(file, slice_s, work, found)
         rounds += 1
     best = {key: float(f"{median(values):.4g}") for key, values in found.rates.items()}
@@ -188,6 +190,7 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
         read_slowdown=_slowdown(found.times_longer["read"]),
         write_slowdown=_slowdown(found.times_longer["write"]),
     )
+    tier = replace(tier, latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small moves"])))
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
     )
@@ -201,10 +204,19 @@ def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> Non
     found.compare("write", beside_s, _mean_s(work, slice_s / 2))
     read, _, beside_s = _run(file, slice_s, work, read=PIECE_BYTES)
     found.compare("read", beside_s, _mean_s(work, slice_s / 2))
+    _, _, beside_s = _run(file, slice_s, work, read=_SMALL_BYTES)
+    found.compare("small moves", beside_s, _mean_s(work, slice_s / 2))
     mixed_read, mixed_write, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
     small_read, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
     for key, rate in zip(_RATES, (read, written, mixed_read, mixed_write, small_read), strict=True):
         found.rates[key].append(rate)
+
+
+def _latency_slowdown(tier: Tier, slowdown: float) -> float:
+    """Share by which work takes longer in the latency of a move, from that beside small reads, one behind another."""
+    transfer_s = _SMALL_BYTES / tier.read_bytes_per_s
+    lost_s = slowdown * (tier.latency_s + transfer_s) - tier.read_slowdown * transfer_s
+    return max(0.0, round(lost_s / tier.latency_s, 3))
 
 
 def _slowdown(times_longer: list[float]) -> float:

@@ -1,11 +1,11 @@
 """Device step: a step of one device from its Program: each action priced, and run beside what shares its tiers.
 
 Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
-(``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
-transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, or less where its moves
-are smaller than a turn (``Tier.rates_together``), and tiers on one wire that transfer in the same direction share it
-evenly, so what remains of a transfer is timed again whenever one of those starts or stops. Same Program, same Machine:
-same Timeline, to the bit.
+(``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``), or prepares to (``latency_slowdown``). A move
+waits for the tier's latency and then transfers its bytes; while a tier's two directions transfer at once each gets its
+mixed rate, or less where its moves are smaller than a turn (``Tier.rates_together``), and tiers on one wire that
+transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
+starts or stops. Same Program, same Machine: same Timeline, to the bit.
 
 [Note: processors of ranks] Where ranks are processes of one host, its processors are shared: computing and a collective
 beside it take longer both (``lading.cost.compute.slower_beside``), and kernels take as long as they do among as many
@@ -414,6 +414,8 @@ class _TierResources:
         else:
             self._latency[stream] = action
             self._expect(start_s + self._seconds[action], stream)
+            if self._preparing(action):
+                self._retime_work()
 
     def _begin_work(self, action: int, stream: int) -> None:
         if stream == NETWORK:
@@ -479,8 +481,13 @@ class _TierResources:
         if stream == NETWORK:
             return beside
         beside += sum(moving.slowdown * moving.rate / moving.alone_rate for moving in running.values())
+        beside += sum(map(self._preparing, self._latency.values()))
         crowding = self._work[stream].crowding
         return (1.0 + beside) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else beside
+
+    def _preparing(self, action: int) -> float:
+        """Share by which computing takes longer while a move waits for its tier; 0 for one on no tier."""
+        return self._costs.tier(action).latency_slowdown if self._costs.on_tier(action) else 0.0
 
     def _sharing(self, transfer: _Transfer, read: bool) -> int:
         """Number of tiers that transfer over a tier's wire in its direction now."""

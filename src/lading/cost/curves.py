@@ -9,8 +9,9 @@ looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost
 "norm_backward"), each first with its form appended where it has one ("gelu.tanh", "attention.whole"), and with
 ".strided" when it walks against the order of memory; at last it is the memory bandwidth. "runs" bounds operations on
 many small pieces of memory. Own rates of products are FLOP/s against the FLOP of one matrix.
-Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first.
-Without one, products go by float32's rates times the ratio of the peaks, the rest by float32's rate for their bytes.
+Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first, and
+that of products with their layout before it ("matmul.NT.bfloat16"). Without one, products go by float32's rates times
+the ratio of the peaks, the rest by float32's rate for their bytes.
 Rates hold for one operation at a time with whatever of its operands is in cache as in the probe.
 """
 
@@ -45,7 +46,7 @@ def curve_s(kernel: Kernel, device: Device) -> float:
     """
     name, kind = base_name(kernel.name), kernel.kind or OpKind.COPY
     if isinstance(kernel.detail, Product):
-        known = measured(name, kind.value, low_of(kernel), device)
+        known = measured(name, kind.value, low_of(kernel), device, kernel.form)
         where = f"{kernel.name} in {kernel.module or '(loss)'}"
         return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where)
     if isinstance(kernel.detail, Attention):
@@ -115,15 +116,16 @@ def _peak_ratio(device: Device, dtype: str) -> float:
     return peaks[dtype] / peaks["float32"] if dtype in peaks and "float32" in peaks else 1.0
 
 
-def measured(name: str, kind: str, low: str, device: Device) -> tuple[Curve, bool] | None:
+def measured(name: str, kind: str, low: str, device: Device, form: str = "") -> tuple[Curve, bool] | None:
     """The rate of a product, and whether it was measured in the product's own dtype.
 
     Args:
         name: Base name of the product.
         kind: Its cost class.
         low: Its 16-bit dtype, "" for none.
+        form: Layout of its operands, such as "NT"; "" where that is not known.
     """
-    for key in (f"{name}.{low}", f"{kind}.{low}") if low else ():
+    for key in (f"{name}.{low}", f"{kind}.{form}.{low}", f"{kind}.{low}") if low else ():
         if key in device.rates:
             return device.rates[key], True
     return (device.rates[name], not low) if name in device.rates else None

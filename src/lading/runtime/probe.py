@@ -549,22 +549,25 @@ def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
     return lambda region, rows, columns: regions[region][: rows * columns].view(rows, columns)
 
 
-#: m, k, n of the products timed in bfloat16 too.
-_LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (256, 512, 2048))
+#: m, k, n of the products timed in bfloat16 too, the smallest first.
+_LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (256, 512, 2048), (1024, 1024, 1024))
+#: A product that takes so long is as slow in larger ones.
+_SLOW_PRODUCT_S = 0.05
 
 
 def low_product_cases(pool: Pool) -> Iterator[Case]:
-    """Make cases of products in the pool's dtype, each layout in turn: FLOP/s against the FLOP of one."""
+    """Make cases of products in the pool's dtype by layout: FLOP/s against the FLOP of one, up to where it is slow."""
     suffix = str(pool.dtype).removeprefix("torch.")
-    for m, k, n in _LOW_SHAPES:
-        calls = [_product(pool.cut, m, k, n, layout) for layout in LAYOUTS]
-        flops = 2.0 * m * k * n
-
-        def run(calls: Sequence[Callable[[], object]] = calls) -> None:
-            for call in calls:
-                call()
-
-        yield Case(f"matmul.{suffix}", flops, flops * len(calls), run)
+    for layout in LAYOUTS:
+        for m, k, n in _LOW_SHAPES:
+            run = _product(pool.cut, m, k, n, layout)
+            flops = 2.0 * m * k * n
+            start = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - start
+            yield Case(f"matmul.{layout}.{suffix}", flops, flops, run)
+            if seconds > _SLOW_PRODUCT_S:
+                break
 
 
 def _product(place: _Place, m: int, k: int, n: int, layout: str) -> Callable[[], object]:

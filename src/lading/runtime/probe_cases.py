@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -503,18 +502,18 @@ class Stopwatch:
         """Seconds of one call of each case: the mean of its samples, or the lower quartile beside others' work.
 
         A step adds up its operations as they come, so it takes the sum of their means; medians add up to 2 to 5% less
-        (11 runs of ``benchmarks/predictions``). The slowest sample counts as the one before it. Beside others' work
+        (11 runs of ``benchmarks/predictions``). Beside others' work
         the mean would be theirs.
         """
         return [_mean(samples) if quiet else sorted(samples)[len(samples) // 4] for samples in self._samples]
 
 
 def _mean(samples: Sequence[float]) -> float:
-    """Mean in which the largest of three samples or more counts as the second largest."""
+    """Mean in which the largest twentieth of the samples, but one of three at least, count as the one before them."""
     ordered = sorted(samples)
-    if len(ordered) > 2:
-        ordered[-1] = ordered[-2]
-    return fmean(ordered)
+    cut = max(1, len(ordered) // 20) if len(ordered) > 2 else 0
+    kept = ordered[: len(ordered) - cut]
+    return (sum(kept) + cut * kept[-1]) / len(ordered)
 
 
 def _lost_processors() -> int:

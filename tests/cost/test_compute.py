@@ -330,6 +330,29 @@ def test_sixteen_bits_take_their_own_rates_or_say_what_they_take() -> None:
         seconds(sixteen, without)
 
 
+def test_products_in_sixteen_bits_go_by_their_layout() -> None:
+    rates = {"matmul.bfloat16": 4e9, "matmul.NT.bfloat16": 8e9, "matmul.NN.bfloat16": 1e9}
+    curves = {name: Curve(size=(1.0,), rate=(rate,)) for name, rate in rates.items()}
+    device = dataclasses.replace(FLAT, peak_flops_per_s={"float32": 1e10, "bfloat16": 4e10}, rates=curves)
+    straight, other = tensor(64, 64, dtype="bfloat16"), tensor(64, 64, dtype="bfloat16")
+    turned = dataclasses.replace(other, stride=(1, 64))
+    flops = 2 * 64**3
+    for right, left, rate in ((other, straight, 1e9), (turned, straight, 8e9), (other, turned, 4e9)):
+        g = graph("aten.mm.default", [left, right], [straight], flops=flops)
+        assert seconds(g, device) == pytest.approx(1e-3 + flops / rate)
+        assert not missing_rates(g, device)
+
+
+def test_attention_without_a_mask_has_a_rate_of_its_own() -> None:
+    masked, whole = Curve(size=(1.0,), rate=(1e9,)), Curve(size=(1.0,), rate=(2e9,))
+    plain, both = ({"attention": masked}, {"attention": masked, "attention.whole": whole})
+    for is_causal in (True, False):
+        g = attention(is_causal, 0)
+        by_mask = seconds(g, dataclasses.replace(FLAT, rates=plain)) - FLAT.op_overhead_s
+        by_own = seconds(g, dataclasses.replace(FLAT, rates=both)) - FLAT.op_overhead_s
+        assert by_own == pytest.approx(by_mask if is_causal else by_mask / 2)
+
+
 def test_memory_for_packing_grows_with_each_wider_product() -> None:
     assert packed_columns(mm(8, 512, 64, repeat=3)) == 64 + 200
     assert packed_columns(mm(8, 512, 100_000)) == PACKED_COLUMNS + 200

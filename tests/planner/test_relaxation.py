@@ -7,6 +7,8 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random_choices, tiny, within
 
 from lading.ir.action import ActionKind
@@ -67,6 +69,23 @@ def test_a_tier_that_moves_no_more_both_ways_than_one_takes_turns() -> None:
     disk = dataclasses.replace(bytes_machine().tiers[0], mixed_read_bytes_per_s=5e8, mixed_write_bytes_per_s=5e8)
     for read, written in ((3e9, 0.0), (0.0, 2e9), (3e9, 2e9)):
         assert max(a * read + b * written for a, b in facets(disk)) == pytest.approx((read + written) / 1e9)
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 1 << 24), st.floats(0.3, 1.0), st.floats(0.3, 1.0))
+def test_no_sizes_of_moves_reach_rates_that_the_bound_does_not_allow(
+    read_bytes: int, write_bytes: int, read_share: float, write_share: float
+) -> None:
+    disk = dataclasses.replace(
+        bytes_machine().tiers[0], read_bytes_per_s=2e9, write_bytes_per_s=5e9, turn_bytes=8 << 20,
+        mixed_read_bytes_per_s=read_share * 2e9, mixed_write_bytes_per_s=write_share * 5e9,
+    )  # fmt: skip
+    read, written = disk.rates_together(read_bytes, write_bytes)
+    assert read > 0
+    assert written > 0
+    if read_share + write_share >= 1.0:  # less than taking turns: the bound allows turns in which each has the tier
+        assert max(a * read + b * written for a, b in facets(disk)) == pytest.approx(1.0)
+    assert disk.rates_together(8 << 20, 8 << 20) == pytest.approx((read_share * 2e9, write_share * 5e9))
+    assert disk.rates_together(read_bytes, 8 << 20)[1] >= disk.rates_together(8 << 20, 8 << 20)[1] * (1 - 1e-9)
 
 
 def test_memory_is_full_where_something_has_to_leave() -> None:

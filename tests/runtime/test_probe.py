@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.machines import unsourced
+from tests.runtime.cases import DISK
 
 from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.errors import ConfigError, StorageError
@@ -32,6 +34,7 @@ from lading.runtime.probe_cases import (
     _disturbance_bytes,
     flush_bytes,
 )
+from lading.runtime.tiers import PIECE_BYTES
 from lading.tracing.trace import capture
 from lading.units import KiB, MiB
 
@@ -91,11 +94,16 @@ def test_what_makes_operands_cold_overwrites_the_cache(
     assert flush_bytes() == (cache * MiB, copied * MiB)
 
 
-def test_a_step_meets_the_median_and_beside_others_the_lower_quartile_is_kept() -> None:
+def test_a_step_meets_the_mean_and_beside_others_the_lower_quartile_is_kept() -> None:
+    """The slowest sample counts as the one before it; of two samples both count."""
     watch = Stopwatch([Case("x", 1.0, 1.0, lambda: None)], torch.device("cpu"))
-    watch.resume_from([[5.0, 1.0, 4.0, 2.0, 3.0]])
-    assert watch.seconds(quiet=True) == [3.0]
+    watch.resume_from([[50.0, 1.0, 4.0, 2.0, 3.0]])
+    assert watch.seconds(quiet=True) == [(1 + 2 + 3 + 4 + 4) / 5]
     assert watch.seconds(quiet=False) == [2.0]
+    watch.resume_from([[1.0, 5.0]])
+    assert watch.seconds(quiet=True) == [3.0]
+    watch.resume_from([[1.0] * 38 + [100.0, 200.0]])
+    assert watch.seconds(quiet=True) == [1.0], "of 40 samples two are the slowest twentieth"
 
 
 def test_a_sample_that_lost_its_processor_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +178,28 @@ def test_the_file_is_removed_when_the_disk_fails(tmp_path: Path, monkeypatch: py
     with pytest.raises(StorageError, match="it is full; choose a writable folder"):
         probe_disk.probe_disk(tmp_path, 0.1, file_bytes=32 * MiB)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_latency_takes_from_computing_is_what_small_moves_take_beyond_their_bytes() -> None:
+    disk = dataclasses.replace(DISK, read_bytes_per_s=256 * KiB / 1e-3, latency_s=1e-3, read_slowdown=0.1)
+    assert probe_disk._latency_slowdown(disk, 0.3) == pytest.approx(0.5)  # 0.6 ms of 2, of which the bytes take 0.1
+    assert probe_disk._latency_slowdown(disk, 0.0) == 0.0
+
+
+def test_work_beside_transfers_is_compared_with_the_same_work_before_and_after_them() -> None:
+    """A host that became twice as slow meanwhile is not taken for one that transfers slow down."""
+    samples = probe_disk._Samples(idle_s=1.0)
+    samples.compare("write", 1.5, 2.0)
+    samples.compare("read", 3.0, 2.0)
+    assert samples.times_longer["write"] == [1.0]
+    assert samples.times_longer["read"] == [1.5]
+    assert probe_disk._slowdown([1.0, 9.0, 1.2]) == 0.2
+    assert probe_disk._slowdown([0.8]) == probe_disk._slowdown([]) == 0.0
+
+
+def test_directions_take_turns_where_small_reads_come_slowly_beside_whole_writes() -> None:
+    assert probe_disk._turn_bytes(small_read=1.5e8, mixed_read=1.5e9) == PIECE_BYTES
+    assert probe_disk._turn_bytes(small_read=1.2e9, mixed_read=1.5e9) == 0
 
 
 def test_a_file_system_without_direct_access_is_measured_buffered_and_said(

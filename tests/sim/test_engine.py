@@ -121,6 +121,29 @@ def test_operations_slow_in_proportion_to_the_rates_beside_them() -> None:
     assert found[4] == pytest.approx((13.5, 14.5))
 
 
+def test_a_small_move_waits_for_the_turns_of_a_large_one() -> None:
+    """Turns of 400 B, one after another: 100 B/s read or 200 written, so full turns move 400 B each way in 6 s.
+
+    The read is in its latency until 1, then alone, and of its 1000 B 400 are there at 5 when the write of 50 B begins
+    to move. A turn of the read takes 4 s and one of the write 0.25: the write has 50 B in 4.25 s, until 9.25, and the
+    read 400. The last 200 B come alone.
+    """
+    both = 400 / 6
+    turns = {"mixed_read_bytes_per_s": both, "mixed_write_bytes_per_s": both}
+    tiers = tuple(replace(t, turn_bytes=400, **turns) if t.name == "disk" else t for t in machine().tiers)
+    found = spans(simulate(two_weights(1000, 50), replace(machine(), tiers=tiers), op_seconds=[4.0, 2.0]))
+    assert found[1] == pytest.approx((4.0, 9.25))
+    assert found[2] == pytest.approx((0.0, 11.25))
+
+
+def test_operations_take_longer_while_a_move_is_prepared() -> None:
+    """The read waits for its tier until 1: of the operation's 4 s half a second is done by then, so it ends at 4.5."""
+    tiers = tuple(replace(t, latency_slowdown=1.0) if t.name == "disk" else t for t in machine().tiers)
+    found = spans(simulate(two_weights(1000, 400), replace(machine(), tiers=tiers), op_seconds=[4.0, 2.0]))
+    assert found[0] == pytest.approx((0.0, 4.5))
+    assert found[1][0] == pytest.approx(4.5)
+
+
 def test_two_tiers_share_nothing() -> None:
     program = two_weights(1000, 400, tiers=("disk", "host"))
     timeline = simulate(program, machine(), op_seconds=[4.0, 2.0])

@@ -209,6 +209,8 @@ def _probe_device(
     fit = fit_products(products, overhead)
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
+    if target.type == "cpu":
+        rates["matmul.bfloat16"] = _in_any_layout([rates[f"matmul.{layout}.bfloat16"] for layout in LAYOUTS])
     grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
     cache, cold = _cold_rates(
         cases if target.type == "cpu" else [], times, overhead, _COLD_SHARE * seconds, quiet=load <= QUIET
@@ -339,6 +341,12 @@ def _rates(cases: Sequence[Case], times: Sequence[float], overhead: float) -> di
         net = max(seconds - overhead, _LEAST_SHARE * seconds)
         points.setdefault(case.key, {})[_round(case.size)] = _round(case.work / net)
     return {key: _curve(curve_points) for key, curve_points in points.items()}
+
+
+def _in_any_layout(curves: Sequence[Curve]) -> Curve:
+    """Rate of products whose layout is not known: as many in each layout, at the sizes that all were measured at."""
+    sizes = min((curve.size for curve in curves), key=len)
+    return _curve({size: _round(len(curves) / sum(1.0 / curve.at(size) for curve in curves)) for size in sizes})
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
@@ -551,7 +559,7 @@ def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
 
 #: m, k, n of the products timed in bfloat16 too, the smallest first.
 _LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (256, 512, 2048), (1024, 1024, 1024))
-#: A product that takes so long is as slow in larger ones.
+#: A product that takes so long is the largest of its layout that is timed: in larger ones the time would go.
 _SLOW_PRODUCT_S = 0.05
 
 
@@ -562,6 +570,7 @@ def low_product_cases(pool: Pool) -> Iterator[Case]:
         for m, k, n in _LOW_SHAPES:
             run = _product(pool.cut, m, k, n, layout)
             flops = 2.0 * m * k * n
+            run()  # compiles the kernel
             start = time.perf_counter()
             run()
             seconds = time.perf_counter() - start

@@ -502,8 +502,7 @@ class Stopwatch:
         """Seconds of one call of each case: the mean of its samples, or the lower quartile beside others' work.
 
         A step adds up its operations as they come, so it takes the sum of their means; medians add up to 2 to 5% less
-        (11 runs of ``benchmarks/predictions``). Beside others' work
-        the mean would be theirs.
+        (11 runs of ``benchmarks/predictions``). Beside others' work the mean would be theirs.
         """
         return [_mean(samples) if quiet else sorted(samples)[len(samples) // 4] for samples in self._samples]
 

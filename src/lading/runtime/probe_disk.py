@@ -1,6 +1,7 @@
 """Disk: rates of one reading and one writing thread, alone and together, past the page cache where that is possible.
 
-Transfers are timed while the device computes, for that is when a step makes them.
+Transfers are timed while the device computes, for that is when a step makes them, from memory as a step's. What they
+take from computing is compared in pairs: each with the same work just before and just after, as a host's speed drifts.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
         write_bytes_per_s=best["write"],
         mixed_read_bytes_per_s=mixed_read,
         mixed_write_bytes_per_s=mixed_write,
-        turn_bytes=PIECE_BYTES if best["small_read"] < _TURNS * mixed_read else 0,
+        turn_bytes=_turn_bytes(best["small_read"], mixed_read),
         latency_s=_latency(file, work),
         read_slowdown=_slowdown(found.times_longer["read"]),
         write_slowdown=_slowdown(found.times_longer["write"]),
@@ -210,6 +211,11 @@ def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> Non
     small_read, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
     for key, rate in zip(_RATES, (read, written, mixed_read, mixed_write, small_read), strict=True):
         found.rates[key].append(rate)
+
+
+def _turn_bytes(small_read: float, mixed_read: float) -> int:
+    """Bytes of a turn, from the rates of small reads and of whole pieces, both beside writes of whole pieces."""
+    return PIECE_BYTES if small_read < _TURNS * mixed_read else 0
 
 
 def _latency_slowdown(tier: Tier, slowdown: float) -> float:

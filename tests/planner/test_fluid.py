@@ -24,7 +24,8 @@ from tests.programs import chain
 
 from lading.ir.defer import updates
 from lading.ir.program import PAGE_BYTES
-from lading.planner.fluid import flow
+from lading.planner import fluid
+from lading.planner.fluid import FlowProgram, flow
 from lading.planner.lower import StepCosts, fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.relaxation import RelaxedResidency, build
@@ -93,3 +94,31 @@ def test_what_forward_makes_is_written_before_backward_begins_or_stays() -> None
     assert bound.step_s > 8 * 2e-3 + 4 * write_s
     assert lower_bound_s(step) < 8 * 2e-3 + 2 * write_s
     assert bound.step_s <= plan.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 5])
+def test_gaps_classed_by_the_few_operations_they_begin_and_end_at_bound_no_more(
+    windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = captured("llama", num_layers=2, clip_norm=1.0, machine=slower_disk(small_machine(), 5))
+    fixed = fixed_bytes(step.machine, step.costs)
+    step = within(step, fixed + (needs(step, {}) - fixed) // 2)
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=True)
+    exact = FlowProgram(problem, step.arena_bytes, windows)
+    monkeypatch.setattr(fluid, "_PLACES", problem.num_ops * len(problem.candidates) // 40)
+    classed = FlowProgram(problem, step.arena_bytes, windows)
+    assert len(classed.classes) < 0.9 * len(exact.classes) < len(problem.candidates)
+    bounds = exact.solve(), classed.solve()
+    assert bounds[0] is not None
+    assert bounds[1] is not None
+    assert 0.8 * bounds[0].step_s <= bounds[1].step_s <= bounds[0].step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_classed_flows_are_below_all_plans_of_a_chain(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fluid, "_PLACES", 1)
+    step = tiny(seed) if seed % 2 else in_blocks(tiny(seed), slower=20.0)
+    best = min(found.timeline.duration_s for found in every_choice(step))
+    bound = flowing(step, 2)
+    assert bound is not None
+    assert bound.step_s <= best * (1 + 1e-6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
+import numpy as np
 import pytest
 from tests.machines import small_machine
 from tests.planner.steps import captured, needs, slower_disk, within
@@ -13,9 +15,9 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
 from lading.memory.verify import verify
 from lading.planner.fluid import flow
 from lading.planner.lower import Lowering, fixed_bytes
-from lading.planner.pacing import PacedFlow
-from lading.planner.relaxation import build
-from lading.planner.residency import StepProblem, paced
+from lading.planner.pacing import PacedFlow, paced
+from lading.planner.relaxation import Candidate, build
+from lading.planner.residency import StepProblem
 
 
 def half() -> StepProblem:
@@ -86,3 +88,53 @@ def test_a_flow_with_no_room_has_no_solution() -> None:
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
     short = dataclasses.replace(problem, base=problem.base + step.arena_bytes)
     assert PacedFlow(short, step.arena_bytes, 4).solved() is None
+
+
+def test_what_is_recomputed_starts_from_what_is_there() -> None:
+    """Of two of which one is made of the other, both dropped, the second would have to wait for the first."""
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, across=True)
+    candidates = [without_tiers(each) for each in problem.candidates if Option.RECOMPUTE in each.options]
+    base = np.zeros(problem.num_ops, dtype=np.int64)
+    none = dataclasses.replace(problem, tiers=(), candidates=tuple(candidates), base=base)
+    change = np.zeros(problem.num_ops + 1)
+    for each in candidates:
+        change[each.gap.start + 1] += each.size_bytes
+        change[each.gap.end] -= each.size_bytes
+    solved = PacedFlow(none, int(0.5 * np.cumsum(change).max()), 8).solved()
+    assert solved is not None
+    again: dict[int, list[tuple[Candidate, float]]] = {}
+    for candidate, shares in zip(none.candidates, solved.relaxed.shares, strict=True):
+        again.setdefault(candidate.gap.storage, []).append((candidate, shares.get(Option.RECOMPUTE, 0.0)))
+    pairs = [
+        (share, source_share)
+        for candidate, share in (row for rows in again.values() for row in rows)
+        for storage in candidate.sources
+        for source, source_share in again.get(storage, ())
+        if source.gap.start < made_again(candidate) < made_again(source)
+    ]
+    assert sum(share + other > 0.5 for share, other in pairs) > 0
+    assert all(share + other < 1 + 1e-6 for share, other in pairs)
+
+
+def without_tiers(candidate: Candidate) -> Candidate:
+    return dataclasses.replace(candidate, options=tuple(o for o in candidate.options if not o.tier))
+
+
+def made_again(candidate: Candidate) -> int:
+    held = candidate.held.get(Option.RECOMPUTE, ())
+    return held[0][0] if held else candidate.gap.end
+
+
+def test_both_states_of_a_parameter_are_of_one_class_and_rounded_one_by_one() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    flow_of = PacedFlow(problem, step.arena_bytes, 16)
+    assert len(flow_of.classes) < 0.8 * len(problem.candidates)
+    solved = flow_of.solved()
+    assert solved is not None
+    counts = Counter(solved.folding.class_of.tolist())
+    assert max(counts.values()) > 1
+    for number, each in enumerate(flow_of.classes):
+        assert len({problem.candidates[i].size_bytes for i in each.members}) == 1
+        assert sorted(solved.folding.seat[list(each.members)].tolist()) == list(range(counts[number]))

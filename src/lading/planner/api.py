@@ -50,10 +50,12 @@ from lading.planner.orders import (
     deferred_step,
     of_all_forms,
     ordered_with_host,
+    paced_forms,
     searched_forms,
     sharpened,
     smallest_order_bytes,
 )
+from lading.planner.pacing import with_paced
 from lading.planner.policies import (
     Policy,
     checkpoint_every_block,
@@ -61,7 +63,7 @@ from lading.planner.policies import (
     reshard_and_checkpoint,
     reshard_every_unit,
 )
-from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s, with_paced
+from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
@@ -97,6 +99,8 @@ _BUCKETS = (4 << 20, 16 << 20, 64 << 20, 1 << 60)
 _NO_LIMIT = 1 << 60
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
+#: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
+_OVERTAKEN = 0.1
 #: Operations of a step of which no other forms are tried, as it has a wide search. Of a larger one as many forms with
 #: late updates are tried as have so many operations together.
 _FEW_OPS, _FORMS_OPS = 200, 20_000
@@ -205,7 +209,7 @@ def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, tak
         takes_turns: Whether the step has its values where one that was planned before has them; nothing is hosted then.
     """
     progress.update(0.91, "plans that know in which window of the step each byte moves")
-    paced = with_paced(chosen.found, chosen.bound_s)
+    paced = chosen.found if chosen.paced else with_paced(chosen.found, chosen.bound_s)
     progress.update(0.92, "the fastest plan with choices on its critical path changed")
     chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s))
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
@@ -623,7 +627,7 @@ def _chosen_form(
             raise
         exactly = error
     try:
-        return of_all_forms(searched_forms(forms, [*map(_first_plan_s, forms)], fitting, progress), forms, fitting)
+        return _searched(forms, [*map(_first_plan_s, forms)], fitting, progress)
     except PlanInfeasible as error:
         raise min(exactly, error, key=lambda each: each.smallest_budget_bytes or _NO_LIMIT) from None
 
@@ -652,8 +656,24 @@ def _chosen_exactly(
     near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
     late = late_forms(near[-1]) if len(near[-1].graph.ops) > _FEW_OPS else []
     late = late[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
-    forms, first_s = [*forms, *late], [*first_s, *map(_first_plan_s, late)]
-    return of_all_forms(searched_forms(forms, first_s, fitting, progress), forms, fitting)
+    return _searched([*forms, *late], [*first_s, *map(_first_plan_s, late)], fitting, progress)
+
+
+def _searched(
+    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: dict[str, Found], progress: PlanProgress
+) -> Ordered:
+    """Plan the forms whose paced flows take least, and search those whose first plans are not far behind.
+
+    Raises:
+        PlanInfeasible: no form has a plan.
+    """
+    flowing = paced_forms(forms)
+    least_s = min((ordered.found.step_s for ordered in flowing.values()), default=float("inf"))
+    searched = list[Ordered]()
+    if min(first_s) <= (1 + _OVERTAKEN) * least_s:
+        both_s = [min(s, flowing[at].found.step_s) if at in flowing else s for at, s in enumerate(first_s)]
+        searched = searched_forms(forms, both_s, fitting, progress)
+    return of_all_forms([*searched, *flowing.values()], forms, fitting)
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:

@@ -21,6 +21,11 @@ at least what will not have been written when the window ends: every plan satisf
 a lower bound on the step time of any plan, as modelled (of an update that recomputation delays, as if it were not).
 Memory rows are generated where they are needed.
 
+[Note: classes] Gaps of one size that begin and end together share their columns, which stand for the mean over a class
+of what a plan does: its seconds and bytes moved are those of the mean. Where all of the class's n gaps lie over t, so
+are the bytes that it takes there; where c of them do, it takes at least s (n mean - (n - c)), as the others would take
+s at most. "Together" is at the same operations, in a large step in the same few.
+
 [Note: windows] Inside a window, what is written at its end counts as written all the time. So windows end at the
 moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
 write until then is there, or made again.
@@ -28,9 +33,9 @@ write until then is there, or made again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,9 +45,10 @@ from lading.ir.plan import Option
 from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem, spans
 
-_HERE = (Option.KEEP, Option.RECOMPUTE)
 _ROUNDS = 16
 _ROWS_PER_ROUND = 32
+#: Candidates times places at which gaps are told apart: in a small step at each operation.
+_PLACES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -57,17 +63,41 @@ class GapColumns:
 
 
 @dataclass(frozen=True)
-class FlowPieces:
-    """Stretches of positions at which gaps take memory, one entry each, and what their bytes depend on.
+class FlowClass:
+    """Gaps that are decided alike.
 
     Attributes:
-        candidate, first, last: Candidate, and its first and last position.
-        size: Bytes that are taken if the gap is kept.
+        members: Their numbers among the candidates, in the order of their storages.
+        leader: Candidate that stands for all.
+        again_s, own_again_s: Seconds of recomputing all of them, and those that it takes at least, as a bound counts.
+    """
+
+    members: tuple[int, ...]
+    leader: Candidate
+    again_s: float
+    own_again_s: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all members."""
+        return len(self.members) * self.leader.size_bytes
+
+
+#: Stretch of positions with the bytes that a class takes there if it is kept, and columns and factors of what is less.
+Stretch = tuple[int, int, int, list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class FlowPieces:
+    """Stretches of positions at which classes take memory, one entry each, and what their bytes depend on.
+
+    Attributes:
+        first, last: First and last position.
+        size: Bytes that are taken if the gaps are kept.
         row, column, factor: Terms added to 1 for the share that is there: piece, column of the program, factor.
         starts: [piece + 1]: where each piece's terms begin.
     """
 
-    candidate: np.ndarray
     first: np.ndarray
     last: np.ndarray
     size: np.ndarray
@@ -103,10 +133,11 @@ class FlowProgram:
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
         self.window = cut_windows(problem, windows)
+        self.classes = self._classes()
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
-        self.flows: list[dict[Option, GapColumns]] = []
+        self.flows: list[dict[Option, GapColumns]] = []  # by class
         self.again: list[int | None] = []
         self.positions: set[int] = set()  # of the memory rows
         self.model: Any = None
@@ -114,6 +145,32 @@ class FlowProgram:
         self.add_times()
         self._add_capacity()
         self.pieces = self.cut()
+
+    def likeness(self, candidate: Candidate) -> tuple[object, ...]:
+        """Collect what the gaps of a class have in common ([Note: classes])."""
+        gap, version = candidate.gap, candidate.version and candidate.version[1]
+        near = max(1, self.problem.num_ops * len(self.problem.candidates) // _PLACES)
+        windows = int(self.window[gap.start]), int(self.window[gap.end])
+        places = gap.start // near, gap.end // near, gap.wraps
+        return *windows, *places, candidate.size_bytes, candidate.options, version
+
+    def _classes(self) -> list[FlowClass]:
+        """Class the gaps of storages all of whose gaps are alike."""
+        rows = self.problem.candidates
+        of_storage: dict[int, list[int]] = {}
+        for index, candidate in enumerate(rows):
+            of_storage.setdefault(candidate.gap.storage, []).append(index)
+        alike: dict[tuple[object, ...], list[list[int]]] = {}
+        for indices in of_storage.values():
+            alike.setdefault(tuple(self.likeness(rows[index]) for index in indices), []).append(indices)
+        return [
+            FlowClass(
+                members, rows[members[0]], sum(rows[i].recompute_s for i in members),
+                len(members) * min(rows[i].own_recompute_s for i in members),
+            )
+            for storages in alike.values()
+            for members in zip(*storages, strict=True)
+        ]  # fmt: skip
 
     def _column(self) -> int:
         self.costs.append(0.0)
@@ -130,10 +187,10 @@ class FlowProgram:
 
     def _add_gaps(self) -> None:
         earlier: dict[tuple[tuple[int, int], Option], list[int]] = {}
-        self.flows = [{} for _ in self.problem.candidates]
-        self.again = [None] * len(self.problem.candidates)
-        by_version = sorted(enumerate(self.problem.candidates), key=lambda row: (not row[1].gap.wraps, row[0]))
-        for index, candidate in by_version:
+        self.flows = [{} for _ in self.classes]
+        self.again = [None] * len(self.classes)
+        by_version = sorted(enumerate(self.classes), key=lambda row: (not row[1].leader.gap.wraps, row[1].members[0]))
+        for index, candidate in ((index, each.leader) for index, each in by_version):
             if Option.RECOMPUTE in candidate.options:
                 self.again[index] = self._column()
             for tier in self.problem.tiers:
@@ -165,8 +222,8 @@ class FlowProgram:
         for window in range(self.windows):
             self.add_row(float(compute[window]), np.inf, [window], [1.0])
         times = list(range(self.windows))
-        again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
-        seconds = [g.own_recompute_s for _, g in again]
+        again = [(c, g) for c, g in zip(self.again, self.classes, strict=True) if c is not None]
+        seconds = [g.own_again_s for _, g in again]
         ones = [1.0] * self.windows
         self.add_row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         self.add_transfers()
@@ -179,9 +236,9 @@ class FlowProgram:
             self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
             self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
-    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, GapColumns]]:
+    def _flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:
         option = Option(tier.name)
-        return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
+        return [(c, f[option]) for c, f in zip(self.classes, self.flows, strict=True) if option in f]
 
     def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
         """Add rows: each window takes the seconds of its bytes.
@@ -190,13 +247,13 @@ class FlowProgram:
         """
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
         for tier, a, b in parts:
-            for candidate, gap_columns in self._flows_to(tier):
+            for each, gap_columns in self._flows_to(tier):
                 flows = (gap_columns.reads, gap_columns.first_read, a), (gap_columns.writes, gap_columns.first, b)
                 for columns, first, per_byte in flows:
                     for step, column in enumerate(columns if per_byte else ()):
                         row = terms[(first + step) % self.windows]
                         row[0].append(column)
-                        row[1].append(-candidate.size_bytes * per_byte)
+                        row[1].append(-each.size_bytes * per_byte)
         for columns, values in terms:
             self.add_row(0.0, np.inf, columns, values)
 
@@ -208,10 +265,10 @@ class FlowProgram:
         whole = np.zeros(self.problem.num_ops, dtype=np.int64)
         for name, per_byte, way in (("reads", read, (read, 0.0)), ("writes", write, (0.0, write))):
             columns, values = list(range(self.windows)), [1.0] * self.windows
-            for candidate, gap_columns in flows:
+            for each, gap_columns in flows:
                 moves: range = getattr(gap_columns, name)
                 columns.extend(moves)
-                values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(moves))
+                values.extend([-tier.latency_s * len(each.members) - each.size_bytes * per_byte] * len(moves))
             fixed_s = float(self.problem.fixed_seconds(tier, way, whole, 1)[0])
             self.add_row(fixed_s, np.inf, columns, values)
 
@@ -220,11 +277,11 @@ class FlowProgram:
         for name, capacity in self.problem.capacity_bytes.items():
             users: dict[int, list[int]] = {}
             size: dict[int, int] = {}
-            for candidate, flows in zip(self.problem.candidates, self.flows, strict=True):
+            for each, flows in zip(self.classes, self.flows, strict=True):
                 for option, gap_columns in flows.items():
-                    if option == name:
-                        users.setdefault(candidate.gap.storage, []).append(gap_columns.share)
-                        size[candidate.gap.storage] = candidate.size_bytes
+                    if option == name:  # the leaders' storage stands for those of all members
+                        users.setdefault(each.leader.gap.storage, []).append(gap_columns.share)
+                        size[each.leader.gap.storage] = each.size_bytes
             if sum(size.values()) <= capacity:
                 continue
             there = {storage: self._column() for storage in users}
@@ -272,56 +329,64 @@ class FlowProgram:
         return model
 
     def relaxed(self, values: np.ndarray) -> RelaxedResidency:
-        shares = tuple(self._shares(index, values) for index in range(len(self.flows)))
-        return RelaxedResidency(shares, float(values[: self.windows].sum()))
+        shares: list[dict[Option, float]] = [{} for _ in self.problem.candidates]
+        for number, each in enumerate(self.classes):
+            of_class = self.shares(number, values)
+            for index in each.members:
+                shares[index] = of_class
+        return RelaxedResidency(tuple(shares), float(values[: self.windows].sum()))
 
-    def _shares(self, index: int, values: np.ndarray) -> dict[Option, float]:
-        shares = {option: float(values[f.share]) for option, f in self.flows[index].items()}
-        if (again := self.again[index]) is not None:
+    def shares(self, number: int, values: np.ndarray) -> dict[Option, float]:
+        """Share of each option of a class."""
+        shares = {option: float(values[f.share]) for option, f in self.flows[number].items()}
+        if (again := self.again[number]) is not None:
             shares[Option.RECOMPUTE] = float(values[again])
         return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
 
     def cut(self) -> FlowPieces:
         """Cut the positions inside all gaps by window."""
-        owners: list[tuple[int, int, int]] = []
-        terms: list[tuple[int, int, float]] = []
-        for index, candidate in enumerate(self.problem.candidates):
-            for first, last, columns, factors in self.parts_of(index, candidate):
-                terms += [(len(owners), column, factor) for column, factor in zip(columns, factors, strict=True)]
-                owners.append((index, first, last))
-        who, first, last = np.array(owners, dtype=np.int64).reshape(-1, 3).T
-        sizes = np.array([c.size_bytes for c in self.problem.candidates], dtype=np.float64)
+        stretches = [each for number in range(len(self.classes)) for each in self.stretches(number)]
+        terms = [
+            (row, column, factor)
+            for row, (*_, columns, factors) in enumerate(stretches)
+            for column, factor in zip(columns, factors, strict=True)
+        ]
+        first, last, size = np.array([each[:3] for each in stretches], dtype=np.int64).reshape(-1, 3).T
         row, column, factor = zip(*terms, strict=True) if terms else ((), (), ())
         rows = np.array(row, dtype=np.int64)
-        starts = np.searchsorted(rows, np.arange(len(owners) + 1))
-        return FlowPieces(
-            who, first, last, sizes[who], rows, np.array(column, dtype=np.int64), np.array(factor), starts
-        )
+        starts = np.searchsorted(rows, np.arange(len(stretches) + 1))
+        columns = np.array(column, dtype=np.int64)
+        return FlowPieces(first, last, size.astype(np.float64), rows, columns, np.array(factor), starts)
 
-    def parts_of(self, index: int, candidate: Candidate) -> Iterator[tuple[int, int, list[int], list[float]]]:
-        """Yield ranges of positions inside a gap with the columns and factors of its share there, less 1."""
-        for first, last, window in self.windows_of(candidate):
-            columns, factors = self.terms_at(index, window)
-            if (again := self.again[index]) is not None:
+    def stretches(self, number: int) -> Iterator[Stretch]:
+        """Yield ranges of positions inside the gaps of a class, with its bytes and columns and factors of less."""
+        each, again, gap = self.classes[number], self.again[number], self.classes[number].leader.gap
+        ends = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
+        candidates = [self.problem.candidates[index] for index in each.members]
+        for window in range(ends[0], ends[1] + 1):
+            columns, factors = self.terms_at(number, window)
+            if again is not None:
                 columns, factors = [again, *columns], [-1.0, *factors]
-            yield first, last, columns, factors
+            here = self.positions_of(window)
+            if here is None:
+                continue
+            if window not in ends:
+                yield *here, each.size_bytes, columns, factors
+                continue
+            for first, last, count, _ in counted(candidates, *here, window >= self.windows):
+                scaled = [factor * len(candidates) / count for factor in factors]
+                yield first, last, count * each.leader.size_bytes, columns, scaled
 
-    def windows_of(self, candidate: Candidate) -> list[tuple[int, int, int]]:
-        """Cut the positions inside a gap by window, as (first, last, window); windows count on over the boundary."""
-        pieces: list[tuple[int, int, int]] = []
-        for first, last in spans(candidate.gap, self.problem.num_ops):
-            turn = (
-                self.windows if candidate.gap.wraps and first <= candidate.gap.end and last < candidate.gap.end else 0
-            )
-            cuts = [first, *(np.flatnonzero(np.diff(self.window[first : last + 1])) + first + 1).tolist(), last + 1]
-            pieces += [(a, b - 1, int(self.window[a]) + turn) for a, b in itertools.pairwise(cuts)]
-        return pieces
+    def positions_of(self, window: int) -> tuple[int, int] | None:
+        """First and last position of a window, which counts on over the boundary; None where it has none."""
+        first, end = np.searchsorted(self.window, [window % self.windows, window % self.windows + 1])
+        return (int(first), int(end) - 1) if first < end else None
 
-    def terms_at(self, index: int, window: int) -> tuple[list[int], list[float]]:
-        """Columns and factors by which its moves make a candidate's share smaller in a window of its gap."""
+    def terms_at(self, number: int, window: int) -> tuple[list[int], list[float]]:
+        """Columns and factors by which its moves make a class's share smaller in a window of its gaps."""
         columns: list[int] = []
         factors: list[float] = []
-        for gap_columns in self.flows[index].values():
+        for gap_columns in self.flows[number].values():
             read = gap_columns.reads[: max(0, window - gap_columns.first_read)]
             left = gap_columns.writes[max(0, window - gap_columns.first + 1) :]
             columns += [gap_columns.share, *read, *left]
@@ -355,10 +420,43 @@ class FlowProgram:
                 np.arange(int(counts.sum())) - np.repeat(ends - counts, counts) + np.repeat(pieces.starts[here], counts)
             )
             values = np.repeat(pieces.size[here], counts) * pieces.factor[at] / 1e6
+            columns, place = np.unique(pieces.column[at], return_inverse=True)  # before and after the boundary
             self.positions.add(t)
             covered = float(pieces.size[here].sum())
             room = (float(self.room[t]) - covered) / 1e6
-            self.add_row(-np.inf, room, pieces.column[at].tolist(), values.tolist())
+            self.add_row(-np.inf, room, columns.tolist(), np.bincount(place, weights=values).tolist())
+
+
+def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Cut positions first..last where gaps begin, end or have what is recomputed back.
+
+    Args:
+        over: Whether the positions are those behind the step's boundary.
+
+    Yields:
+        First and last position, gaps that lie over them, and those of them that would be gone if recomputed.
+    """
+    change: dict[int, list[int]] = {first: [0, 0], last + 1: [0, 0]}
+
+    def add(low: int, high: int, count: int, gone: int) -> None:
+        low, high = max(low, first), min(high, last)
+        if low <= high:
+            for at, sign in ((low, 1), (high + 1, -1)):
+                row = change.setdefault(at, [0, 0])
+                row[0] += sign * count
+                row[1] += sign * gone
+
+    for candidate in candidates:
+        gap = candidate.gap
+        low, high = (0 if over else gap.start + 1), (last if gap.wraps and not over else gap.end - 1)
+        add(low, high, 1, 1)
+        for begin, end in candidate.held.get(Option.RECOMPUTE, ()):
+            add(max(begin, low), min(end, high), 0, -1)
+    count = gone = 0
+    for at, following in pairwise(sorted(change)):
+        count, gone = count + change[at][0], gone + change[at][1]
+        if count:
+            yield at, following - 1, count, gone
 
 
 def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:

@@ -40,6 +40,7 @@ from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.host_balance import with_host
+from lading.planner.pacing import is_paced, paced, paced_s, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
     Found,
@@ -292,6 +293,8 @@ _HOSTED_OPS = 12_000
 #: Most forms of a step that are searched, of those whose first plans are within reach of the fastest, and the
 #: operations that they have together, but for the first form.
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
+#: Most forms whose paced flows are planned, of those that take this share longer than the least.
+_PACED_FORMS, _PACED_REACH = 2, 0.01
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
 _WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
@@ -306,6 +309,7 @@ class Ordered:
         step: Step in that order.
         bound_s: Seconds that no plan in any of the orders is below, every operation where it is; 0 where none is known.
         orders: Orders that it is a bound of, as steps of their own; () where it is not to be made sharper.
+        paced: Whether paced flows of the step were planned.
     """
 
     deferred: int
@@ -313,6 +317,7 @@ class Ordered:
     found: Found
     bound_s: float
     orders: tuple[StepProblem, ...] = ()
+    paced: bool = False
 
 
 def deferred_step(step: StepProblem, count: int) -> StepProblem:
@@ -412,6 +417,21 @@ def searched_forms(
     return made
 
 
+def paced_forms(forms: Sequence[StepProblem]) -> dict[int, Ordered]:
+    """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number."""
+    steps = [deferred_step(form, form.deferrals) for form in forms]
+    flows_s = [paced_s(step) if is_paced(step) else float("inf") for step in steps]
+    made: dict[int, Ordered] = {}
+    for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:
+        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * min(flows_s):
+            break
+        best = min(paced(steps[at]), key=lambda found: found.step_s, default=None)
+        if best is not None:
+            orders = (steps[at],)
+            made[at] = Ordered(forms[at].deferrals, steps[at], best, lower_bound_s(steps[at]), orders, paced=True)
+    return made
+
+
 def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting: Mapping[str, Found]) -> Ordered:
     """Pick the fastest plan, with a bound that is below plans of all forms.
 
@@ -426,8 +446,9 @@ def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting:
     others = [step for step in others if id(step) not in tried]
     bounds = [*(ordered.bound_s for ordered in made), *filter(None, map(lower_bound_s, others))]
     known = all(ordered.orders for ordered in made)
-    orders = (*(step for ordered in made for step in ordered.orders), *others) if known else ()
-    best = dataclasses.replace(best, bound_s=min(bounds), orders=orders)
+    every = {id(step): step for step in (*(step for ordered in made for step in ordered.orders), *others)}
+    flowed = any(ordered.paced and ordered.step is best.step for ordered in made)
+    best = dataclasses.replace(best, bound_s=min(bounds), orders=tuple(every.values()) if known else (), paced=flowed)
     plain = min(fitting.values(), key=lambda found: found.step_s, default=best.found)
     return (
         dataclasses.replace(best, deferred=0, step=forms[0], found=plain) if plain.step_s < best.found.step_s else best
@@ -454,7 +475,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         if good_enough(search.best or hosted, bound_s) or not search.advance():
             break
     assert search.best is not None, "the plan it started with"
-    best = dataclasses.replace(search.best, device_s=hosted.device_s)
+    best = dataclasses.replace(with_paced(search.best, bound_s), device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))
 
 

@@ -13,12 +13,16 @@ by a step that waited begin as late as in that step. So the flow is solved once 
     large storages          are moved whole or not at all: the largest half of the split ones is      _settle
                             rounded and fixed, and the rest solved again
 
+Plans are made of it (``paced``) at shares of the tiers' rates that leave room for queues, with so many windows; what a
+lowering misses is reserved, and the flow solved again.
+
 With ``T_k`` the seconds of window k in the solution and ``c_k`` those of what it computes, ``T_k / c_k`` is the pace of
 its operations: the lowering plans transfers for a step that runs so (``planner.lower``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,28 +30,46 @@ from itertools import pairwise
 import numpy as np
 
 from lading.ir.plan import Option
-from lading.planner.fluid import FlowProgram, GapColumns, cut_windows
-from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem
+from lading.planner.fluid import FlowProgram, Stretch, counted, cut_windows
+from lading.planner.relaxation import Candidate, Folding, RelaxedResidency, ResidencyProblem, seated
+from lading.planner.residency import (
+    MOST_RETIMED,
+    SMALL_OPS,
+    Found,
+    StepProblem,
+    missing_bytes,
+    residency_problem,
+    rounded,
+    slower,
+)
 
 #: Price of moved or recomputed work that hides, against a second of step time.
 _TIE = 1e-3
 #: How often the largest half of the split storages is fixed.
 _SETTLED = 6
 _TINY = 1e-12
-#: A share this near to 1 is whole.
-_WHOLE = 0.999
+#: So near to a number of whole storages a class is not split.
+_SPLIT = 1e-3
 
 
 @dataclass(frozen=True)
 class PacedResidency:
-    """Shares of each option, and how many times longer than its operations each position takes."""
+    """Shares of each option, and how many times longer than its operations each position takes.
+
+    Attributes:
+        folding: Which candidates were decided alike.
+    """
 
     relaxed: RelaxedResidency
     pace: tuple[float, ...]
+    folding: Folding
 
 
 class PacedFlow(FlowProgram):
-    """Flow as a plan has to take it, solved for one reserve of memory after another."""
+    """Flow as a plan has to take it, solved for one reserve of memory after another.
+
+    Storages of one size whose gaps begin and end in the same windows share columns: it says how many of them move.
+    """
 
     most_reads, most_writes = 8, 6
 
@@ -57,24 +79,61 @@ class PacedFlow(FlowProgram):
         Args:
             parts: Parts of a window that memory is counted in; with one, all takes its place all through a window.
         """
-        self.parts, self.ended = parts, _ended(problem, windows)
+        self.ended = _ended(problem, windows)
+        self.part = np.minimum((self.ended * parts).astype(int), parts - 1)
         near = max((tier.read_bytes_per_s for tier in problem.tiers), default=0.0)
         part_s = float(problem.op_seconds.sum()) / windows / parts
         self.most_fluid = near * part_s if parts > 1 else 0.0
+        self.begun_s = np.concatenate([[0.0], np.cumsum(problem.op_seconds)])
         super().__init__(problem, budget_bytes, windows)
+        self._add_chains()
         rates = {Option(tier.name): (tier.read_bytes_per_s, tier.write_bytes_per_s) for tier in problem.tiers}
-        for again, candidate, flows in zip(self.again, problem.candidates, self.flows, strict=True):
+        for again, each, flows in zip(self.again, self.classes, self.flows, strict=True):
             if again is not None:
-                self.costs[again] += _TIE * candidate.recompute_s
+                self.costs[again] += _TIE * each.again_s
             for option, columns in flows.items():
                 read, write = rates[option]
-                if self._is_short(candidate, columns, (read, write)):
+                if self._is_short(each.leader, rates[option]):
                     self.upper[columns.share] = 0.0
-                self.costs[columns.share] += _TIE * candidate.size_bytes / read
+                self.costs[columns.share] += _TIE * each.size_bytes / read
                 for column in columns.writes:
-                    self.costs[column] += _TIE * candidate.size_bytes / write
+                    self.costs[column] += _TIE * each.size_bytes / write
 
-    def _is_short(self, candidate: Candidate, moves: GapColumns, rates: tuple[float, float]) -> bool:
+    def likeness(self, candidate: Candidate) -> tuple[object, ...]:
+        """Collect what a class has in common: windows, not positions."""
+        gap, version = candidate.gap, candidate.version and candidate.version[1]
+        held = [int(self.window[at]) for span in candidate.held.get(Option.RECOMPUTE, ()) for at in span]
+        short = [
+            self._is_short(candidate, (tier.read_bytes_per_s, tier.write_bytes_per_s)) for tier in self.problem.tiers
+        ]
+        windows = int(self.window[gap.start]), int(self.window[gap.end])
+        return *windows, gap.wraps, candidate.size_bytes, candidate.options, version, *held, *short
+
+    def _add_chains(self) -> None:
+        """Add rows by which what is recomputed starts from what is there.
+
+        Else all blocks would be made again at once, for the first of them.
+        """
+        class_of = {index: number for number, each in enumerate(self.classes) for index in each.members}
+        of_storage: dict[int, list[int]] = {}
+        for index, candidate in enumerate(self.problem.candidates):
+            if Option.RECOMPUTE in candidate.options:
+                of_storage.setdefault(candidate.gap.storage, []).append(index)
+        pairs: dict[tuple[int, int], None] = {}
+        for index, candidate in enumerate(self.problem.candidates):
+            again = _again(candidate)
+            for source in (s for storage in candidate.sources for s in of_storage.get(storage, ())):
+                other = self.problem.candidates[source]
+                if other.gap.start < again < _again(other):
+                    pairs[class_of[index], class_of[source]] = None
+        for one, other in pairs:
+            columns = [column for column in (self.again[one], self.again[other]) if column is not None]
+            if one == other:
+                self.upper[columns[0]] = 0.5
+            elif len(columns) > 1:
+                self.add_row(-np.inf, 1.0, columns, [1.0, 1.0])
+
+    def _is_short(self, candidate: Candidate, rates: tuple[float, float]) -> bool:
         """Whether a gap is over before what leaves in it could be back.
 
         A move over it frees nothing, but would count as the write that later gaps of the same value need.
@@ -82,11 +141,12 @@ class PacedFlow(FlowProgram):
         Args:
             rates: Bytes a second read, and written.
         """
-        gap, seconds = candidate.gap, self.problem.op_seconds
-        if gap.wraps or moves.first_read + len(moves.reads) - 1 > moves.first + 1:
+        gap = candidate.gap
+        windows = int(self.window[gap.end]) - int(self.window[gap.start])
+        if gap.wraps or windows > 1:
             return False
-        moving_s = candidate.size_bytes / rates[0] + (candidate.size_bytes / rates[1] if moves.writes else 0.0)
-        return moves.first == moves.first_read or float(seconds[gap.start + 1 : gap.end].sum()) < moving_s
+        moving_s = candidate.size_bytes / rates[0] + (candidate.size_bytes / rates[1] if candidate.version else 0.0)
+        return windows == 0 or float(self.begun_s[gap.end] - self.begun_s[gap.start + 1]) < moving_s
 
     def solved(self) -> PacedResidency | None:
         """Solve and settle; None where the flow does not fit."""
@@ -95,62 +155,81 @@ class PacedFlow(FlowProgram):
             return None
         values = self._settle(values)
         computing_s = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
-        for again, candidate in zip(self.again, self.problem.candidates, strict=True):
+        for again, each in zip(self.again, self.classes, strict=True):
             if again is not None:
-                computing_s[int(self.window[candidate.gap.end])] += values[again] * candidate.recompute_s
+                computing_s[int(self.window[each.leader.gap.end])] += values[again] * each.again_s
         seconds = np.maximum(values[: self.windows], computing_s)
         pace = np.where(computing_s > 0, seconds / np.where(computing_s > 0, computing_s, 1.0), 1.0)
-        return PacedResidency(self.relaxed(values), tuple(pace[self.window].tolist()))
+        return PacedResidency(self.relaxed(values), tuple(pace[self.window].tolist()), self._folding())
+
+    def _folding(self) -> Folding:
+        class_of = np.zeros(len(self.problem.candidates), dtype=np.int64)
+        order = np.zeros(len(self.problem.candidates), dtype=np.int64)
+        for number, each in enumerate(self.classes):
+            class_of[list(each.members)], order[list(each.members)] = number, np.arange(len(each.members))
+        return seated(class_of, order)
 
     def add_times(self) -> None:
         """Add rows of seconds, with what runs again in the window of the use that it serves."""
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
-        for again, candidate in zip(self.again, self.problem.candidates, strict=True):
+        for again, each in zip(self.again, self.classes, strict=True):
             if again is not None:
-                columns, values = terms[int(self.window[candidate.gap.end])]
+                columns, values = terms[int(self.window[each.leader.gap.end])]
                 columns.append(again)
-                values.append(-candidate.recompute_s)
+                values.append(-each.again_s)
         for (columns, values), seconds in zip(terms, compute.tolist(), strict=True):
             self.add_row(seconds, np.inf, columns, values)
         self.add_transfers()
 
-    def parts_of(self, index: int, candidate: Candidate) -> Iterator[tuple[int, int, list[int], list[float]]]:
-        """Yield ranges of positions inside a gap, cut where what is recomputed is back, with columns and factors."""
-        again, held = self.again[index], candidate.held.get(Option.RECOMPUTE, ())
-        for low, high, window in self.windows_of(candidate):
-            for first, last in self._parts(low, high):
-                columns, factors = self._terms(index, candidate, window, (first, last))
-                for begin, end, back in _cut(first, last, held):
-                    if again is None or back:
-                        yield begin, end, columns, factors
+    def stretches(self, number: int) -> Iterator[Stretch]:
+        """Yield ranges of positions inside gaps, cut where one begins, ends, or has what is recomputed back."""
+        each, again, gap = self.classes[number], self.again[number], self.classes[number].leader.gap
+        first, last = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
+        held = {int(self.window[at]) for span in each.leader.held.get(Option.RECOMPUTE, ()) for at in span}
+        candidates = [self.problem.candidates[index] for index in each.members]
+        for window in range(first, last + 1):
+            alike = window not in (first, last, *held)  # all members are there all the time
+            for begin, end in self._parts(window, whole=each.leader.size_bytes > self.most_fluid):
+                columns, factors = self._terms(number, window, (begin, end))
+                shown = candidates[:1] if alike else candidates
+                for low, high, count, gone in counted(shown, begin, end, window >= self.windows):
+                    size = each.size_bytes if alike else count * each.leader.size_bytes
+                    if again is None or not gone:
+                        yield low, high, size, columns, factors
                     else:
-                        yield begin, end, [again, *columns], [-1.0, *factors]
+                        yield low, high, size, [again, *columns], [-gone / count, *factors]
 
-    def _parts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Cut positions of one window where a part of it ends."""
-        part = np.minimum((self.ended[first : last + 1] * self.parts).astype(int), self.parts - 1)
-        cuts = [first, *(np.flatnonzero(np.diff(part)) + first + 1).tolist(), last + 1]
-        return [(begin, end - 1) for begin, end in pairwise(cuts)]
+    def _parts(self, window: int, *, whole: bool) -> list[tuple[int, int]]:
+        """List first and last positions of the parts of a window, or of all of it."""
+        here = self.positions_of(window)
+        if here is None:
+            return []
+        first, last = here
+        inner = [] if whole else (np.flatnonzero(np.diff(self.part[first : last + 1])) + first + 1).tolist()
+        return [(begin, end - 1) for begin, end in pairwise([first, *inner, last + 1])]
 
-    def _terms(
-        self, index: int, candidate: Candidate, window: int, inside: tuple[int, int]
-    ) -> tuple[list[int], list[float]]:
-        """Columns and factors by which its moves make a candidate's share smaller at positions of one window.
+    def _terms(self, number: int, window: int, inside: tuple[int, int]) -> tuple[list[int], list[float]]:
+        """Columns and factors by which its moves make a class's share smaller at positions of one window.
 
         Args:
             inside: The first and the last of the positions.
         """
         columns: list[int] = []
         factors: list[float] = []
-        gap, whole = candidate.gap, candidate.size_bytes > self.most_fluid
-        begun = float(self.ended[inside[0] - 1]) if inside[0] and self._is_inside(inside[0]) else 0.0
-        for moves in self.flows[index].values():
+        members = [self.problem.candidates[index].gap for index in self.classes[number].members]
+        whole = self.classes[number].leader.size_bytes > self.most_fluid
+        begun = float(self.ended[inside[0] - 1]) if self._is_inside(inside[0]) else 0.0
+        for moves in self.flows[number].values():
             read, left = window - moves.first_read, max(0, window - moves.first)
-            since = float(self.ended[gap.start]) if window == moves.first else 0.0
-            gone = 0.0 if whole else max(0.0, begun - since) / max(1.0 - since, _TINY)
-            until = float(self.ended[gap.end - 1]) if read == len(moves.reads) - 1 and self._is_inside(gap.end) else 1.0
-            come = 1.0 if whole else min(1.0, float(self.ended[inside[1]]) / max(until, _TINY))
+            gone, come = 0.0, 1.0
+            if not whole and left < len(moves.writes):
+                since = float(np.mean(self.ended[[gap.start for gap in members]])) if window == moves.first else 0.0
+                gone = max(0.0, begun - since) / max(1.0 - since, _TINY)
+            if not whole and 0 <= read < len(moves.reads):
+                ends = [float(self.ended[gap.end - 1]) if self._is_inside(gap.end) else 1.0 for gap in members]
+                until = float(np.mean(ends)) if read == len(moves.reads) - 1 else 1.0
+                come = min(1.0, float(self.ended[inside[1]]) / max(until, _TINY))
             columns += [moves.share, *moves.reads[: max(0, read + 1)], *moves.writes[left:]]
             factors += [-1.0, *[1.0] * max(0, read), *[come] * (0 <= read < len(moves.reads))]
             factors += [1.0 - gone] * (left < len(moves.writes)) + [1.0] * (len(moves.writes) - left - 1)
@@ -161,20 +240,19 @@ class PacedFlow(FlowProgram):
         return position > 0 and self.window[position] == self.window[position - 1]
 
     def _settle(self, values: np.ndarray) -> np.ndarray:
-        """Make the choices of the largest split storages whole, as long as a solution is left."""
+        """Make the choices of the largest split classes whole, as long as a solution is left."""
         fixed: set[int] = set()
         for _ in range(_SETTLED):
             split = [
-                (-candidate.size_bytes, index)
-                for index, (candidate, shares) in enumerate(
-                    zip(self.problem.candidates, self.relaxed(values).shares, strict=True)
-                )
-                if index not in fixed and max(shares.values()) < _WHOLE
+                (-each.leader.size_bytes, number)
+                for number, each in enumerate(self.classes)
+                if number not in fixed and self._is_split(number, values)
             ]
             if not split:
                 break
-            chosen = [index for _, index in sorted(split)[: (len(split) + 1) // 2]]
-            self._fix(chosen, values)
+            chosen = [number for _, number in sorted(split)[: (len(split) + 1) // 2]]
+            for number in chosen:
+                self._fix(number, values)
             fixed.update(chosen)
             settled = self.optimum()
             if settled is None:
@@ -182,17 +260,29 @@ class PacedFlow(FlowProgram):
             values = settled
         return values
 
-    def _fix(self, indices: list[int], values: np.ndarray) -> None:
-        """Give each candidate all of its largest share."""
-        shares = self.relaxed(values).shares
-        for index in indices:
-            largest = max(shares[index], key=lambda option, index=index: shares[index][option])
-            columns = {option: flow.share for option, flow in self.flows[index].items()}
-            if (again := self.again[index]) is not None:
-                columns[Option.RECOMPUTE] = again
-            for option, column in columns.items():
-                whole = float(option == largest)
-                self.model.changeColBounds(column, whole, whole)
+    def _is_split(self, number: int, values: np.ndarray) -> bool:
+        """Whether a class's shares are not of whole storages."""
+        count = len(self.classes[number].members)
+        return any(abs(count * share - round(count * share)) > _SPLIT for share in self.shares(number, values).values())
+
+    def _fix(self, number: int, values: np.ndarray) -> None:
+        """Give each option of a class whole storages: those left over go to the largest remainders."""
+        count, shares = len(self.classes[number].members), self.shares(number, values)
+        whole = {option: int(count * share + _SPLIT) for option, share in shares.items()}
+        left = sorted(shares, key=lambda option: whole[option] - count * shares[option])
+        for option in left[: count - sum(whole.values())]:
+            whole[option] += 1
+        columns = {option: flow.share for option, flow in self.flows[number].items()}
+        if (again := self.again[number]) is not None:
+            columns[Option.RECOMPUTE] = again
+        for option, column in columns.items():
+            self.model.changeColBounds(column, whole[option] / count, whole[option] / count)
+
+
+def _again(candidate: Candidate) -> int:
+    """Position at which a storage is made again where it is recomputed."""
+    held = candidate.held.get(Option.RECOMPUTE, ())
+    return held[0][0] if held else candidate.gap.end
 
 
 def _ended(problem: ResidencyProblem, windows: int) -> np.ndarray:
@@ -206,10 +296,105 @@ def _ended(problem: ResidencyProblem, windows: int) -> np.ndarray:
     return (ended - begins[number]) / np.maximum((ends - begins)[number], _TINY)
 
 
-def _cut(first: int, last: int, held: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, bool]]:
-    """Cut positions first..last by one range that is held, as (first, last, whether it is held)."""
-    begin, end = held[0] if held else (last + 1, last)
-    for low, high, back in ((first, min(last, begin - 1), False), (max(first, begin), min(last, end), True),
-                            (max(first, end + 1), last, False)):  # fmt: skip
-        if low <= high:
-            yield low, high, back
+@dataclass(frozen=True)
+class Pace:
+    """Settings of a paced flow.
+
+    Attributes:
+        near, far: Shares of the rates of the host's memory, and of what lies behind it.
+        windows, parts: Windows of the step, and parts of each in which memory is counted.
+        reserve: Share of the arena that it leaves.
+        across: Whether recomputation may lead from block to block.
+    """
+
+    near: float
+    far: float
+    windows: int
+    parts: int
+    reserve: float
+    across: bool = True
+
+
+_PACES = (
+    Pace(0.95, 0.7, 16, 4, 0.05),
+    Pace(0.95, 0.7, 16, 4, 0.05, across=False),
+    Pace(0.9, 0.5, 32, 1, 0.05),
+)
+#: Windows for where the first has no solution, as what moves in one of its windows needs more than there is.
+_FINE = Pace(0.95, 0.7, 64, 1, 0.0)
+#: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
+#: the first plan.
+_REPAIRS, _LOWERED = 4, 24_000
+#: Share of the bound from which on a plan is worth paced flows.
+_FAR = 0.03
+
+
+def with_paced(found: Found, bound_s: float) -> Found:
+    """Try paced flows where a plan is far from its bound; returns the fastest plan.
+
+    Args:
+        bound_s: Seconds that no plan is below: near it there is little to gain.
+    """
+    if not is_paced(found.step) or found.step_s <= (1 + _FAR) * bound_s:
+        return found
+    return min((found, *paced(found.step)), key=lambda made: made.step_s)
+
+
+def is_paced(step: StepProblem) -> bool:
+    """Whether paced flows are of use for a step: it moves, is large, and decides where its values are between steps."""
+    return len(step.graph.ops) > SMALL_OPS and step.lives.homes is None and bool(step.machine.tiers)
+
+
+def paced_s(step: StepProblem) -> float:
+    """Seconds of the first paced flow of a step, before anything is settled; infinite where it does not fit."""
+    for pace in (_PACES[0], _FINE):
+        program = _flow(step, pace, np.zeros(len(step.graph.ops), dtype=np.int64))
+        values = program.optimum()
+        if values is not None:
+            return float(values[: pace.windows].sum())
+    return float("inf")
+
+
+def paced(step: StepProblem) -> Iterator[Found]:
+    """Yield the plans of paced flows, each scheduled again by its simulated times."""
+    left = max(2, _LOWERED // len(step.graph.ops))
+    for number, pace in enumerate(_PACES):
+        if left <= 0:
+            return
+        found, tried = _plan(step, pace)
+        if not tried and not number:
+            found, tried = _plan(step, _FINE)
+        left -= tried
+        if found is not None:
+            best = step.retimed(found, 2 * MOST_RETIMED)
+            left -= best.retimed + 1
+            yield best
+
+
+def _flow(step: StepProblem, pace: Pace, extra: np.ndarray) -> PacedFlow:
+    """Build the flow of a step with some bytes reserved at each position."""
+    tiers = tuple(slower(tier, pace.near if tier.host_computes else pace.far) for tier in step.machine.tiers)
+    slow = dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=tiers))
+    problem = residency_problem(slow, across=pace.across)
+    problem = dataclasses.replace(problem, folding=None, base=problem.base + extra)
+    return PacedFlow(problem, int(step.arena_bytes * (1 - pace.reserve)), pace.windows, pace.parts)
+
+
+def _plan(step: StepProblem, pace: Pace) -> tuple[Found | None, int]:
+    """Solve a flow and lower it, with what was missing reserved next time.
+
+    Returns:
+        The plan, None where there is none, and how often it lowered.
+    """
+    extra = np.zeros(len(step.graph.ops), dtype=np.int64)
+    for tried in range(_REPAIRS):
+        flow = _flow(step, pace, extra)
+        solved = flow.solved()
+        if solved is None:
+            return None, tried
+        choices = rounded(dataclasses.replace(flow.problem, folding=solved.folding), solved.relaxed)
+        made = step.lower(choices, pace=solved.pace)
+        if made.program is not None:
+            return Found(choices, made.program, step, pace=solved.pace), tried + 1
+        extra = extra + missing_bytes(step, made)
+    return None, _REPAIRS

@@ -58,7 +58,8 @@ class Candidate:
 
     A bound counts ``own_recompute_s`` of it. ``network_s`` are the seconds of the network where recomputing unshards
     again. ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the
-    bytes.
+    bytes. ``sources`` are storages made before that recomputing starts from (with
+    ``across`` only).
     """
 
     gap: Gap
@@ -69,6 +70,7 @@ class Candidate:
     held: dict[Option, tuple[tuple[int, int], ...]]
     version: tuple[int, int] | None
     network_s: float = 0.0
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,58 +160,97 @@ def build(
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
     homes = lives.homes
-    candidates: list[Candidate] = []
-    reruns: list[Sequence[int]] = []
-    items = block_items(graph.ops)
-    enters = _block_entries(graph, items)
-    chosen: set[tuple[int, int]] = set()  # and what is never on the device
-    left: set[tuple[int, int] | None] = {(storage, 0) for storage in graph.persistent}  # versions that left before
-    beside = np.isin(np.arange(len(graph.ops)), list(graph.beside))
-    on_network = np.array([stream_of(graph, op) == NETWORK_STREAM for op in range(len(graph.ops))], dtype=bool)
-    network = np.where(on_network, costs.op_seconds, 0.0)
-    clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)]) * moving
-    tier_options = tuple(Option(t.name) for t in machine.tiers)
+    offers = _Offers(graph, lives, machine, costs, min_bytes, _Offered(every, moving, across))
     for gap in gaps(graph, lives):
-        if homes is not None and gap.wraps and gap.storage in homes.resident:
-            continue
-        size = slot_bytes(graph.storages[gap.storage].size_bytes)
-        inner, hosted = gap.wraps or gap.end - gap.start > 1, beside_host(graph, gap)
-        if hosted or (size < min_bytes and inner and every):
-            chosen.add((gap.storage, gap.start))
-        if hosted or size < min_bytes or not inner:
-            continue
-        again = _recomputed(graph, lives, gap, items, every=every, across=across)
-        version = _version(graph, lives, gap)
-        away = tier_options if is_movable(graph, gap.storage, min_bytes) else ()
-        taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
-        if moving and away:
-            written = version is not None and (gap.wraps or version not in left)
-            taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
-            away = tuple(option for option in away if taken[option] != spans(gap, len(graph.ops)))
-        if away:
-            left.add(version)
-        options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
-        if len(options) == 1:
-            continue
-        again_s = [0.0 if op in graph.beside else costs.op_seconds[op] for op in again]
-        network_s = sum(float(network[op]) for op in (again[:1] if every else again))
-        own_s = again_s[0] if again_s else 0.0
-        candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s))
-        chosen.add((gap.storage, gap.start))
-        reruns.append(again)
-    if every:
-        candidates = _sharing(candidates, reruns, np.where(beside, 0.0, costs.op_seconds).tolist())
+        if homes is None or not gap.wraps or gap.storage not in homes.resident:
+            offers.add(gap)
+    candidates = offers.candidates
+    beside = np.isin(np.arange(len(graph.ops)), list(graph.beside))
     seconds = np.where(beside, 0.0, costs.op_seconds)
     if every:
+        candidates = _sharing(candidates, offers.reruns, seconds.tolist())
         seconds += _with_caller(graph, lives, machine)
     below = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
-    base = _base(graph, lives, chosen | {(storage, UNUSED) for storage in below})
+    base = _base(graph, lives, offers.chosen | {(storage, UNUSED) for storage in below})
     versions = frozenset(each.version for each in candidates)
     fetched, sent = _beside_host(graph, lives, versions)
     return ResidencyProblem(
-        len(graph.ops), tuple(candidates), base, seconds, network, machine.tiers,
+        len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
         fetched=fetched, sent=sent, host_tier=machine.host_tier,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """What ``build`` was asked to offer."""
+
+    every: bool
+    moving: float
+    across: bool
+
+
+class _Offers:
+    """Candidates of a step, collected one gap after another.
+
+    Attributes:
+        reruns: Operations that run again for each candidate.
+        chosen: Gaps of candidates, and of what is never on the device.
+        network_s: [position]: seconds of each operation on the network.
+    """
+
+    def __init__(
+        self, graph: StepGraph, lives: Lifetimes, machine: Machine, costs: StepCosts, min_bytes: int, offered: _Offered
+    ) -> None:
+        self.graph, self.lives, self.machine, self.costs = graph, lives, machine, costs
+        self.min_bytes, self.offered = min_bytes, offered
+        self.candidates: list[Candidate] = []
+        self.reruns: list[Sequence[int]] = []
+        self.chosen: set[tuple[int, int]] = set()
+        self.left: set[tuple[int, int] | None] = {(s, 0) for s in graph.persistent}  # versions that left before
+        self.items = block_items(graph.ops)
+        self.enters = _block_entries(graph, self.items)
+        on_network = [stream_of(graph, op) == NETWORK_STREAM for op in range(len(graph.ops))]
+        self.network_s = np.where(np.array(on_network, dtype=bool), costs.op_seconds, 0.0)
+        self.clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)]) * offered.moving
+        self.tiers = tuple(Option(tier.name) for tier in machine.tiers)
+
+    def add(self, gap: Gap) -> None:
+        """Add the candidate of a gap, if there is a choice."""
+        graph, lives, every, across = self.graph, self.lives, self.offered.every, self.offered.across
+        size = slot_bytes(graph.storages[gap.storage].size_bytes)
+        inner, hosted = gap.wraps or gap.end - gap.start > 1, beside_host(graph, gap)
+        if hosted or (size < self.min_bytes and inner and every):
+            self.chosen.add((gap.storage, gap.start))
+        if hosted or size < self.min_bytes or not inner:
+            return
+        again = _recomputed(graph, lives, gap, self.items, every=every, across=across)
+        version = _version(graph, lives, gap)
+        away, taken = self._away(gap, size, version)
+        options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
+        if len(options) == 1:
+            return
+        again_s = [0.0 if op in graph.beside else self.costs.op_seconds[op] for op in again]
+        network_s = sum(float(self.network_s[op]) for op in (again[:1] if every else again))
+        own_s = again_s[0] if again_s else 0.0
+        sources = _sources(graph, lives, again) if across else ()
+        self.candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s, sources))
+        self.chosen.add((gap.storage, gap.start))
+        self.reruns.append(again)
+
+    def _away(
+        self, gap: Gap, size: int, version: tuple[int, int] | None
+    ) -> tuple[tuple[Option, ...], dict[Option, tuple[tuple[int, int], ...]]]:
+        """Tiers that a storage may be in over a gap, and the positions at which each option takes its bytes."""
+        away = self.tiers if is_movable(self.graph, gap.storage, self.min_bytes) else ()
+        taken = {Option.RECOMPUTE: _held_again(self.lives, self.enters, gap)}
+        if self.offered.moving and away:
+            written = version is not None and (gap.wraps or version not in self.left)
+            for tier in self.machine.tiers:
+                taken[Option(tier.name)] = _on_the_way(gap, size, tier, self.clock, written=written)
+            away = tuple(option for option in away if taken[option] != spans(gap, len(self.graph.ops)))
+        if away:
+            self.left.add(version)
+        return away, taken
 
 
 def _beside_host(
@@ -367,6 +408,14 @@ def _recomputed(
     return again
 
 
+def _sources(graph: StepGraph, lives: Lifetimes, again: Sequence[int]) -> tuple[int, ...]:
+    """Storages that operations which run again read and do not make."""
+    inside = set(again)
+    read = dict.fromkeys(source for op in again for source in graph.op_reads[op])
+    made = ((source, lives.producer[source]) for source in read)
+    return tuple(source for source, op in made if op is not None and op not in inside)
+
+
 def _surely_recomputed(graph: StepGraph, lives: Lifetimes, gap: Gap, producer: int) -> list[int]:
     """Operations that run again in every plan that drops a storage over a gap, its producer first.
 
@@ -443,7 +492,7 @@ def fold(graph: StepGraph, candidates: Sequence[Candidate], most: int) -> Foldin
     class_of = [
         numbers.setdefault((key, layer // per_group), len(numbers)) for key, layer in zip(keys, of, strict=True)
     ]
-    return _seated(np.array(class_of), np.array(of))
+    return seated(np.array(class_of), np.array(of))
 
 
 def _layers_per_group(keys: Sequence[object], layers: Sequence[int], most: int) -> int:
@@ -455,8 +504,13 @@ def _layers_per_group(keys: Sequence[object], layers: Sequence[int], most: int) 
     return max(2, -(-(max(layers) + 1) // groups))
 
 
-def _seated(class_of: np.ndarray, layers: np.ndarray) -> Folding:
-    """Seat the members of each class by multiples of the golden ratio, so that any first part is spread evenly."""
+def seated(class_of: np.ndarray, layers: np.ndarray) -> Folding:
+    """Seat the members of each class by multiples of the golden ratio, so that any first part is spread evenly.
+
+    Args:
+        class_of: [candidate]: its class, numbered from 0.
+        layers: [candidate]: number by which the members of a class follow one another.
+    """
     order = np.lexsort((layers, (layers * _GOLDEN) % 1.0, class_of))
     sizes = np.bincount(class_of)
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])

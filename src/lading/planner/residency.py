@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations, pairwise
@@ -41,7 +41,6 @@ from lading.planner.emission import emit
 from lading.planner.fluid import flow
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
-from lading.planner.pacing import PacedFlow
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.device_step import simulate, step_times
@@ -75,7 +74,7 @@ _CAREFUL_NEAR, _CAREFUL_FAR = 0.85, 0.5
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
 #: Operations of a step that is small enough for every combination, and of one that is too large for more than a few.
-_SMALL_OPS, _LARGE_OPS = 200, 6000
+SMALL_OPS, _LARGE_OPS = 200, 6000
 _CAREFUL_FIRST = (
     Aim(0.05, 16, moving=True, careful=True, settled=True),
     Aim(0.05, 16, moving=True, careful=True, settled=True, across=True),
@@ -94,11 +93,11 @@ _LATER = (
 
 def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     """List the aims to try for a step of so many operations, likeliest first; and those for when none of these fits."""
-    windows = _WINDOWS if num_ops <= _SMALL_OPS else (16, 4, 1)
+    windows = _WINDOWS if num_ops <= SMALL_OPS else (16, 4, 1)
     tight = tuple(Aim(reserve, count) for reserve in _TIGHT for count in windows)
     if num_ops > _LARGE_OPS:  # of which few are tried: both beliefs at least
         return (_LATER[0], *_CAREFUL_FIRST, *_LATER[1:]), tight
-    if num_ops > _SMALL_OPS:
+    if num_ops > SMALL_OPS:
         return _CAREFUL_FIRST + _LATER, tight
     every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
     across = tuple(Aim(reserve, count, across=True) for reserve in (0.15, 0.0) for count in windows)
@@ -107,11 +106,12 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
 
 def careful(machine: Machine) -> Machine:
     """Copy a machine with its tiers' rates lowered to the shares that leave room for queues."""
-    tiers = (_slower(tier, _CAREFUL_NEAR if tier.host_computes else _CAREFUL_FAR) for tier in machine.tiers)
+    tiers = (slower(tier, _CAREFUL_NEAR if tier.host_computes else _CAREFUL_FAR) for tier in machine.tiers)
     return dataclasses.replace(machine, tiers=tuple(tiers))
 
 
-def _slower(tier: Tier, share: float) -> Tier:
+def slower(tier: Tier, share: float) -> Tier:
+    """Copy a tier with all of its rates lowered to a share."""
     return dataclasses.replace(
         tier,
         read_bytes_per_s=share * tier.read_bytes_per_s,
@@ -171,7 +171,7 @@ class StepProblem:
     @cached_property
     def bound_problem(self) -> ResidencyProblem:
         """Problem that offers every choice, of which a bound on all plans is made."""
-        return _problem(self, every=True)
+        return residency_problem(self, every=True)
 
     @cached_property
     def orders(self) -> dict[int, StepProblem]:
@@ -447,7 +447,10 @@ def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lo
     return best
 
 
-def _problem(step: StepProblem, *, every: bool = False, moving: float = 0.0, across: bool = False) -> ResidencyProblem:
+def residency_problem(
+    step: StepProblem, *, every: bool = False, moving: float = 0.0, across: bool = False
+) -> ResidencyProblem:
+    """Collect the choices of a step within its budgets, small storages left out; the options are those of ``build``."""
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
     problem = build(
         step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
@@ -485,57 +488,6 @@ _Beliefs = tuple[float, bool, bool]
 _LONGER = (1.0, 2.0, 4.0)
 
 
-#: Paced flows, in turn: shares of the rates of the host's memory and of what lies behind it, whether recomputation may
-#: lead from block to block, and parts of a window by which memory is counted, in turn until what the flow says fits.
-#: What a lowering with one part misses is reserved.
-_PACED = ((0.9, 0.5, True, (4, 1)), (1.0, 0.5, False, (1, 1)), (0.85, 0.5, False, (1, 1)))
-#: Share of the arena that they leave.
-_PACED_RESERVE = 0.05
-#: Most windows of a paced flow, fewest that say anything, the most candidates times windows, and those of all together.
-_PACED_WINDOWS, _FEWEST_WINDOWS, _PACED_WORK, _PACED_ALL = 16, 4, 40_000, 90_000
-#: Share of the bound from which on a plan is worth paced flows.
-_FAR = 0.03
-
-
-def with_paced(found: Found, bound_s: float) -> Found:
-    """Try paced flows where a plan is far from its bound; returns the fastest plan.
-
-    Args:
-        bound_s: Seconds that no plan is below: near it there is little to gain.
-    """
-    few = len(found.step.graph.ops) <= _SMALL_OPS or found.step.lives.homes is not None
-    if few or found.step_s <= (1 + _FAR) * bound_s:
-        return found
-    return min((found, *paced(found.step)), key=lambda made: made.step_s)
-
-
-def paced(step: StepProblem) -> Iterator[Found]:
-    """Yield the plans of paced flows (``planner.pacing``), each scheduled again by its simulated times."""
-    left = _PACED_ALL
-    for near, far, across, counts in _PACED:
-        tiers = (_slower(tier, near if tier.host_computes else far) for tier in step.machine.tiers)
-        slow = dataclasses.replace(step.machine, tiers=tuple(tiers))
-        problem = dataclasses.replace(_problem(dataclasses.replace(step, machine=slow), across=across), folding=None)
-        windows = min(_PACED_WINDOWS, _PACED_WORK // max(1, len(problem.candidates)))
-        work = windows * len(problem.candidates)
-        if windows < _FEWEST_WINDOWS or left < len(counts) * work:
-            return
-        extra = np.zeros(problem.num_ops, dtype=np.int64)
-        for parts in counts:
-            left -= work
-            reserved = dataclasses.replace(problem, base=problem.base + extra)
-            solved = PacedFlow(reserved, int(step.arena_bytes * (1 - _PACED_RESERVE)), windows, parts).solved()
-            if solved is None:
-                break
-            choices = rounded(problem, solved.relaxed)
-            made = step.lower(choices, pace=solved.pace)
-            if made.program is not None:
-                yield step.retimed(Found(choices, made.program, step, pace=solved.pace), 2 * MOST_RETIMED)
-                break
-            if parts == 1:
-                extra = extra + _missing(step, made)
-
-
 class Relaxations:
     """Cache of a step's linear programs, each built once, and of what their choices lead to, each lowered once."""
 
@@ -556,7 +508,7 @@ class Relaxations:
         if what not in self._problems:
             machine = careful(self._step.machine) if aim.careful else self._step.machine
             step = dataclasses.replace(self._step, machine=machine)
-            self._problems[what] = _problem(step, moving=what[0], across=aim.across)
+            self._problems[what] = residency_problem(step, moving=what[0], across=aim.across)
         if (what, aim.windows) not in self._solved:
             self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
         return self._solved[what, aim.windows]
@@ -602,7 +554,7 @@ class Relaxations:
         if key not in self._lowered:
             step, made = self._step, self._step.lower(choices)
             if made.program is None:
-                self._lowered[key] = _missing(step, made)
+                self._lowered[key] = missing_bytes(step, made)
             else:
                 self._lowered[key] = step.retimed(Found(choices, made.program, step), 1)
         return self._lowered[key]
@@ -644,15 +596,21 @@ def _tier_of_storage(
 ) -> dict[int, Option]:
     """Pick for each storage the tier in which most of its gaps are spent, as a storage has a place in one tier only.
 
-    The storages of a class share out the tiers: the last seats take the farthest one.
+    The storages of a class share out the tiers: the last seats take the farthest one, and the first ones never move.
     """
-    shares: dict[int, Counter[Option]] = {}
+    shares: dict[int, list[Counter[Option]]] = {}
     seat_of: dict[int, tuple[int, int]] = {}
     for candidate, chosen, seat in zip(problem.candidates, relaxed.shares, seats, strict=True):
-        tier_shares = shares.setdefault(candidate.gap.storage, Counter())
-        tier_shares.update({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
+        moved = Counter({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
+        shares.setdefault(candidate.gap.storage, []).append(moved)
         seat_of[candidate.gap.storage] = seat
-    return {storage: _at_seat(tier_shares, *seat_of[storage]) for storage, tier_shares in shares.items() if tier_shares}
+    tiers: dict[int, Option] = {}
+    for storage, gaps in shares.items():
+        every = sum(gaps, Counter[Option]()) or Counter(dict.fromkeys(gaps[0], 0.0))
+        if every:
+            never = len(gaps) * (1.0 - max(moved.total() for moved in gaps))
+            tiers[storage] = _at_seat(every, never, *seat_of[storage])
+    return tiers
 
 
 def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dict[int, Option]:
@@ -671,11 +629,15 @@ def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dic
     return tiers
 
 
-def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
-    """Option at one of ``count`` seats that are given out by shares; the largest share where there is one seat."""
+def _at_seat(shares: Counter[Option], never: float, seat: int, count: int) -> Option:
+    """Option at one of ``count`` seats that are given out by shares; the largest share where there is one seat.
+
+    Args:
+        never: Share of those that take none, which have the first seats.
+    """
     if count == 1:
         return max(shares, key=lambda o: shares[o])
-    left = (1.0 - (seat + 0.5) / count) * sum(shares.values())
+    left = (1.0 - (seat + 0.5) / count) * (never + shares.total())
     for option in reversed(shares):
         if left <= shares[option]:
             return option
@@ -683,8 +645,8 @@ def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
     return next(iter(shares))
 
 
-def _missing(step: StepProblem, lowered: Lowered) -> np.ndarray:
-    """Bytes to reserve so that the next solution fits: the lowering's excess around its items.
+def missing_bytes(step: StepProblem, lowered: Lowered) -> np.ndarray:
+    """Count bytes to reserve so that the next solution fits: the lowering's excess around its items.
 
     Returns:
         Array of [position].

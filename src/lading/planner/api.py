@@ -46,12 +46,10 @@ from lading.planner.lower import StepCosts
 from lading.planner.orders import (
     REACH,
     Ordered,
+    best_of_forms,
     best_order,
     deferred_step,
-    of_all_forms,
     ordered_with_host,
-    paced_forms,
-    searched_forms,
     sharpened,
     smallest_order_bytes,
 )
@@ -99,8 +97,6 @@ _BUCKETS = (4 << 20, 16 << 20, 64 << 20, 1 << 60)
 _NO_LIMIT = 1 << 60
 #: Share of its bound within which the first plan of a step makes other forms needless.
 _NEAR = 0.03
-#: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
-_OVERTAKEN = 0.1
 #: Operations of a step of which no other forms are tried, as it has a wide search. Of a larger one as many forms with
 #: late updates are tried as have so many operations together.
 _FEW_OPS, _FORMS_OPS = 200, 20_000
@@ -627,7 +623,7 @@ def _chosen_form(
             raise
         exactly = error
     try:
-        return _searched(forms, [*map(_first_plan_s, forms)], fitting, progress)
+        return best_of_forms(forms, [*map(_first_plan_s, forms)], fitting, progress)
     except PlanInfeasible as error:
         raise min(exactly, error, key=lambda each: each.smallest_budget_bytes or _NO_LIMIT) from None
 
@@ -656,24 +652,7 @@ def _chosen_exactly(
     near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
     late = late_forms(near[-1]) if len(near[-1].graph.ops) > _FEW_OPS else []
     late = late[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
-    return _searched([*forms, *late], [*first_s, *map(_first_plan_s, late)], fitting, progress)
-
-
-def _searched(
-    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: dict[str, Found], progress: PlanProgress
-) -> Ordered:
-    """Plan the forms whose paced flows take least, and search those whose first plans are not far behind.
-
-    Raises:
-        PlanInfeasible: no form has a plan.
-    """
-    flowing = paced_forms(forms)
-    least_s = min((ordered.found.step_s for ordered in flowing.values()), default=float("inf"))
-    searched = list[Ordered]()
-    if min(first_s) <= (1 + _OVERTAKEN) * least_s:
-        both_s = [min(s, flowing[at].found.step_s) if at in flowing else s for at, s in enumerate(first_s)]
-        searched = searched_forms(forms, both_s, fitting, progress)
-    return of_all_forms([*searched, *flowing.values()], forms, fitting)
+    return best_of_forms([*forms, *late], [*first_s, *map(_first_plan_s, late)], fitting, progress)
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:

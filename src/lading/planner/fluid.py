@@ -163,13 +163,15 @@ class FlowProgram:
         alike: dict[tuple[object, ...], list[list[int]]] = {}
         for indices in of_storage.values():
             alike.setdefault(tuple(self.likeness(rows[index]) for index in indices), []).append(indices)
+        together: list[tuple[int, ...]] = [
+            members for storages in alike.values() for members in zip(*storages, strict=True)
+        ]
         return [
             FlowClass(
                 members, rows[members[0]], sum(rows[i].recompute_s for i in members),
                 len(members) * min(rows[i].own_recompute_s for i in members),
             )
-            for storages in alike.values()
-            for members in zip(*storages, strict=True)
+            for members in together
         ]  # fmt: skip
 
     def _column(self) -> int:

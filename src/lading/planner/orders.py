@@ -295,6 +295,8 @@ _HOSTED_OPS = 12_000
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Most forms whose paced flows are planned, of those that take this share longer than the least.
 _PACED_FORMS, _PACED_REACH = 2, 0.01
+#: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
+_OVERTAKEN = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
 _WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
@@ -385,6 +387,32 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
     progress.update(0.9, "the fastest plan with single choices changed")
     plan = polished(plan, bound_s)
     return Ordered(count, plan.step, plan, bound_s, tuple(search.step for _, search in searches))
+
+
+def best_of_forms(
+    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: Mapping[str, Found], progress: PlanProgress
+) -> Ordered:
+    """Plan the forms whose paced flows take least, and search those whose first plans are not far behind.
+
+    Args:
+        forms: Forms of the step, which is the first of them.
+        first_s: Seconds of the first plan of each; infinite where it does not fit.
+        fitting: Plans of the step itself that are candidates too.
+        progress: Is told what is being done.
+
+    Returns:
+        The fastest plan, with a bound that is below plans of all forms.
+
+    Raises:
+        PlanInfeasible: no form has a plan.
+    """
+    flowing = paced_forms(forms)
+    least_s = min((ordered.found.step_s for ordered in flowing.values()), default=float("inf"))
+    searched = list[Ordered]()
+    if min(first_s) <= (1 + _OVERTAKEN) * least_s:
+        both_s = [min(s, flowing[at].found.step_s) if at in flowing else s for at, s in enumerate(first_s)]
+        searched = searched_forms(forms, both_s, fitting, progress)
+    return of_all_forms([*searched, *flowing.values()], forms, fitting)
 
 
 def searched_forms(

@@ -110,9 +110,10 @@ class PacedFlow(FlowProgram):
         return *windows, gap.wraps, candidate.size_bytes, candidate.options, version, *held, *short
 
     def _add_chains(self) -> None:
-        """Add rows by which what is recomputed starts from what is there.
+        """Add rows by which what is recomputed starts from what is there, neither to be made again itself nor moved.
 
-        Else all blocks would be made again at once, for the first of them.
+        Else all blocks would be made again at once, for the first of them. Of a class that leads from block to block
+        nothing is recomputed, as it does not say which of them are.
         """
         class_of = {index: number for number, each in enumerate(self.classes) for index in each.members}
         of_storage: dict[int, list[int]] = {}
@@ -127,11 +128,12 @@ class PacedFlow(FlowProgram):
                 if other.gap.start < again < _again(other):
                     pairs[class_of[index], class_of[source]] = None
         for one, other in pairs:
-            columns = [column for column in (self.again[one], self.again[other]) if column is not None]
-            if one == other:
-                self.upper[columns[0]] = 0.5
-            elif len(columns) > 1:
-                self.add_row(-np.inf, 1.0, columns, [1.0, 1.0])
+            column, source = self.again[one], self.again[other]
+            away = [moves.share for moves in self.flows[other].values()]
+            if one == other and column is not None:
+                self.upper[column] = 0.0
+            elif column is not None and source is not None:
+                self.add_row(-np.inf, 1.0, [column, source, *away], [1.0] * (2 + len(away)))
 
     def _is_short(self, candidate: Candidate, rates: tuple[float, float]) -> bool:
         """Whether a gap is over before what leaves in it could be back.

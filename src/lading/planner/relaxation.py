@@ -223,9 +223,11 @@ class _Offers:
             self.chosen.add((gap.storage, gap.start))
         if hosted or size < self.min_bytes or not inner:
             return
-        again = _recomputed(graph, lives, gap, self.items, every=every, across=across)
         version = _version(graph, lives, gap)
         away, taken = self._away(gap, size, version)
+        held = taken[Option.RECOMPUTE]
+        back = held[0][0] if held else gap.end
+        again = _recomputed(graph, lives, gap, self.items, back, every=every, across=across)
         options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
         if len(options) == 1:
             return
@@ -377,12 +379,16 @@ def _held_again(lives: Lifetimes, enters: Sequence[int], gap: Gap) -> tuple[tupl
 
 
 def _recomputed(
-    graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], *, every: bool, across: bool
+    graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], back: int, *, every: bool, across: bool
 ) -> Sequence[int]:
     """Operations that run again if a storage is dropped over a gap, its producer first; () where that is not offered.
 
     These are all ancestors in its block that nothing else brings back; with ``every`` the producer alone. Where they
-    lead out of the block it is offered with ``across`` only, and what they start from there is a choice of its own.
+    lead to another block it is offered with ``across`` only, if what they start from there is still used: that is a
+    choice of its own.
+
+    Args:
+        back: Position at which the storage is made again.
     """
     if not can_recompute(graph, lives, gap):
         return ()
@@ -401,10 +407,14 @@ def _recomputed(
             return ()
         for source in graph.op_reads[op]:
             made = lives.producer[source]
-            there = across and made is not None and items[made] != items[producer]
-            if made is not None and made not in seen and lives.uses[source][-1] < gap.end and not there:
-                seen.add(made)
-                again.append(made)
+            if made is None or made in seen or lives.uses[source][-1] >= gap.end:
+                continue
+            if across and items[made] and items[made] != items[producer]:
+                if lives.uses[source][-1] < back:
+                    return ()
+                continue
+            seen.add(made)
+            again.append(made)
     return again
 
 

@@ -606,10 +606,10 @@ def _tier_of_storage(
         seat_of[candidate.gap.storage] = seat
     tiers: dict[int, Option] = {}
     for storage, gaps in shares.items():
-        every = sum(gaps, Counter[Option]()) or Counter(dict.fromkeys(gaps[0], 0.0))
-        if every:
-            never = len(gaps) * (1.0 - max(moved.total() for moved in gaps))
-            tiers[storage] = _at_seat(every, never, *seat_of[storage])
+        (seat, count), kept = seat_of[storage], 1.0 - max(moved.total() for moved in gaps)
+        every = Counter({o: sum(moved[o] for moved in gaps) for o in gaps[0]})
+        if every.total() > _NONE and seat + 1 > count * kept + 1e-6 * count:  # else it has no place there
+            tiers[storage] = _at_seat(every, len(gaps) * kept, seat, count)
     return tiers
 
 
@@ -724,6 +724,10 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered | Lowering) ->
         advice,
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)
+
+
+#: A share that is none.
+_NONE = 1e-9
 
 
 Choices = dict[tuple[int, int], Option]

@@ -297,8 +297,8 @@ _SEARCHED, _SEARCHED_OPS = 2, 12_000
 _PACED_FORMS, _PACED_REACH = 2, 0.01
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
 _OVERTAKEN = 0.1
-#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5, in
-#: a large step as much as leaves two windows of one order, as its gaps are in classes (``planner.fluid``).
+#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5;
+#: in a large step as much as leaves two windows of one order, as its gaps are in classes (``planner.fluid``).
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
 _WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
 

@@ -297,8 +297,7 @@ _SEARCHED, _SEARCHED_OPS = 2, 12_000
 _PACED_FORMS, _PACED_REACH = 2, 0.01
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
 _OVERTAKEN = 0.1
-#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5;
-#: in a large step as much as leaves two windows of one order, as its gaps are in classes (``planner.fluid``).
+#: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
 _WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
 
@@ -557,7 +556,7 @@ def sharpened(chosen: Ordered) -> Ordered:
     while bounds:
         at = min(bounds, key=lambda each: (bounds[each], each))
         step = chosen.orders[at]
-        work_of_a_window = min(int(len(step.graph.ops) ** 1.5), _SHARP_WORK // _WINDOWS[0])
+        work_of_a_window = int(len(step.graph.ops) ** 1.5)
         more = next((k for k in _WINDOWS if k > windows[at] and k * work_of_a_window <= work), 0)
         if not more or good_enough(chosen.found, bounds[at]):
             return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bounds[at]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from random import Random
 
 import numpy as np
@@ -16,7 +17,7 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.planner.linear import Relaxation, facets, solve
 from lading.planner.lower import fixed_bytes
-from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, spans
+from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, seated, spans
 from lading.planner.residency import StepProblem, lower_bound_s, rounded
 
 
@@ -137,6 +138,40 @@ def test_rounding_keeps_only_what_is_wholly_kept() -> None:
         option = choices.get((candidate.gap.storage, candidate.gap.start), Option.KEEP)
         assert (option == Option.KEEP) == (shares[Option.KEEP] >= 1.0 - 1e-6)
         assert option in candidate.options
+
+
+def two_tiers(problem: ResidencyProblem) -> ResidencyProblem:
+    """Problem in which what has a choice may go to a near and to a far tier."""
+    (tier,) = problem.tiers
+    options = (Option.KEEP, Option("near"), Option("far"))
+    candidates = tuple(dataclasses.replace(each, options=options) for each in problem.candidates)
+    tiers = tuple(dataclasses.replace(tier, name=name) for name in ("near", "far"))
+    return dataclasses.replace(problem, candidates=candidates, tiers=tiers)
+
+
+def test_what_never_moves_takes_no_room_of_a_tier() -> None:
+    problem = two_tiers(problem_of(captured("llama", num_layers=2)))
+    moved = problem.candidates[0].gap.storage
+    room = {"near": problem.candidates[0].size_bytes}
+    shares = tuple(
+        {o: float(o == ("near" if c.gap.storage == moved else Option.KEEP)) for o in c.options}
+        for c in problem.candidates
+    )
+    choices = rounded(dataclasses.replace(problem, capacity_bytes=room), RelaxedResidency(shares, 0.0))
+    assert {storage for storage, _ in choices} == {moved}
+    assert set(choices.values()) == {Option("near")}
+
+
+def test_a_class_shares_out_its_tiers_to_those_that_move() -> None:
+    problem = two_tiers(problem_of(captured("llama", num_layers=2)))
+    alone = [[c for c in problem.candidates if c.gap.storage == storage] for storage in range(1000)]
+    once = tuple(gaps[0] for gaps in alone if len(gaps) == 1)[:20]
+    assert len(once) == 20
+    order = np.arange(20)
+    problem = dataclasses.replace(problem, candidates=once, folding=seated(np.zeros(20, dtype=np.int64), order))
+    shares = ({Option.KEEP: 0.5, Option("near"): 0.3, Option("far"): 0.2},) * 20
+    counts = Counter(rounded(problem, RelaxedResidency(shares, 0.0)).values())
+    assert counts == {Option("near"): 6, Option("far"): 4}
 
 
 def test_settled_shares_are_whole_and_within_the_budget() -> None:

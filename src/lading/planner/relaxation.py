@@ -182,7 +182,7 @@ def build(
 
 @dataclass(frozen=True)
 class _Offered:
-    """What ``build`` was asked to offer."""
+    """Offers that ``build`` was asked for."""
 
     every: bool
     moving: float

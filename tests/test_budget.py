@@ -60,7 +60,7 @@ def test_what_reducing_threads_may_keep_counts_in_the_budget_and_a_quarter_in_th
     graph: StepGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = KernelMemory((0,) * len(expand(graph).ops), MiB, ())
-    monkeypatch.setattr("lading.prepare.kernel_memory", lambda *_, **__: measured)
+    monkeypatch.setattr("lading.kernel_scratch.kernel_memory", lambda *_, **__: measured)
     curve = Curve(size=(1e3, 1e6), rate=(1e8, 1e9))
     here = dataclasses.replace(_here(), collectives={"all_reduce.2": curve, "send.2": curve})
     made = plan(graph, here, budget="100%", cache=False, layout="dp2")
@@ -170,10 +170,10 @@ def test_a_plan_for_this_host_counts_what_was_measured_and_is_lowered_without_me
 ) -> None:
     scratch = [3 * MiB] * (len(expand(graph).ops) - 1)
     measured = KernelMemory((9 * MiB, *scratch), 21 * MiB, ("some.operation",))
-    monkeypatch.setattr("lading.prepare.kernel_memory", lambda *_, **__: measured)
+    monkeypatch.setattr("lading.kernel_scratch.kernel_memory", lambda *_, **__: measured)
     made = plan(graph, _here(), budget="100%", cache=False)
     assert any("some.operation" in said for said in made.assumptions)
-    monkeypatch.setattr("lading.prepare.kernel_memory", None)
+    monkeypatch.setattr("lading.kernel_scratch.kernel_memory", None)
     program = program_of(made, graph)
     assert program.workspace_bytes == measured.workspace_bytes > 9 * MiB
     assert program.spare_bytes == measured.spare_bytes > MiB

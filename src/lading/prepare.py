@@ -522,9 +522,9 @@ def plan_run(
     machine = _with_threads(machine or machine_of(run), ranks, run.num_threads)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
+    check_experts(run.memory.experts, step.captured, machine, ranks, compile=run.optimization.compile)
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
-    check_experts(run.memory.experts, step.captured, machine, ranks, compile=run.optimization.compile)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
     memory, others = memory_by_turns(step.graph, rest, machine, progress)
     make = _RunPlanner(run, step, memory, others, progress, cache)

@@ -102,7 +102,7 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
     plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, first)]
-    if shares and policy == POLICIES[-1]:
+    if shares and policy == POLICIES[-1] and not first.plan.others:  # others are planned for the same machine
         plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
     each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
     return min(each, key=lambda made: made[0])[1]

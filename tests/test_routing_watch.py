@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from itertools import pairwise
+from math import pi, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
-from lading.routing_watch import Shares, difference
+from lading.routing_watch import Shares, chance, difference
 from lading.run import Prepared
 from lading.train import train_run
 from tests.runs import write_run
@@ -73,6 +76,18 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     assert all(0 < sum(row) <= 2 for row in seen[0].values())  # two tokens choose at most two experts in a step
 
 
+def test_chance_makes_no_other_routing() -> None:
+    shares = {"a": [0.5, 0.25, 1.0, 0.0]}
+    assert chance(shares, shares, 32, 32) == pytest.approx(sqrt(2 / pi / 16) * (0.5 + sqrt(0.1875)) / 4)
+    random.seed(0)
+    experts, far = range(64), 0
+    windows = [[sum(random.random() < 0.5 for _ in range(32)) / 32 for _ in experts] for _ in range(100)]
+    for one, other in pairwise(windows):
+        drift = difference({"a": one}, {"a": other}) - chance({"a": one}, {"a": other}, 32, 32)
+        far += drift > routing_watch._DRIFT
+    assert far == 0  # by the difference alone about half of them
+
+
 def test_a_run_is_planned_again_only_where_others_are_chosen() -> None:
     assert difference({"a": [1.0, 0.5]}, {}) == 0.25
     assert difference({"a": [1.0, 0.5], "b": [0.0, 0.0]}, {"a": [0.5, 0.5], "b": [0.2, 0.0]}) == pytest.approx(0.175)
@@ -124,6 +139,8 @@ def test_what_cannot_leave_out_experts_is_refused(asked: RunConfig, tmp_path: Pa
     fused = dataclasses.replace(wanted, optimization=dataclasses.replace(wanted.optimization, compile=True))
     with pytest.raises(ConfigError, match="experts: expected one CPU without compiled regions, got compile=True"):
         plan_run(fused)
+    with pytest.raises(ConfigError, match="experts: expected one CPU without compiled regions, got several ranks"):
+        plan_run(dataclasses.replace(wanted, layout="dp2"))
     file = write_run(tmp_path)
     settings = [f"out={tmp_path / 'dense'}", "memory.experts=true"]
     assert main(["train", str(file), *settings]) == 2

@@ -87,7 +87,7 @@ class HostWatch:
             return f"tried for {took} to plan again for this speed, in vain: {plan}; the run keeps its plan"
         if plan.step_s > (1 - _SAVED) * now_s:
             return f"planned again for this speed in {took}, which saves nothing: {format_seconds(now_s)} are predicted"
-        self.prepared = replanning.go_on_by(plan, before, now, self._trainer)
+        self.prepared = replanning.go_on_by(plan, before, self._trainer)
         return (
             f"planned again for this speed in {took}, step predicted {format_seconds(now_s)} -> "
             f"{format_seconds(plan.step_s)}"

@@ -169,10 +169,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_experts(experts, graph, machine, spread.devices, compile=compile)
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
-    staged = stage_saves and machine.device.kind == "cpu"
     planner = _LayoutPlanner(
         graph=graph, others=others, machine=shared, limits=limits, policy=policy, moved=moved, groups=groups,
-        compile=compile, cache=cache, stage_saves=staged,
+        compile=compile, cache=cache, stage_saves=stage_saves and machine.device.kind == "cpu",
     )  # fmt: skip
     is_settled = bool(layout) or spread.devices == 1 or bool(_uncut(rule, others))
     make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)

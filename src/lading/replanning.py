@@ -15,7 +15,7 @@ from lading.config import run_from_dict, run_to_dict
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
-from lading.memory.restore import restore_program
+from lading.memory.restore import programs_of
 from lading.run import Prepared
 from lading.trainer import Trainer
 
@@ -60,14 +60,22 @@ def plan_for(path: str) -> None:
     plan_run(run_from_dict(asked["run"]), machine, shares=asked["shares"]).plan.save(Path(asked["out"]))
 
 
-def restored(plan: Plan, before: Prepared, machine: Machine) -> Program:
-    """Program of another plan of a run."""
-    return restore_program(plan, before.step.graph, machine)
+def restored(plan: Plan, before: Prepared) -> Program:
+    """Program of another plan of a run, whose further steps are proven as well.
+
+    Raises:
+        ConfigError: the plan is of another run or machine.
+    """
+    return programs_of(plan, before.step.captured, before.step.others)[0]
 
 
-def go_on_by(plan: Plan, before: Prepared, machine: Machine, trainer: Trainer) -> Prepared:
-    """Let a run go on by another plan between two steps; returns the run by it."""
-    prepared = dataclasses.replace(before, plan=plan, program=restored(plan, before, machine))
+def go_on_by(plan: Plan, before: Prepared, trainer: Trainer) -> Prepared:
+    """Let a run go on by another plan between two steps; returns the run by it.
+
+    Raises:
+        ConfigError: as ``restored``; the trainer is as it was.
+    """
+    prepared = dataclasses.replace(before, plan=plan, program=restored(plan, before))
     trainer.pause()
     trainer.resume(plan, before.step.captured, others=before.step.others)
     plan.save(Path(before.run.out) / "plan.json")  # of the steps that reports are about from now on

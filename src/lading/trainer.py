@@ -43,6 +43,7 @@ from lading.optim.registry import name_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import checked_rule
 from lading.runtime.binding import checked_batches
+from lading.runtime.carried import CarriedValues, folder_beside
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, give_values_back
 from lading.runtime.device import DeviceDriver
@@ -52,7 +53,6 @@ from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.measuring import StepNotes
 from lading.runtime.named import (
-    CarriedValues,
     NamedValues,
     StateDict,
     check_numbers,
@@ -688,17 +688,19 @@ class Trainer:
         """Give the model its values back, and keep what else a step needs, until ``resume`` goes on by another plan.
 
         Meanwhile the model is an ordinary one: freeze or thaw parameters, capture and plan again. Values, and states of
-        the optimizer, lie in ordinary memory then; of states over several ranks each keeps those that it had.
+        the optimizer, lie in ordinary memory then, or, where the plan has some on a disk, in a file without a
+        name there; of states over several ranks each keeps those that it had.
 
         Raises:
             ConfigError: a step or load left values of two steps.
-            StorageError: as ``close``; the trainer is as it was.
+            StorageError: as ``close``, or no room for that file; the trainer is as it was.
         """
         self._check_whole()
         with self._lock:
             self._meet("pause")
             self.wait_saved()
-            carried = CarriedValues(self._executor, self._values, self._custody.names, self._replicas)
+            names, folder = self._custody.names, folder_beside(self.program, self._settings[1])
+            carried = CarriedValues(self._executor, self._values, names, self._replicas, folder)
             self.close()
             self._paused = carried
 

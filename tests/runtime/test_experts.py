@@ -356,15 +356,25 @@ def test_experts_chosen_often_stay_in_memory(tmp_path: Path) -> None:
     )
     machine = dataclasses.replace(small_machine(), tiers=(disk,))
     graph = lading.capture(model_of(hidden=2048), batches_of([[0]], 1)[0][0], loss_fn)
+    short = lading.capture(
+        model_of(hidden=2048), {"tokens": torch.zeros(1, 8).long(), "scale": torch.ones(())}, loss_fn
+    )
     shares = {f"layers.{layer}": [1.0 if e == often else 0.1 for e in range(4)] for layer in range(2)}
 
     def planned(experts: Any) -> lading.Plan:
         return lading.plan(
-            graph, machine, budget="70%", clip_norm=1.0, optimizer=OPTIMIZER, experts=experts, cache=False
+            graph,
+            machine,
+            budget="70%",
+            clip_norm=1.0,
+            optimizer=OPTIMIZER,
+            experts=experts,
+            cache=False,
+            others=[short],
         )
 
     plans = {name: planned(experts) for name, experts in (("unknown", True), ("known", shares))}
-    programs = {name: programs_of(plan, graph, ())[0] for name, plan in plans.items()}
+    programs = {name: programs_of(plan, graph, [short])[0] for name, plan in plans.items()}
     hot = {f"layers.{layer}.experts.{often}" for layer in range(2)}
     assert moved_experts(programs["unknown"]) & hot
     assert not moved_experts(programs["known"]) & hot
@@ -374,7 +384,7 @@ def test_experts_chosen_often_stay_in_memory(tmp_path: Path) -> None:
     steps = batches_of([[often], [often], [often, 1], [often]] * 2, 1)
     for name, plan in plans.items():
         plain = Plain(model_of(hidden=2048), 1.0)
-        with lading.Trainer(plan, graph, model_of(hidden=2048), folder=tmp_path / name) as trainer:
+        with lading.Trainer(plan, graph, model_of(hidden=2048), folder=tmp_path / name, others=[short]) as trainer:
             for step, batches in enumerate(steps):
                 assert trainer.step(batches[0], lr=rate_of(step)) == plain.step(batches, rate_of(step))[0]
             assert trainer.experts is not None

@@ -198,8 +198,10 @@ def test_work_beside_transfers_is_compared_with_the_same_work_before_and_after_t
 
 
 def test_directions_take_turns_where_small_reads_come_slowly_beside_whole_writes() -> None:
-    assert probe_disk._turn_bytes(small_read=1.5e8, mixed_read=1.5e9) == PIECE_BYTES
-    assert probe_disk._turn_bytes(small_read=1.2e9, mixed_read=1.5e9) == 0
+    disk = dataclasses.replace(DISK, read_bytes_per_s=2e9, mixed_read_bytes_per_s=1.5e9, latency_s=1e-5)
+    assert probe_disk._turn_bytes(1.5e8, disk) == PIECE_BYTES
+    assert probe_disk._turn_bytes(1.2e9, disk) == 0
+    assert probe_disk._turn_bytes(1.5e8, dataclasses.replace(disk, latency_s=1.5e-3)) == 0  # that is its latency
 
 
 def test_a_file_system_without_direct_access_is_measured_buffered_and_said(

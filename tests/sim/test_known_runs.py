@@ -72,9 +72,15 @@ def test_an_update_on_the_host_is_a_cause_of_its_own() -> None:
 
 
 def test_a_run_elsewhere_says_half_as_much() -> None:
-    here, away = KnownRun(1.2, PRODUCTS), KnownRun(1.2, PRODUCTS, differences=1)
+    here, away = KnownRun(1.2, PRODUCTS), KnownRun(1.2, PRODUCTS, elsewhere=frozenset(("devices",)))
     said = [math.log(shift_of(PRODUCTS, [run]).factor) for run in (here, away)]
     assert said[1] == pytest.approx(said[0] / 2)
     assert shift_of(PRODUCTS, [away]).explained == pytest.approx(shift_of(PRODUCTS, [here]).explained / 4)
     both = shift_of(PRODUCTS, [here, away])
     assert said[0] < math.log(both.factor) < shift_of(PRODUCTS, [here, here]).factor
+
+
+def test_runs_in_two_unlike_places_say_less_of_each_other_than_of_what_is_asked_for() -> None:
+    devices, network = (KnownRun(1.2, PRODUCTS, elsewhere=frozenset((way,))) for way in ("devices", "network"))
+    unlike, alike = shift_of(PRODUCTS, [devices, network]), shift_of(PRODUCTS, [devices, devices])
+    assert unlike.explained > alike.explained  # two witnesses that have less in common

@@ -501,10 +501,8 @@ def modules_of(detail: str, text: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part not in ("selective", "full", "no"))
 
 
-def recompute_of(
-    stated: Mapping[str, Any], text: str, layers: int, assumed: list[str], unread: list[str]
-) -> tuple[str, int, tuple[str, ...]]:
-    """Recomputing: its mode, number of layers (-1 all) and modules, as far as words say."""
+def _recompute_words(stated: Mapping[str, Any]) -> tuple[str, str]:
+    """What a row says of recomputing, and its detail; parts of a block that stand for both are the detail."""
     words = str(stated.get("activation_checkpointing", "")).strip().lower()
     detail = str(stated.get("ac_detail", "")).strip()
     if not detail and (part := _PART_ALONE.get(words.replace("-", "_").replace(" ", "_"))):
@@ -515,6 +513,14 @@ def recompute_of(
             words, detail = "selective", of
     elif (named := _PARTS_FIRST.fullmatch(words)) and not detail and modules_of(named[1], ""):
         words, detail = "selective", named[1]
+    return words, detail
+
+
+def recompute_of(
+    stated: Mapping[str, Any], text: str, layers: int, assumed: list[str], unread: list[str]
+) -> tuple[str, int, tuple[str, ...]]:
+    """Recomputing: its mode, number of layers (-1 all) and modules, as far as words say."""
+    words, detail = _recompute_words(stated)
     if not words:
         if place := next((place for software, place in _RECOMPUTES if re.search(software, text.lower())), ""):
             assumed.append(f"every block recomputed, as {place}")

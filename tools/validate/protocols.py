@@ -128,7 +128,7 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
         known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
         told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
         scored += [
-            _known_by(pair, dataclasses.replace(known, differences=_differences(pair, anchor)))
+            _known_by(pair, dataclasses.replace(known, elsewhere=_differences(pair, anchor)))
             for pair in group
             if pair is not anchor
         ]
@@ -160,16 +160,18 @@ def _known_by(pair: Pair, known: KnownRun) -> Pair:
     return _around(scaled, shift.narrowed(_half_of(pair)))
 
 
-def _differences(pair: Pair, other: Pair) -> int:
-    """Number of ways in which two steps ran in unlike places ([Note: known runs])."""
-    return sum(one != two for one, two in zip(_place(pair), _place(other), strict=True))
+def _differences(pair: Pair, other: Pair) -> frozenset[str]:
+    """Ways in which two steps ran in unlike places ([Note: known runs])."""
+    mine, its = _place(pair), _place(other)
+    return frozenset(way for way in mine if mine[way] != its[way])
 
 
-def _place(pair: Pair) -> tuple[str, str, bool]:
+def _place(pair: Pair) -> dict[str, object]:
     """Machine and network that a pair's step ran on, and whether every kernel of it was traced."""
     request, row = pair.outcome.request, pair.outcome.row
     assert request is not None
-    return request.machine, str(row.hardware.get("inter_node_link") or ""), SWEEP in row.source.lower()
+    network, traced = str(row.hardware.get("inter_node_link") or ""), SWEEP in row.source.lower()
+    return {"machine": request.machine, "network": network, "traced": traced}
 
 
 def _half_of(pair: Pair) -> float:

@@ -26,7 +26,7 @@ from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_
 from lading.ir.graph import StepGraph
 from lading.ir.host_speed import READ, WRITE
 from lading.ir.machine import HostSpeed, Machine
-from lading.ir.plan import Option
+from lading.ir.plan import Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
 from lading.memory.lifetime import Lifetimes, gaps, is_movable
@@ -102,7 +102,7 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
     plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, first)]
-    if shares and policy == POLICIES[-1] and not first.plan.others:  # others are planned for the same machine
+    if shares and policy == POLICIES[-1]:
         plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
     each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
     return min(each, key=lambda made: made[0])[1]
@@ -142,13 +142,16 @@ class _KeptExperts:
         if tier is None or not sizes:
             return
         for least_ops in (_LEAST_OPS, len(graph.ops)):
-            count = len(sizes)
+            count, fewer = len(sizes), 1
             while count >= 0:
                 try:
                     yield self._plan(tier, count, least_ops)
                     break
                 except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
-                    count -= max(1, error.missing_bytes * len(sizes) // sum(sizes.values()))
+                    if error.missing_bytes <= 0:  # a lower tier is full, of which fewer kept experts need more
+                        break
+                    count -= max(fewer, error.missing_bytes * len(sizes) // sum(sizes.values()))
+                    fewer *= 2
 
     def _plan(self, tier: str, count: int, least_ops: int) -> Planned:
         """Plan with so many experts kept; asked for as the first plan was."""
@@ -159,12 +162,28 @@ class _KeptExperts:
         speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
         make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops))
         made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes)
-        mine, asked = made.plan, self.first.plan
-        predictions = dataclasses.replace(
-            asked.predictions, peaks=mine.predictions.peaks, bytes_by_role=mine.predictions.bytes_by_role
-        )
-        plan = dataclasses.replace(mine, request=asked.request, predictions=predictions)
+        steps = zip(made.plan.others, made.others, self.first.plan.others, strict=True)
+        others = tuple(_for_machine(*each, self.machine) for each in steps)
+        plan = dataclasses.replace(_for_machine(made.plan, made.program, self.first.plan, self.machine), others=others)
         return dataclasses.replace(made, plan=plan)
+
+
+def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) -> Plan:
+    """Plan as one for a machine, though its transfers were scheduled for another.
+
+    Args:
+        asked: Plan of the same step that was asked for alike, for that machine.
+    """
+    timeline, mine = simulate(program, machine), plan.predictions
+    predictions = dataclasses.replace(
+        asked.predictions,
+        step_s=timeline.duration_s,
+        actions=action_times(timeline.events),
+        peaks=mine.peaks,
+        bytes_by_role=mine.bytes_by_role,
+        host_saves_s=mine.host_saves_s,
+    )
+    return dataclasses.replace(plan, request=asked.request, predictions=predictions)
 
 
 def _expert_bytes(graph: StepGraph) -> dict[frozenset[Expert], int]:

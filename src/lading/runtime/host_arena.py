@@ -64,8 +64,10 @@ class Arena:
             ) from error
         start = -torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr() % huge if huge else 0
         if huge:  # whole ones only: of one that reaches beyond the end all would be resident
-            with contextlib.suppress(OSError):  # the pages are small ones then
-                self._map.madvise(mmap.MADV_HUGEPAGE, start, self.size_bytes // huge * huge)
+            end = start + self.size_bytes // huge * huge
+            with contextlib.suppress(OSError):  # the pages are as the system makes them then
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, end)
         self.memory = memoryview(self._map)[start : start + self.size_bytes]
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:

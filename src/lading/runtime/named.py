@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -334,74 +333,6 @@ def check_numbers(values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
                 f"and {number:g} ({name}), as of layers that were frozen for a while; train replicas, or, with an "
                 "optimizer of torch, plan again with it as it is now"
             )
-
-
-class CarriedValues:
-    """Values in ordinary memory, on the way from one plan of a step to the next.
-
-    Args:
-        executor: Executor that has them.
-        values: All values of the step.
-        beside: Names of those that others take care of.
-        ranks: Ranks that hold them together, all of which make this at the same time.
-
-    Attributes:
-        tensors: Those that this rank brings along, by name: all where each rank has all, of a pipeline its own, and
-            the numbers of all.
-    """
-
-    def __init__(
-        self, executor: Executor, values: Mapping[str, Value], beside: Iterable[str], ranks: Replicas | None
-    ) -> None:
-        left_out = {*beside}
-        self._values = {name: value for name, value in values.items() if name not in left_out}
-        self._sources = {} if ranks is None else {n: ranks.first_of(v.owner, v.owners) for n, v in self._values.items()}
-        self.tensors = {
-            name: read_value(executor, dataclasses.replace(value, owner=None) if value.shape else value, ranks)
-            for name, value in self._values.items()
-            if not value.shape or is_here(value, ranks)
-        }
-
-    def check(self, values: Mapping[str, Value]) -> None:
-        """Refuse a step that keeps other states of a parameter; it may keep none.
-
-        Args:
-            values: All values of the step by name.
-
-        Raises:
-            ConfigError: it does, or keeps one number of updates of parameters that had several; says which.
-        """
-        check_numbers(values, self.tensors)
-        before, after = _suffixes(self._values), _suffixes(values)
-        for name, states in before.items():
-            if after.get(name, states) != states:
-                raise ConfigError(
-                    f"resume: expected a plan that keeps {', '.join(sorted(states))} of {name}, as before, found one "
-                    f"that keeps {', '.join(sorted(after[name]))}; plan with the same optimizer and master_weights"
-                )
-
-    def spread(self, ranks: Replicas | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give every rank each value in turn, whoever brought it.
-
-        Args:
-            ranks: Ranks that go on together: those that were before, in any layout.
-        """
-        for name, value in self._values.items():
-            tensor = self.tensors.pop(name, None)
-            if value.owner is not None and ranks is not None:
-                tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype)) if tensor is None else tensor
-                ranks.share(tensor, self._sources[name])
-            assert tensor is not None, "a plan for one process is refused where there are several ranks"
-            yield name, tensor
-
-
-def _suffixes(names: Iterable[str]) -> dict[str, set[str]]:
-    """Last parts of dotted names, by what stands before them."""
-    suffixes: dict[str, set[str]] = {}
-    for name in names:
-        before, _, last = name.rpartition(".")
-        suffixes.setdefault(before, set()).add(last)
-    return suffixes
 
 
 class Reader(Protocol):

@@ -186,12 +186,15 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
         write_bytes_per_s=best["write"],
         mixed_read_bytes_per_s=mixed_read,
         mixed_write_bytes_per_s=mixed_write,
-        turn_bytes=_turn_bytes(best["small_read"], mixed_read),
         latency_s=_latency(file, work),
         read_slowdown=_slowdown(found.times_longer["read"]),
         write_slowdown=_slowdown(found.times_longer["write"]),
     )
-    tier = replace(tier, latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small moves"])))
+    tier = replace(
+        tier,
+        turn_bytes=_turn_bytes(best["small_read"], tier),
+        latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small moves"])),
+    )
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
     )
@@ -213,9 +216,13 @@ def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> Non
         found.rates[key].append(rate)
 
 
-def _turn_bytes(small_read: float, mixed_read: float) -> int:
-    """Bytes of a turn, from the rates of small reads and of whole pieces, both beside writes of whole pieces."""
-    return PIECE_BYTES if small_read < _TURNS * mixed_read else 0
+def _turn_bytes(small_read: float, tier: Tier) -> int:
+    """Bytes of a turn, from the rate of small reads beside writes of whole pieces.
+
+    Without turns a small read takes a move's latency and its bytes at the rate of whole pieces beside writes.
+    """
+    alone_s = tier.latency_s + _SMALL_BYTES / tier.mixed_read_bytes_per_s
+    return PIECE_BYTES if small_read < _TURNS * _SMALL_BYTES / alone_s else 0
 
 
 def _latency_slowdown(tier: Tier, slowdown: float) -> float:
@@ -238,7 +245,7 @@ def _mean_s(work: Work, seconds: float) -> float:
     while (now := time.perf_counter()) < start + seconds or not calls:
         work()
         calls += 1
-    return (now - start) / calls if calls else 0.0
+    return (now - start) / calls
 
 
 def _run(file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: int = 0) -> tuple[float, float, float]:

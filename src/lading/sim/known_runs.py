@@ -43,13 +43,13 @@ class KnownRun:
     Attributes:
         ratio: Measured seconds of its step over predicted ones.
         shares: Shares of the predicted step by cause.
-        differences: Number of ways in which it ran elsewhere than what is asked for: on other devices, between nodes
+        elsewhere: Ways in which it ran elsewhere than what is asked for, by any names: on other devices, between nodes
             on another network, every kernel traced where the other's are not.
     """
 
     ratio: float
     shares: Mapping[str, float]
-    differences: int = 0
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun], evidence: s
     if not known:
         return Shift(1.0, 0.0)
     step, *runs = (_parts(parts, evidence) for parts in (shares, *(run.shares for run in known)))
-    away = np.array([run.differences for run in known])
-    near = _ELSEWHERE ** np.abs(away[:, None] - away)
+    away = np.array([len(run.elsewhere) for run in known])
+    near = _ELSEWHERE ** np.array([[len(one.elsewhere ^ other.elsewhere) for other in known] for one in known])
     among = near * np.array([[_product(one, other) for other in runs] for one in runs]) + _OWN**2 * np.eye(len(runs))
     limits = _MOST * np.sqrt(np.diag(among))
     off = np.clip([log(run.ratio) for run in known], -limits, limits)

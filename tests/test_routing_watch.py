@@ -76,6 +76,19 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     assert all(0 < sum(row) <= 2 for row in seen[0].values())  # two tokens choose at most two experts in a step
 
 
+@pytest.mark.slow
+def test_a_plan_for_the_experts_chosen_is_made_apart(
+    asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
+    monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(routing_watch, "_SAVED", -1e9)
+    train_run(run_in(asked, tmp_path / "out", experts=True))
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "other experts are chosen than were planned for; planned again in" in said
+    assert "stay in memory" in Plan.load(tmp_path / "out" / "plan.json").assumptions[-1]
+
+
 def test_chance_makes_no_other_routing() -> None:
     shares = {"a": [0.5, 0.25, 1.0, 0.0]}
     assert chance(shares, shares, 32, 32) == pytest.approx(sqrt(2 / pi / 16) * (0.5 + sqrt(0.1875)) / 4)

@@ -26,6 +26,8 @@ from tools.batches import random_batch
 from lading.catalog.load import load_machine, save_machine
 from lading.config import ModelConfig
 from lading.grouping import Matrices
+from lading.ir.host_speed import measured_speed
+from lading.ir.timeline import Timeline
 from lading.memory.restore import program_of
 from lading.models.reference import model_class
 from lading.optim.adamw import AdamW
@@ -33,6 +35,7 @@ from lading.prepare import plan
 from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
+from lading.sim.device_step import simulate
 from lading.tracing.initial import defer
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -92,6 +95,10 @@ RUNS = (
 )  # fmt: skip
 
 
+#: Steps that are not looked at, and those behind them that say how fast the host is, as to ``lading train``.
+_SKIPPED, _LOOKED_AT = 2, 7
+
+
 def batch_of(run: Run, number: int) -> dict[str, torch.Tensor]:
     """Random tokens or images, the same for the same number."""
     return random_batch(run.model, run.sizes, rows=run.batch_size, tokens=run.sequence_length, seed=number)
@@ -121,7 +128,8 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
     )
     planned_s = time.perf_counter() - started
     program = program_of(made, graph)
-    times: list[float] = []
+    expected = simulate(program, machine)
+    times, timelines = list[float](), list[Timeline]()
     with Trainer(made, graph, None, optimizer=AdamW(), folder=folder, threads=threads, program=program) as trainer:
         initial.materialize(0, trainer.set_value)
         trim()
@@ -132,10 +140,14 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
             started = time.perf_counter()
             trainer.step(batches)
             times.append(time.perf_counter() - started)
+            if _SKIPPED < len(times) <= _SKIPPED + _LOOKED_AT:
+                timelines.append(trainer.timeline())
         step_peak, timeline = trainer.peak_bytes, trainer.timeline()
         trainer.save(folder / "saved", keep=1)
         peak = trainer.peak_bytes
-    steady = sorted(times[2:])
+    steady = sorted(times[_SKIPPED:])
+    later = times[_SKIPPED + len(timelines) :]
+    speed = measured_speed(program, expected, timelines)
     return {
         "run": dataclasses.asdict(run),
         "name": str(run),
@@ -144,6 +156,9 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
         "predicted_s": made.step_s,
         "measured_s": median(steady),
         "spread_s": [steady[len(steady) // 10], steady[-1 - len(steady) // 10]],
+        "speed": dataclasses.asdict(speed),
+        "then_predicted_s": simulate(program, machine.at_speed(speed)).duration_s,
+        "later_s": median(later) if later else None,
         "predicted_bytes": program.predicted_bytes,
         "arena_bytes": program.arena_bytes,
         "workspace_bytes": program.workspace_bytes,
@@ -163,7 +178,19 @@ def line(found: dict[str, Any]) -> str:
     return (
         f"{found['name']:48}{found['predicted_bytes'] / MiB:9.1f}{found['measured_bytes'] / MiB:9.1f}{memory:+7.1%}"
         f"{found['predicted_s']:9.3f}{found['measured_s']:9.3f}{seconds:+7.1%}   {low:.3f} to {high:.3f}, "
-        f"{found['steps']} steps"
+        f"{found['steps']} steps{_then(found)}"
+    )
+
+
+def _then(found: dict[str, Any]) -> str:
+    """What the steps behind those looked at were predicted to take at the speed that those had."""
+    if found["later_s"] is None:
+        return ""
+    error = found["then_predicted_s"] / found["later_s"] - 1
+    factors = {"products": found["speed"]["products"], "others": found["speed"]["others"], **found["speed"]["tiers"]}
+    words = ", ".join(f"{name} {factor:.2f}" for name, factor in factors.items())
+    return (
+        f"; at the speed of steps 3 to 9 ({words}) {found['then_predicted_s']:.3f} {found['later_s']:.3f}{error:+7.1%}"
     )
 
 
@@ -175,10 +202,12 @@ def verdict(found: list[dict[str, Any]]) -> str:
     memory = [abs(f["predicted_bytes"] / f["measured_bytes"] - 1) for f in found]
     above = sum(f["measured_bytes"] > f["budget_bytes"] for f in found)
     seconds = [abs(f["predicted_s"] / f["measured_s"] - 1) for f in found]
+    then = [abs(f["then_predicted_s"] / f["later_s"] - 1) for f in found if f["later_s"] is not None]
     return (
         f"peak memory within 5%: {sum(e <= 0.05 for e in memory)} of {len(found)}, worst {max(memory):.1%}, "
         f"above its budget {above}; "
         f"step time within 10%: {sum(e <= 0.1 for e in seconds)} of {len(found)}, worst {max(seconds):.1%}"
+        + (f"; later steps at the speed of the first: {sum(e <= 0.1 for e in then)} of {len(then)}" if then else "")
     )
 
 

@@ -49,7 +49,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
             patch.setattr(runtime_probe, name, getattr(runtime_probe, name)[:sizes])
         patch.setitem(_DISTURBANCE_BYTES, "cpu", MiB)
         patch.setattr(runtime_probe, "_TRIES", 1)  # other tests load the host
-        patch.setattr(runtime_probe, "probe_disk", partial(probe_disk.probe_disk, file_bytes=32 * MiB))
+        patch.setattr(runtime_probe, "DiskMeter", partial(probe_disk.DiskMeter, file_bytes=32 * MiB))
         found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
     assert list(folder.iterdir()) == []
     assert len(lines) >= 3
@@ -191,10 +191,38 @@ def test_work_beside_transfers_is_compared_with_the_same_work_before_and_after_t
     samples = probe_disk._Samples(idle_s=1.0)
     samples.compare("write", 1.5, 2.0)
     samples.compare("read", 3.0, 2.0)
+    samples.compare("small_read", 2.1, 2.0, moving=0.25)  # in three quarters of the time nothing was moved
     assert samples.times_longer["write"] == [1.0]
     assert samples.times_longer["read"] == [1.5]
+    assert samples.times_longer["small_read"] == [pytest.approx(1.2)]
     assert probe_disk._slowdown([1.0, 9.0, 1.2]) == 0.2
     assert probe_disk._slowdown([0.8]) == probe_disk._slowdown([]) == 0.0
+
+
+def _seconds(latency_s: float, rates: dict[str, float]) -> probe_disk._Samples:
+    """Samples of a disk whose moves take a latency and their bytes at these rates."""
+    samples = probe_disk._Samples()
+    for key, times in samples.seconds.items():
+        size = PIECE_BYTES if key in ("read", "write", "mixed_read", "mixed_write") else 256 * KiB
+        times.append(latency_s + size / rates.get(key, 2e9))
+    return samples
+
+
+def test_a_move_is_its_latency_and_its_bytes() -> None:
+    tier = probe_disk._tier(_seconds(1e-4, {"write": 5e9, "mixed_read": 1.5e9, "mixed_write": 3e9}))
+    assert tier.latency_s == pytest.approx(1e-4)
+    assert tier.read_bytes_per_s == pytest.approx(2e9, rel=1e-3)
+    assert tier.write_bytes_per_s == pytest.approx(5e9, rel=1e-3)
+    assert (tier.mixed_read_bytes_per_s, tier.mixed_write_bytes_per_s) == (pytest.approx(1.5e9), pytest.approx(3e9))
+
+
+def test_a_small_move_is_never_faster_than_its_bytes_and_never_all_latency() -> None:
+    """Where whole pieces came faster than small ones, and where small ones took no longer than their bytes."""
+    samples = _seconds(1e-3, {"read": 1e12})
+    tier = probe_disk._tier(samples)
+    assert tier.latency_s == pytest.approx(0.9 * samples.seconds["small_read"][0], rel=1e-2)
+    tier = probe_disk._tier(_seconds(0.0, {}))
+    assert tier.latency_s == 1e-6
 
 
 def test_directions_take_turns_where_small_reads_come_slowly_beside_whole_writes() -> None:
@@ -266,8 +294,7 @@ def test_a_machine_that_stays_loaded_says_so_in_every_plan(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lading.runtime.probe._probe_device", lambda *_: (machine.device, None, 3, 0.6))
-    disk = probe_disk.DiskProbe(machine.tiers[-1], 1)
-    monkeypatch.setattr("lading.runtime.probe.probe_disk", lambda *_: disk)
+    monkeypatch.setattr(runtime_probe, "DiskMeter", partial(probe_disk.DiskMeter, file_bytes=32 * MiB))
     lines: list[str] = []
     found = probe(folder=tmp_path, threads=1, seconds=0.1, progress=lines.append)
     assert any("the host was busy" in line for line in lines)

@@ -51,7 +51,7 @@ from lading.runtime.replays import Experts
 from lading.runtime.resident import LARGEST_KEPT_BYTES, UNSEEN_BYTES
 from lading.runtime.shard_exchange import rooms_bytes
 from lading.runtime.streams import Entry, Gate, Jitter
-from lading.runtime.tiers import HostBytes, TierBytes
+from lading.runtime.tiers import BoundMoves, HostBytes, TierBytes
 from lading.runtime.update_kernels import Rate
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
@@ -464,9 +464,11 @@ class Binder:
             return self._report(storage)
         place = self.where[storage]
         memory = self.arena.bytes_at(place, slot_bytes(self.graph.storages[storage].size_bytes))
-        if target == DEVICE:
-            return partial(self.tiers[source].read, self.slots[source][storage], memory)
-        return partial(self.tiers[target].write, self.slots[target][storage], memory)
+        name = source if target == DEVICE else target
+        tier, slot = self.tiers[name], self.slots[name][storage]
+        if isinstance(tier, BoundMoves):
+            return tier.reading(slot, memory) if target == DEVICE else tier.writing(slot, memory)
+        return partial(tier.read if target == DEVICE else tier.write, slot, memory)
 
     def _feed(self, storage: int) -> Call:
         """Make the call that copies the leaves of a batch that lie on a storage into it."""

@@ -38,11 +38,11 @@ from lading.runtime.probe_cases import (
     cold_cases,
     flush_bytes,
     low_cases,
-    product_and_pass,
     rate_cases,
     runs_case,
+    step_work,
 )
-from lading.runtime.probe_disk import DiskProbe, probe_disk
+from lading.runtime.probe_disk import DiskMeter, DiskProbe
 from lading.runtime.resident import reuse_pages, trim
 from lading.units import MiB
 
@@ -54,6 +54,9 @@ _SHORTEST_S = 0.2
 Progress = Callable[[str], None]
 #: A rate counts at most this often the bytes of a launch: below it the clock sees only the overhead.
 _LEAST_SHARE = 0.1
+#: Share of the time for the disk before and again after the kernels: what shares the host's memory and disk changes
+#: within a minute.
+_DISK_SHARE = 0.15
 _SCRATCH_TIMEOUT_S = 120
 #: Share of the processors that others may take before the kernels are measured again, and how often they are at most.
 QUIET = 0.1
@@ -62,6 +65,8 @@ _COPY_BYTES = 256 * MiB
 #: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
 _COLD_SHARE = 0.25
 _COLD_FLOPS = 3e8
+#: Samples of such an operation in a round. Each takes a copy of more than the cache, so with five there was one round.
+_COLD_REPEATS = 2
 #: Copies of a page in a row, each behind another stream's event as in a run: one by itself is mostly the host's wait.
 _PAGES = 64
 
@@ -77,7 +82,7 @@ def probe(
     """Measure this host: products, memory-bound operations, attention, AdamW, copies, disk and process overhead.
 
     Args:
-        folder: Where the disk tier would be; 288 MiB are used there for a few seconds.
+        folder: Where the disk tier would be; 288 MiB are used there meanwhile.
         threads: Intra-op threads to measure with; None keeps torch's setting.
         seconds: Time to spend, > 0; more gives steadier figures. One round of everything is done at least.
         device: "cpu" or "cuda"; None takes the GPU where there is one.
@@ -96,9 +101,12 @@ def probe(
     reuse_pages()  # as the executor does: temporaries find their pages touched
     with _threads(threads) as used:
         say(f"disk under {folder}")
-        disk = probe_disk(folder, 0.15 * seconds, product_and_pass() if target.type == "cpu" else None)
-        say(f"kernels with {used} threads")
-        measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
+        with DiskMeter(folder, step_work() if target.type == "cpu" else None) as meter:
+            meter.run(_DISK_SHARE * seconds)
+            say(f"kernels with {used} threads")
+            measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
+            meter.run(_DISK_SHARE * seconds)
+            disk = meter.found()
     trim()
     today = datetime.date.today().isoformat()
     if disk.note:
@@ -200,8 +208,10 @@ def _probe_device(
     tiny = bind_call("aten.mul.Tensor", (pool.cut("a", 16), pool.cut("b", 16)), (pool.cut("o", 16),))
     cases = [Case("overhead", 1.0, 1.0, tiny), *(case for _, case in shaped), *(case for _, case in typed), *rated]
     with torch.no_grad():
-        watch = Stopwatch(cases, target)
+        watch, cold = Stopwatch(cases, target), _ColdWatch(cases if target.type == "cpu" else [])
+        cold.run(_COLD_SHARE / 2 * seconds)
         rounds, load = _quiet_rounds(watch, (1 - _COLD_SHARE) * seconds, say)
+        cold.run(_COLD_SHARE / 2 * seconds)
     times = watch.seconds(quiet=load <= QUIET)
     overhead = times[0] if target.type == "cpu" else _launch_seconds(tiny)
     split, end = 1 + len(shaped), 1 + len(shaped) + len(typed)
@@ -212,9 +222,7 @@ def _probe_device(
     if target.type == "cpu":
         rates["matmul.bfloat16"] = _in_any_layout([rates[f"matmul.{layout}.bfloat16"] for layout in LAYOUTS])
     grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
-    cache, cold = _cold_rates(
-        cases if target.type == "cpu" else [], times, overhead, _COLD_SHARE * seconds, quiet=load <= QUIET
-    )
+    cold_rates = cold.rates(dict(zip(map(id, cases), times, strict=True)), overhead, quiet=load <= QUIET)
     device = Device(
         name=_device_name(target),
         kind=target.type,
@@ -230,40 +238,54 @@ def _probe_device(
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
-        cache_bytes=cache,
-        cold_rates=cold,
+        cache_bytes=cold.cache_bytes,
+        cold_rates=cold_rates,
     )
     return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
 
 
-def _cold_rates(
-    cases: Sequence[Case], times: Sequence[float], overhead: float, seconds: float, *, quiet: bool
-) -> tuple[int, dict[str, Curve]]:
-    """Measure passes and products whose operands come from memory.
+class _ColdWatch:
+    """Times passes and products whose operands come from memory, in as many periods as it is told to.
 
     Args:
-        times: Seconds of each case with its operands in cache.
-        seconds: Time to spend; one round is done at least.
-    Returns:
-        Bytes of the cache, and ``Device.cold_rates``; 0 and none without cases, or where the system says nothing of a
-        cache.
+        cases: All cases, of which some are timed so; none where a device has no cache to speak of.
+
+    Attributes:
+        cache_bytes: Bytes of the cache; 0 without cases, or where the system says nothing of a cache.
     """
-    cache, flush = flush_bytes()
-    if not cases or not cache:
-        return 0, {}
-    passes = cold_cases(cases)
-    products = [case for case in cases if case.key == "mm" and case.work <= _COLD_FLOPS]
-    with torch.no_grad():
-        watch = Stopwatch([*passes, *products], torch.device("cpu"), flush)
-        watch.run(seconds)
-    found = watch.seconds(quiet=quiet)
-    warm = {id(case): time_s for case, time_s in zip(cases, times, strict=True)}
-    rates = _rates(passes, found[: len(passes)], overhead)
-    extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(products, found[len(passes) :], strict=True)]
-    if sum(extra) > 0:
-        size = sum(case.touched for case in products)
-        rates[COLD_PRODUCT] = _curve({_round(size / len(products)): _round(size / sum(extra))})
-    return cache, rates
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        cache, flush = flush_bytes()
+        self.cache_bytes = cache if cases else 0
+        cases = cases if self.cache_bytes else ()
+        self._passes = cold_cases(cases)
+        self._products = [case for case in cases if case.key == "mm" and case.work <= _COLD_FLOPS]
+        both = [*self._passes, *self._products]
+        self._watch = Stopwatch(both, torch.device("cpu"), flush) if both else None
+
+    def run(self, seconds: float) -> None:
+        """Time rounds until ``seconds`` are over."""
+        if self._watch is not None:
+            self._watch.run(seconds, repeats=_COLD_REPEATS)
+
+    def rates(self, warm: Mapping[int, float], overhead: float, *, quiet: bool) -> dict[str, Curve]:
+        """Rates from memory, ``Device.cold_rates``; none without a cache.
+
+        Args:
+            warm: Seconds of each case with its operands in cache, by its ``id``.
+            overhead: Seconds that any operation takes.
+            quiet: Whether nobody else loaded the host meanwhile.
+        """
+        if self._watch is None:
+            return {}
+        found = self._watch.seconds(quiet=quiet)
+        count = len(self._passes)
+        rates = _rates(self._passes, found[:count], overhead)
+        extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(self._products, found[count:], strict=True)]
+        if sum(extra) > 0:
+            size = sum(case.touched for case in self._products)
+            rates[COLD_PRODUCT] = _curve({_round(size / len(self._products)): _round(size / sum(extra))})
+        return rates
 
 
 def _quiet_rounds(watch: Stopwatch, seconds: float, say: Progress) -> tuple[int, float]:
@@ -559,24 +581,29 @@ def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
 
 #: m, k, n of the products timed in bfloat16 too, the smallest first.
 _LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (256, 512, 2048), (1024, 1024, 1024))
-#: A product that takes so long is the largest of its layout that is timed: in larger ones the time would go.
-_SLOW_PRODUCT_S = 0.05
+#: A product that takes so long is the largest of its layout that is timed in every round: in larger ones the time would
+#: go. One more is timed once, with the long sums of a step's largest: at 512 x 512 a sum of 512 came at 1.2 GFLOP/s,
+#: one of 1408 at 0.87 and one of 8192 at 0.84.
+_SLOW_PRODUCT_S, _LOW_DEEP = 0.05, (512, 2048, 512)
 
 
 def low_product_cases(pool: Pool) -> Iterator[Case]:
     """Make cases of products in the pool's dtype by layout: FLOP/s against the FLOP of one, up to where it is slow."""
-    suffix = str(pool.dtype).removeprefix("torch.")
     for layout in LAYOUTS:
-        for m, k, n in _LOW_SHAPES:
-            run = _product(pool.cut, m, k, n, layout)
-            flops = 2.0 * m * k * n
-            run()  # compiles the kernel
+        for shape in _LOW_SHAPES:
+            yield (case := _low_product(pool, shape, layout))
+            case.run()  # compiles the kernel
             start = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - start
-            yield Case(f"matmul.{layout}.{suffix}", flops, flops, run)
-            if seconds > _SLOW_PRODUCT_S:
+            case.run()
+            if time.perf_counter() - start > _SLOW_PRODUCT_S:
+                yield _low_product(pool, _LOW_DEEP, layout)
                 break
+
+
+def _low_product(pool: Pool, shape: tuple[int, int, int], layout: str) -> Case:
+    flops = 2.0 * math.prod(shape)
+    key = f"matmul.{layout}.{str(pool.dtype).removeprefix('torch.')}"
+    return Case(key, flops, flops, _product(pool.cut, *shape, layout))
 
 
 def _product(place: _Place, m: int, k: int, n: int, layout: str) -> Callable[[], object]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -35,7 +36,8 @@ _SLOW = frozenset({"sort", "topk", "random"})
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 64 * MiB}
 _CUDA_SCALE = 16
 _ROW = 1024
-_SHORT_S = 3e-4
+#: Seconds of a case that is short, as most are, and of one that is timed once.
+_SHORT_S, _LONG_S = 3e-4, 0.5
 #: What runs before each sample: more than a core's cache, or than a GPU's. On a GPU it also takes longer than the host
 #: needs to launch what is timed, so that no launch is in a sample.
 _DISTURBANCE_BYTES = {"cpu": 24 * MiB, "cuda": 512 * MiB}
@@ -50,6 +52,8 @@ _FLUSHES = 2.5
 _MOST_CACHE_BYTES = 64 * MiB
 #: Bytes of the operations that are timed so: with less the time is that of code and launch, with more as without.
 _COLD_SIZES = (128 * KiB, 16 * MiB)
+#: Bytes that ``step_work`` goes through, several caches of them.
+_WORK_BYTES = 96 * MiB
 #: How often a sample is taken at most until no processor was lost meanwhile.
 _TAKES = 3
 
@@ -487,12 +491,16 @@ class Stopwatch:
         """Go on with samples that ``begin_again`` returned."""
         self._samples = samples
 
-    def run(self, seconds: float, max_rounds: int = 31) -> int:
-        """Time rounds until ``seconds`` are over; returns the most samples that a case has."""
+    def run(self, seconds: float, max_rounds: int = 31, repeats: int = 5) -> int:
+        """Time rounds until ``seconds`` are over; returns the most samples that a case has.
+
+        Args:
+            repeats: Samples in a round of a case that is short. One that takes very long has its first only.
+        """
         end = time.monotonic() + seconds
-        repeats = [5 if samples[0] < _SHORT_S else 1 for samples in self._samples]  # the short ones are many
+        counts = [repeats if s[0] < _SHORT_S else int(s[0] < _LONG_S) for s in self._samples]
         for _ in range(max_rounds):
-            for case, count, samples in zip(self.cases, repeats, self._samples, strict=True):
+            for case, count, samples in zip(self.cases, counts, self._samples, strict=True):
                 if time.monotonic() > end:
                     break
                 samples.extend(self._sample(case) for _ in range(count))
@@ -526,6 +534,27 @@ def _disturbance_bytes(kind: str) -> int:
     if kind != "cpu" or not (shared := cache_bytes(3)):
         return most
     return min(most, max(2 * cache_bytes(2), int(_SHARED_CACHE_SHARE * shared)))
+
+
+def step_work() -> Callable[[], object]:
+    """Make a call of one product and three passes on memory that is in no cache, in about the shares of a step's time.
+
+    What a step computes on comes from memory for the most part, on the way that the bytes of a disk take, too: beside
+    this reads came at 2.12 and writes at 5.0 GB/s, both ways at 1.51 and 1.59, beside ``product_and_pass``, whose
+    operands stay in cache, at 2.25 and 5.3, 1.57 and 1.82. Passes take longer beside transfers by more than products.
+    """
+    memory = Arena(_WORK_BYTES).bytes_at(0, _WORK_BYTES).view(torch.float32).view(-1, 512, 1024)
+    memory.uniform_()
+    x, out = torch.rand(512, 512), torch.empty(512, 1024)
+    turns = cycle(range(0, len(memory), 4))
+
+    def run() -> None:
+        first = next(turns)
+        torch.mm(x, memory[first], out=out)
+        for block in range(first, first + 3):
+            torch.mul(memory[block], 1.0, out=memory[block + 1])
+
+    return run
 
 
 def product_and_pass() -> Callable[[], object]:

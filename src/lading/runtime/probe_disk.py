@@ -2,26 +2,33 @@
 
 Transfers are timed while the device computes, for that is when a step makes them, from memory as a step's. What they
 take from computing is compared in pairs: each with the same work just before and just after, as a host's speed drifts.
+
+[Note: latency of a move] A move takes a latency and its bytes at the tier's rate, and both come from the mean seconds
+of small and of whole pieces. Part of the latency lies with a thread that wants a processor when its bytes are there, so
+the median of reads of single pages, one behind another, was 60 us where moves of a step came to 100 to 120 (2 cores,
+both computing). Moves of a step come in rows, with pauses between for room in memory: of 5,280 reads alone in eleven
+runs of ``benchmarks/predictions`` 3 in 10 came after a pause, and took 0.1 ms longer.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from types import TracebackType
+from typing import Self
 
 from lading.errors import StorageError
 from lading.ir.machine import FILE, Tier
-from lading.ir.program import PAGE_BYTES
 from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import PIECE_BYTES
 from lading.units import KiB, MiB, format_bytes
@@ -31,11 +38,16 @@ _FILE_BYTES = 256 * MiB
 #: A piece far smaller than what the executor moves at once, and how much slower than whole pieces it is read beside
 #: writes at least where directions take turns: 256 KiB beside 8 MiB came at a tenth of their rate.
 _SMALL_BYTES, _TURNS = 256 * KiB, 0.5
+#: Moves of a stream alone in a row, and seconds of the pause behind them. See [Note: latency of a move].
+_ROW, _PAUSE_S = 3, 1e-3
+#: Share of a small move's time that may be latency at most, and its shortest.
+_MOST_LATENCY, _LEAST_LATENCY_S = 0.9, 1e-6
 #: Seconds of a sample, and most rounds. Short ones: a host's speed changes within seconds.
 _SLICE_S, _MOST_ROUNDS = 0.1, 31
-_RATES = ("read", "write", "mixed_read", "mixed_write", "small_read")
+#: What is timed: whole pieces alone and both ways at once, small reads beside whole writes, and small ones alone.
+_TIMED = ("read", "write", "mixed_read", "mixed_write", "turns_read", "small_read")
 #: What work is compared beside: whole pieces each way, and small ones.
-_BESIDE = ("write", "read", "small moves")
+_BESIDE = ("write", "read", "small_read")
 _NAME = "lading-probe.tmp"
 
 
@@ -59,19 +71,74 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
     """
-    path = folder / f"{_NAME}.{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
-    free = _free_bytes(folder)
-    if free < file_bytes + file_bytes // 8:
-        raise StorageError(
-            f"the probe needs {format_bytes(file_bytes + file_bytes // 8)} in {folder}, {format_bytes(free)} are free; "
-            "free some space or probe another folder"
-        )
+    with DiskMeter(folder, work, file_bytes) as meter:
+        meter.run(seconds)
+        return meter.found()
+
+
+class DiskMeter:
+    """Measures the disk under a folder with a temporary file, in as many periods as it is told to; a context manager.
+
+    Args:
+        folder, work, file_bytes: As of ``probe_disk``.
+
+    Raises:
+        StorageError: as ``probe_disk``.
+    """
+
+    def __init__(self, folder: Path, work: Work = None, file_bytes: int = _FILE_BYTES) -> None:
+        self._folder, self._work = folder, work
+        self._rounds, self._samples = 0, _Samples()
+        self._free = _free_bytes(folder)
+        if self._free < file_bytes + file_bytes // 8:
+            raise StorageError(
+                f"the probe needs {format_bytes(file_bytes + file_bytes // 8)} in {folder}, {format_bytes(self._free)} "
+                "are free; free some space or probe another folder"
+            )
+        path = folder / f"{_NAME}.{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
+        self._file = _ProbeFile(path, file_bytes)
+
+    def __enter__(self) -> Self:
+        with _probing(self._folder):
+            self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__()
+
+    def run(self, seconds: float) -> None:
+        """Measure in rounds, each of which has everything once: a host that is faster now and slower then is so to all.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        slice_s = min(_SLICE_S, max(0.05, seconds / 20))
+        end = time.monotonic() + seconds
+        _mean_s(self._work, slice_s / 2)
+        rounds = 0
+        with _probing(self._folder):
+            while rounds < 1 or (time.monotonic() + 7 * slice_s < end and rounds < _MOST_ROUNDS):
+                _round(self._file, slice_s, self._work, self._samples)
+                rounds += 1
+        self._rounds += rounds
+
+    def found(self) -> DiskProbe:
+        """Return the tier by the medians of all rounds so far, of which there has been one at least."""
+        tier = replace(_tier(self._samples), capacity_bytes=self._free)
+        note = "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
+        return DiskProbe(tier, self._rounds, "" if self._file.direct else note)
+
+
+@contextmanager
+def _probing(folder: Path) -> Generator[None]:
+    """Turn an error of the operating system inside into one that names the folder and says what to change."""
     try:
-        with _ProbeFile(path, file_bytes) as file:
-            return _measure(file, seconds, free, work)
+        yield
+    except StorageError:
+        raise
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
         reason = "it is full" if error.errno == errno.ENOSPC else str(error)
         raise StorageError(
             f"cannot measure the disk under {folder}: {reason}; choose a writable folder with space"
@@ -152,68 +219,75 @@ def _whole(moved: int, expected: int) -> None:
 
 @dataclass(slots=True)
 class _Samples:
-    """Measurements of all rounds: bytes/s by what ran, and how many times longer ``work`` took beside it."""
+    """Measurements of all rounds: seconds of a move by what was timed, and how many times longer work took beside it.
 
-    rates: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _RATES})
+    The latter is that of work done while moves are under way, without the pauses between them.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _TIMED})
     times_longer: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _BESIDE})
     idle_s: float = 0.0  # seconds of a call of ``work`` just before
 
-    def compare(self, key: str, beside_s: float, idle_s: float) -> None:
-        """Compare work beside transfers with the same work just before and just after them."""
+    def compare(self, key: str, beside_s: float, idle_s: float, moving: float = 1.0) -> None:
+        """Compare work beside transfers with the same work just before and just after them.
+
+        Args:
+            moving: Share of the time in which a move was under way, > 0.
+        """
         if beside_s and idle_s and self.idle_s:
-            self.times_longer[key].append(2.0 * beside_s / (self.idle_s + idle_s))
+            longer = 2.0 * beside_s / (self.idle_s + idle_s) - 1.0
+            self.times_longer[key].append(1.0 + longer / moving)
         self.idle_s = idle_s
 
 
-def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskProbe:
-    """Measure in rounds, each of which has everything once: a host that is faster now and slower then is so to all."""
-    found = _Samples()
-    slice_s = min(_SLICE_S, max(0.05, seconds / 20))
-    end = time.monotonic() + seconds
-    _mean_s(work, slice_s / 2)
-    rounds = 0
-    while rounds < 1 or (time.monotonic() + 7 * slice_s < end and rounds < _MOST_ROUNDS):
-        _round(file, slice_s, work, found)
-        rounds += 1
-    best = {key: float(f"{median(values):.4g}") for key, values in found.rates.items()}
-    mixed_read, mixed_write = min(best["mixed_read"], best["read"]), min(best["mixed_write"], best["write"])
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Moves of one stream: mean seconds of one, and the share of the time in which one was under way."""
+
+    mean_s: float
+    moving: float
+
+
+def _tier(found: _Samples) -> Tier:
+    """Tier of these measurements, of no capacity yet. See [Note: latency of a move]."""
+    times = {key: median(values) for key, values in found.seconds.items()}
+    small_s, whole_s = times["small_read"], times["read"]
+    byte_s = (whole_s - small_s) / (PIECE_BYTES - _SMALL_BYTES)
+    latency = min(max(small_s - _SMALL_BYTES * byte_s, _LEAST_LATENCY_S), _MOST_LATENCY * small_s)
+    rates = {key: float(f"{PIECE_BYTES / max(times[key] - latency, _LEAST_LATENCY_S):.4g}") for key in _TIMED[:4]}
     tier = Tier(
         name="disk",
         kind=FILE,
         persistent=True,
-        capacity_bytes=free,
-        read_bytes_per_s=best["read"],
-        write_bytes_per_s=best["write"],
-        mixed_read_bytes_per_s=mixed_read,
-        mixed_write_bytes_per_s=mixed_write,
-        latency_s=_latency(file, work),
+        capacity_bytes=1,
+        read_bytes_per_s=rates["read"],
+        write_bytes_per_s=rates["write"],
+        mixed_read_bytes_per_s=min(rates["mixed_read"], rates["read"]),
+        mixed_write_bytes_per_s=min(rates["mixed_write"], rates["write"]),
+        latency_s=float(f"{latency:.3g}"),
         read_slowdown=_slowdown(found.times_longer["read"]),
         write_slowdown=_slowdown(found.times_longer["write"]),
     )
-    tier = replace(
+    return replace(
         tier,
-        turn_bytes=_turn_bytes(best["small_read"], tier),
-        latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small moves"])),
+        turn_bytes=_turn_bytes(_SMALL_BYTES / times["turns_read"], tier),
+        latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small_read"])),
     )
-    note = (
-        "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
-    )
-    return DiskProbe(tier, rounds, note)
 
 
 def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> None:
     """Take one sample of everything; work beside nothing stands between, for comparison."""
     found.idle_s = _mean_s(work, slice_s / 2)
-    _, written, beside_s = _run(file, slice_s, work, write=PIECE_BYTES)
-    found.compare("write", beside_s, _mean_s(work, slice_s / 2))
-    read, _, beside_s = _run(file, slice_s, work, read=PIECE_BYTES)
-    found.compare("read", beside_s, _mean_s(work, slice_s / 2))
-    _, _, beside_s = _run(file, slice_s, work, read=_SMALL_BYTES)
-    found.compare("small moves", beside_s, _mean_s(work, slice_s / 2))
-    mixed_read, mixed_write, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
-    small_read, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
-    for key, rate in zip(_RATES, (read, written, mixed_read, mixed_write, small_read), strict=True):
-        found.rates[key].append(rate)
+    _, writes, beside_s = _run(file, slice_s, work, write=PIECE_BYTES)
+    found.compare("write", beside_s, _mean_s(work, slice_s / 2), writes.moving)
+    reads, _, beside_s = _run(file, slice_s, work, read=PIECE_BYTES)
+    found.compare("read", beside_s, _mean_s(work, slice_s / 2), reads.moving)
+    small, _, beside_s = _run(file, slice_s, work, read=_SMALL_BYTES)
+    found.compare("small_read", beside_s, _mean_s(work, slice_s / 2), small.moving)
+    mixed_reads, mixed_writes, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
+    turns, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
+    for key, moves in zip(_TIMED, (reads, writes, mixed_reads, mixed_writes, turns, small), strict=True):
+        found.seconds[key].append(moves.mean_s)
 
 
 def _turn_bytes(small_read: float, tier: Tier) -> int:
@@ -226,7 +300,7 @@ def _turn_bytes(small_read: float, tier: Tier) -> int:
 
 
 def _latency_slowdown(tier: Tier, slowdown: float) -> float:
-    """Share by which work takes longer in the latency of a move, from that beside small reads, one behind another."""
+    """Share by which work takes longer in the latency of a move, from that beside small reads."""
     transfer_s = _SMALL_BYTES / tier.read_bytes_per_s
     lost_s = slowdown * (tier.latency_s + transfer_s) - tier.read_slowdown * transfer_s
     return max(0.0, round(lost_s / tier.latency_s, 3))
@@ -248,25 +322,26 @@ def _mean_s(work: Work, seconds: float) -> float:
     return (now - start) / calls
 
 
-def _run(file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: int = 0) -> tuple[float, float, float]:
+def _run(
+    file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: int = 0
+) -> tuple[_Moves, _Moves, float]:
     """Move pieces of so many bytes, 0 for none: one thread reads the file's first half, one writes the second.
 
-    Meanwhile this thread does ``work``, as it would in a step.
+    Meanwhile this thread does ``work``, as it would in a step. A stream alone pauses now and then.
 
     Returns:
-        Bytes/s read and written, and the mean seconds of a call of ``work``.
+        Moves read and written, and the mean seconds of a call of ``work``.
     """
     half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
-    rates = [0.0, 0.0]
+    found = [_Moves(0.0, 0.0), _Moves(0.0, 0.0)]
     errors: list[OSError] = []
     file.settle()
     deadline = time.perf_counter() + seconds
 
     def move_until(index: int, move: Callable[..., int], size: int) -> None:
         try:
-            rates[index] = _stream(
-                file, move, range(index * half, (index + 1) * half, size), file.rooms[index], deadline
-            )
+            offsets = range(index * half, (index + 1) * half, size)
+            found[index] = _stream(file, move, offsets, file.rooms[index], deadline, pausing=not (read and write))
         except OSError as error:
             errors.append(error)
 
@@ -279,46 +354,26 @@ def _run(file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: 
         thread.join()
     if errors:
         raise errors[0]
-    return rates[0], rates[1], beside_s
+    return found[0], found[1], beside_s
 
 
-def _stream(file: _ProbeFile, move: Callable[..., int], offsets: range, room: Arena, deadline: float) -> float:
-    """Bytes/s of one thread moving the pieces at these offsets in random order until the deadline."""
+def _stream(
+    file: _ProbeFile, move: Callable[..., int], offsets: range, room: Arena, deadline: float, *, pausing: bool
+) -> _Moves:
+    """Move the pieces at these offsets in random order, in one thread, until the deadline."""
     size = offsets.step
     draw = random.Random(offsets.start)
     start = time.perf_counter()
-    moved = 0
-    while not moved or time.perf_counter() < deadline:
+    count, moving_s = 0, 0.0
+    while not count or time.perf_counter() < deadline:
+        began = time.perf_counter()
         _whole(move(file.fd, [room.memory[:size]], offsets[draw.randrange(len(offsets))]), size)
-        moved += size
+        moving_s += time.perf_counter() - began
+        count += 1
+        if pausing and count % _ROW == 0:
+            time.sleep(_PAUSE_S)
     if move is os.pwritev and not file.direct:
+        began = time.perf_counter()
         os.fsync(file.fd)
-    return moved / (time.perf_counter() - start)
-
-
-def _latency(file: _ProbeFile, work: Work, count: int = 40) -> float:
-    """Median seconds of reading one page at a random place, from a thread of its own while this one does ``work``."""
-    samples: list[float] = []
-    errors: list[OSError] = []
-
-    def sample() -> None:
-        page = mmap.mmap(-1, PAGE_BYTES)
-        draw = random.Random(0)
-        try:
-            for _ in range(count):
-                file.settle()
-                offset = draw.randrange(file.size_bytes // PAGE_BYTES) * PAGE_BYTES
-                start = time.perf_counter()
-                _whole(os.preadv(file.fd, [page], offset), PAGE_BYTES)
-                samples.append(time.perf_counter() - start)
-        except OSError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    while work is not None and thread.is_alive():
-        work()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return float(f"{median(samples):.3g}")
+        moving_s += time.perf_counter() - began
+    return _Moves(moving_s / count, moving_s / (time.perf_counter() - start))

@@ -1,6 +1,7 @@
 """Predictions against what happens: peak memory and step time of planned training runs.
 
-The host is probed, then each run captures, plans, trains and measures in a process of its own, one after another.
+The host is probed, and again every few runs, as its speed changes within minutes. Each run captures, plans, trains and
+measures in a process of its own, one after another.
 
     python benchmarks/predictions/run.py --threads 2
 """
@@ -27,12 +28,14 @@ from lading.catalog.load import load_machine, save_machine
 from lading.config import ModelConfig
 from lading.grouping import Matrices
 from lading.ir.host_speed import measured_speed
+from lading.ir.machine import TIER_SPEEDS
 from lading.ir.timeline import Timeline
 from lading.memory.restore import program_of
 from lading.models.reference import model_class
 from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.run import build
+from lading.runtime.host import host_id
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
 from lading.sim.device_step import simulate
@@ -231,6 +234,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=12.0, help="training time of each run")
     parser.add_argument("--probe-seconds", type=float, default=50.0)
+    parser.add_argument("--probe-every", type=int, default=4, help="runs after which the host is probed anew")
     parser.add_argument("--machine", type=Path, help="a machine file; without it this host is probed")
     parser.add_argument("--folder", type=Path, default=Path(), help="where swap files may lie")
     parser.add_argument("--only", type=int, nargs="+", default=range(len(RUNS)), help="numbers of runs")
@@ -245,20 +249,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         machine = options.machine or folder / "machine.toml"
-        if not options.machine:
-            save_machine(
-                probe(folder=folder, threads=options.threads, seconds=options.probe_seconds, device="cpu"), machine
-            )
-        host = load_machine(machine).host_id
-        print(f"{host}, {options.threads} threads, torch {torch.__version__}\n{HEAD}")
+        print(f"{host_id()}, {options.threads} threads, torch {torch.__version__}\n{HEAD}")
         found: list[dict[str, Any]] = []
-        for number in options.only:
+        tiers: list[dict[str, float]] = []
+        for at, number in enumerate(options.only):
+            if not options.machine and at % options.probe_every == 0:
+                measured = probe(folder=folder, threads=options.threads, seconds=options.probe_seconds, device="cpu")
+                save_machine(measured, machine)
+                tiers.append({key: getattr(measured.tiers[-1], key) for key in TIER_SPEEDS})
             found.append(child(number, machine, folder, options))
             print(line(found[-1]), flush=True)
     print(f"{verdict(found)}\n{time.perf_counter() - started:.0f} s in all")
     if options.json:
         about = {
-            "host": host,
+            "host": host_id(),
+            "disk": tiers,
             "threads": options.threads,
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -24,7 +24,16 @@ from lading.prepare import plan
 from lading.runtime import probe as runtime_probe
 from lading.runtime import probe_cases, probe_disk
 from lading.runtime.host import host_id
-from lading.runtime.probe import SHAPES, LoadMeter, TimedProduct, _quiet_rounds, busy_seconds, fit_products, probe
+from lading.runtime.probe import (
+    SHAPES,
+    LoadMeter,
+    TimedProduct,
+    _quiet_rounds,
+    busy_seconds,
+    fit_products,
+    low_product_cases,
+    probe,
+)
 from lading.runtime.probe_cases import (
     _DISTURBANCE_BYTES,
     _GPU_MAKERS,
@@ -152,6 +161,33 @@ def test_the_fit_recovers_the_model_that_made_the_times() -> None:
     assert fit.mean_error < 1e-6
     for rate in fit.efficiency.rate:
         assert fit.peak * rate == pytest.approx(peak, rel=1e-3)
+
+
+def test_of_a_layout_that_is_slow_one_product_of_a_long_sum_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_probe, "_LOW_SHAPES", ((8, 8, 8), (16, 16, 16), (32, 32, 32)))
+    monkeypatch.setattr(runtime_probe, "_LOW_DEEP", (16, 64, 16))
+    pool = Pool(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(runtime_probe, "_SLOW_PRODUCT_S", 60.0)
+    assert [case.size for case in low_product_cases(pool)] == 3 * [2 * 8**3, 2 * 16**3, 2 * 32**3]
+    monkeypatch.setattr(runtime_probe, "_SLOW_PRODUCT_S", 0.0)
+    assert [case.size for case in low_product_cases(pool)] == 3 * [2 * 8**3, 2 * 16 * 64 * 16]
+
+
+def test_a_case_that_takes_very_long_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"short": 0, "long": 0}
+
+    def count(name: str) -> Case:
+        def run() -> None:
+            calls[name] += 1
+
+        return Case(name, 1.0, 1.0, run)
+
+    watch = Stopwatch([count("short"), count("long")], torch.device("cpu"), MiB)
+    watch.resume_from([[1e-6], [1.0]])
+    before = dict(calls)
+    watch.run(60.0, max_rounds=2, repeats=3)
+    assert calls["long"] == before["long"]
+    assert calls["short"] >= before["short"] + 6  # a sample in which a processor was lost is taken again
 
 
 def test_too_few_products_are_refused() -> None:

@@ -73,6 +73,21 @@ def _smaps_of(address: int, key: str) -> str:
     raise AssertionError(f"no mapping at {address:#x}")
 
 
+@pytest.mark.parametrize("size", [64, PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 100, PIECE_BYTES + PAGE_BYTES])
+def test_prepared_moves_are_those_made_at_once(folder: Path, size: int) -> None:
+    """Of one call to the system or of several, as often as they are run."""
+    pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+    arena, tier = Arena(2 * pages), FileTier(folder, 2 * PAGE_BYTES + size)
+    write = tier.writing(2 * PAGE_BYTES, arena.bytes_at(0, size))
+    read = tier.reading(2 * PAGE_BYTES, arena.bytes_at(pages, size))
+    for _ in range(2):
+        arena.memory[:size] = os.urandom(size)
+        write()
+        read()
+        assert bytes(arena.memory[pages : pages + size]) == bytes(arena.memory[:size])
+    tier.close()
+
+
 def test_neighbours_are_left_alone(folder: Path) -> None:
     arena, tier = Arena(4 * PAGE_BYTES), FileTier(folder, 4 * PAGE_BYTES)
     arena.memory[: 4 * PAGE_BYTES] = b"a" * (4 * PAGE_BYTES)
@@ -125,6 +140,8 @@ def test_a_file_that_lost_a_part_and_was_written_on_is_refused(folder: Path) -> 
     tier.write(63 * PAGE_BYTES, page)
     with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
         tier.read(50 * PAGE_BYTES, page)
+    with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
+        tier.reading(50 * PAGE_BYTES, page)()
     tier.close()
 
 
@@ -173,6 +190,8 @@ def test_disk_errors(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, v
     with pytest.raises(StorageError, match=f"cannot {verb} 16384 bytes at 0.*Input/output error") as caught:
         getattr(tier, verb)(0, arena.bytes_at(0, arena.size_bytes))
     assert caught.value.errno == errno.EIO
+    with pytest.raises(StorageError, match=f"cannot {verb} 16384 bytes at 0.*Input/output error"):
+        {"read": tier.reading, "write": tier.writing}[verb](0, arena.bytes_at(0, arena.size_bytes))()
     monkeypatch.setattr(os, call, lambda file, buffers, offset: 100)
     with pytest.raises(StorageError, match="moved less than a page"):
         getattr(tier, verb)(0, arena.bytes_at(0, arena.size_bytes))
@@ -199,6 +218,13 @@ def test_short_transfers_are_continued(folder: Path, monkeypatch: pytest.MonkeyP
     tier.read(0, arena.bytes_at(0, arena.size_bytes))
     assert bytes(arena.memory) == data
     assert len(calls) > 4
+    arena.memory[:] = bytes(8 * PAGE_BYTES)
+    tier.writing(0, arena.bytes_at(0, arena.size_bytes))()
+    arena.memory[:] = data
+    tier.writing(0, arena.bytes_at(0, arena.size_bytes))()
+    arena.memory[:] = bytes(8 * PAGE_BYTES)
+    tier.reading(0, arena.bytes_at(0, arena.size_bytes))()
+    assert bytes(arena.memory) == data
     tier.close()
 
 
@@ -226,8 +252,9 @@ def test_without_direct_io_it_works_and_says_so(folder: Path, monkeypatch: pytes
 def test_out_of_range(folder: Path) -> None:
     tier, arena = FileTier(folder, PAGE_BYTES), Arena(2 * PAGE_BYTES)
     for offset, size in ((0, 2 * PAGE_BYTES), (100, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES)):
-        with pytest.raises(StorageError, match="not whole pages of 4096 bytes"):
-            tier.read(offset, arena.bytes_at(0, size))
+        for read in (tier.read, lambda *at: tier.reading(*at)()):
+            with pytest.raises(StorageError, match="not whole pages of 4096 bytes"):
+                read(offset, arena.bytes_at(0, size))
     tier.close()
 
 

@@ -228,6 +228,18 @@ def child(number: int, machine: Path, folder: Path, options: argparse.Namespace)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def _write(options: argparse.Namespace, tiers: list[dict[str, float]], found: list[dict[str, Any]]) -> None:
+    """Write what there is so far: a benchmark that is stopped keeps the runs that it has made."""
+    about = {
+        "host": host_id(),
+        "disk": tiers,
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    options.json.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+
+
 def main() -> None:
     """Parse the command line; probe, run all, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,16 +271,9 @@ def main() -> None:
                 tiers.append({key: getattr(measured.tiers[-1], key) for key in TIER_SPEEDS})
             found.append(child(number, machine, folder, options))
             print(line(found[-1]), flush=True)
+            if options.json:
+                _write(options, tiers, found)
     print(f"{verdict(found)}\n{time.perf_counter() - started:.0f} s in all")
-    if options.json:
-        about = {
-            "host": host_id(),
-            "disk": tiers,
-            "threads": options.threads,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        options.json.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

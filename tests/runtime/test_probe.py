@@ -326,6 +326,25 @@ def test_a_loaded_host_is_measured_again(
     assert len(lines) == len(runs) - 1
 
 
+@pytest.mark.parametrize(("loads", "runs"), [([0.0], [1]), ([0.5, 0.0], [2]), ([0.5, 0.5, 0.5], [3])])
+def test_what_is_timed_from_memory_while_others_load_the_host_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch, loads: list[float], runs: list[int]
+) -> None:
+    """Samples of a loaded period go, those of an earlier one stay."""
+    left, count = iter([0.0, *loads]), iter(range(9))
+    monkeypatch.setattr(LoadMeter, "share", lambda self: next(left))
+    monkeypatch.setattr(Stopwatch, "_first", lambda self, case: [])
+    monkeypatch.setattr(
+        Stopwatch, "run", lambda self, seconds, repeats: [each.append(float(next(count))) for each in self._samples]
+    )
+    monkeypatch.setattr(runtime_probe, "flush_bytes", lambda: (MiB, MiB))
+    watch = runtime_probe._ColdWatch([Case("mm", 8.0, 8.0, lambda: None, 64)])
+    watch.run(1.0)
+    watch.run(1.0)
+    assert watch._watch is not None
+    assert watch._watch.samples() == [[0.0, *map(float, runs)]]
+
+
 def test_a_machine_that_stays_loaded_says_so_in_every_plan(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,7 @@ class Tier:
         turn_bytes: Bytes that a direction moves at most before the other one has its turn, on a tier that serves one
             request after another: a move of fewer bytes has as much less of the tier's time (``rates_together``). 0
             where directions do not wait for each other, and the mixed rates hold for moves of all sizes.
-        latency_s: Seconds before the first byte of a move.
+        latency_s: Seconds of a move beside those of its bytes.
         read_slowdown, write_slowdown: Share by which an operation of the device takes longer while this tier reads, or
             writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
         latency_slowdown: Share by which it takes longer during a move's latency, in which a processor that computes

@@ -487,8 +487,12 @@ class Stopwatch:
         self._samples = [mine[:1] for mine in samples]
         return samples
 
+    def samples(self) -> list[list[float]]:
+        """Copy all samples there are."""
+        return [list(mine) for mine in self._samples]
+
     def resume_from(self, samples: list[list[float]]) -> None:
-        """Go on with samples that ``begin_again`` returned."""
+        """Go on with samples that ``samples`` or ``begin_again`` returned."""
         self._samples = samples
 
     def run(self, seconds: float, max_rounds: int = 31, repeats: int = 5) -> int:

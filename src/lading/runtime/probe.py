@@ -1,8 +1,8 @@
 """Probe: measure this host in about a minute and write it down as a Machine.
 
 Everything is timed as the executor runs it (kernels bound to memory that exists, one reading and one writing disk
-thread), in rounds over all cases, and the median is kept. While others load the host, kernels are measured again; what
-stays loaded goes by the lower quartile and says so in ``sources``, and so do the plans for it.
+thread), in rounds over all cases. While others load the host, kernels are measured again; what stays loaded goes by the
+lower quartile and says so in ``sources``, and so do the plans for it.
 
 Timings of products and attention are fitted to a peak, an efficiency curve and ``skinny_dim`` (``ProductFit``).
 """
@@ -65,7 +65,7 @@ _COPY_BYTES = 256 * MiB
 #: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
 _COLD_SHARE = 0.25
 _COLD_FLOPS = 3e8
-#: Samples of such an operation in a round. Each takes a copy of more than the cache, so with five there was one round.
+#: Samples of a short one in a round, fewer than of others: before each a copy of more than the cache is made.
 _COLD_REPEATS = 2
 #: Copies of a page in a row, each behind another stream's event as in a run: one by itself is mostly the host's wait.
 _PAGES = 64
@@ -265,13 +265,15 @@ class _ColdWatch:
 
     def run(self, seconds: float) -> None:
         """Time rounds until ``seconds`` are over; again while others load the host, and of these the last are kept."""
-        for attempt in range(_TRIES if self._watch is not None else 0):
-            meter, earlier = LoadMeter(), self._watch.samples()
-            self._watch.run(seconds, repeats=_COLD_REPEATS)
+        if (watch := self._watch) is None:
+            return
+        for attempt in range(_TRIES):
+            meter, earlier = LoadMeter(), watch.samples()
+            watch.run(seconds, repeats=_COLD_REPEATS)
             if (meter.share() or 0.0) <= QUIET:
                 break
             if attempt < _TRIES - 1:
-                self._watch.resume_from(earlier)
+                watch.resume_from(earlier)
 
     def rates(self, warm: Mapping[int, float], overhead: float, *, quiet: bool) -> dict[str, Curve]:
         """Rates from memory, ``Device.cold_rates``; none without a cache.

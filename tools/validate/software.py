@@ -29,6 +29,15 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: "SDPA is used by default for torch>=2.1.1" (transformers, pages of its models); forks of
 #: Megatron have their own.
 _NUMBERED = 2024
+#: Models of transformers had no fused attention by themselves before 4.36 (11 December 2023), and from 4.38 to 4.40
+#: (21 February to 17 May 2024) gave it a mask that is a tensor, which FlashAttention has not (huggingface/transformers
+#: pulls 26572 and 30070); a batch that is padded has one at any time. Year and month of sources: until, and from to.
+_UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
+#: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
+_RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
+_PADDED = r"(?<!un)padded|padding to|pad to|with padding"
+#: Software that runs models of transformers.
+_TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
 #: JAX's software whose attention is that of its own layers.
 _XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
@@ -45,6 +54,8 @@ _NATIVE = (
     r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
     r"veomni|auto-?model|accelerate|transformers|internlm|internevo|paddle"
 )
+#: Words of software that casts fp32 parameters in every use.
+_AUTOCAST = r"lightning|\bfabric\b|\bamp\b|autocast|mixed|accelerate|\bddp\b|zero-?redundancy|fp32 param"
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
     r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|"
@@ -206,18 +217,26 @@ def year_of(row: Row) -> int:
 
 
 def _cut_parameters(row: Row, stack: Stack) -> dict[str, Any]:
-    """Overlap that comes with the stage of ZeRO.
+    """Overlap and number formats that come with the stage of ZeRO, and with tensors and layers that are cut.
 
     FSDP, and DeepSpeed's stage 3, prefetch and reduce beside backward, but for software whose gathers are lists of
     tensors, which waits for each of them (``Stack.gather_rank_s``). PyTorch's optimizer that cuts states alone sends
     what it updated at the end of its step (torch/distributed/optim/zero_redundancy_optimizer.py, ``_sync_params``).
+    Software on PyTorch with an optimizer of its own that cuts states, or with cut tensors or layers, keeps parameters
+    in 16 bits and masters beside them (InternEvo solver/optimizer/hybrid_zero_optim.py, Colossal-AI
+    zero/low_level/low_level_optim.py, nanotron optim/optimizer_from_gradient_accumulator.py).
     """
     stage = stage_of(row.layout, [], [])
-    if stage == 1 and stack.kind in ("eager-torch", "compiled-torch"):
-        return {"overlap_param_gather": False}
-    if stage < 3 or stack.gather_rank_s:
+    if stage >= 3:
+        return {} if stack.gather_rank_s else {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    if stack.kind not in ("eager-torch", "compiled-torch"):
         return {}
-    return {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    settings: dict[str, Any] = {"overlap_param_gather": False} if stage == 1 else {}
+    cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp"))
+    words = f"{row.layout.get('framework', '')} {row.layout.get('precision', '')} {row.notes}".lower()
+    if (stage == 1 or cuts) and stage < 2 and not re.search(_AUTOCAST, words):
+        settings |= {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"}
+    return settings
 
 
 def _tuned(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
@@ -254,6 +273,8 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
         }
         assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
+    if stack.framework == "transformers":
+        settings |= _attention_of_transformers(row, text.lower(), assumed)
     if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])?\b", stated)):
         settings["attention"] = f"flash{named[1] or 2}"
         assumed.append(f"attention {settings['attention']}: the notes say {named[0]!r}")
@@ -262,10 +283,35 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
 
 def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
     """Whether software that is not known trains models of transformers on DeepSpeed, as most has since 2024."""
-    if stack.kind != "deepspeed-like" or (year_of(row) or _middle(row) or _NUMBERED) < _NUMBERED:
+    if stack.kind != "deepspeed-like":
         return False
+    named = re.search(_TRANSFORMERS, str(row.layout.get("framework", "")).lower()) is not None
     forks = re.search(r"megatron|neox", lowered) is not None
-    return not forks or "transformers" in str(row.layout.get("framework", "")).lower()
+    return named or (not forks and (year_of(row) or _middle(row) or _NUMBERED) >= _NUMBERED)
+
+
+def _month_of(row: Row, lowered: str) -> tuple[int, int]:
+    """Year and month of a row's source, or of a release that it names; (0, 0) where neither tells both."""
+    months = [(int(year), int(month)) for year, month in re.findall(r"\b(20[12]\d)-(\d\d)\b", row.source)]
+    months += [month for words, month in _RELEASED if re.search(words, lowered) and month[0] == year_of(row)]
+    return max(months, default=(0, 0))
+
+
+def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> dict[str, Any]:
+    """Kernel of attention of transformers' models where nobody says it: what their release takes by default."""
+    month, year = _month_of(row, lowered), year_of(row)
+    if re.search(r"flash|\bfa-?[23]\b|sdpa|scaled_dot|xformers|unsloth(?! off)|eager|packing|packed", lowered):
+        return {}
+    if (month[0] and month <= _UNFUSED_UNTIL) or (not month[0] and 0 < year < _UNFUSED_UNTIL[0]):
+        assumed.append("attention in parts: transformers before 4.36 has no other by default")
+        return {"attention": "unfused"}
+    if _MASKED[0] <= month <= _MASKED[1] or re.search(_PADDED, lowered):
+        assumed.append(
+            "PyTorch's memory-efficient attention: masks of transformers 4.38 to 4.40, and padded, are tensors"
+        )
+        return {"attention": "masked"}
+    assumed.append("PyTorch's fused attention, as models of transformers have it by default")
+    return {"attention": "flash2"}
 
 
 def _models(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
@@ -283,6 +329,8 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "unfused"}
     if re.search(r"cudnn[-_ ](?:flash|fused|attention|attn|sdpa)", lowered):
         return {"attention": "cudnn"}
+    if re.search(r"flex[- _]?attention", lowered):
+        return {"attention": "flex"}
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
     if re.search(_XLA, lowered):
@@ -294,8 +342,8 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     if not re.search(r"flash[- _]?att", lowered):
         if not _trains_transformers(row, lowered, stack) or stack.attention != "unfused":
             return {}
-        assumed.append("PyTorch's fused attention, as models of transformers have it by default")
-        return {"attention": "flash2"}
+        told = _attention_of_transformers(row, lowered, assumed)
+        return told or ({"attention": "flash2"} if re.search(r"sdpa|scaled_dot", lowered) else {})
     if stack.kind == "eager-torch" and (year_of(row) or _NUMBERED - 1) < _NUMBERED:
         return {"attention": "flash1"}
     return {"attention": "flash2"} if stack.attention == "unfused" else {}

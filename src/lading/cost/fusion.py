@@ -50,6 +50,29 @@ _NORM_FORWARD = ((2, 4), (4, 4), (4, 0), (4, 4), (4, 2), (2, 2))
 _NORM_BACKWARD = (
     (2, 2), (4, 2), (2, 0), (2, 4), (4, 4), (8, 4), (4, 0), (4, 4), (8, 4), (8, 4), (4, 2),
 )  # fmt: skip
+#: Passes over scores, forward and backward, each with bytes read and written of a score: by Megatron's kernels, and by
+#: operations of PyTorch as transformers has them (``eager_attention_forward``: scale, mask, softmax in float32, back to
+#: 16 bits). Softmax in another number format than that of bfloat16 scores is preceded by a copy.
+_Pass = tuple[str, OpKind, int, int]
+_NARROW: tuple[tuple[_Pass, ...], tuple[_Pass, ...]] = (
+    (("softmax", OpKind.SOFTMAX, 2, 2), ("dropout", OpKind.RANDOM, 2, 3)),
+    (("dropout_backward", OpKind.ELEMENTWISE, 3, 2), ("softmax_backward", OpKind.SOFTMAX, 4, 2)),
+)
+_WIDE: tuple[tuple[_Pass, ...], tuple[_Pass, ...]] = (
+    (
+        ("scale", OpKind.ELEMENTWISE, 2, 2),
+        ("mask", OpKind.ELEMENTWISE, 2, 2),
+        ("widen", OpKind.COPY, 2, 4),
+        ("softmax", OpKind.SOFTMAX, 4, 4),
+        ("narrow", OpKind.COPY, 4, 2),
+    ),
+    (
+        ("widen_backward", OpKind.COPY, 2, 4),
+        ("softmax_backward", OpKind.SOFTMAX, 8, 4),
+        ("narrow_backward", OpKind.COPY, 4, 2),
+        ("scale_backward", OpKind.ELEMENTWISE, 2, 2),
+    ),
+)
 #: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
 _SMALL_BYTES = 1 << 16
 
@@ -89,7 +112,11 @@ def fuse(
         kernels = tuple(_megatron_loss(kernel) for kernel in kernels)
     if attention != "unfused":
         return kernels
-    return tuple(part for kernel in kernels for part in (unfused(kernel) if _is_attention(kernel) else (kernel,)))
+    return tuple(
+        part
+        for kernel in kernels
+        for part in (unfused(kernel, wide=level == "eager") if _is_attention(kernel) else (kernel,))
+    )
 
 
 def _is_attention(kernel: Kernel) -> bool:
@@ -427,11 +454,14 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
     return tuple(of(i, moved) for i, moved in enumerate(_NORM_BACKWARD if backward else _NORM_FORWARD))
 
 
-def unfused(kernel: Kernel) -> tuple[Kernel, ...]:
+def unfused(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:
     """The kernels of attention that is not fused: products of every head, and passes over the square of scores.
 
     Forward the scores are scaled, masked and normalized in one pass and dropped out in a second, whose mask takes a
     byte; backward goes the same way back.
+
+    Args:
+        wide: Each is an operation of its own, nothing is dropped out, and softmax is in fp32 (``_WIDE``).
     """
     attention = kernel.detail
     assert isinstance(attention, Attention)
@@ -450,18 +480,14 @@ def unfused(kernel: Kernel) -> tuple[Kernel, ...]:
             kernel, name=name, kind=kind, detail=None, bytes_read=scores * read, bytes_written=scores * written
         )
 
+    passes = (_WIDE if wide else _NARROW)[attention.backward]
+    middle = tuple(over_scores(f"unfused.{name}", kind, *moved) for name, kind, *moved in passes)
     if not attention.backward:
-        return (
-            product(queries, keys, attention.qk_dim),
-            over_scores("unfused.softmax", OpKind.SOFTMAX, 2, 2),
-            over_scores("unfused.dropout", OpKind.RANDOM, 2, 3),
-            product(queries, attention.v_dim, keys),
-        )
+        return product(queries, keys, attention.qk_dim), *middle, product(queries, attention.v_dim, keys)
     return (
         product(keys, attention.v_dim, queries),
         product(queries, keys, attention.v_dim),
-        over_scores("unfused.dropout_backward", OpKind.ELEMENTWISE, 3, 2),
-        over_scores("unfused.softmax_backward", OpKind.SOFTMAX, 4, 2),
+        *middle,
         product(queries, attention.qk_dim, keys),
         product(keys, attention.qk_dim, queries),
     )

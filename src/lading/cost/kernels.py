@@ -22,6 +22,14 @@ A block of ``block`` queries of one head goes over its keys, and starting and en
 ``reach`` depends on the head size, as exponentials take the same time for every pair. A causal mask leaves half of
 the pairs and the diagonal blocks whole; its longest block still has all keys. Backward goes over blocks of keys and
 computes the scores again: five products.
+
+[Note: attention of PyTorch] Where a mask is a tensor, ``scaled_dot_product_attention`` takes no FlashAttention but the
+memory-efficient kernel of xFormers, which leaves no block out (pytorch pull 104310; huggingface/transformers pull
+30070). Without a mask that makes 101 to 108 TFLOP/s forward and 88 backward on an A100 for heads of 128 columns
+(facebookresearch/xformers issue 712, NVIDIA/cutlass pull 992: 16 heads, 8192 tokens), 1.15 times the first
+FlashAttention. Assumption: reading the mask takes that again. FlexAttention reaches 90% of FlashAttention-2 forward and
+85% backward on an A100, 1.25 and 1.03 times its rates on an H100 (pytorch.org/blog/flexattention); Blackwell is taken
+for the former.
 """
 
 from __future__ import annotations
@@ -59,6 +67,10 @@ _SERVED = {
     "cudnn9": {"ampere": "flash2", "hopper": "cudnn"},
     "cudnn9-mxfp8": {"ampere": "flash2", "hopper": "cudnn"},
 }
+#: Kernels that go at the rates of another, and how much longer forward and backward take on an architecture
+#: ([Note: attention of PyTorch]).
+_LIKE = {"masked": "flash1", "flex": "flash2"}
+_LONGER = {"flex": {"hopper": (1 / 1.25, 1 / 1.03), "": (1 / 0.9, 1 / 0.85)}, "": {"": (1.0, 1.0)}}
 _SMOOTH = 4.0
 #: Name of the factor of products in fewer than 16 bits, beside the same in their own format where no GPU runs them.
 LOW_KEY = "low-precision products"
@@ -90,7 +102,11 @@ def seconds(
     """Seconds of an attention under given rates, as ``attention_s``."""
     gpu = device.gpu
     assert gpu is not None
-    found = _pass_rates(rates, kernel, attention.backward)
+    if kernel == "masked":
+        attention = replace(attention, causal=False)
+    on = _LONGER.get(kernel, _LONGER[""])
+    longer = on.get(rates.architecture, on[""])[attention.backward]
+    found = _pass_rates(rates, _LIKE.get(kernel, kernel), attention.backward)
     peak = peak_flops(device, dtype)
     slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * found.power_share
     total, longest = _work(attention, found)
@@ -99,7 +115,7 @@ def seconds(
     memory = _bytes(attention, dtype) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
     longest *= gpu.num_sms
     parts = ((total + found.tail * longest) / rate, longest / rate, memory)
-    return sum(part**_SMOOTH for part in parts) ** (1 / _SMOOTH) + rates.memory.fixed_s
+    return longer * sum(part**_SMOOTH for part in parts) ** (1 / _SMOOTH) + rates.memory.fixed_s
 
 
 def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
@@ -155,7 +171,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention) and stack.attention == "unfused":
-        return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
+        parts = unfused(kernel, wide=stack.fusion == "eager")
+        return sum(kernel_s(part, device, stack, precision) for part in parts)
     if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
         return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):

@@ -12,7 +12,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import ARCHITECTURES
 
 FUSIONS = ("eager", "fused", "compiled")
-ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
+ATTENTIONS = ("unfused", "masked", "flash1", "triton", "flash2", "flex", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 #: How operands of 8 bits are scaled: by last steps' largest element, the tensor's own, a row's, or a block's of 128.
@@ -46,8 +46,9 @@ class Stack:
         framework: Framework that it is a version of; "" for the defaults of a class, which are of none.
         fusion: Operations that are fused: none ("eager"), what Megatron and Transformer Engine have kernels for
             ("fused"), or all between products ("compiled").
-        attention: Kernel of attention; "unfused" is two products and a softmax, "triton" the first FlashAttention in
-            Triton, "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
+        attention: Kernel of attention; "unfused" is two products and a softmax, "masked" PyTorch's memory-efficient
+            kernel under a mask that is a tensor, "triton" the first FlashAttention in Triton, "flex" FlexAttention,
+            "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
         launch_s: Seconds the host takes to launch one kernel, framework included.
         collective_launch_s: Seconds the host takes to launch a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,

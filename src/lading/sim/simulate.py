@@ -31,6 +31,7 @@ from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import has_parts
 from lading.parallel.scores import with_dropout, with_scores
+from lading.parallel.weight_passes import with_weight_passes
 from lading.sim.interval import bounds, causes_of, half_width
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
@@ -437,6 +438,7 @@ def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
             ranked = with_dropout(ranked)
         if adapters:
             ranked = adapted(ranked, adapters, layout)
+        ranked = with_weight_passes(ranked, layout, stack)
         if request.packed_tokens:
             ranked = packed(ranked, request.packed_tokens)
         if tied := _tied_elements(ranked, table, number):

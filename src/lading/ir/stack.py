@@ -84,6 +84,8 @@ class Stack:
         pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
         gather_rank_s: Seconds of the host for each rank and piece of a gather of cut parameters, where what comes is a
             list of a tensor for each rank, each copied out by a kernel of its own.
+        broadcasts: Parameters whose states alone are cut (ZeRO 1) are sent after the step by a broadcast from each rank
+            that updated some, where they are not gathered beside computing.
         reduces_whole: Largest stage of ZeRO whose gradients are summed on every rank (all-reduce), though each keeps
             a shard of them.
         hidden: Share, by axis ("tp", "cp", "ep", "pp"), of the collectives inside a block that runs beside computing; 0
@@ -175,6 +177,7 @@ class Stack:
     reduce_copy_bytes: float = 0.0
     pieces: int = 1
     gather_rank_s: float = 0.0
+    broadcasts: bool = False
     reduces_whole: int = 0
     hidden: dict[str, float] = field(default_factory=lambda: {})
     dispatcher: str = "alltoall"

@@ -125,6 +125,8 @@ class MachinePrices:
         if self.layout.zero == 0:
             return 0.0
         pieces, width = self.stack.pieces, gathered_width(self.layout, self.stack)
+        if self.layout.zero == 1 and self.stack.broadcasts and not self.stack.overlap_param_gather:
+            return sum(self._broadcasts_s(number * width, self._shard_axis(axes)) for axes, number in elements.items())
         seconds = pieces * sum(
             self._collective_s("all_gather", number * width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
@@ -135,6 +137,11 @@ class MachinePrices:
         if "parameters" in self.layout.offload:
             seconds += copy_s(self._kept(elements) * width, self.machine, self.layout.offload_to, out=False)
         return seconds
+
+    def _broadcasts_s(self, size_bytes: int, axis: str) -> float:
+        """Seconds in which each rank of an axis sends its part of ``size_bytes`` to all, one after the other."""
+        ranks = self._group(axis).ranks
+        return ranks * self._collective_s("broadcast", size_bytes // ranks, axis) if ranks > 1 else 0.0
 
     def sums_s(self, summed: Mapping[int, int]) -> float:
         """Seconds of summing gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""

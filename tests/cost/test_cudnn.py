@@ -54,3 +54,24 @@ def test_operands_of_8_bits_help_but_not_where_a_window_is_computed_whole() -> N
     assert attention_s(wide, "bfloat16", device, "cudnn9-mxfp8") < 0.9 * attention_s(wide, "bfloat16", device, "cudnn9")
     assert seconds(128, low, backward=True) > 2.5 * seconds(128, plain, backward=True)
     assert seconds(128, plain, backward=True) < 0.5 * seconds(0, plain, backward=True)
+
+
+def test_a_mask_that_is_a_tensor_costs_fused_attention_its_kernel_and_its_causal_half() -> None:
+    device = load_machine("a100").device
+    causal = [Attention(2, 32, 32, 4096, 4096, 128, 128, True, backward) for backward in (False, True)]
+    whole = [dataclasses.replace(one, causal=False) for one in causal]
+    for one, square in zip(causal, whole, strict=True):
+        masked = attention_s(one, "bfloat16", device, "masked")
+        assert masked == attention_s(square, "bfloat16", device, "flash1")
+        assert masked > 3 * attention_s(one, "bfloat16", device, "flash2")
+
+
+@pytest.mark.parametrize(("machine", "forward", "backward"), [("a100", 0.9, 0.85), ("h100", 1.25, 1.03)])
+def test_flex_attention_is_as_fast_as_published_beside_flash_attention_2(
+    machine: str, forward: float, backward: float
+) -> None:
+    device = load_machine(machine).device
+    for published, is_backward in ((forward, False), (backward, True)):
+        one = Attention(2, 32, 8, 8192, 8192, 128, 128, True, is_backward)
+        share = attention_s(one, "bfloat16", device, "flash2") / attention_s(one, "bfloat16", device, "flex")
+        assert share == pytest.approx(published, rel=0.01)

@@ -165,6 +165,19 @@ def test_norms_written_in_python_move_many_times_the_bytes():
     assert launched(whole, stack_by_name("torchtitan-eager")) == (norm,)
 
 
+def test_parts_that_a_stack_runs_operation_by_operation_stay_apart() -> None:
+    kernels = [
+        op("silu", TRANSCENDENTAL, (0,), (1,), "mlp"),
+        op("mul", ELEMENTWISE, (1, 0), (2,), "mlp"),
+        op("neg", ELEMENTWISE, (2,), (3,), "attn.rope"),
+        op("cat", ELEMENTWISE, (3,), (4,), "attn.rope"),
+    ]
+    block = segment(kernels, 5, (4,))
+    assert names(fuse(block, "fused")) == ["fused.silu.mul", "fused.neg.cat"]
+    assert names(fuse(block, "fused", unfused_parts=("swiglu",))) == ["silu", "mul", "fused.neg.cat"]
+    assert names(fuse(block, "fused", unfused_parts=("rope",))) == ["fused.silu.mul", "neg", "cat"]
+
+
 def test_unknown_levels_are_an_error():
     with pytest.raises(ConfigError, match="eager, fused, compiled"):
         fuse(segment([], 0), "inductor")

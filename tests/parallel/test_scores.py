@@ -46,6 +46,14 @@ def test_attention_in_parts_keeps_its_scores(fusion: str, each: int) -> None:
     assert kept(dropped) - kept(parts) == 4 * 3 * SQUARE + masks
 
 
+def test_operations_one_by_one_take_longer_than_kernels_over_scores() -> None:
+    taken = {
+        fusion: step(fusion=fusion, attention="unfused").step.step_s - step(fusion=fusion).step.step_s
+        for fusion in ("eager", "fused")
+    }
+    assert taken["eager"] > 1.5 * taken["fused"]
+
+
 def test_attention_that_is_computed_again_keeps_none_of_them() -> None:
     again = step("mb2,gb2,recompute=selective", attention="unfused", fusion="fused")
     assert kept(again) == kept(step("mb2,gb2,recompute=selective", attention="flash2", fusion="fused"))

@@ -38,6 +38,7 @@ def row_of(tmp_path: Path, source: str, notes: str = "", **parts: dict[str, Any]
         ("a fork of Megatron, 2025", {}, "megatron-like"),
         ("a fork of Megatron, 2021", {}, "megatron-like-2022"),
         ("arXiv 2203.12345, a fork of Megatron", {}, "megatron-like-2022"),
+        ("a fork of Megatron, 2023-11", {}, "megatron-like-2023"),
         ("a report, 2023: FSDP", {}, "eager-torch-2023"),
         ("a report, 2022: FSDP", {}, "eager-torch-2022"),
         ("in-house software", {"tp": 2, "dp": 4}, "megatron-like"),
@@ -153,6 +154,44 @@ def test_models_of_transformers_on_deepspeed_are_eager(
     stack = software_of(row, said(row), [], known=False)
     assert stack.kind == "deepspeed-like"
     assert (stack.fusion, stack.eager_norms) == (fusion, fusion == "eager")
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "attention"),
+    [
+        ("a report, 2023-06", "", "unfused"),
+        ("a report, 2024-01", "", "flash2"),
+        ("a report, 2024-04", "", "masked"),
+        ("a report, DeepSpeed 0.14.2, 2024", "", "masked"),
+        ("a report, 2024-07", "", "flash2"),
+        ("a report, 2025-07", "examples padded to the longest", "masked"),
+        ("a report, 2025-07", "unpadded", "flash2"),
+        ("a report, 2024-04", "FlashAttention-2", "flash2"),
+        ("a report, 2025-07", "FlexAttention", "flex"),
+    ],
+)
+def test_attention_of_transformers_is_that_of_its_release(
+    tmp_path: Path, source: str, notes: str, attention: str
+) -> None:
+    row = row_of(tmp_path, source, notes, layout={"framework": "transformers, DeepSpeed"})
+    assert software_of(row, said(row), [], known=False).attention == attention
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout", "kept"),
+    [
+        ("Colossal-AI", {"tp": 2, "dp": 1}, ("", True, "bfloat16")),
+        ("in-house, PyTorch", {"zero_stage": 1}, ("", True, "bfloat16")),
+        ("PyTorch Lightning, ZeRO-1", {"zero_stage": 1}, ("float32", False, "float32")),
+        ("PyTorch DDP", {}, ("float32", False, "float32")),
+    ],
+)
+def test_software_that_cuts_by_itself_keeps_parameters_in_16_bits(
+    tmp_path: Path, framework: str, layout: dict[str, Any], kept: tuple[str, bool, str]
+) -> None:
+    row = row_of(tmp_path, "a report, 2025", layout={"tp": 1, "dp": 2, "framework": framework, **layout})
+    stack = software_of(row, said(row), [], known=False)
+    assert (stack.parameters_dtype, stack.master_weights, stack.gradient_dtype) == kept
 
 
 def test_heads_of_latent_attention_have_no_fused_kernel_on_blackwell_until_mid_2025() -> None:

@@ -105,6 +105,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
     # LLaMA-Factory hparams/finetuning_args.py: lora_dropout is 0 by default; Unsloth's kernels want 0.
     (r"llama-?factory|\bunsloth\b(?! off)", {"adapter_dropout": False}),
+    (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
+    (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (r"gptq", {"quantizer": "gptq"}),
     (r"torch-?ao|float8linear|convert_to_float8", {"fused_casts": False, "low_scaling": "tensorwise"}),
@@ -147,7 +149,9 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         stack = dataclasses.replace(stack, **_tuned(row, stack, assumed), **_models(row, text, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
-        stack = dataclasses.replace(stack, **_named_otherwise(row, text, stack, assumed))
+        otherwise = _named_otherwise(row, text, stack, assumed)
+        fitted = stack.fitted if otherwise.get("attention", stack.attention) == stack.attention else ()
+        stack = dataclasses.replace(stack, **otherwise, fitted=fitted)
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
 
 

@@ -79,7 +79,7 @@ _SMALL_BYTES = 1 << 16
 
 def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
     """The kernels that a stack launches for a segment, in order: ``fuse`` by its settings."""
-    kernels = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+    kernels = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss, unfused_parts=stack.unfused)
     if stack.fusion == "fused":
         kernels = by_libraries(kernels, segment, stack)
     if not stack.fused_casts:
@@ -92,7 +92,12 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
 
 
 def fuse(
-    segment: RankSegment, level: str, attention: str = "flash2", *, fused_loss: bool = False
+    segment: RankSegment,
+    level: str,
+    attention: str = "flash2",
+    *,
+    fused_loss: bool = False,
+    unfused_parts: Sequence[str] = (),
 ) -> tuple[Kernel, ...]:
     """The kernels of a segment at a level of fusion, in order, stages apart.
 
@@ -100,6 +105,7 @@ def fuse(
         level: "eager", "fused" or "compiled".
         attention: Kernel of attention; "unfused" attention is taken apart into products and softmax.
         fused_loss: Whether "fused" has one kernel for cross-entropy forward and one backward.
+        unfused_parts: Parts of a block whose operations stay apart in "fused" (``Stack.unfused``).
     Raises:
         ConfigError: no such level.
     """
@@ -107,7 +113,7 @@ def fuse(
         raise ConfigError(f"fusion must be one of {', '.join(FUSIONS)}, got {level!r}")
     kernels = segment.kernels
     if level != "eager":
-        kernels = tuple(_fused(segment, level, fused_loss))
+        kernels = tuple(_fused(segment, level, fused_loss, unfused_parts))
     if level == "fused" and not fused_loss:
         kernels = tuple(_megatron_loss(kernel) for kernel in kernels)
     if attention != "unfused":
@@ -131,7 +137,7 @@ def _megatron_loss(kernel: Kernel) -> Kernel:
     return replace(kernel, bytes_read=read, bytes_written=written)
 
 
-def _fused(segment: RankSegment, level: str, fused_loss: bool) -> list[Kernel]:
+def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Sequence[str]) -> list[Kernel]:
     """Kernels with groups in place of what is fused, in an order in which each finds what it reads.
 
     Sizes decide no more than what adds up tokens and which tensors are small: all else is done once for a form.
@@ -140,6 +146,8 @@ def _fused(segment: RankSegment, level: str, fused_loss: bool) -> list[Kernel]:
     apart: frozenset[int] = frozenset()
     if level == "compiled":
         apart = frozenset(i for i, kernel in enumerate(segment.kernels) if _sums_tokens(segment, kernel))
+    elif unfused_parts:
+        apart = frozenset(_of_parts(segment.kernels, unfused_parts))
     read = _read_twice(form, level, apart)
     large = tuple([sum([tensors[t].size_bytes for t in views]) >= _SMALL_BYTES for views in read])
     storages, groups = _groups(form, level, fused_loss, apart, large)
@@ -148,6 +156,15 @@ def _fused(segment: RankSegment, level: str, fused_loss: bool) -> list[Kernel]:
         view = tensors[place]
         whole[view.storage] = max(whole.get(view.storage, 0), view.size_bytes)
     return [group.kernel(segment, whole) for group in groups]
+
+
+def _of_parts(kernels: Sequence[Kernel], parts: Sequence[str]) -> Iterator[int]:
+    """Places of the kernels of rotary embeddings ("rope"), and of gates with SiLU and what they are multiplied with."""
+    gates = {kernel.module for kernel in kernels if "silu" in kernel.name}
+    for place, kernel in enumerate(kernels):
+        rotary = kernel.module.rpartition(".")[2] == "rope"
+        if (rotary and "rope" in parts) or (kernel.module in gates and "swiglu" in parts):
+            yield place
 
 
 #: Two kernels of which one feeds the other, or both read these tensors (one storage).

@@ -33,6 +33,8 @@ FACTORS = (
 )
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
+#: Parts of a block that "fused" software may run operation by operation all the same.
+PARTS = ("rope", "swiglu")
 #: How software is known on an architecture: steps were seen; its switches are named, or only its class.
 FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
 
@@ -64,6 +66,8 @@ class Stack:
         fused_experts: What is between the two products of experts is inside their kernels, casts included.
         gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
+        unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary embedding,
+            and gate times value of a gated MLP.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.
@@ -158,6 +162,7 @@ class Stack:
     fused_permute: bool = False
     fused_experts: bool = False
     gradient_placeholders: bool = False
+    unfused: tuple[str, ...] = ()
     eager_norms: bool = False
     launch_blocking: bool = False
     cuda_graphs: bool = False
@@ -220,6 +225,8 @@ class Stack:
             if getattr(self, key) not in allowed:
                 value = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
+        if unknown := [part for part in self.unfused if part not in PARTS]:
+            raise ConfigError(f"stack {self.name}: unfused has parts of {', '.join(PARTS)}; got {unknown[0]!r:.60}")
         for key in (
             "launch_s",
             "collective_launch_s",

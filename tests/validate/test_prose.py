@@ -99,7 +99,7 @@ def test_layers_that_each_stage_recomputes_are_counted_by_stage(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("parts", "name"),
     [
-        ({"source": "huggingface/nanotron docs"}, "eager-torch"),
+        ({"source": "huggingface/nanotron docs"}, "nanotron"),
         ({"source": "huggingface/transformers docs"}, "hf-transformers"),
         ({"source": "FSDP vs DeepSpeed", "layout": {"framework": "HF Accelerate FSDP"}}, "hf-transformers"),
         ({"layout": {"framework": "LLaMA-Factory"}}, "hf-transformers"),

@@ -12,7 +12,7 @@ from tools.validate.requests import request_of, said
 from tools.validate.rows import Row, read_rows
 from tools.validate.software import class_of, framework_of, software_of, year_of
 
-from lading.ir.stack import GUESSED, KINDS
+from lading.ir.stack import FITTED, GUESSED, KINDS, SWITCHES
 from tests.validate.test_rows import FILES, changed
 
 ROWS = {row.id: row for row in read_rows(FILES[:1])[0]}
@@ -192,6 +192,13 @@ def test_software_that_cuts_by_itself_keeps_parameters_in_16_bits(
     row = row_of(tmp_path, "a report, 2025", layout={"tp": 1, "dp": 2, "framework": framework, **layout})
     stack = software_of(row, said(row), [], known=False)
     assert (stack.parameters_dtype, stack.master_weights, stack.gradient_dtype) == kept
+
+
+def test_a_named_set_with_another_kernel_of_attention_is_not_one_whose_steps_were_seen(tmp_path: Path) -> None:
+    seen = row_of(tmp_path, "Megatron-DeepSpeed, 2022")
+    other = row_of(tmp_path, "Megatron-DeepSpeed, 2022", "FlashAttention-2")
+    evidence = [software_of(row, said(row), []).evidence_on("ampere") for row in (seen, other)]
+    assert evidence == [FITTED, SWITCHES]
 
 
 def test_heads_of_latent_attention_have_no_fused_kernel_on_blackwell_until_mid_2025() -> None:

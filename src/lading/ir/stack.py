@@ -66,8 +66,8 @@ class Stack:
         fused_experts: What is between the two products of experts is inside their kernels, casts included.
         gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
-        unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary embedding,
-            and gate times value of a gated MLP.
+        unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary
+            embedding, and gate times value of a gated MLP.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.

@@ -28,7 +28,8 @@ def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> Ra
     if layout.zero >= 2 or segment.trained_elements is not None or not segment.kernels:
         return segment
     wide = stack.parameters_dtype == "float32" and layout.precision != "fp32"
-    adds = stack.fusion != "fused" and layout.micro_batches > 1
+    own = stack.kind == "deepspeed-like" and layout.zero != 1
+    adds = stack.fusion != "fused" and layout.micro_batches > 1 and not own
     if not wide and not adds:
         return segment
     before = tuple(_casts(segment, Stage.FORWARD, 4, _HALF)) if wide else ()

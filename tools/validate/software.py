@@ -30,8 +30,9 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: Megatron have their own.
 _NUMBERED = 2024
 #: Models of transformers had no fused attention by themselves before 4.36 (11 December 2023), and from 4.38 to 4.40
-#: (21 February to 17 May 2024) gave it a mask that is a tensor, which FlashAttention has not (huggingface/transformers
-#: pulls 26572, 30070 and 30314); a batch that is padded has one at any time. Year and month of sources: until, and from to.
+#: (21 February to 17 May 2024) gave it a mask that is a tensor, which FlashAttention does not take
+#: (huggingface/transformers pulls 26572, 30070 and 30314); a padded batch has one at any time. Year and month of
+#: sources: until, and from to.
 _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))

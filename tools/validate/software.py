@@ -36,7 +36,9 @@ _NUMBERED = 2024
 _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
-_PADDED = r"(?<!un)padded|padding to|pad to|with padding"
+_PADDED = (
+    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|padding to (?:the )?(?:longest|max)"
+)
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
 #: JAX's software whose attention is that of its own layers.
@@ -305,7 +307,7 @@ def _month_of(row: Row, lowered: str) -> tuple[int, int]:
 def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention of transformers' models where nobody says it: what their release takes by default."""
     month, year = _month_of(row, lowered), year_of(row)
-    if re.search(r"flash|\bfa-?[23]\b|sdpa|scaled_dot|xformers|unsloth(?! off)|eager|packing|packed", lowered):
+    if re.search(r"flash|\bfa-?[23]\b|sdpa|scaled_dot|xformers|unsloth(?! off)|eager attention|attn_impl", lowered):
         return {}
     if (month[0] and month <= _UNFUSED_UNTIL) or (not month[0] and 0 < year < _UNFUSED_UNTIL[0]):
         assumed.append("attention in parts: transformers before 4.36 has no other by default")

@@ -6,6 +6,8 @@ autocast_mode.cpp, ``cached_cast``). From the second micro-batch on autograd add
 (torch/csrc/autograd/functions/accumulate_grad.h), where no product adds to it itself as Megatron's do. Neither depends
 on tokens, so they matter where a micro-batch has few. Where gradients or parameters are cut over ranks nothing is added
 up whole, and FSDP, which cuts parameters at either stage, casts shards.
+DeepSpeed leaves sums to autograd at stage 1 only: else its engines copy gradients into buckets as they come
+(runtime/zero/stage_1_and_2.py, stage3.py).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
+from lading.ir.speculation import SPECULATES, with_guess
 from lading.ir.stage_cuts import narrow_cuts
 from lading.ir.together import together
 from lading.ir.update_ops import grouped
@@ -60,6 +61,7 @@ from lading.planner.api import (
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.planner.routing import Shares, check_experts, plan_experts
+from lading.planner.speculating import check_clipped, plan_speculating
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.gathering import gathering_bytes
@@ -102,6 +104,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     others: Sequence[StepGraph] = (),
     stage_saves: bool = False,
     experts: bool | Shares = False,
+    clipped: float | None = None,
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
 
@@ -149,6 +152,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         experts: Leave out of each step the experts that its routers choose for no token: their operations, and what
             these move. Or the shares of steps in which each expert gets tokens, by the router's module, as
             ``Trainer.experts.shares()`` counts them: those seldom chosen are then read once they are.
+        clipped: Share of steps whose gradients are expected to be above ``clip_norm``. Updates then need not wait for
+            the norm of all gradients where that is faster: such a step is run again if it is clipped. None waits.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -167,6 +172,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
     check_experts(experts, graph, machine, spread.devices, compile=compile)
+    check_clipped(clipped, clip_norm, spread.devices, compile=compile, others=bool(others) or experts is not False)
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
@@ -177,6 +183,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)
     if experts is not False:
         return planner.plan_experts(spread, budget, {} if experts is True else experts)
+    if clipped is not None:
+        return planner.plan_speculating(spread, budget, clipped)
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
     named = getattr(policy, "__name__", policy)
@@ -209,6 +217,8 @@ class _LayoutPlanner:
         limits: Budgets of tiers by name.
         groups: Parameters of each group of the optimizer but the first.
         compile, cache, stage_saves: As of ``plan``.
+        waiting: Parameters whose updates wait, in a step whose others do not wait for the norm of all gradients; None
+            where all wait.
     """
 
     graph: StepGraph
@@ -221,6 +231,16 @@ class _LayoutPlanner:
     compile: bool
     cache: bool
     stage_saves: bool
+    waiting: frozenset[str] | None = None
+
+    def plan_speculating(self, spread: Layout, budget: str | float, clipped: float) -> Plan:
+        """Plan the step of one device whose updates may run before the norm of all gradients is known."""
+
+        def make(waiting: frozenset[str] | None, budget: str | float) -> Planned:
+            return dataclasses.replace(self, waiting=waiting)._ranks(spread, budget)[0]
+
+        step = step_of(self.graph, self.machine, **self.moved)
+        return plan_speculating(make, budget, step, clipped).plan
 
     def plan_experts(self, spread: Layout, budget: str | float, shares: Shares) -> Plan:
         """Plan the step of one device that leaves out experts without tokens."""
@@ -285,6 +305,9 @@ class _LayoutPlanner:
         """Plan the step of a rank, whose choices begin with those of its part of the model."""
         captures = (self.graph, *self.others)
         steps = [step_of(each, self.machine, **self.moved, layout=layout, choices=part) for each in captures]
+        guess: dict[str, float] = {} if self.waiting is None else {SPECULATES: 1.0}
+        if self.waiting is not None:
+            steps = [with_guess(each, self.waiting) for each in steps]
         step, *rest = together(steps)
         with planning_progress(after_s=_QUICK_S) as progress:
             memory, others_scratch = memory_by_turns(step, rest, self.machine, progress)
@@ -301,12 +324,14 @@ class _LayoutPlanner:
                     "clip_norm": self.moved["clip_norm"],
                     "master_weights": float(self.moved["master_weights"]),
                     "compile": float(self.compile),
+                    **guess,
                     **memory.settings(_save_bytes(step, self.machine, layout)),
                 },
                 workspace_bytes=memory.scratch_bytes,
             )
         plan = _told(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
-        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
+        waiting = tuple(sorted(self.waiting or ()))
+        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups, waiting=waiting)
         return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
 
 

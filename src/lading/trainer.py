@@ -88,8 +88,7 @@ class Trainer:
     Args:
         plan: Plan from ``lading.plan``, for this ``graph``; or the path of one that was saved.
         graph: Graph from ``lading.capture``.
-        model: Model whose values are taken over now and written back by ``close``; None starts from zeros (see
-            ``load``).
+        model: Model whose values are taken over now and written back by ``close``; None starts from zeros.
         optimizer: The rule that the plan was made for, with the numbers that count now; None takes the plan's. Or the
             optimizer of torch that it was made for: each step takes the numbers that its parameter groups have then,
             its states are taken over and given back as the model's values are.
@@ -111,6 +110,7 @@ class Trainer:
         gradient_norm: Norm of all gradients of the last step together, before they were clipped, as
             ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``clip_norm``, and after an evaluation.
         experts: Counts of what routers chose by this plan; None where it leaves out no experts.
+        speculation: Counts steps that were clipped and run twice (``again``); None of a plan whose updates all wait.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
@@ -228,6 +228,7 @@ class Trainer:
             experts=self.plan.leaves_out_experts,
         )
         self.experts = None if self._executor.experts is None else self._executor.experts.counts
+        self.speculation = self._executor.speculation
         for (each, of), captured in zip(smaller, shapes, strict=True):
             self._executor.add_shape(each, of, self._draws(captured))
 
@@ -266,8 +267,7 @@ class Trainer:
             batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch may itself be a
                 list, as a DataLoader makes it.
             loss: The function that was captured, where several were with batches alike; None takes the first.
-            lr: Learning rate of this step; None is the optimizer's.
-            matrix_lr: Learning rate of the rule that moves matrices, if the plan has one; None is its own.
+            lr, matrix_lr: Learning rates of this step, by the optimizer and by a rule for matrices; None is their own.
             norms: Take the norms of this step's gradients, for ``gradient_norms``.
 
         Returns:

@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 12
+PLAN_FORMAT = 13
 
 
 class PlanKind(StrEnum):
@@ -220,6 +220,8 @@ class Choices:
         rank: Number along the pipeline of the rank that this is the plan of.
         groups: Names of the parameters in each group of the optimizer but the first, and of those that have had other
             numbers of updates, where no shard is of several.
+        waiting: First names of the parameters whose updates wait for the norm of all gradients, in a step whose others
+            do not (``lading.ir.speculation``).
     """
 
     gaps: tuple[Choice, ...] = ()
@@ -239,6 +241,7 @@ class Choices:
     cuts: tuple[int, ...] = ()
     rank: int = 0
     groups: tuple[tuple[str, ...], ...] = ()
+    waiting: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if unknown := sorted({device for _, device in self.placement} - self.in_flight.keys()):

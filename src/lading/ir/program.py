@@ -34,12 +34,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lading.errors import ProgramError
-from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
+from lading.ir.action import DEVICE, Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
 from lading.ir.reduction import RECEIVE as RECEIVE_OP
 from lading.ir.reduction import SEND as SEND_OP
 from lading.ir.sharding import GATHERS
+from lading.ir.speculation import guess_of, moves_of_next
 from lading.units import format_bytes
 
 #: Streams that every list numbers alike; those of tiers and of the host come behind them as they are first used.
@@ -373,7 +374,29 @@ class Program:
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""
         sizes = self.graph.storages
-        return max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in self.slots.get(tier, ())), default=0)
+        places = (*self.slots.get(tier, ()), *self.second_places.get(tier, {}).items())
+        return max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in places), default=0)
+
+    @cached_property
+    def second_places(self) -> dict[str, dict[int, int]]:
+        """For each lower tier the offset of a second place, behind all slots, of what is put there on a guess.
+
+        By storage. See ``lading.ir.speculation``.
+        """
+        if guess_of(self.graph) is None:
+            return {}
+        again = moves_of_next(self.graph, self.actions)
+        moved = {(a.target, a.storage) for a in self.actions if a.id in again and a.target != DEVICE}
+        found: dict[str, dict[int, int]] = {}
+        for tier in self.tiers:
+            unit, sizes = tier.alignment_bytes, self.graph.storages
+            slots = self.slots.get(tier.name, ())
+            end = max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in slots), default=0)
+            for storage in sorted(s for s, _ in slots if (tier.name, s) in moved):
+                offset = -(-end // unit) * unit
+                found.setdefault(tier.name, {})[storage] = offset
+                end = offset + slot_bytes(sizes[storage].size_bytes)
+        return found
 
     @property
     def host_tier(self) -> str:

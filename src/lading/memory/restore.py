@@ -32,6 +32,7 @@ from lading.ir.reduction import reduce_gradients, with_draws
 from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import GatheredUnit, shard_parameters, unshard_parameters
+from lading.ir.speculation import SPECULATES, with_guess
 from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
 from lading.ir.statistics import share_statistics
 from lading.ir.tensor_shards import shard_tensors
@@ -205,7 +206,7 @@ def pipeline_of(layout: Layout, micro_batches: int) -> Schedule:
 def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
     """Whole step that a plan was made for, of its captured micro-batch; raises as ``step_of``."""
     request, settings = plan.request, plan.request.settings
-    return step_of(
+    step = step_of(
         captured,
         machine_from_dict(request.machine_table, "the plan's machine"),
         clip_norm=settings.get("clip_norm", 0.0),
@@ -215,6 +216,7 @@ def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
         layout=plan.parsed_layout,
         choices=plan.choices,
     )
+    return with_guess(step, frozenset(plan.choices.waiting)) if SPECULATES in settings else step
 
 
 def program_of(plan: Plan, captured: StepGraph) -> Program:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE
 from lading.ir.graph import PERSISTENT
 from lading.ir.machine import Tier
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Homes, Program, slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Place of a copy of a storage: a tier, and an offset in bytes in the arena or in that tier."""
+
+    tier: str
+    offset: int
 
 
 def home_tiers(program: Program) -> dict[int, str]:

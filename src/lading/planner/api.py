@@ -35,6 +35,7 @@ from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
 from lading.ir.sharding import units_of
+from lading.ir.speculation import guess_of
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
@@ -167,7 +168,8 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     costs = step_costs(graph, machine, workspace_bytes, settings)
     limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
-    free = StepProblem(graph, lives, usable, costs, limits, defers=bool(settings.get(DEFERS, 1.0)))
+    guesses = guess_of(graph) is not None
+    free = StepProblem(graph, lives, usable, costs, limits, defers=bool(settings.get(DEFERS, 1.0)) and not guesses)
     whole_bytes = free.needs({})
     allowed = {**limits, DEVICE: share_or_bytes(budget, whole_bytes)}
     _check_device(machine, allowed[DEVICE])
@@ -175,7 +177,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
-        chosen = _improved(chosen, step, progress, takes_turns=homes is not None)
+        chosen = _improved(chosen, step, progress, on_device=homes is not None or guesses)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
     chosen = _with_staging(chosen, staging_bytes)
@@ -198,18 +200,19 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     return _planned(plan, request, predictions, said, deferred=chosen.deferred)
 
 
-def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, takes_turns: bool) -> Ordered:
+def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_device: bool) -> Ordered:
     """Plan by paced flows, change choices on a plan's critical path, try operations on the host, and sharpen the bound.
 
     Args:
-        takes_turns: Whether the step has its values where one that was planned before has them; nothing is hosted then.
+        on_device: Whether nothing is hosted: the step has its values where one that was planned before has them, or
+            updates that it may have to take back.
     """
     progress.update(0.91, "plans that know in which window of the step each byte moves")
     paced = chosen.found if chosen.paced else with_paced(chosen.found, chosen.bound_s)
     progress.update(0.92, "the fastest plan with choices on its critical path changed")
     chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s))
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
-    return sharpened(chosen) if takes_turns else _with_host(chosen, step)
+    return sharpened(chosen) if on_device else _with_host(chosen, step)
 
 
 def _request(

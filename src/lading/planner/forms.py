@@ -15,6 +15,7 @@ from lading.ir.graph import Role, StepGraph
 from lading.ir.head_parts import heads, with_head_parts
 from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.speculation import guess_of
 from lading.memory.lifetime import lifetimes
 from lading.planner.residency import StepProblem
 
@@ -71,14 +72,15 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
 def late_forms(step: StepProblem) -> list[StepProblem]:
     """Step with its updates spread, evenly over the backward and over all of the step.
 
-    None where no operation could run between them.
+    None where no operation could run between them. Of a step that speculates, none runs in the next step.
     """
-    if not (step.defers and step.machine.tiers):
+    guesses = guess_of(step.graph) is not None
+    if not ((step.defers or guesses) and step.machine.tiers):
         return []
     seconds = step.costs.op_seconds
     paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
     paces.insert(1, paced_moves(step.graph, seconds))
-    return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves]
+    return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves and not (guesses and deferrals)]
 
 
 def _paced(step: StepProblem, moves: tuple[Move, ...], deferrals: int) -> StepProblem:

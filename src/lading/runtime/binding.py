@@ -38,6 +38,7 @@ from lading.ir.reduction import (
     joined_ranks,
 )
 from lading.ir.sharding import GATHERS
+from lading.ir.speculation import coefficient_op, is_update, moves_of_next
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
@@ -50,8 +51,9 @@ from lading.runtime.regions import FusibleRegion, Site
 from lading.runtime.replays import Experts
 from lading.runtime.resident import LARGEST_KEPT_BYTES, UNSEEN_BYTES
 from lading.runtime.shard_exchange import rooms_bytes
+from lading.runtime.speculation import Speculation
 from lading.runtime.streams import Entry, Gate, Jitter
-from lading.runtime.tiers import BoundMoves, HostBytes, TierBytes
+from lading.runtime.tiers import HostBytes, TierBytes, bound_move
 from lading.runtime.update_kernels import Rate
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
@@ -265,8 +267,11 @@ class Binder:
         fused: Sequence[Fused] = (),
         make_room: Callable[[int, int], None] | None = None,
         experts: Experts | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        self.experts = experts
+        self.experts, self.speculation = experts, speculation
+        self.next_moves = frozenset[int]() if speculation is None else moves_of_next(program.graph, program.actions)
+        self.coefficient = None if speculation is None else coefficient_op(program.graph)
         self.program, self.graph = program, program.graph
         self.make_room = make_room
         self.device, self.arena = place.device, place.arena
@@ -293,7 +298,7 @@ class Binder:
         for action in self.program.actions:
             self.where.update(action.places)
             try:
-                runs.append(self._guarded(action, self._run(action)))
+                runs.append(self._speculating(action, self._guarded(action, self._run(action))))
             except (ProgramError, KeyError, ConfigError) as error:
                 raise ProgramError(
                     f"action {action} ({self.program.label(action)}): {error}", action_id=action.id
@@ -323,6 +328,16 @@ class Binder:
         zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
         moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
         return self.experts.guarded(run, action.id, zeros, action.stream, moved)
+
+    def _speculating(self, action: Action, run: Call | None) -> Call | None:
+        """Make the call of an action that a guess of the coefficient of clipping depends on."""
+        if self.speculation is None or run is None or action.op is None:
+            return run
+        if action.op == self.coefficient:
+            coefficient = self.view(self.graph.ops[action.op].outputs[0])
+            assert coefficient is not None, "the action writes it"
+            return self.speculation.noting(run, coefficient)
+        return self.speculation.guarded(run) if is_update(self.graph, action.op) else run
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """View of a graph tensor where its storage lies now; None if it has no place."""
@@ -395,7 +410,7 @@ class Binder:
             if action.source != DEVICE:
                 return self._spoil_on_host(action.storage, action.source)
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
-        return self._move(action.storage, action.source, action.target)
+        return self._move(action, action.storage)
 
     def _collective(self, op: Op, action: int) -> Call:
         """Make the call that all ranks take part in."""
@@ -457,7 +472,8 @@ class Binder:
         assert isinstance(tier, HostBytes), "what is freed there was worked on there"
         return partial(tier.bytes_at(self.slots[name][storage], size_bytes).fill_, _POISON)
 
-    def _move(self, storage: int, source: str, target: str) -> Call:
+    def _move(self, action: Action, storage: int) -> Call:
+        source, target = action.source, action.target
         if source == CALLER:
             return self._feed(storage)
         if target == CALLER:
@@ -466,9 +482,9 @@ class Binder:
         memory = self.arena.bytes_at(place, slot_bytes(self.graph.storages[storage].size_bytes))
         name = source if target == DEVICE else target
         tier, slot = self.tiers[name], self.slots[name][storage]
-        if isinstance(tier, BoundMoves):
-            return tier.reading(slot, memory) if target == DEVICE else tier.writing(slot, memory)
-        return partial(tier.read if target == DEVICE else tier.write, slot, memory)
+        if self.speculation is not None and action.id in self.next_moves:  # of a value that may not come to count
+            tier = self.speculation.next_tiers[name]
+        return bound_move(tier, slot, memory, reads=target == DEVICE)
 
     def _feed(self, storage: int) -> Call:
         """Make the call that copies the leaves of a batch that lie on a storage into it."""

@@ -22,7 +22,8 @@ import torch
 
 from lading.errors import ConfigError, ProgramError
 from lading.ir.graph import Role
-from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program
+from lading.ir.speculation import guess_of
 from lading.ir.timeline import Timeline
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import (
@@ -47,7 +48,8 @@ from lading.runtime.kernel_memory import largest_product
 from lading.runtime.measuring import OperationPeaks, measured_timeline, spread
 from lading.runtime.replays import Experts, check_place, experts_of
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, take_gaps, trim
-from lading.runtime.salvage import Location, bring_home, salvage
+from lading.runtime.salvage import bring_home, ended_actions, salvage
+from lading.runtime.speculation import Speculation
 from lading.runtime.streams import Clocking, Gate, Jitter, Stopped, Workers, named_error, run_stream
 from lading.runtime.tiers import TierBytes
 from lading.runtime.update_kernels import Rate
@@ -100,6 +102,7 @@ class Executor:
     completed = 0
     ran_step = _has_run = _device_failed = False
     experts: Experts | None = None  # of the first Program, where it leaves some out
+    speculation: Speculation | None = None  # of Programs whose updates do not wait for the norm of all gradients
     _state = _ExecutorState.IDLE
     _highest = _last_peak = _caller_bytes = 0
     _norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
@@ -143,7 +146,7 @@ class Executor:
             self._open_memory(stack, folder)
             stack.callback(self._drain)
             if poison:
-                self._poison_arena()
+                self._values.poison()
             if experts:
                 check_place(self._device.kind, is_fused=fuse, is_spread=replicas is not None)
                 self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer)))
@@ -187,6 +190,9 @@ class Executor:
             if size := max(each.tier_bytes(tier.name) for each in self._programs):
                 self.tiers[tier.name] = self._device.tier(tier, size, folder)
                 stack.callback(self.tiers[tier.name].close)
+        if guess_of(self.program.graph) is not None:
+            self.speculation = Speculation(self.program, self._arena, self.tiers, self._device.kind)
+            self.tiers = {**self.speculation.tiers}
         self._values = Values(self.program, self._arena, self.tiers)
         stack.callback(self._values.close)
         if not self._meter.exact:
@@ -209,7 +215,7 @@ class Executor:
         caller = CallerData(results=places_of_results(program.graph, self._scalars))
         place = dataclasses.replace(self._place, caller=caller, draws=draws)
         experts = self.experts if program is self._programs[0] else None
-        bound = self._binder(program, place, fused=fused, experts=experts).bind()
+        bound = self._binder(program, place, fused=fused, experts=experts, speculation=self.speculation).bind()
         constants = self._constants(program) if plan else ()
         return Ready(program, bound, Gate(len(bound.streams)), plan, caller, constants, draws)
 
@@ -297,7 +303,8 @@ class Executor:
         self._prepare(batches, shape)
         self._norms = {} if norms else None
         self._rates.now.take(Rate(lr, matrix_lr, rules, self._norms))
-        return self._run(self._skipped(), self._end_step)
+        run = partial(self._run, self._skipped(), self._end_step)
+        return run() if self.speculation is None else self.speculation.run(run, self._values.copy, self._norms)
 
     def gradient_norms(self) -> dict[int, tuple[float, float]]:
         """Norms (L1, L2) of the gradients that the last step moved parameters by, by the parameter's storage.
@@ -384,6 +391,8 @@ class Executor:
 
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
+        if self.speculation is not None and not self.speculation.settle():
+            return
         self.completed += 1
         if self._routing is not None:
             self._routing.end_step(self._rates.now, self.gradient_norm, self._norms)
@@ -526,6 +535,8 @@ class Executor:
         self._left_bytes = None
         if self._fence is not None:
             self._fence.wait()
+        if self.speculation is not None:
+            self.speculation.written()
 
     def can_stage(self, storage: int) -> bool:
         """Whether ``stage`` copies a storage: its bytes are its tensor's elements in order, in memory."""
@@ -683,8 +694,7 @@ class Executor:
     @property
     def compiled(self) -> tuple[int, int]:
         """Number of calls of compiled regions that a step makes, and number of functions compiled for them."""
-        regions = self._bound.regions
-        return len(regions), len({region.signature for region in regions})
+        return len(self._bound.regions), len({region.signature for region in self._bound.regions})
 
     @property
     def kind(self) -> str:
@@ -742,7 +752,7 @@ class Executor:
 
     def _salvage(self, skipped: frozenset[int]) -> None:
         """Bring every value that still exists after a step that stopped to where it is between steps."""
-        graph, values, failed = self.program.graph, self._values, set[int]()
+        graph, values = self.program.graph, self._values
         self._caller.batches = ()
         reached = [far for far in self._gate.reached if far is not None]
         if self._device_failed or len(reached) < len(self._gate.reached):
@@ -751,19 +761,14 @@ class Executor:
         self._drain()
         if self._fence is not None:
             self._fence.wait()
-        homes = {storage: tier for storage, tier in self.homes.items() if storage in graph.persistent}
+        as_before = frozenset[int]() if self.speculation is None else self.speculation.changed
+        homes = {s: tier for s, tier in self.homes.items() if s in graph.persistent and s not in as_before}
         salvaged = salvage(self.program, homes, self._running, reached, skipped)
-
-        def copy(storage: int, source: Location, target: Location) -> None:
-            try:
-                values.copy(storage, source, target)
-            except OSError:  # a tier failed, maybe the one that stopped the step; the value counts as lost
-                failed.add(storage)
-
-        bring_home(self.program, homes, salvaged, copy)
-        salvaged = salvaged.without(failed, graph)
+        salvaged = bring_home(self.program, homes, salvaged, values.copy)
         values.changed, values.lost, self._caught_up = salvaged.changed, salvaged.lost, salvaged.caught_up
         values.write_constants(values.lost)
+        if self.speculation is not None:
+            values.lost |= self.speculation.rewind(values.copy, ended_actions(self._running, reached))
 
     def _await_device(self) -> None:
         """Wait for the device to end a step; raise what only now failed there, which no longer tells its action."""
@@ -793,8 +798,3 @@ class Executor:
             pass
         except BaseException as error:
             self._gate.fail(error)
-
-    def _poison_arena(self) -> None:
-        self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
-        for storage, offset in self.program.resident:
-            self._arena.bytes_at(offset, slot_bytes(self.program.graph.storages[storage].size_bytes)).zero_()

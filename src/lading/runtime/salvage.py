@@ -16,16 +16,9 @@ from dataclasses import dataclass, field
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.program import Program, slot_bytes
+from lading.memory.tier_layout import Location
 from lading.runtime.binding import Bound
 from lading.runtime.streams import Reached
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Place of a copy of a storage: a tier, and an offset in bytes in the arena or in that tier."""
-
-    tier: str
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -185,6 +178,11 @@ def salvage(
     return Salvage(places, changed, frozenset(), frozenset(caught_up)).without(lost, graph)
 
 
+def ended_actions(bound: Bound, reached: Iterable[Reached]) -> set[int]:
+    """Ids of the actions that came to their end in a step that stopped."""
+    return _actions(bound, reached)[0]
+
+
 def _actions(bound: Bound, reached: Iterable[Reached]) -> tuple[set[int], set[int]]:
     """Find the ids of the actions that have ended, and of those that were cut short."""
     ended: set[int] = set()
@@ -211,14 +209,25 @@ def _changes(program: Program) -> dict[int, int]:
 
 def bring_home(
     program: Program, homes: Mapping[int, str], salvaged: Salvage, copy: Callable[[int, Location, Location], None]
-) -> None:
+) -> Salvage:
     """Take every value to where it is between steps, by calls of ``copy(storage, source, target)``.
 
     First everything on the device that is not at home there goes down, into the slot that is its own in a lower tier:
     nothing is written over. Then what is at home on the device comes up, into a place that is its own too.
+
+    Returns:
+        What is there: a value that cannot be copied, as a tier failed, maybe the one that stopped the step, is lost.
     """
     slots = {tier: dict(places) for tier, places in program.slots.items()}
     slots[DEVICE] = dict(program.resident)
+    failed = set[int]()
+
+    def taken(storage: int, source: Location, target: Location) -> None:
+        try:
+            copy(storage, source, target)
+        except OSError:
+            failed.add(storage)
+
     now = dict(salvaged.places)
     goals = {storage: Location(tier, slots[tier][storage]) for storage, tier in homes.items()}
     for storage, place in salvaged.places.items():
@@ -226,7 +235,8 @@ def bring_home(
             tiers = (homes[storage], *program.slots)
             tier = next(t for t in tiers if t != DEVICE and storage in slots[t])
             now[storage] = Location(tier, slots[tier][storage])
-            copy(storage, place, now[storage])
+            taken(storage, place, now[storage])
     for storage, place in now.items():
         if place != goals[storage]:
-            copy(storage, place, goals[storage])
+            taken(storage, place, goals[storage])
+    return salvaged.without(failed, program.graph)

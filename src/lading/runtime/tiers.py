@@ -83,6 +83,13 @@ class BoundMoves(Protocol):
         ...
 
 
+def bound_move(tier: TierBytes, offset: int, memory: torch.Tensor, *, reads: bool) -> Callable[[], None]:
+    """Prepare a transfer of a tier: ``read`` at an offset into ``memory``, or ``write`` from it."""
+    if isinstance(tier, BoundMoves):
+        return tier.reading(offset, memory) if reads else tier.writing(offset, memory)
+    return partial(tier.read if reads else tier.write, offset, memory)
+
+
 #: Makes what serves a tier, from its bytes and its location: a folder or an address.
 MakeTier = Callable[[int, str], TierBytes]
 

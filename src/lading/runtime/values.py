@@ -11,13 +11,12 @@ import torch
 from lading.errors import ConfigError, StorageError
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
-from lading.ir.program import Program
+from lading.ir.program import Program, slot_bytes
 from lading.ir.sharding import units_of
-from lading.memory.tier_layout import home_tiers
+from lading.memory.tier_layout import Location, home_tiers
 from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
 from lading.runtime.interrupts import HeldInterrupts
-from lading.runtime.salvage import Location
 from lading.runtime.shard_reads import ByteStream
 from lading.runtime.tiers import HostBytes, TierBytes
 from lading.units import MiB
@@ -52,6 +51,12 @@ class Values:
     def discard(self) -> None:
         """Give back the host memory that values pass through, until it is used again."""
         self._bounce.discard()
+
+    def poison(self) -> None:
+        """Fill the arena with NaN, but for what is at home there, which becomes zeros."""
+        self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
+        for storage, offset in self._places[DEVICE].items():
+            self._arena.bytes_at(offset, slot_bytes(self._graph.storages[storage].size_bytes)).zero_()
 
     def write(self, storage: int, tensor: torch.Tensor) -> None:
         """Set a persistent storage from a tensor of its own shape and dtype, or from raw bytes (uint8, one dim).

@@ -102,9 +102,16 @@ def graph_of(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: Any) -> S
 
 
 def program_of(
-    graph: StepGraph, pick: Callable[[list[Option]], Option] | None = None, machine: Machine = MACHINE
+    graph: StepGraph,
+    pick: Callable[[list[Option]], Option] | None = None,
+    machine: Machine = MACHINE,
+    op_s: float = 1e-5,
 ) -> Program:
-    """A verified program; ``pick`` chooses one of the possible options for each gap (None keeps everything)."""
+    """A verified program; ``pick`` chooses one of the possible options for each gap (None keeps everything).
+
+    Args:
+        op_s: Seconds of each operation, by which transfers are scheduled.
+    """
     lives = lifetimes(graph)
     choices: dict[tuple[int, int], Option] = {}
     for gap in gaps(graph, lives):
@@ -116,7 +123,7 @@ def program_of(
         if pick is not None and (option := pick(options)) != Option.KEEP:
             choices[gap.storage, gap.start] = option
     scratch = workspace_of(graph)
-    costs = StepCosts(op_seconds=(1e-5,) * len(graph.ops), workspace_bytes=tuple(scratch))
+    costs = StepCosts(op_seconds=(op_s,) * len(graph.ops), workspace_bytes=tuple(scratch))
     program = lower(
         graph, lives, machine, costs, choices, {"device": GiB, **{tier.name: GiB for tier in machine.tiers}}
     ).program

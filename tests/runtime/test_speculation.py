@@ -48,14 +48,16 @@ def on_device(program: Program) -> set[str]:
 
 
 @cache
-def speculating(name: str, clip: float, *, micro: int = 1, waiting: int = 0, late: bool = False) -> StepGraph:
+def speculating(
+    name: str, clip: float, *, micro: int = 1, waiting: int = 0, late: bool = False, op_s: float = 1e-5
+) -> StepGraph:
     """A step all of whose values go to the disk where they can; as many more updates wait."""
     graph = graph_of(name, micro=micro, clip=clip)
     wait = set(random.Random(0).sample(sorted(update_names(graph)), waiting))
     while True:
         made = with_guess(graph, wait)
         made = with_late_updates(made, even_moves(made, [1.0] * len(made.ops), 2.0))[0] if late else made
-        more = on_device(program_of(made, disk_always)) - wait
+        more = on_device(program_of(made, disk_always, op_s=op_s)) - wait
         if not more:
             return made
         wait |= more
@@ -94,8 +96,19 @@ def test_gradients_are_gone_before_the_norm_is_known() -> None:
     assert [t for t in order if t in {graph.ops[i].inputs[0] for i in early}] == [graph.ops[i].inputs[0] for i in early]
 
 
+@pytest.mark.parametrize("clip", [SOME["moe"], ALWAYS])
+def test_what_is_written_after_its_update_goes_to_a_second_place(tmp_path: Path, clip: float) -> None:
+    """Operations take so long that all transfers end within their step."""
+    program = program_of(speculating("moe", clip, op_s=1e-3), disk_always, op_s=1e-3)
+    assert len(program.second_places["disk"]) > len(speculated(program.graph)) // 2
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, "moe", clip=clip, rates=RATES)
+        assert executor.speculation is not None
+        assert executor.speculation.again
+
+
 def test_each_value_has_two_places_of_its_own() -> None:
-    program = program_of(speculating("llama", 1.0), disk_always)
+    program = program_of(speculating("llama", 1.0, op_s=1e-3), disk_always, op_s=1e-3)
     places = program.second_places["disk"]
     homes, sizes = home_tiers(program), program.graph.storages
     assert places.keys() >= {s for s in speculated(program.graph) if homes[s] == "disk"}

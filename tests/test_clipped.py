@@ -14,8 +14,8 @@ import torch
 import lading
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
+from lading.ir.guess import SPECULATES
 from lading.ir.plan import Plan
-from lading.ir.speculation import SPECULATES
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from tests.machines import small_machine

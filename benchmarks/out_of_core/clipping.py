@@ -53,7 +53,7 @@ def measure(cell: Cell, options: argparse.Namespace, clip_norm: float, steps: in
     graph = lading.capture(defer(side.module).model, side.batch(0), loss_of)
     made = plans(graph, machine_file(folder, options.threads), options.budget, clip_norm)
     if options.only_plan:
-        return {name: [plan.step_s, plan.assumptions[-1]] for name, plan in made.items()}
+        return {name: [plan.step_s, *plan.assumptions[-1:]] for name, plan in made.items()}
     reference = side.module()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, fused=True)
 
@@ -79,7 +79,11 @@ def measure(cell: Cell, options: argparse.Namespace, clip_norm: float, steps: in
             trainer.close()
     rows = {name: {"median_s": statistics.median(each[2:]), "seconds": each[2:]} for name, (each, _) in found.items()}
     for name, plan in made.items():
-        rows[name] |= {"predicted_s": plan.step_s, "budget_bytes": plan.budgets["device"], "said": plan.assumptions[-1]}
+        rows[name] |= {
+            "predicted_s": plan.step_s,
+            "budget_bytes": plan.budgets["device"],
+            "said": plan.assumptions[-1:],
+        }
     losses = [each for _, each in found.values()]
     equal = all(each == losses[0] for each in losses)
     return {"clip_norm": clip_norm, "again": guess and guess.again, "equal to the bit": equal, "rows": rows}

@@ -32,12 +32,12 @@ from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.guess import SPECULATES, with_guess
 from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
-from lading.ir.speculation import SPECULATES, with_guess
 from lading.ir.stage_cuts import narrow_cuts
 from lading.ir.together import together
 from lading.ir.update_ops import grouped

@@ -26,10 +26,10 @@ from tests.runtime.fake_accelerator import FakeApi, fake_device
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import DEVICE, Action
 from lading.ir.graph import PERSISTENT, Phase, StepGraph
+from lading.ir.guess import coefficient_op, guess_of, speculated, update_names, with_guess
 from lading.ir.late_updates import even_moves, with_late_updates
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
-from lading.ir.speculation import coefficient_op, guess_of, speculated, update_names, with_guess
 from lading.memory.tier_layout import home_tiers
 from lading.memory.values_before import known_before
 from lading.runtime.executor import Executor

@@ -221,7 +221,7 @@ class Choices:
         groups: Names of the parameters in each group of the optimizer but the first, and of those that have had other
             numbers of updates, where no shard is of several.
         waiting: First names of the parameters whose updates wait for the norm of all gradients, in a step whose others
-            do not (``lading.ir.speculation``).
+            do not (``lading.ir.guess``).
     """
 
     gaps: tuple[Choice, ...] = ()

@@ -36,11 +36,11 @@ from typing import NamedTuple
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE, Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
+from lading.ir.guess import guess_of, moves_of_next
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
 from lading.ir.reduction import RECEIVE as RECEIVE_OP
 from lading.ir.reduction import SEND as SEND_OP
 from lading.ir.sharding import GATHERS
-from lading.ir.speculation import guess_of, moves_of_next
 from lading.units import format_bytes
 
 #: Streams that every list numbers alike; those of tiers and of the host come behind them as they are first used.
@@ -381,7 +381,7 @@ class Program:
     def second_places(self) -> dict[str, dict[int, int]]:
         """For each lower tier the offset of a second place, behind all slots, of what is put there on a guess.
 
-        By storage. See ``lading.ir.speculation``.
+        By storage. See ``lading.ir.guess``.
         """
         if guess_of(self.graph) is None:
             return {}

@@ -20,6 +20,7 @@ from lading.ir.expand import expand
 from lading.ir.expert_shards import shard_experts
 from lading.ir.gradient_pieces import with_gradient_pieces
 from lading.ir.graph import Op, StepGraph
+from lading.ir.guess import SPECULATES, with_guess
 from lading.ir.head_parts import with_head_parts
 from lading.ir.host_ops import hosted
 from lading.ir.late_updates import with_late_updates
@@ -32,7 +33,6 @@ from lading.ir.reduction import reduce_gradients, with_draws
 from lading.ir.retarget import retarget
 from lading.ir.schedules import Schedule, schedule_of
 from lading.ir.sharding import GatheredUnit, shard_parameters, unshard_parameters
-from lading.ir.speculation import SPECULATES, with_guess
 from lading.ir.stage_cuts import RankStep, rank_steps, stage_of_ops, with_copies
 from lading.ir.statistics import share_statistics
 from lading.ir.tensor_shards import shard_tensors

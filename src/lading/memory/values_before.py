@@ -1,4 +1,4 @@
-"""Where values from before a step are while its updates run on a guess (``lading.ir.speculation``)."""
+"""Where values from before a step are while its updates run on a guess (``lading.ir.guess``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE, ActionKind
+from lading.ir.guess import moves_of_next, speculated, update_actions
 from lading.ir.program import LINE_BYTES, Program
-from lading.ir.speculation import moves_of_next, speculated, update_actions
 from lading.memory.tier_layout import home_tiers
 
 

@@ -27,6 +27,7 @@ from lading.cost.compute import (
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
+from lading.ir.guess import guess_of
 from lading.ir.layout import Layout
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ResourceLimit
@@ -35,7 +36,6 @@ from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.request import Request
 from lading.ir.sharding import units_of
-from lading.ir.speculation import guess_of
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline

@@ -1,4 +1,4 @@
-"""Plans of steps whose updates do not wait for the norm of all gradients (``lading.ir.speculation``).
+"""Plans of steps whose updates do not wait for the norm of all gradients (``lading.ir.guess``).
 
 Such a step takes as long as one without clipping, and is run twice where it is clipped. So it pays where few steps are,
 and where what is gained is more: with a share p of clipped steps it takes 1 + p times its seconds in the mean.
@@ -15,9 +15,9 @@ from typing import Protocol
 from lading.errors import ConfigError, PlanInfeasible, check_number
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
+from lading.ir.guess import speculated, update_names
 from lading.ir.plan import Plan
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program
-from lading.ir.speculation import speculated, update_names
 from lading.memory.tier_layout import home_tiers
 from lading.memory.values_before import known_before
 from lading.planner.api import Planned

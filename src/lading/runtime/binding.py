@@ -15,6 +15,7 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, StepGraph
+from lading.ir.guess import coefficient_op, is_update, moves_of_next
 from lading.ir.program import (
     COMPUTE_STREAM,
     LINE_BYTES,
@@ -38,7 +39,6 @@ from lading.ir.reduction import (
     joined_ranks,
 )
 from lading.ir.sharding import GATHERS
-from lading.ir.speculation import coefficient_op, is_update, moves_of_next
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory

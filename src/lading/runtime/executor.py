@@ -22,8 +22,8 @@ import torch
 
 from lading.errors import ConfigError, ProgramError
 from lading.ir.graph import Role
+from lading.ir.guess import guess_of
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program
-from lading.ir.speculation import guess_of
 from lading.ir.timeline import Timeline
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import (

@@ -3,7 +3,7 @@
 What such an update changes has its value from before the step in a lower tier, until the step counts: values that are
 written there after their update go to a second place. A flip of one number then makes that the place of the values. A
 step whose gradients turn out to be clipped makes no flip: it is rewound and run again, with the coefficient that came
-out in the place of the guess. See ``lading.ir.speculation``.
+out in the place of the guess. See ``lading.ir.guess``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from lading.errors import ProgramError, StorageError
 from lading.ir.action import DEVICE
+from lading.ir.guess import guess_of, speculated
 from lading.ir.program import Program, slot_bytes
-from lading.ir.speculation import guess_of, speculated
 from lading.memory.tier_layout import Location
 from lading.memory.values_before import values_before
 from lading.runtime.cuda import generator_state, set_generator_state
@@ -108,7 +108,7 @@ class VersionedMemory(VersionedTier):
 
 
 class Speculation:
-    """What an executor needs to run the steps of a Program that speculates.
+    """Runs the steps of a Program that speculates, and takes back those whose guess was wrong.
 
     Args:
         tiers: The lower tiers by name, which have room for both places (``Program.tier_bytes``).

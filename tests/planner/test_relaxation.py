@@ -162,6 +162,25 @@ def test_what_never_moves_takes_no_room_of_a_tier() -> None:
     assert set(choices.values()) == {Option("near")}
 
 
+def test_a_storage_whose_first_gap_is_too_short_for_a_tier_moves_in_its_later_ones() -> None:
+    problem = two_tiers(problem_of(captured("llama", num_layers=2)))
+    first: dict[int, int] = {}
+    for candidate in problem.candidates:
+        first.setdefault(candidate.gap.storage, candidate.gap.start)
+    short = (Option.KEEP,)
+    candidates = tuple(
+        dataclasses.replace(c, options=short) if first[c.gap.storage] == c.gap.start else c for c in problem.candidates
+    )
+    later = {(c.gap.storage, c.gap.start) for c in candidates if c.options != short}
+    assert later
+    shares = tuple(
+        {Option.KEEP: 1.0} if c.options == short else {Option.KEEP: 0.0, Option("near"): 1.0, Option("far"): 0.0}
+        for c in candidates
+    )
+    choices = rounded(dataclasses.replace(problem, candidates=candidates), RelaxedResidency(shares, 0.0))
+    assert choices == dict.fromkeys(later, Option("near"))
+
+
 def test_a_class_shares_out_its_tiers_to_those_that_move() -> None:
     problem = two_tiers(problem_of(captured("llama", num_layers=2)))
     alone = [[c for c in problem.candidates if c.gap.storage == storage] for storage in range(1000)]

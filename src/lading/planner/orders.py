@@ -40,7 +40,7 @@ from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.host_balance import with_host
-from lading.planner.pacing import is_paced, paced, paced_s, with_paced
+from lading.planner.pacing import first_flow, is_paced, paced, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
     Found,
@@ -448,12 +448,13 @@ def searched_forms(
 def paced_forms(forms: Sequence[StepProblem]) -> dict[int, Ordered]:
     """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number."""
     steps = [deferred_step(form, form.deferrals) for form in forms]
-    flows_s = [paced_s(step) if is_paced(step) else float("inf") for step in steps]
+    flows = [first_flow(step) if is_paced(step) else None for step in steps]
+    flows_s = [float("inf") if flow is None else flow[1].seconds() for flow in flows]
     made: dict[int, Ordered] = {}
     for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:
         if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * min(flows_s):
             break
-        best = min(paced(steps[at]), key=lambda found: found.step_s, default=None)
+        best = min(paced(steps[at], flows[at]), key=lambda found: found.step_s, default=None)
         if best is not None:
             orders = (steps[at],)
             made[at] = Ordered(forms[at].deferrals, steps[at], best, lower_bound_s(steps[at]), orders, paced=True)

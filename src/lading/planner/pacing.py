@@ -150,6 +150,11 @@ class PacedFlow(FlowProgram):
         moving_s = candidate.size_bytes / rates[0] + (candidate.size_bytes / rates[1] if candidate.version else 0.0)
         return windows == 0 or float(self.begun_s[gap.end] - self.begun_s[gap.start + 1]) < moving_s
 
+    def seconds(self) -> float:
+        """Solve; seconds of the step before anything is settled, infinite where it does not fit."""
+        values = self.optimum()
+        return float("inf") if values is None else float(values[: self.windows].sum())
+
     def solved(self) -> PacedResidency | None:
         """Solve and settle; None where the flow does not fit."""
         values = self.optimum()
@@ -327,6 +332,8 @@ _FINE = Pace(0.95, 0.7, 64, 1, 0.0)
 #: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
 #: the first plan.
 _REPAIRS, _LOWERED = 4, 24_000
+#: Share by which a flow may take longer than the least before it, to be planned.
+_PACED_REACH = 0.03
 #: Share of the bound from which on a plan is worth paced flows.
 _FAR = 0.03
 
@@ -347,25 +354,24 @@ def is_paced(step: StepProblem) -> bool:
     return len(step.graph.ops) > SMALL_OPS and step.lives.homes is None and bool(step.machine.tiers)
 
 
-def paced_s(step: StepProblem) -> float:
-    """Seconds of the first paced flow of a step, before anything is settled; infinite where it does not fit."""
-    for pace in (_PACES[0], _FINE):
-        program = _flow(step, pace, np.zeros(len(step.graph.ops), dtype=np.int64))
-        values = program.optimum()
-        if values is not None:
-            return float(values[: pace.windows].sum())
-    return float("inf")
+def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Iterator[Found]:
+    """Yield the plans of paced flows, each scheduled again by its simulated times.
 
+    A flow that takes longer than another by more than plans of flows differ is not planned.
 
-def paced(step: StepProblem) -> Iterator[Found]:
-    """Yield the plans of paced flows, each scheduled again by its simulated times."""
-    left = max(2, _LOWERED // len(step.graph.ops))
+    Args:
+        first: First flow of the step where it is known.
+    """
+    left, least_s = max(2, _LOWERED // len(step.graph.ops)), float("inf")
     for number, pace in enumerate(_PACES):
         if left <= 0:
             return
-        found, tried = _plan(step, pace)
-        if not tried and not number:
-            found, tried = _plan(step, _FINE)
+        used, flow = (pace, _flow(step, pace)) if number else first or first_flow(step)
+        flow_s = flow.seconds()
+        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
+            continue
+        least_s = min(least_s, flow_s)
+        found, tried = _plan(step, used, flow)
         left -= tried
         if found is not None:
             best = step.retimed(found, 2 * MOST_RETIMED)
@@ -373,7 +379,13 @@ def paced(step: StepProblem) -> Iterator[Found]:
             yield best
 
 
-def _flow(step: StepProblem, pace: Pace, extra: np.ndarray) -> PacedFlow:
+def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
+    """Build the first flow that is planned from, with fine windows where it does not fit with coarse ones."""
+    flow = _flow(step, _PACES[0])
+    return (_PACES[0], flow) if flow.seconds() < float("inf") else (_FINE, _flow(step, _FINE))
+
+
+def _flow(step: StepProblem, pace: Pace, extra: np.ndarray | int = 0) -> PacedFlow:
     """Build the flow of a step with some bytes reserved at each position."""
     tiers = tuple(slower(tier, pace.near if tier.host_computes else pace.far) for tier in step.machine.tiers)
     slow = dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=tiers))
@@ -382,16 +394,18 @@ def _flow(step: StepProblem, pace: Pace, extra: np.ndarray) -> PacedFlow:
     return PacedFlow(problem, int(step.arena_bytes * (1 - pace.reserve)), pace.windows, pace.parts)
 
 
-def _plan(step: StepProblem, pace: Pace) -> tuple[Found | None, int]:
-    """Solve a flow and lower it, with what was missing reserved next time.
+def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None, int]:
+    """Settle a flow and lower it, with what was missing reserved next time.
+
+    Args:
+        flow: Flow of that pace with nothing reserved.
 
     Returns:
         The plan, None where there is none, and how often it lowered.
     """
     extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     for tried in range(_REPAIRS):
-        flow = _flow(step, pace, extra)
-        solved = flow.solved()
+        solved = (_flow(step, pace, extra) if tried else flow).solved()
         if solved is None:
             return None, tried
         choices = rounded(dataclasses.replace(flow.problem, folding=solved.folding), solved.relaxed)

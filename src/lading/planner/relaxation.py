@@ -189,6 +189,10 @@ class _Offered:
     across: bool
 
 
+#: Most of the seconds of a recomputation that lie in other blocks, in shares of all.
+_LED_ON = 0.2
+
+
 class _Offers:
     """Candidates of a step, collected one gap after another.
 
@@ -227,7 +231,7 @@ class _Offers:
         away, taken = self._away(gap, size, version)
         held = taken[Option.RECOMPUTE]
         back = held[0][0] if held else gap.end
-        again = _recomputed(graph, lives, gap, self.items, back, every=every, across=across)
+        again = self._recomputed(gap, back)
         options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
         if len(options) == 1:
             return
@@ -238,6 +242,47 @@ class _Offers:
         self.candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s, sources))
         self.chosen.add((gap.storage, gap.start))
         self.reruns.append(again)
+
+    def _recomputed(self, gap: Gap, back: int) -> Sequence[int]:
+        """Operations that run again if a storage is dropped over a gap, its producer first; () if that is not offered.
+
+        These are all ancestors in its block that nothing else brings back; with ``every`` the producer alone. Where
+        they lead to another block it is offered with ``across`` only. What they start from there and is still used is a
+        choice of its own; what is not, such as a bias that all blocks share, is made again too if that takes little.
+
+        Args:
+            back: Position at which the storage is made again.
+        """
+        graph, lives, items, across = self.graph, self.lives, self.items, self.offered.across
+        if not can_recompute(graph, lives, gap):
+            return ()
+        producer = lives.producer[gap.storage]
+        assert producer is not None
+        if graph.ops[producer].name == UNSHARD:  # the shard is always there
+            return (producer,)
+        if self.offered.every:
+            return _surely_recomputed(graph, lives, gap, producer)
+        if not across and not _stays_inside(graph, lives, items, gap.storage):
+            return ()
+        again = [producer]
+        seen = {producer}
+        for op in again:  # grows
+            if items[op] != items[producer] and not across:
+                return ()
+            for source in graph.op_reads[op]:
+                made = lives.producer[source]
+                if made is None or made in seen or lives.uses[source][-1] >= gap.end:
+                    continue
+                if across and items[made] not in ("", items[producer]):
+                    if lives.uses[source][-1] >= back:
+                        continue
+                    if graph.ops[producer].phase is Phase.BACKWARD:  # would lead through blocks behind this one
+                        return ()
+                seen.add(made)
+                again.append(made)
+        seconds = self.costs.op_seconds
+        led_s = sum(seconds[op] for op in again if items[op] not in ("", items[producer]))
+        return () if across and led_s > _LED_ON * sum(seconds[op] for op in again) else again
 
     def _away(
         self, gap: Gap, size: int, version: tuple[int, int] | None
@@ -376,46 +421,6 @@ def _held_again(lives: Lifetimes, enters: Sequence[int], gap: Gap) -> tuple[tupl
     entries = [enters[use] for use in lives.uses[gap.storage] if use <= gap.start]
     entry = min((entry for entry in entries if gap.start < entry < gap.end), default=gap.end)
     return ((entry, gap.end - 1),) if entry < gap.end else ()
-
-
-def _recomputed(
-    graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], back: int, *, every: bool, across: bool
-) -> Sequence[int]:
-    """Operations that run again if a storage is dropped over a gap, its producer first; () where that is not offered.
-
-    These are all ancestors in its block that nothing else brings back; with ``every`` the producer alone. Where they
-    lead to another block it is offered with ``across`` only, if what they start from there is still used: that is a
-    choice of its own.
-
-    Args:
-        back: Position at which the storage is made again.
-    """
-    if not can_recompute(graph, lives, gap):
-        return ()
-    producer = lives.producer[gap.storage]
-    assert producer is not None
-    if graph.ops[producer].name == UNSHARD:  # the shard is always there
-        return (producer,)
-    if every:
-        return _surely_recomputed(graph, lives, gap, producer)
-    if not across and not _stays_inside(graph, lives, items, gap.storage):
-        return ()
-    again = [producer]
-    seen = {producer}
-    for op in again:  # grows
-        if items[op] != items[producer] and not across:
-            return ()
-        for source in graph.op_reads[op]:
-            made = lives.producer[source]
-            if made is None or made in seen or lives.uses[source][-1] >= gap.end:
-                continue
-            if across and items[made] and items[made] != items[producer]:
-                if lives.uses[source][-1] < back:
-                    return ()
-                continue
-            seen.add(made)
-            again.append(made)
-    return again
 
 
 def _sources(graph: StepGraph, lives: Lifetimes, again: Sequence[int]) -> tuple[int, ...]:

@@ -605,9 +605,10 @@ def _tier_of_storage(
         shares.setdefault(candidate.gap.storage, []).append(moved)
         seat_of[candidate.gap.storage] = seat
     tiers: dict[int, Option] = {}
+    order = [Option(tier.name) for tier in problem.tiers]
     for storage, gaps in shares.items():
         (seat, count), kept = seat_of[storage], 1.0 - max(moved.total() for moved in gaps)
-        every = Counter({o: sum(moved[o] for moved in gaps) for o in gaps[0]})
+        every = Counter({o: sum(moved[o] for moved in gaps) for o in order})  # not all gaps are long enough for all
         if every.total() > _NONE and seat + 1 > count * kept + 1e-6 * count:  # else it has no place there
             tiers[storage] = _at_seat(every, len(gaps) * kept, seat, count)
     return tiers

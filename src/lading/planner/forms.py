@@ -25,7 +25,7 @@ _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Pieces of the largest gradient and bytes of one at least; they are tried where it is this share of the arena or more.
 _PIECES, _LEAST_PIECE, _LARGE_GRADIENT = 16, 1 << 20, 0.1
 #: Parts of a head that are tried where no plan fits that computes it whole.
-_HEAD_PARTS = (8, 32)
+_HEAD_PARTS = (8, 16, 32)
 #: How many times faster than evenly late updates run.
 _HURRIES = (1.0, 2.0)
 

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random_choices, tiny, within
+from tests.machines import small_machine
+from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random_choices, step_of, tiny, within
+from tests.programs import GraphBuilder
 
 from lading.ir.action import ActionKind
+from lading.ir.graph import Phase, Role
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.planner.linear import Relaxation, facets, solve
-from lading.planner.lower import fixed_bytes
+from lading.planner.lower import StepCosts, fixed_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, seated, spans
 from lading.planner.residency import StepProblem, lower_bound_s, rounded
 
@@ -288,3 +291,35 @@ def test_a_bound_counts_what_nothing_reads_any_more() -> None:
     made = [(c, step.lives.producer[c.gap.storage]) for c in problem.candidates if Option.RECOMPUTE in c.options]
     more = [c for c, op in made if op is not None and c.own_recompute_s > step.costs.op_seconds[op] * (1 + 1e-9)]
     assert more, "a projection that only the sum behind it reads runs again with that sum"
+
+
+@pytest.mark.parametrize(("bias_s", "offered"), [(1e-5, True), (1e-3, False)])
+def test_what_all_blocks_share_is_made_again_with_a_block_if_that_takes_little(bias_s: float, offered: bool) -> None:
+    """The first block makes a bias, both add it to their scores, and the backward needs the scores alone."""
+    made = GraphBuilder()
+    batch = made.storage("x", 64 * PAGE_BYTES, Role.INPUT)
+    weights = [made.storage(f"w{i}", 64 * PAGE_BYTES, Role.PARAMETER) for i in range(2)]
+    bias = made.storage("bias", 64 * PAGE_BYTES, Role.ACTIVATION)
+    scores = [made.storage(f"s{i}", 64 * PAGE_BYTES, Role.ACTIVATION) for i in range(2)]
+    loss = made.storage("loss", 4, Role.ACTIVATION)
+    gradients = [made.storage(f"g{i}", 64 * PAGE_BYTES, Role.GRADIENT) for i in range(2)]
+    made.losses.append(loss)
+    made.op([weights[0]], [bias])
+    made.op([batch, bias, weights[0]], [scores[0]])
+    made.op([batch, bias, weights[1]], [scores[1]])
+    made.op([batch], [loss])
+    made.op([scores[1], batch], [gradients[1]])
+    made.op([scores[0], batch, gradients[1]], [gradients[0]])
+    modules = ("layers.0", "layers.0", "layers.1", "", "layers.1", "layers.0")
+    phases = (*[Phase.FORWARD] * 3, Phase.LOSS, *[Phase.BACKWARD] * 2)
+    graph = made.graph()
+    ops = tuple(
+        dataclasses.replace(op, module=module, phase=phase)
+        for op, module, phase in zip(graph.ops, modules, phases, strict=True)
+    )
+    costs = StepCosts((bias_s, *[1e-3] * 5), (0,) * len(ops))
+    step = step_of(dataclasses.replace(graph, ops=ops), small_machine(), costs)
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, across=True)
+    (second,) = (c for c in problem.candidates if c.gap.storage == scores[1])
+    assert (Option.RECOMPUTE in second.options) == offered
+    assert second.recompute_s == pytest.approx(1e-3 + bias_s if offered else 0.0)

@@ -449,7 +449,7 @@ def paced_forms(forms: Sequence[StepProblem]) -> dict[int, Ordered]:
     """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number."""
     steps = [deferred_step(form, form.deferrals) for form in forms]
     flows = [first_flow(step) if is_paced(step) else None for step in steps]
-    flows_s = [float("inf") if flow is None else flow[1].seconds() for flow in flows]
+    flows_s = [float("inf") if flow is None else flow[1].seconds for flow in flows]
     made: dict[int, Ordered] = {}
     for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:
         if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * min(flows_s):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -150,17 +151,21 @@ class PacedFlow(FlowProgram):
         moving_s = candidate.size_bytes / rates[0] + (candidate.size_bytes / rates[1] if candidate.version else 0.0)
         return windows == 0 or float(self.begun_s[gap.end] - self.begun_s[gap.start + 1]) < moving_s
 
+    @cached_property
+    def first(self) -> np.ndarray | None:
+        """Values of all columns before anything is settled; None where the flow does not fit."""
+        return self.optimum()
+
+    @property
     def seconds(self) -> float:
-        """Solve; seconds of the step before anything is settled, infinite where it does not fit."""
-        values = self.optimum()
-        return float("inf") if values is None else float(values[: self.windows].sum())
+        """Seconds of the step before anything is settled; infinite where the flow does not fit."""
+        return float("inf") if self.first is None else float(self.first[: self.windows].sum())
 
     def solved(self) -> PacedResidency | None:
         """Solve and settle; None where the flow does not fit."""
-        values = self.optimum()
-        if values is None:
+        if self.first is None:
             return None
-        values = self._settle(values)
+        values = self._settle(self.first)
         computing_s = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         for again, each in zip(self.again, self.classes, strict=True):
             if again is not None:
@@ -367,7 +372,7 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
         if left <= 0:
             return
         used, flow = (pace, _flow(step, pace)) if number else first or first_flow(step)
-        flow_s = flow.seconds()
+        flow_s = flow.seconds
         if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
             continue
         least_s = min(least_s, flow_s)
@@ -382,7 +387,7 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
 def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
     """Build the first flow that is planned from, with fine windows where it does not fit with coarse ones."""
     flow = _flow(step, _PACES[0])
-    return (_PACES[0], flow) if flow.seconds() < float("inf") else (_FINE, _flow(step, _FINE))
+    return (_PACES[0], flow) if flow.seconds < float("inf") else (_FINE, _flow(step, _FINE))
 
 
 def _flow(step: StepProblem, pace: Pace, extra: np.ndarray | int = 0) -> PacedFlow:

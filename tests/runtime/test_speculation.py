@@ -15,6 +15,7 @@ from tests.runtime.cases import (
     assert_equals_eager,
     batches_of,
     disk_always,
+    eager_run,
     graph_of,
     host_always,
     load,
@@ -23,7 +24,7 @@ from tests.runtime.cases import (
 )
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 
-from lading.errors import ConfigError, ProgramError
+from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import DEVICE, Action
 from lading.ir.graph import PERSISTENT, Phase, StepGraph
 from lading.ir.guess import coefficient_op, guess_of, speculated, update_names, with_guess
@@ -164,6 +165,52 @@ def test_a_step_that_fails_before_the_norm_is_known_has_not_happened(tmp_path: P
 def test_a_step_without_clipping_or_with_changed_buffers_is_refused() -> None:
     with pytest.raises(ConfigError, match="clipped: expected a step whose gradients are clipped"):
         with_guess(graph_of("gpt"), set())
+
+
+def test_an_interrupt_at_the_end_of_a_step_that_is_clipped_takes_it_back(tmp_path: Path) -> None:
+    """All of its actions have run, most of them for nothing."""
+    program = program_of(speculating("gpt", ALWAYS, op_s=1e-3), disk_always, op_s=1e-3)
+    last = max(a.id for a in program.actions if a.stream == "compute")
+    stops: list[Executor] = []
+
+    def stopped(action: Action) -> None:
+        if stops and action.id == last:
+            stops.pop().stop(KeyboardInterrupt())
+
+    batch = batches_of(1, 1)[0]
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True, jitter=stopped) as executor:
+        load(executor, model_of("gpt"))
+        before = {s: executor.read_storage(s).clone() for s in executor.homes}
+        state = torch.get_rng_state()
+        stops.append(executor)
+        with pytest.raises(KeyboardInterrupt):
+            executor.step(batch, lr=1e-3)
+        assert executor.completed == 0
+        assert executor.is_whole
+        assert [s for s, value in before.items() if not torch.equal(executor.read_storage(s), value)] == []
+        torch.set_rng_state(state)
+        loss = executor.step(batch, lr=1e-3)
+        torch.manual_seed(2)
+        assert loss == eager_run(model_of("gpt"), [batch], [1e-3], ALWAYS)[0]
+
+
+def test_values_that_cannot_be_read_again_are_lost_and_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(speculating("gpt", ALWAYS), disk_always)
+    assert any(before.tier for before in known_before(program).values())
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path) as executor:
+        load(executor, model_of("gpt"))
+
+        def fails(*_: object) -> None:
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(executor._values, "copy", fails)
+        monkeypatch.setattr(executor.speculation, "_is_stale", False)
+        with pytest.raises(StorageError, match="could not be read from their tier again; load a checkpoint"):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+        assert executor.lost
+        assert not executor.is_whole
 
 
 @pytest.mark.parametrize("clip", [NEVER, SOME["llama"], ALWAYS])

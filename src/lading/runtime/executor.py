@@ -304,7 +304,7 @@ class Executor:
         self._norms = {} if norms else None
         self._rates.now.take(Rate(lr, matrix_lr, rules, self._norms))
         run = partial(self._run, self._skipped(), self._end_step)
-        return run() if self.speculation is None else self.speculation.run(run, self._values.copy, self._norms)
+        return run() if self.speculation is None else self.speculation.run(run, self._values, self._norms)
 
     def gradient_norms(self) -> dict[int, tuple[float, float]]:
         """Norms (L1, L2) of the gradients that the last step moved parameters by, by the parameter's storage.
@@ -391,7 +391,7 @@ class Executor:
 
     def _end_step(self) -> None:
         """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
-        if self.speculation is not None and not self.speculation.settle():
+        if self.speculation is not None and not self.speculation.settle(self._values):
             return
         self.completed += 1
         if self._routing is not None:
@@ -753,22 +753,22 @@ class Executor:
     def _salvage(self, skipped: frozenset[int]) -> None:
         """Bring every value that still exists after a step that stopped to where it is between steps."""
         graph, values = self.program.graph, self._values
-        self._caller.batches = ()
-        reached = [far for far in self._gate.reached if far is not None]
+        self._caller.batches, reached = (), [far for far in self._gate.reached if far is not None]
         if self._device_failed or len(reached) < len(self._gate.reached):
             values.changed, values.lost, self._caught_up = {}, frozenset(self.homes), frozenset(graph.deferred)
             return
         self._drain()
         if self._fence is not None:
             self._fence.wait()
-        as_before = frozenset[int]() if self.speculation is None else self.speculation.changed
-        homes = {s: tier for s, tier in self.homes.items() if s in graph.persistent and s not in as_before}
+        guess, homes = self.speculation, {s: tier for s, tier in self.homes.items() if s in graph.persistent}
+        if guess is not None:
+            homes, skipped = guess.unguessed(homes), skipped | guess.left_out(self.program)
         salvaged = salvage(self.program, homes, self._running, reached, skipped)
         salvaged = bring_home(self.program, homes, salvaged, values.copy)
         values.changed, values.lost, self._caught_up = salvaged.changed, salvaged.lost, salvaged.caught_up
         values.write_constants(values.lost)
-        if self.speculation is not None:
-            values.lost |= self.speculation.rewind(values.copy, ended_actions(self._running, reached))
+        if guess is not None:
+            guess.rewind(values, ended_actions(self._running, reached))
 
     def _await_device(self) -> None:
         """Wait for the device to end a step; raise what only now failed there, which no longer tells its action."""

@@ -15,18 +15,17 @@ import torch
 
 from lading.errors import ProgramError, StorageError
 from lading.ir.action import DEVICE
-from lading.ir.guess import guess_of, speculated
+from lading.ir.guess import guess_of, is_update, speculated
 from lading.ir.program import Program, slot_bytes
 from lading.memory.tier_layout import Location
 from lading.memory.values_before import values_before
 from lading.runtime.cuda import generator_state, set_generator_state
 from lading.runtime.device import Call, Memory
 from lading.runtime.tiers import HostBytes, TierBytes, bound_move
+from lading.runtime.values import Values
 
 #: Norms (L1, L2) of a gradient.
 Norms = tuple[torch.Tensor, torch.Tensor]
-#: Copies a storage from one place to another.
-Copy = Callable[[int, Location, Location], None]
 
 
 class Version:
@@ -115,7 +114,6 @@ class Speculation:
         kind: Kind of the device.
 
     Attributes:
-        changed: Storages that change on a guess: as before the step, until it counts.
         tiers: The lower tiers, where the values of the last whole step are.
         next_tiers: Likewise, where those of the step under way come to be.
         refused: Whether the step under way is clipped by another coefficient than was guessed.
@@ -128,7 +126,7 @@ class Speculation:
     def __init__(self, program: Program, arena: Memory, tiers: Mapping[str, TierBytes], kind: str) -> None:
         graph, guess = program.graph, guess_of(program.graph)
         assert guess is not None, "the step speculates"
-        self.changed = speculated(graph)
+        self._changed = speculated(graph)
         self.refused, self.again = False, 0
         self._kind, self._version = kind, Version()
         self.tiers = {name: self._versioned(program, name, tier, other=False) for name, tier in tiers.items()}
@@ -153,22 +151,22 @@ class Speculation:
         kind = VersionedMemory if isinstance(tier, HostBytes) else VersionedTier
         return kind(tier, slots, self._version, other=other)
 
-    def run(self, step: Callable[[], list[float]], copy: Copy, norms: dict[int, list[Norms]] | None) -> list[float]:
+    def run(self, step: Callable[[], list[float]], values: Values, norms: dict[int, list[Norms]] | None) -> list[float]:
         """Run a step, and run it again if its gradients are clipped.
 
         Args:
             step: Runs it, and calls ``settle`` at its end.
-            copy: Copies values between two runs.
             norms: What it puts norms of gradients into.
 
         Raises:
+            StorageError: values from before the step could not be read again, and are lost.
             ProgramError: the second run gave another norm; the step has not happened.
         """
-        drawn = self._begin(copy)
+        drawn = self._begin(values)
         given = step()
         if not self.refused:
             return given
-        self.rewind(copy)
+        _check_whole(values)
         self.again, self.refused = self.again + 1, False
         self._guess.copy_(self._coefficient)
         if drawn is not None:
@@ -180,14 +178,14 @@ class Speculation:
         finally:
             self._guess.copy_(self._one)
         if self.refused:
-            self.rewind(copy)
+            _check_whole(values)
             raise ProgramError(
                 "expected the same norm of all gradients from a step that was run twice, found another: an operation "
                 "does not give the same numbers again; plan without clipped"
             )
         return given
 
-    def _begin(self, copy: Copy) -> torch.Tensor | None:
+    def _begin(self, values: Values) -> torch.Tensor | None:
         """Guess that the step is not clipped, and keep what a second run would begin with.
 
         Returns:
@@ -198,7 +196,7 @@ class Speculation:
             self._copies[storage].copy_(view)
         for storage, before in self._before.items() if self._is_stale else ():
             if before.tier and before.action < 0:
-                copy(storage, self._home(storage), Location(before.tier, self._slots[before.tier][storage]))
+                values.copy(storage, self._home(storage), self._place(storage, before.tier))
         self._is_stale = False
         return generator_state(self._kind) if self._random else None
 
@@ -206,14 +204,11 @@ class Speculation:
         """Take note that values were written between steps."""
         self._is_stale = True
 
-    def rewind(self, copy: Copy, ended: Set[int] | None = None) -> frozenset[int]:
-        """Make every value what it was when the step began.
+    def rewind(self, values: Values, ended: Set[int] | None = None) -> None:
+        """Make every value what it was when the step began; one whose tier fails is lost.
 
         Args:
             ended: Actions of the step that came to their end; None for all.
-
-        Returns:
-            Storages whose value is lost, as a tier failed.
         """
         lost = set[int]()
         for storage, view in self._small.items():
@@ -221,18 +216,34 @@ class Speculation:
         for storage, before in self._before.items():
             if before.tier and (ended is None or before.action < 0 or before.action in ended):
                 try:
-                    copy(storage, Location(before.tier, self._slots[before.tier][storage]), self._home(storage))
-                except (OSError, StorageError):
+                    values.copy(storage, self._place(storage, before.tier), self._home(storage))
+                except OSError:
                     lost.add(storage)
-        return frozenset(lost)
+        values.lose(frozenset(lost))
 
     def _home(self, storage: int) -> Location:
         return Location(DEVICE, self._homes[storage])
 
-    def settle(self) -> bool:
-        """Let the values of a step that came to its end count, unless it is refused; says whether they do."""
-        self._version.number ^= not self.refused
-        return not self.refused
+    def _place(self, storage: int, tier: str) -> Location:
+        return Location(tier, self._slots[tier][storage])
+
+    def settle(self, values: Values) -> bool:
+        """Let a step that came to its end count, or rewind it where it is refused; says whether it counts."""
+        if self.refused:
+            self.rewind(values)
+            return False
+        self._version.number ^= 1
+        return True
+
+    def unguessed(self, homes: Mapping[int, str]) -> dict[int, str]:
+        """Storages, with where they are at home, but for those that are as before the step until it counts."""
+        return {storage: tier for storage, tier in homes.items() if storage not in self._changed}
+
+    def left_out(self, program: Program) -> frozenset[int]:
+        """Actions that do nothing in the step under way: the updates of one that is refused."""
+        if not self.refused:
+            return frozenset()
+        return frozenset(a.id for a in program.actions if a.op is not None and is_update(program.graph, a.op))
 
     def noting(self, run: Call, coefficient: torch.Tensor) -> Call:
         """Make the call of the operation that makes the coefficient, which then is compared with the guess."""
@@ -253,3 +264,16 @@ class Speculation:
                 run()
 
         return guarded
+
+
+def _check_whole(values: Values) -> None:
+    """Refuse to go on without values from before the step.
+
+    Raises:
+        StorageError: some are lost.
+    """
+    if values.lost:
+        raise StorageError(
+            f"a step was clipped and is taken back, but {len(values.lost)} values from before it could not be read "
+            "from their tier again; load a checkpoint"
+        )

@@ -166,7 +166,7 @@ def test_a_budget_that_no_whole_logits_fit_is_planned_and_said(tmp_path: Path) -
     budget = 5 << 20
     assert largest_bytes(whole) > budget
     planned = make_plan(whole, small_machine(), budget=str(budget))
-    assert planned.plan.choices.head_parts in {8, 32}
+    assert planned.plan.choices.head_parts in {8, 16, 32}
     assert any("added up in another order" in sentence for sentence in planned.plan.assumptions)
     planned.plan.save(tmp_path / "plan.json")
     program = restore_program(Plan.load(tmp_path / "plan.json"), whole, small_machine())

@@ -18,6 +18,7 @@ from lading.ir.guess import SPECULATES
 from lading.ir.plan import Plan
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
+from lading.planner.speculating import check_clipped
 from tests.machines import small_machine
 
 SIZES = {"num_layers": 3, "dim": 128, "num_heads": 4, "vocab_size": 256, "max_seq_len": 32}
@@ -134,12 +135,18 @@ def test_a_pause_goes_on_with_the_values_that_count(tmp_path: Path) -> None:
         ({"clipped": 0.1, "clip_norm": 0.0}, "got clip_norm=0; leave clipped out"),
         ({"clipped": 0.1, "compile": True}, "got compile=True; leave clipped out"),
         ({"clipped": 0.1, "layout": "dp2"}, "got several ranks; leave clipped out"),
-        ({"clipped": 0.1, "experts": True}, "expected"),
     ],
 )
 def test_what_is_refused(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         lading.plan(captured(), small_machine(), **{"budget": "50%", "clip_norm": CLIP, **asked})
+
+
+def test_experts_and_further_steps_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"got further steps \(others=\); leave clipped out"):
+        lading.plan(captured(), small_machine(), budget="50%", clip_norm=CLIP, clipped=0.1, others=[captured()])
+    with pytest.raises(ConfigError, match=r"got experts that are left out \(experts=\); leave clipped out"):
+        check_clipped(0.1, CLIP, 1, compile=False, others=False, experts=True)
 
 
 def test_a_model_that_changes_buffers_is_refused_by_name() -> None:
@@ -157,4 +164,4 @@ def test_without_a_tier_all_wait() -> None:
     machine = dataclasses.replace(small_machine(), tiers=())
     made = lading.plan(captured(), machine, budget="100%", clip_norm=CLIP, clipped=0.0)
     assert SPECULATES not in made.request.settings
-    assert "no plan fits in which some do not" in made.assumptions[-1]
+    assert "no plan was found in which some do not" in made.assumptions[-1]

@@ -131,26 +131,16 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
     )
     planned_s = time.perf_counter() - started
     program = program_of(made, graph)
-    expected = simulate(program, machine)
-    times, timelines = list[float](), list[Timeline]()
     with Trainer(made, graph, None, optimizer=AdamW(), folder=folder, threads=threads, program=program) as trainer:
         initial.materialize(0, trainer.set_value)
         trim()
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times) < 5:
-            number = len(times) * run.accumulation
-            batches = [batch_of(run, number + micro) for micro in range(run.accumulation)]
-            started = time.perf_counter()
-            trainer.step(batches)
-            times.append(time.perf_counter() - started)
-            if _SKIPPED < len(times) <= _SKIPPED + _LOOKED_AT:
-                timelines.append(trainer.timeline())
+        times, timelines = _trained(run, trainer, seconds)
         step_peak, timeline = trainer.peak_bytes, trainer.timeline()
         trainer.save(folder / "saved", keep=1)
         peak = trainer.peak_bytes
     steady = sorted(times[_SKIPPED:])
     later = times[_SKIPPED + len(timelines) :]
-    speed = measured_speed(program, expected, timelines)
+    speed = measured_speed(program, simulate(program, machine), timelines)
     return {
         "run": dataclasses.asdict(run),
         "name": str(run),
@@ -171,6 +161,21 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
         "measured_bytes": peak,
         "measured_sample_bytes": max((size for _, size in timeline.resident), default=0),
     }
+
+
+def _trained(run: Run, trainer: Trainer, seconds: float) -> tuple[list[float], list[Timeline]]:
+    """Train for so long; returns the seconds of every step, and the timelines of those that are looked at."""
+    times, timelines = list[float](), list[Timeline]()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 5:
+        number = len(times) * run.accumulation
+        batches = [batch_of(run, number + micro) for micro in range(run.accumulation)]
+        started = time.perf_counter()
+        trainer.step(batches)
+        times.append(time.perf_counter() - started)
+        if _SKIPPED < len(times) <= _SKIPPED + _LOOKED_AT:
+            timelines.append(trainer.timeline())
+    return times, timelines
 
 
 def line(found: dict[str, Any]) -> str:

@@ -161,10 +161,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     """
     machine = as_machine(machine)
     check_type("graph", graph, StepGraph, "what lading.capture returns")
-    if matrices is not None:
-        check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
-    for name, switch in (("master_weights", master_weights), ("compile", compile), ("stage_saves", stage_saves)):
-        check_type(name, switch, bool, "True or False")
+    _check_switches(matrices, master_weights=master_weights, compile=compile, stage_saves=stage_saves)
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
@@ -172,7 +169,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
     check_experts(experts, graph, machine, spread.devices, compile=compile)
-    check_clipped(clipped, clip_norm, spread.devices, compile=compile, others=bool(others) or experts is not False)
+    alone = {"compile": compile, "others": bool(others), "experts": experts is not False}
+    check_clipped(clipped, clip_norm, spread.devices, **alone)
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
@@ -191,6 +189,18 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, "stage_saves": stage_saves}
     asked |= planner.moved
     return _by_first_rank(make, [graph, *others], asked)
+
+
+def _check_switches(matrices: Matrices | None, **switches: bool) -> None:
+    """Refuse arguments of another type.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    if matrices is not None:
+        check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
+    for name, switch in switches.items():
+        check_type(name, switch, bool, "True or False")
 
 
 def _shared_machine(machine: Machine, devices: int) -> Machine:
@@ -305,9 +315,9 @@ class _LayoutPlanner:
         """Plan the step of a rank, whose choices begin with those of its part of the model."""
         captures = (self.graph, *self.others)
         steps = [step_of(each, self.machine, **self.moved, layout=layout, choices=part) for each in captures]
-        guess: dict[str, float] = {} if self.waiting is None else {SPECULATES: 1.0}
+        guess = dict[str, float]()
         if self.waiting is not None:
-            steps = [with_guess(each, self.waiting) for each in steps]
+            steps, guess = [with_guess(each, self.waiting) for each in steps], {SPECULATES: 1.0}
         step, *rest = together(steps)
         with planning_progress(after_s=_QUICK_S) as progress:
             memory, others_scratch = memory_by_turns(step, rest, self.machine, progress)

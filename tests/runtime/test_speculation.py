@@ -25,14 +25,14 @@ from tests.runtime.cases import (
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 
 from lading.errors import ConfigError, ProgramError, StorageError
-from lading.ir.action import DEVICE, Action
+from lading.ir.action import Action
 from lading.ir.graph import PERSISTENT, Phase, StepGraph
 from lading.ir.guess import coefficient_op, guess_of, speculated, update_names, with_guess
 from lading.ir.late_updates import even_moves, with_late_updates
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.tier_layout import home_tiers
-from lading.memory.values_before import known_before
+from lading.memory.values_before import known_before, on_device_alone
 from lading.runtime.executor import Executor
 
 #: Norms that gradients of some of the first steps are above, by model; of no step; of every step.
@@ -42,10 +42,8 @@ RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3, 1e-3)
 
 def on_device(program: Program) -> set[str]:
     """Parameters of which something is on the device alone, and is no number of updates."""
-    homes, known = home_tiers(program), known_before(program)
-    names = update_names(program.graph)
-    guessed = speculated(program.graph)
-    return {n for n, each in names.items() if any(homes[s] == DEVICE and s not in known for s in each & guessed)}
+    alone = on_device_alone(program)
+    return {name for name, each in update_names(program.graph).items() if each & alone}
 
 
 @cache

@@ -25,7 +25,7 @@ from lading.ir.defer import moved_blocks, updates
 from lading.ir.graph import DTYPE_BYTES, PERSISTENT, Op, Phase, Role, StepGraph, Storage, Tensor, rename_op
 
 #: Name of the constant by which updates that do not wait multiply their gradients.
-GUESS = "clip.guess"
+GUESS = "clip.guessed coefficient"
 #: Setting of a plan whose updates do not wait, but for those of the parameters in its ``Choices.waiting``.
 SPECULATES = "speculates"
 _COEFFICIENT = "aten.clamp.default"
@@ -40,7 +40,8 @@ _ONE = {
 
 def guess_of(graph: StepGraph) -> int | None:
     """Storage of the guessed coefficient; None in a step that does not speculate."""
-    return next((number for number, storage in enumerate(graph.storages) if storage.name == GUESS), None)
+    found = (n for n, storage in enumerate(graph.storages) if storage.name == GUESS and storage.role is Role.CONSTANT)
+    return next(found, None)
 
 
 def coefficient_op(graph: StepGraph) -> int | None:

@@ -73,6 +73,8 @@ class Stack:
         cuda_graphs: Kernels are replayed, not launched.
         gradient_dtype: In which gradients are accumulated and reduced.
         gather_dtype: In which cut parameters are gathered; "" means that of the products.
+        own_sums: Gradients of micro-batches are added up in buckets of the engine's as they come, not by autograd, but
+            at stage 1 of ZeRO.
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
         moments: Numbers of the size of a parameter that the optimizer keeps: Adam two, SGD none, or one with momentum.
         update_passes: Times that an update reads or writes a parameter's element besides value, gradient and moments.
@@ -168,6 +170,7 @@ class Stack:
     cuda_graphs: bool = False
     gradient_dtype: str = "float32"
     gather_dtype: str = ""
+    own_sums: bool = False
     master_weights: bool = True
     moments: int = 2
     update_passes: float = 0.0

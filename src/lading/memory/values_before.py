@@ -29,14 +29,19 @@ def values_before(program: Program) -> dict[int, Before]:
     Raises:
         ProgramError: it is nowhere.
     """
-    found, graph = known_before(program), program.graph
-    for storage, homes in sorted(home_tiers(program).items()):
-        if homes == DEVICE and storage in speculated(graph) and storage not in found:
-            raise ProgramError(
-                f"expected the value of {graph.storages[storage].name} in a lower tier until the norm of all gradients "
-                "is known, found it on the device alone; plan again"
-            )
+    found, alone = known_before(program), on_device_alone(program)
+    if alone:
+        raise ProgramError(
+            f"expected the value of {program.graph.storages[min(alone)].name} in a lower tier until the norm of all "
+            "gradients is known, found it on the device alone; plan again"
+        )
     return found
+
+
+def on_device_alone(program: Program) -> frozenset[int]:
+    """Storages that change on a guess, and whose value from before the step is nowhere then."""
+    homes, known = home_tiers(program), known_before(program)
+    return frozenset(s for s in speculated(program.graph) if homes[s] == DEVICE and s not in known)
 
 
 def known_before(program: Program) -> dict[int, Before]:

@@ -6,8 +6,7 @@ autocast_mode.cpp, ``cached_cast``). From the second micro-batch on autograd add
 (torch/csrc/autograd/functions/accumulate_grad.h), where no product adds to it itself as Megatron's do. Neither depends
 on tokens, so they matter where a micro-batch has few. Where gradients or parameters are cut over ranks nothing is added
 up whole, and FSDP, which cuts parameters at either stage, casts shards.
-DeepSpeed leaves sums to autograd at stage 1 only: else its engines copy gradients into buckets as they come
-(runtime/zero/stage_1_and_2.py, stage3.py).
+Software with sums of its own (``Stack.own_sums``) leaves them to autograd at stage 1 of ZeRO only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> Ra
     if layout.zero >= 2 or segment.trained_elements is not None or not segment.kernels:
         return segment
     wide = stack.parameters_dtype == "float32" and layout.precision != "fp32"
-    own = stack.kind == "deepspeed-like" and layout.zero != 1
+    own = stack.own_sums and layout.zero != 1
     adds = stack.fusion != "fused" and layout.micro_batches > 1 and not own
     if not wide and not adds:
         return segment

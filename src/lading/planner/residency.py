@@ -447,14 +447,17 @@ def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lo
     return best
 
 
+def smallest_bytes(arena_bytes: int) -> int:
+    """Bytes of a storage below which it is always kept, in an arena of so many."""
+    return max(PAGE_BYTES, int(arena_bytes * _SMALLEST_SHARE))
+
+
 def residency_problem(
     step: StepProblem, *, every: bool = False, moving: float = 0.0, across: bool = False
 ) -> ResidencyProblem:
     """Collect the choices of a step within its budgets, small storages left out; the options are those of ``build``."""
-    smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
-    problem = build(
-        step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
-    )
+    least, (graph, costs) = smallest_bytes(step.arena_bytes), (step.graph, step.costs)
+    problem = build(graph, step.lives, step.machine, costs, least, every=every, moving=moving, across=across)
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
     taken = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.host_storages)
     capacity = {t: size - (taken if t == step.machine.host_tier else 0) for t, size in step.budgets.items()}

@@ -15,18 +15,16 @@ from typing import Protocol
 from lading.errors import ConfigError, PlanInfeasible, check_number
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
-from lading.ir.guess import speculated, update_names
+from lading.ir.guess import update_names
 from lading.ir.plan import Plan
-from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program
-from lading.memory.tier_layout import home_tiers
-from lading.memory.values_before import known_before
+from lading.ir.program import LINE_BYTES, Program
+from lading.memory.values_before import on_device_alone
 from lading.planner.api import Planned
+from lading.planner.residency import smallest_bytes
 from lading.units import format_seconds
 
 #: Plans that are made until every value that changes on a guess is in a lower tier before.
 _TRIES = 4
-#: Parameters smaller than this share of the budget are not moved, so their updates wait.
-_SMALLEST_SHARE = 1 / 4000
 
 
 class GuessMaker(Protocol):
@@ -35,7 +33,9 @@ class GuessMaker(Protocol):
     def __call__(self, waiting: frozenset[str] | None, budget: str | float) -> Planned: ...
 
 
-def check_clipped(clipped: float | None, clip_norm: float, ranks: int, *, compile: bool, others: bool) -> None:
+def check_clipped(
+    clipped: float | None, clip_norm: float, ranks: int, *, compile: bool, others: bool, experts: bool
+) -> None:
     """Refuse a step that cannot speculate, before anything is planned.
 
     Raises:
@@ -49,6 +49,7 @@ def check_clipped(clipped: float | None, clip_norm: float, ranks: int, *, compil
         "several ranks": ranks > 1,
         "compile=True": compile,
         "further steps (others=)": others,
+        "experts that are left out (experts=)": experts,
     }
     for name, is_there in found.items():
         if is_there:
@@ -77,9 +78,9 @@ def plan_speculating(make: GuessMaker, budget: str | float, step: StepGraph, cli
 
 
 def _on_a_guess(make: GuessMaker, step: StepGraph, budget_bytes: int) -> Planned | None:
-    """Plan in which as many updates as can do not wait; None where none can, or no plan fits."""
+    """Plan in which as many updates as can do not wait; None where none is found."""
     names, sizes = update_names(step), [storage.size_bytes for storage in step.storages]
-    smallest = max(PAGE_BYTES, int(budget_bytes * _SMALLEST_SHARE))
+    smallest = smallest_bytes(budget_bytes)  # smaller parameters are not moved, so their updates wait
     waiting = frozenset(
         name for name, storages in names.items() if any(LINE_BYTES < sizes[s] < smallest for s in storages)
     )
@@ -99,8 +100,7 @@ def _on_a_guess(make: GuessMaker, step: StepGraph, budget_bytes: int) -> Planned
 
 def _stuck(program: Program) -> frozenset[str]:
     """Parameters that a plan keeps on the device alone."""
-    homes, known, guessed = home_tiers(program), known_before(program), speculated(program.graph)
-    alone = {s for s in guessed if homes[s] == DEVICE and s not in known}
+    alone = on_device_alone(program)
     return frozenset(name for name, storages in update_names(program.graph).items() if not alone.isdisjoint(storages))
 
 
@@ -120,7 +120,7 @@ def _gained(guesses: Planned, waits: Planned, clipped: float) -> str:
 
 def _kept_waiting(guesses: Planned | None, clipped: float) -> str:
     if guesses is None:
-        return "updates wait for the norm of all gradients: no plan fits in which some do not"
+        return "updates wait for the norm of all gradients: no plan was found in which some do not"
     return (
         f"updates wait for the norm of all gradients: without that a step is expected to take "
         f"{format_seconds((1 + clipped) * guesses.plan.step_s)}, with {clipped:.0%} of them clipped and run twice"

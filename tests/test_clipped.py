@@ -143,7 +143,7 @@ def test_what_is_refused(asked: dict[str, Any], words: str) -> None:
 
 
 def test_experts_and_further_steps_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"got further steps \(others=\); leave clipped out"):
+    with pytest.raises(ConfigError, match=r"got further steps \(others=, or validation\); leave"):
         lading.plan(captured(), small_machine(), budget="50%", clip_norm=CLIP, clipped=0.1, others=[captured()])
     with pytest.raises(ConfigError, match=r"got experts that are left out \(experts=\); leave clipped out"):
         check_clipped(0.1, CLIP, 1, compile=False, others=False, experts=True)

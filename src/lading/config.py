@@ -331,6 +331,9 @@ class MemoryConfig:
         folder: Folder for the swap file of a tier without a location; "" for the run's own ``out`` folder.
         experts: Leave out of each step the experts that no token chose, and plan again when others are chosen than
             before. On one CPU, without ``optimization.compile``.
+        clipped: Share of steps whose gradients are expected to be above ``optimization.clip_norm`` at first. Updates
+            then need not wait for the norm of all gradients, and a clipped step runs twice; planned again where another
+            share is counted. On one device, without ``optimization.compile`` and validation. None waits.
     """
 
     budget: str | int | float
@@ -339,12 +342,15 @@ class MemoryConfig:
     policy: str = "residency"
     folder: str = ""
     experts: bool = False
+    clipped: float | None = None
 
     def __post_init__(self) -> None:
         share_or_bytes(self.disk_budget, 1, "disk_budget")
         for name, size in self.budgets.items():
             share_or_bytes(size, 1, f"budgets.{name}")
         _text("policy", self.policy)
+        if self.clipped is not None:
+            check_number("clipped", self.clipped, 0, 1)
         if share_or_bytes(self.budget, 1 << 40, "budget") == 0:
             raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
 

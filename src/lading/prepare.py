@@ -340,9 +340,15 @@ class _LayoutPlanner:
                 workspace_bytes=memory.scratch_bytes,
             )
         plan = _told(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
-        waiting = tuple(sorted(self.waiting or ()))
-        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups, waiting=waiting)
-        return dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
+        cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
+        made = dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
+        return _with_waiting(made, self.waiting or frozenset())
+
+
+def _with_waiting(planned: Planned, waiting: frozenset[str]) -> Planned:
+    """Write down the parameters whose updates wait for the norm of all gradients where others do not."""
+    choices = dataclasses.replace(planned.plan.choices, waiting=tuple(sorted(waiting)))
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, choices=choices))
 
 
 def _prepared_layout(
@@ -557,6 +563,8 @@ def plan_run(
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
     check_experts(run.memory.experts, step.captured, machine, ranks, compile=run.optimization.compile)
+    alone = {"compile": run.optimization.compile, "others": bool(step.others), "experts": run.memory.experts}
+    check_clipped(run.memory.clipped, run.optimization.clip_norm, ranks, **alone)
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
@@ -564,6 +572,9 @@ def plan_run(
     make = _RunPlanner(run, step, memory, others, progress, cache)
     if run.memory.experts:
         planned = plan_experts(make, run.memory.policy, run.memory.budget, machine, shares)
+    elif run.memory.clipped is not None:
+        guessing = partial(make.guessing, machine=machine)
+        planned = plan_speculating(guessing, run.memory.budget, step.graph, run.memory.clipped)
     else:
         planned = make(run.memory.policy, run.memory.budget, machine)
     moved = run.optimization
@@ -579,6 +590,7 @@ class _RunPlanner:
         memory: Memory of its kernels.
         others: Its further steps, each with the scratch of its operations.
         cache: As of ``plan_run``.
+        guesses: Whether some updates of the step do not wait for the norm of all gradients.
     """
 
     run: RunConfig
@@ -587,6 +599,17 @@ class _RunPlanner:
     others: Sequence[tuple[StepGraph, Sequence[int]]]
     progress: PlanProgress
     cache: bool
+    guesses: bool = False
+
+    def guessing(self, waiting: frozenset[str] | None, budget: str | float, machine: Machine) -> Planned:
+        """Plan the run with these parameters' updates waiting for the norm of all gradients; None for all."""
+        policy = self.run.memory.policy
+        if waiting is None:
+            return self(policy, budget, machine)
+        step = dataclasses.replace(self.step, graph=with_guess(self.step.graph, waiting))
+        memory, _ = memory_by_turns(step.graph, [], machine, self.progress)
+        made = dataclasses.replace(self, step=step, memory=memory, guesses=True)(policy, budget, machine)
+        return _with_waiting(made, waiting)
 
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
         """Plan the run by a policy, within a budget of the device, for a machine."""
@@ -604,6 +627,7 @@ class _RunPlanner:
                 "clip_norm": run.optimization.clip_norm,
                 "master_weights": float(has_masters(run)),
                 "compile": float(run.optimization.compile),
+                **({SPECULATES: 1.0} if self.guesses else {}),
                 **self.memory.settings(_run_save_bytes(run, self.step.graph, machine)),
                 **_staging(run, self.step, machine),
             },

@@ -28,7 +28,7 @@ from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.together import together
-from lading.memory.restore import predicted_timeline, programs_of, restore_program, step_of
+from lading.memory.restore import as_planned, predicted_timeline, programs_of, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
 from lading.models.hugging_face import Fill, Sink
@@ -106,7 +106,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     step = capture_run(run, machine)
     if plan.ranks == 1:
-        program = restore_program(plan, step.graph, machine)
+        program = restore_program(plan, as_planned(plan, step.graph), machine)
     else:
         program = programs_of(plan.of_rank(rank_number()), step.captured, step.others)[0]
     if to_run and run.kept_checkpoints and machine.device.kind == "cpu" and not program.save_bytes:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
+from lading.clipping_watch import ClippingWatch
 from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
 from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import make_folder
@@ -75,6 +76,9 @@ from lading.tracing.initial import defer
 from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
+
+#: What a run is compared with between two steps, and planned again for.
+Watch: TypeAlias = HostWatch | RoutingWatch | ClippingWatch
 
 
 def train_run(
@@ -254,8 +258,7 @@ def _trained(
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
         plans = plans and freezer is None and ranks.count == 1
-        # A step that leaves out experts is another one each time, so it says little of the host.
-        watch = (RoutingWatch if prepared.plan.leaves_out_experts else HostWatch)(prepared, trainer, plans=plans)
+        watch = _watch_over(prepared)(prepared, trainer, plans=plans)
         try:
             stop, mine = _loop(trainer, data, meta, validation, freezer, watch, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
@@ -267,6 +270,13 @@ def _trained(
             stop.deliver()
         prepared = watch.prepared if freezer is None else freezer.prepared
         return prepared, first, trainer.timelines(mine), int(trainer.largest(trainer.peak_bytes)[0])
+
+
+def _watch_over(prepared: Prepared) -> type[Watch]:
+    """Watch over a run of this plan; steps that leave out experts differ, so they say little of the host."""
+    if prepared.plan.leaves_out_experts:
+        return RoutingWatch
+    return HostWatch if prepared.run.memory.clipped is None else ClippingWatch
 
 
 def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:
@@ -347,7 +357,7 @@ def _loop(
     meta: Mapping[str, Any],
     validation: _Validation | None,
     freezer: _Freezer | None,
-    watch: HostWatch | RoutingWatch,
+    watch: Watch,
     loggers: Sequence[Logger],
     ranks: RunRanks,
 ) -> tuple[StopRequest, RankTimeline | None]:
@@ -397,8 +407,8 @@ def _loop(
     return stop, mine
 
 
-def _plan_again(freezer: _Freezer | None, watch: HostWatch | RoutingWatch, steps_left: int, progress: Progress) -> None:
-    """Plan again between two steps where layers froze, the host takes another time or other experts are chosen.
+def _plan_again(freezer: _Freezer | None, watch: Watch, steps_left: int, progress: Progress) -> None:
+    """Plan again between two steps where layers froze, the host, chosen experts or clipped steps are others.
 
     What comes of it is shown.
     """

@@ -216,7 +216,13 @@ def planned_step(plan: Plan, captured: StepGraph) -> StepGraph:
         layout=plan.parsed_layout,
         choices=plan.choices,
     )
-    return with_guess(step, frozenset(plan.choices.waiting)) if SPECULATES in settings else step
+    return as_planned(plan, step)
+
+
+def as_planned(plan: Plan, step: StepGraph) -> StepGraph:
+    """Whole step in which updates wait for the norm of all gradients, or do not, as a plan has it."""
+    guesses = SPECULATES in plan.request.settings
+    return with_guess(step, frozenset(plan.choices.waiting)) if guesses else step
 
 
 def program_of(plan: Plan, captured: StepGraph) -> Program:

@@ -48,7 +48,7 @@ def check_clipped(
         "clip_norm=0": not clip_norm,
         "several ranks": ranks > 1,
         "compile=True": compile,
-        "further steps (others=)": others,
+        "further steps (others=, or validation)": others,
         "experts that are left out (experts=)": experts,
     }
     for name, is_there in found.items():

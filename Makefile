@@ -36,7 +36,7 @@ check: venv
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(COMPILE)
-	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/python -m $(PYTEST) -m "not gpu and not multi_gpu and not slow" $(PYTEST_ARGS)
 
 # Plausible faults, one at a time in a copy of the code: do the tests notice? Half an hour; MUTANTS_ARGS="planner --lived" for some.
 mutants: venv

@@ -82,8 +82,17 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs come first: where several processes share the work, the last files should be short ones."""
+    """Whole runs come first: where several processes share the work, the last files should be short ones.
+
+    Of a test marked long that has several cases the first is not: it runs by default.
+    """
     items.sort(key=lambda item: len(item.path.parts))
+    began = set[str]()
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if case and name not in began:
+            began.add(name)
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
 
 
 _FROZEN: set[object] = set()

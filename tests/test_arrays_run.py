@@ -53,6 +53,7 @@ def test_a_vision_model_learns_from_arrays(vit: RunConfig) -> None:
     assert "losses" not in read_metrics(Path(vit.out) / "metrics.jsonl")[0]
 
 
+@pytest.mark.long
 def test_made_up_numbers_are_said_to_be(vit: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = {"pixel_values": "float32 3 16 16", "labels": "int64 below 3"}
     run = dataclasses.replace(vit, data=dataclasses.replace(vit.data, kind="random", source="stdlib", inputs=inputs))

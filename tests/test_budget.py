@@ -72,6 +72,7 @@ def test_what_reducing_threads_may_keep_counts_in_the_budget_and_a_quarter_in_th
     assert program.peak_bytes <= made.budgets["device"]
 
 
+@pytest.mark.long
 def test_kernels_are_run_once_in_a_process_of_their_own(graph: StepGraph, tmp_path: Path) -> None:
     step = expand(graph)
     measured = kernel_memory(step, 1, cache=tmp_path)
@@ -143,6 +144,7 @@ def test_operations_that_cannot_run_alone_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # may be measured another time
 
 
+@pytest.mark.long
 def test_what_making_an_optimizer_of_torch_loads_is_not_the_steps() -> None:
     """It is in the process before the Trainer is, so a budget does not count it."""
     model = torch.nn.Linear(8, 8)

@@ -157,6 +157,7 @@ def check_every_pair(ways: list[Saved], folder: Path) -> None:
                     assert differing == [], f"{ways[of]} -> {ways[to]}"
 
 
+@pytest.mark.long
 def test_some_layouts_load_each_others_checkpoints(tmp_path: Path) -> None:
     check_every_pair(QUICK, tmp_path)
 
@@ -269,6 +270,7 @@ def loading_bytes(named: NamedValues, path: Path) -> int:
 LARGE = {"dim": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 16384, "max_seq_len": 32, "tied": False}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp2,zero3", "tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_a_rank_loads_in_constant_memory(layout: str, tmp_path: Path) -> None:
     """The largest tensors have 16 MiB, and a rank 8 of them where they are cut.
@@ -308,6 +310,7 @@ def most_bytes(named: NamedValues) -> int:
 SHARES = {"dp2,zero3": 0.6, "pp2": 0.7, "tp2": 0.75, "dp4,zero3": 0.4}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what a process reads")
 @pytest.mark.parametrize(
     "layout", ["dp2,zero3", "pp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2", "dp4,zero3"))]

@@ -72,6 +72,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.long
 def test_few_clipped_steps_make_updates_run_early_and_many_do_not() -> None:
     waits, guesses, often = planned(None), planned(0.0), planned(0.95)
     assert SPECULATES in guesses.request.settings

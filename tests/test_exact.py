@@ -134,6 +134,7 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
     return losses, {name: p.detach() for name, p in model.named_parameters()}, made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -177,6 +178,7 @@ def test_planned_equals_plain_to_the_bit(case: Case, tmp_path: Path) -> None:
         assert (len(made.choices.gaps) > 0) == (share < 1)
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) -> None:
     case = Case("wide", clip_norm=0.5, precision="bf16", num_layers=1)
     graph = capture(_model(case), _batches(case, 0)[0], next_byte_loss)

@@ -85,6 +85,7 @@ def test_checkpoints_count(run: RunConfig) -> None:
     assert never.needs.resume["disk"] == 0
 
 
+@pytest.mark.long
 def test_what_does_not_fit_shows_what_would(run: RunConfig, tmp_path: Path) -> None:
     roomy = fit_run(run, Hardware(machine=machine(tmp_path, 1 << 30)))
     assert roomy.error is None
@@ -100,6 +101,7 @@ def test_what_does_not_fit_shows_what_would(run: RunConfig, tmp_path: Path) -> N
     assert [change.token_s for change in tight.changes] == sorted(change.token_s for change in tight.changes)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_plans")
 def test_a_change_that_is_named_does_make_it_fit(run_file: Path, tmp_path: Path) -> None:
     long = load_run(run_file, (*SMALL, "data.sequence_length=256", "data.batch_size=16", "checkpoint.every_steps=0"))
@@ -164,6 +166,7 @@ def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_the_budget_of_the_file_is_kept(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +183,7 @@ def test_the_budget_of_the_file_is_kept(
     assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--budget", "100%"]) == 0
 
 
+@pytest.mark.long
 def test_the_disk_budget_of_the_file_is_kept(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.long
 def test_a_run_says_what_takes_another_time_than_its_machine_file_says(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_run_says_what_takes_another_time_than_its_machine_file_says(
     assert "planned again" not in said  # seconds of training are left
 
 
+@pytest.mark.long
 def test_a_run_is_planned_again_between_two_steps_and_keeps_its_numbers(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_plan_is_made_apart_and_taken_where_it_saves_time(
     assert ("saves nothing: " in said) != ("step predicted" in said)
 
 
+@pytest.mark.long
 def test_why_no_other_plan_was_made_is_said(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

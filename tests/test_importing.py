@@ -81,6 +81,7 @@ def table(name: str, **changed: Any) -> str:
     return f'{{name="{name}", sizes={{{text}}}}}'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_reference_model_begins_with_the_weights_of_its_twin(name: str, tmp_path: Path) -> None:
     """The same logits, but for rounding, and the export is the same files' values to the bit."""
@@ -119,6 +120,7 @@ def test_an_export_is_imported_again(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_as_if_it_had_begun_with_the_folder(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -199,6 +201,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_that_files_hold_apart_are_stacked_and_exported_apart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +283,7 @@ def refused(run: RunConfig, folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     saved("llama", folder)

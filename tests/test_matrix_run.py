@@ -215,6 +215,7 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
     return losses, {name: p.detach() for name, p in model.named_parameters()}, made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_planned_equals_plain_to_the_bit(case: Case, tmp_path: Path) -> None:
     losses, weights = _plain(case)

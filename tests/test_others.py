@@ -93,6 +93,7 @@ def losses(run: Any) -> list[float]:
     return got
 
 
+@pytest.mark.long
 def test_steps_that_take_turns_give_plain_pytorchs_bits(tmp_path: Path) -> None:
     """Kept whole and with values on disk; clipped; a head that one loss alone trains; smaller batches of each."""
     torch.manual_seed(0)

@@ -156,6 +156,7 @@ def compare(make: Make, schedule: Callable[[torch.optim.Optimizer], Any], share:
 QUICK = ("adamw fused", "amsgrad", "nesterov", "nadam", "rmsprop", "rprop", "asgd")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in QUICK)]
 )

@@ -61,6 +61,7 @@ def prepared(quarter: RunConfig, results: tuple[RunResult, RunResult]) -> Prepar
     return prepare_plan(Plan.load(Path(quarter.out) / "plan.json"))
 
 
+@pytest.mark.long
 def test_the_losses_are_those_of_plain_pytorch(results: tuple[RunResult, RunResult]) -> None:
     plain, planned = results
     assert len(plain.losses) == STEPS

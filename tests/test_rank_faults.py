@@ -179,6 +179,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize(("ways", "micro", "rel"), WAYS)
 def test_killed_and_resumed_in_another_layout(

@@ -104,6 +104,7 @@ def test_own_parts(path: Path, tmp_path: Path) -> None:
     assert "loss" in said
 
 
+@pytest.mark.long
 def test_own_machine(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(ROOT / "examples" / "own_machine.toml")
     run = str(ROOT / "examples" / "llama.toml")

@@ -85,6 +85,7 @@ def kill(process: BaseProcess, out: Path, kind: str, chance: random.Random) -> N
     process.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_instants(run: Path, made: Plan, reference: Path, tmp_path: Path, kills: int) -> None:
     """Started by a plan and planned anew by turns."""

@@ -48,6 +48,7 @@ def metrics(out: Path) -> tuple[list[float], list[str]]:
     return [record["loss"] for record in records], [record["plan"] for record in records]
 
 
+@pytest.mark.long
 def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import lading
@@ -26,6 +27,7 @@ def states_on_disk(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], 
     return {(g.storage, g.start): Option("disk") for g in large if graph.storages[g.storage].role == "optimizer_state"}
 
 
+@pytest.mark.long
 def test_training_from_a_saved_plan_imports_no_planner_no_simulator_and_no_costs(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     graph = lading.capture(Net(), batch(0), mean_square)

@@ -151,6 +151,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("told_by", ["save", "wait_saved", "check_saved", "end"])
 def test_a_saver_that_dies_is_told_by_whatever_comes_next(told_by: str, tmp_path: Path) -> None:
     folder, words = tmp_path / "saved", r"the checkpoint of step 2, saved beside training, is not written: .*SIGKILL"
@@ -220,6 +221,7 @@ def test_meta_is_refused_before_anything_is_staged(tmp_path: Path) -> None:
         assert trainer._saves._background.memory is None
 
 
+@pytest.mark.long
 def test_a_run_saves_beside_training_and_predicts_its_peak_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -231,6 +231,7 @@ def _check_case(got: Any, whole: Any, what: tuple[str, str, int]) -> None:
         assert told == losses, what
 
 
+@pytest.mark.long
 def test_two_ranks_with_shards_train_as_one_process_to_the_bit(two_ranks: Path, tmp_path: Path) -> None:
     _check(two_ranks, QUICK, tmp_path, 1)
 

@@ -83,6 +83,7 @@ def simulated_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software_profile, "measure", measured)
 
 
+@pytest.mark.long
 def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulated_host: None) -> None:
     said: list[str] = []
     out = tmp_path / "mine.toml"

@@ -105,6 +105,7 @@ def check(of: Case, got: tuple[dict[str, torch.Tensor], list[float]], alone: tup
         assert close, f"{of.layout}: {name} is off by {(value - alone[0][name]).abs().max():.1e}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)])
 def test_ranks_in_one_process_train_as_one_rank(name: str, tmp_path: Path) -> None:
     of = {**QUICK, **SLOWER}[name]

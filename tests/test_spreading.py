@@ -91,6 +91,7 @@ def asked(devices: int, batch: int = 8, layers: int = 1, **more: Any) -> Request
     )
 
 
+@pytest.mark.long
 def test_ranks_are_timed_with_the_threads_that_they_have(folder: Path) -> None:
     measured = host(where=host_id())
     share = dataclasses.replace(measured.device, num_threads=3, memory_bandwidth_bytes_per_s=1e8, rates={})
@@ -124,6 +125,7 @@ def test_the_layouts_are_all_that_a_run_may_have(devices: int) -> None:
     assert {str(layout) for layout in layouts_of_run(devices, {})[0]} == found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rate",
     [pytest.param(1e6, id="slow network"), pytest.param(1e10, id="fast network", marks=pytest.mark.slow)],
@@ -148,6 +150,7 @@ def test_the_first_is_the_fastest_of_all_when_each_is_planned(folder: Path, rate
     assert {"dp2", "dp2,zero3", "pp2", "tp2", "cp2"} <= steps.keys()
 
 
+@pytest.mark.long
 def test_a_budget_chooses_other_layouts_and_what_does_not_fit_is_said(folder: Path) -> None:
     machine = host()
     pins = {"dp": 2, "zero": 0}
@@ -217,6 +220,7 @@ def plan_words(devices: int, batch: int, layers: int = 1) -> list[str]:
     return [*words, "--global-batch", str(batch), "--seq", "64"]
 
 
+@pytest.mark.long
 def test_the_command_ends_with_the_line_that_runs_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*plan_words(2, 4), "--stack", "megatron-core"]) == 2
     assert "--stack belongs to a cluster" in " ".join(capsys.readouterr().err.split())

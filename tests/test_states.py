@@ -101,6 +101,7 @@ def asked_of_system() -> tuple[int, int]:
     return int(lines["rchar"]), int(lines["wchar"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", STORED, ids=str)
 def test_every_budget_and_a_disk_give_the_numbers_of_plain_pytorch(rule: MomentRule, tmp_path: Path) -> None:
     losses, values = plain(rule)

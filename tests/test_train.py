@@ -66,6 +66,7 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_an_out_folder_with_checkpoints(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

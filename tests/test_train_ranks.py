@@ -266,6 +266,7 @@ def said_by_one(both: tuple[dict[str, Any], dict[str, Any]], scene: str) -> str:
     return " ".join(errors[0].partition("error: ")[2].split())
 
 
+@pytest.mark.long
 def test_ranks_stop_fail_and_are_refused_together(tmp_path: Path) -> None:
     path = written(tmp_path)
     asked = [*ASKED, *STAGES, f"out={tmp_path}/planned"]

@@ -137,6 +137,7 @@ def test_validation_leaves_training_as_it_is_and_keeps_the_best(
     assert f"validation after step 2: loss {losses[2]:.4f}, the lowest so far; kept in" in told
 
 
+@pytest.mark.long
 def test_a_model_with_dropout_is_evaluated_without(tmp_path: Path) -> None:
     """The loss is that of plain PyTorch in eval mode, and training draws the random numbers that it drew."""
     share = f'validation={{source="{tmp_path}/other.txt", every_steps=3, batches=2}}'

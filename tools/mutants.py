@@ -42,6 +42,8 @@ ROOT = Path(__file__).parents[1]
 _COPIED = ("src", "tests", "tools", "benchmarks", "docs", "examples", "pyproject.toml", "README.md", "CHANGELOG.md")
 #: What is imported once, before processes are forked that run tests; nothing of the tree itself.
 _PRELOADED = ("pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "highspy", "safetensors")
+#: Marks of tests that may be run: all that `make check` runs.
+_TESTS = "not gpu and not multi_gpu and not slow"
 #: Packages of the tree, which each process imports from its own copy.
 _PACKAGES = ("lading", "tests", "tools", "benchmarks")
 #: A hang: so many times the seconds without a fault, and so many more.
@@ -216,7 +218,9 @@ def _tested(copy: Path, test: str, noticed: Path) -> int:
                 noticed.write_text(report.nodeid)
 
     temporary = f"--basetemp={copy / 'temporary'}"
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", temporary, test], plugins=[FirstFailure()])
+    status = pytest.main(
+        ["-x", "-q", "-p", "no:cacheprovider", "-m", _TESTS, temporary, test], plugins=[FirstFailure()]
+    )
     package = sys.modules.get("lading")
     assert package is None or str(package.__file__).startswith(str(copy)), f"tests ran on {package.__file__}"
     return int(status)

@@ -158,6 +158,7 @@ assert gloo_threads() == 0
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked for as Linux lists them")
 def test_a_process_group_ends_where_it_is_destroyed_though_a_step_was_captured(tmp_path: Path) -> None:
     # One that something keeps has threads as Python ends, which then takes the process down once in a while.

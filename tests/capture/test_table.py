@@ -70,6 +70,7 @@ def _convolution_flops(shapes: list[tuple[int, ...]], op: Op) -> int:
     return 4 * prod(gradient) * prod(weight[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", _EVERY)
 def test_a_stored_table_is_what_a_new_capture_gives(family: str) -> None:
     at, _, found = _captured(family)

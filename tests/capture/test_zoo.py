@@ -18,6 +18,7 @@ SLICE = (
 quiet = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.long
 @quiet
 @pytest.mark.parametrize("name", SLICE)
 def test_a_family_is_exact(name: str) -> None:

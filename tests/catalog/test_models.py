@@ -69,6 +69,7 @@ def test_what_is_simulated_only_is_not_built() -> None:
         named_model("deepseek-v3").config(1024)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(MILLIONS))
 def test_a_model_is_as_large_as_published(name: str) -> None:
     named = named_model(name)

@@ -108,6 +108,7 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{saved + 1:08d}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [5, 4])
 def test_killed_before_every_call_into_the_file_system(tmp_path: Path, first: int) -> None:
     """``first`` 4 saves step 4 again, so that the replacement of a checkpoint is interrupted too."""

@@ -186,6 +186,7 @@ def test_every_state_that_a_power_cut_may_leave(name: str, tmp_path: Path) -> No
     assert number > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_sync_counts(name: str, tmp_path: Path) -> None:
     """Without any one of them there is a state in which something is lost: so the states do find it."""

@@ -266,6 +266,7 @@ def test_ctrl_c_exits_130_without_a_traceback(train: FakeTrain) -> None:
     assert (process.returncode, error) == (130, b"interrupted\n")
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_no_traceback(train: FakeTrain) -> None:
     process = start(100_000, 0)
     assert process.stdout is not None

@@ -41,6 +41,7 @@ def test_ranks_failures_and_price(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert run["price_per_billion_tokens"] == pytest.approx(figures["price_per_billion_tokens"] * longer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", ["--straggler", "--slow-link"])
 def test_one_slow_device_slows_all(slow: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     steps = []

@@ -77,6 +77,7 @@ sys.exit(code)
     assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [

@@ -9,6 +9,7 @@ from tests.golden.store import check, read_json, read_text
 from lading.ir.layout import SCHEDULES, parse_layout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", layouts.CASES)
 def test_a_layout(name: str) -> None:
     check(read_json("layouts.json")[name], layouts.figures(name))
@@ -40,6 +41,7 @@ def test_some_rows_of_each_source() -> None:
     check(read_json("rows.json"), published.some_rows())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", published.SEARCHES)
 def test_a_search(name: str) -> None:
     check(read_json("searches.json")[name], published.searched(*published.SEARCHES[name]))

@@ -25,6 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", steps.CASES)
 def test_a_program_of_its_choices_and_when_it_runs(name: str) -> None:
     golden = read_text(f"programs/{name}.txt")

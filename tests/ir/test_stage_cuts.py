@@ -114,6 +114,7 @@ def play(model: nn.Module, steps: Sequence[StepGraph]) -> list[Interpreter]:
     return runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind", "ranks", "chunks"), CASES)
 def test_ranks_have_the_gradients_of_one_process_to_the_bit(name: str, kind: str, ranks: int, chunks: int) -> None:
     model, graph = captured(name)

@@ -109,6 +109,7 @@ _QUICK = {
 _EVERY = [*((name, layout) for name in _SIZES for layout in _DENSE), *(("dispatched", layout) for layout in _ROUTED)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
     [pair if pair in _QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in _EVERY],

@@ -37,6 +37,7 @@ def work_of(segment: RankSegment) -> list[tuple[object, ...]]:
     return sorted((k.name, k.dtype, k.bytes_read, k.bytes_written, str(k.detail)) for k in segment.kernels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "sizes"), [("llama", LLAMA), pytest.param("gpt", GPT, marks=pytest.mark.slow)])
 def test_sixteen_bits_widened_are_a_capture_in_thirty_two(name: str, sizes: dict[str, Any]) -> None:
     wide, half = (captured(name, sizes, dtype) for dtype in (torch.float32, torch.bfloat16))

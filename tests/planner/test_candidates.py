@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.planner.steps import captured, tiny, within
 
 from lading.ir.plan import Option
@@ -11,6 +12,7 @@ from lading.planner.residency import Relaxations, ResidencySearch
 from lading.planner.streaming import moving
 
 
+@pytest.mark.long
 def test_the_search_is_never_slower_than_a_plain_rule() -> None:
     step = captured("gpt", num_layers=1)
     step = within(step, int(0.7 * step.needs({})))

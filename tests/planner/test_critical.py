@@ -41,6 +41,7 @@ def test_seconds_of_gaps_are_those_of_their_own_actions() -> None:
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
 
 
+@pytest.mark.long
 def test_what_lies_on_the_path_is_changed_while_that_makes_the_step_shorter() -> None:
     found = moved()
     better = relieved(found, 0.0)

@@ -36,6 +36,7 @@ def test_the_plan_is_near_the_best(seeds: range) -> None:
     assert max(found) <= 1.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "slower"),
     [

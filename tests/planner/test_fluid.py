@@ -37,6 +37,7 @@ def flowing(step: StepProblem, windows: int) -> RelaxedResidency | None:
     return flow(problem, step.arena_bytes, windows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "windows"),
     [
@@ -114,6 +115,7 @@ def test_gaps_classed_by_the_few_operations_they_begin_and_end_at_bound_no_more(
     assert 0.8 * bounds[0].step_s <= bounds[1].step_s <= bounds[0].step_s * (1 + 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_classed_flows_are_below_all_plans_of_a_chain(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fluid, "_PLACES", 1)

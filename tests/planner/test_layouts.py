@@ -57,6 +57,7 @@ def every(search: LayoutSearch) -> list[Bounded]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stack", "pins"),
     [
@@ -269,6 +270,7 @@ def test_pins() -> None:
         find_layouts(space(devices=8, pins={"tp": 8}))
 
 
+@pytest.mark.long
 def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
     asked = space("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": (), "tp": 1, "cp": 1})
     with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
@@ -288,6 +290,7 @@ def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
     assert str(more.winner.layout) in text
 
 
+@pytest.mark.long
 def test_smallest_budget_is_one_that_works() -> None:
     pins = {"micro_batch": 1, "cp": 1, "offload": (), "pp": 1}
     asked = space(devices=2, pins=pins, budgets={"device": 2_540_000_000})

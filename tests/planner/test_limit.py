@@ -51,6 +51,7 @@ def beside(step: StepProblem, read: float, write: float) -> StepProblem:
     return dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=(disk,)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("slower", "slowdowns"), [(1.0, (0.2, 0.6)), (1.0, (3.0, 0.0)), (8.0, (0.0, 0.0))])
 def test_no_plan_of_a_small_step_is_below_the_limit(seed: int, slower: float, slowdowns: tuple[float, float]) -> None:
@@ -141,6 +142,7 @@ def test_the_least_over_orders_counts() -> None:
     assert both == {name: min(one[name], other[name]) for name in both}
 
 
+@pytest.mark.long
 def test_a_plan_says_its_limit() -> None:
     step = captured("gpt", num_layers=2)
     plan = make_plan(step.graph, step.machine, budget="40%").plan

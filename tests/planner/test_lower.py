@@ -69,6 +69,7 @@ def check_tight(step: StepProblem, choices: Choices) -> None:
         check(within(step, int(wide * share)), choices)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "accumulation", "clip_norm"),
     [

@@ -17,6 +17,7 @@ from lading.planner.unshard import choose_groups, neighbor_peaks
 from lading.report.plan_table import print_tree
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layout", "stack", "share"),
     [

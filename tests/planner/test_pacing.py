@@ -69,6 +69,7 @@ def test_a_pace_makes_operations_and_what_runs_again_behind_them_slower() -> Non
     assert twice.seconds == plain.seconds[:first] + [2.0 * seconds for seconds in plain.seconds[first:]]
 
 
+@pytest.mark.long
 def test_paced_plans_fit_are_proven_and_are_made_again_from_their_choices() -> None:
     step = half()
     plans = list(paced(step))

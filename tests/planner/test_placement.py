@@ -67,6 +67,7 @@ def test_the_cut_of_a_training_chain_is_the_best_of_all_cuts(make, seed: int, me
     assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS[:3])
 @pytest.mark.parametrize("make", [chain, training, graph, tied])
 @pytest.mark.parametrize("memory", [0.5, 1.0])
@@ -152,6 +153,7 @@ def test_a_pipeline_is_as_fast_as_the_fastest_cut_simulated(make, seed: int, mem
     assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 5])
 def test_cuts_too_many_to_try_are_refined_where_that_helps(seed: int) -> None:
     """By moves alone, with less effort than every cut would take, where the program's own cut is not the fastest."""

@@ -70,6 +70,7 @@ def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch.setattr)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_the_budget_is_kept(name: str, budget: str) -> None:
     made = planned(name, budget)
@@ -113,6 +114,7 @@ def test_scratch_is_part_of_the_budget() -> None:
     assert not any("scratch" in text for text in made.plan.assumptions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "budget", "searched"),
     [
@@ -214,6 +216,7 @@ def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     assert smallest(name) < 0.75 * made.plan.predictions.keep_all_bytes
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first_that_fits")
 def test_transfers_go_without_room_where_nothing_else_fits() -> None:
     """Their room would have needed 632,504 bytes, as it leaves holes that nothing fits into."""
@@ -279,6 +282,7 @@ def test_without_a_disk_only_recomputing_is_left() -> None:
         make_plan(graph, machine, budget=needs // 2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first_that_fits")
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "device alone"])
 def test_what_no_plan_can_hold_is_refused_without_a_search(disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:

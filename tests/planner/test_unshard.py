@@ -52,6 +52,7 @@ def peaks(case: str) -> tuple[int, int]:
     return neighbor_peaks(request, table)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )

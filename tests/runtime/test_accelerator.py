@@ -51,6 +51,7 @@ def executor_of(program: Program, folder: Path, api: FakeApi, **settings: object
     return Executor(program, optimizer=OPTIMIZER, folder=folder, device=device, poison=True, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("machine", "name", "micro", "clip", "dropout"),
     [

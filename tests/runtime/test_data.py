@@ -224,6 +224,7 @@ print(resident("RssAnon") - before[0], resident("RssFile") - before[1])
 """
 
 
+@pytest.mark.long
 def test_the_text_does_not_fill_memory(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(os.urandom(1 << 10))
     (tmp_path / "big").write_bytes(os.urandom(24 << 20))

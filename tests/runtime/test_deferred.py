@@ -34,6 +34,7 @@ STEPS = [  # model, micro-batches, clipping, dropout, what leaves the device, sh
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "micro", "clip", "dropout", "evict", "share"), STEPS)
 def test_equals_plain_pytorch(
     tmp_path: Path, name: str, micro: int, clip: float, dropout: float, evict: str, share: float

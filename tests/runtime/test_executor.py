@@ -49,6 +49,7 @@ def executor_of(program: Program, folder: Path, **settings: object) -> Executor:
     return Executor(program, optimizer=OPTIMIZER, folder=folder, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("evict", "name", "micro", "clip", "dropout"),
     [
@@ -399,6 +400,7 @@ with Executor(program, optimizer=OPTIMIZER, folder=Path(sys.argv[1])) as executo
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("evict", [pytest.param("nothing", marks=pytest.mark.slow), "disk"])
 def test_memory_stays_inside_arena_and_workspace(tmp_path: Path, evict: str) -> None:
     command = [sys.executable, "-c", MEMORY, str(tmp_path), evict]
@@ -434,6 +436,7 @@ for size in map(int, sys.argv[1:]):
 """
 
 
+@pytest.mark.long
 def test_freed_temporaries_keep_their_pages_up_to_a_size() -> None:
     """Each size in a process of its own, as what one leaves would serve the next."""
     sizes = [1 << 20, 4 << 20, 12 << 20, 40 << 20]

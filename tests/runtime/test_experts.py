@@ -83,6 +83,7 @@ def picked(evict: str, seed: int = 0) -> Any:
     return {"nothing": None, "half": at_random(seed), "all": disk_always, "values": at_random(seed, 0.8)}[evict]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("micro", "clip", "deferred", "evict", "is_late", "style"), PROGRAMS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_numbers_are_plain_pytorch_s_over_twenty_steps(
@@ -170,6 +171,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deferred", [0.0, 1.0])
 def test_a_step_that_fails_half_way_keeps_what_was_missed(tmp_path: Path, deferred: float) -> None:
     """Wherever a step stops: it has not happened, and is run again; or values are of two steps, and it says so."""
@@ -303,6 +305,7 @@ def values_away(graph: StepGraph, lives: Any) -> dict[tuple[int, int], Option]:
     }
 
 
+@pytest.mark.long
 def test_saved_resumed_and_planned_again(tmp_path: Path) -> None:
     """A checkpoint has every expert's values, and training goes on from it, and by a plan for what was counted."""
     model, plain = model_of(), Plain(model_of(), 1.0)
@@ -348,6 +351,7 @@ def moved_experts(program: Program) -> set[str]:
     return {name[: name.index(".experts.") + len(".experts.0")] for name in moved if ".experts." in name}
 
 
+@pytest.mark.long
 def test_experts_chosen_often_stay_in_memory(tmp_path: Path) -> None:
     """A plan that knows shares keeps the experts that are chosen most, and a step moves less for it; numbers stay."""
     often, fast = 3, dict.fromkeys(("read_bytes_per_s", "write_bytes_per_s"), 2e10)

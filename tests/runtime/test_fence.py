@@ -66,6 +66,7 @@ def staged_late(case: str, folder: Path) -> tuple[list[int], int]:
     return wrong, count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_copied_before_a_step_writes_over_them(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

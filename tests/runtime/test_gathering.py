@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece_bytes", [16, 100, 200, 500, 1 << 20])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_rank_reads_the_whole_value(case: Case, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

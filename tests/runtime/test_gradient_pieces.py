@@ -51,6 +51,7 @@ def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> St
     return expand(captured, clip_norm=clip, part_elements=PART)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "clip", "loss_parts", "share", "evict"),
     [
@@ -165,6 +166,7 @@ def test_no_piece_is_there_with_another_where_each_is_used_up_at_once() -> None:
     assert all(before[-1] < after[0] for before, after in pairwise(uses))
 
 
+@pytest.mark.long
 def test_a_budget_below_a_weight_and_its_gradient_is_planned_and_run(tmp_path: Path) -> None:
     """A table of 8 MiB and its gradient in 13 MiB: planned, saved, read back, and the numbers are plain PyTorch's."""
     sizes = {"vocab_size": 8192, "dim": 256, "num_heads": 2, "num_layers": 1}

@@ -62,6 +62,7 @@ def assert_close_to_eager(
         torch.testing.assert_close(value, expected, rtol=0, atol=2 * max(RATES))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "clip", "parts", "pieces", "evict"),
     [
@@ -154,6 +155,7 @@ def largest_bytes(graph: StepGraph) -> int:
     return max(sum(graph.storages[s].size_bytes for s in {*graph.reads(op), *graph.writes(op)}) for op in graph.ops)
 
 
+@pytest.mark.long
 def test_a_budget_that_no_whole_logits_fit_is_planned_and_said(tmp_path: Path) -> None:
     """Tokens times words are 8 MiB, and so is what 5 MiB train: the plan says that last bits differ."""
 

@@ -222,6 +222,7 @@ def large_calls(batch: int) -> Iterator[tuple[str, tuple[Any, ...], tuple[torch.
     yield f"aten.{name}_backward.default", back, getattr(aten, f"{name}_backward").default(*back)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_pieces_give_the_bits_of_the_whole_with_less_scratch(batch: int, threads: int) -> None:

@@ -29,6 +29,7 @@ def late(graph: StepGraph, hurry: float) -> StepGraph:
     return with_late_updates(graph, moves)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "hurry", "share"), [("gpt", 1, 1.0, 0.0), ("llama", 2, 3.0, 0.4), ("moe", 1, 0.5, 1.0)]
 )
@@ -60,6 +61,7 @@ def paced(graph: StepGraph) -> tuple[StepGraph, int]:
     return defer(with_late_updates(graph, moves)[0], count)[0], count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "micro"), [("llama", 1), ("moe", 2)])
 def test_updates_all_around_the_step_equal_plain_pytorch(tmp_path: Path, name: str, micro: int) -> None:
     graph, count = paced(graph_of(name, micro=micro))

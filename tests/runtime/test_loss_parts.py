@@ -28,6 +28,7 @@ def largest_bytes(graph: StepGraph) -> int:
     return max(sum(graph.storages[s].size_bytes for s in {*graph.reads(op), *graph.writes(op)}) for op in graph.ops)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "clip", "parts", "share", "evict"),
     [
@@ -91,6 +92,7 @@ def test_logits_that_something_else_reads_stay_whole() -> None:
         with_loss_parts(used, 4)
 
 
+@pytest.mark.long
 def test_a_budget_that_the_whole_loss_does_not_fit_is_planned_and_run(tmp_path: Path) -> None:
     """Less than the backward of the loss needs at once: the plan has its loss in parts and trains as plain."""
     sizes = {"vocab_size": 4001, "dim": 16, "num_heads": 2}

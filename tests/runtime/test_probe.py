@@ -77,6 +77,7 @@ def test_what_runs_before_a_sample_leaves_most_of_the_shared_cache(
     assert _disturbance_bytes("cuda") == _DISTURBANCE_BYTES["cuda"]
 
 
+@pytest.mark.long
 def test_a_probe_is_a_complete_machine(machine: Machine) -> None:
     computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.COLLECTIVE, OpKind.VIEW}
     assert {kind.value for kind in OpKind if kind not in computed} <= machine.device.rates.keys()
@@ -345,6 +346,7 @@ def test_what_is_timed_from_memory_while_others_load_the_host_is_timed_again(
     assert watch._watch.samples() == [[0.0, *map(float, runs)]]
 
 
+@pytest.mark.long
 def test_a_machine_that_stays_loaded_says_so_in_every_plan(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def check_times(program: Program, timeline: Timeline) -> None:
     snapshot(program, timeline)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "clip", "seed"),
     [("gpt", 1, 0.0, None), ("gpt", 1, 0.0, 0), ("llama", 2, 0.5, 0), ("llama", 1, 0.0, 1), ("moe", 1, 0.0, 1)],

@@ -76,6 +76,7 @@ QUICK = [(case, 6) for case in ("disk", "deferred", "hosted")]
 SLOW = [pytest.param(case, 10_000, marks=pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "positions"), [*QUICK, *SLOW])
 def test_every_value_is_of_the_step_it_is_said_to_be(tmp_path: Path, case: str, positions: int) -> None:
     make, pick, machine, wanted = CASES[case]

@@ -62,6 +62,7 @@ def speculating(
         wait |= more
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "tier", "waiting", "late"),
     [("gpt", 1, "disk", 0, False), ("llama", 2, "host", 5, True), ("moe", 1, "disk", 9, True)],
@@ -95,6 +96,7 @@ def test_gradients_are_gone_before_the_norm_is_known() -> None:
     assert [t for t in order if t in {graph.ops[i].inputs[0] for i in early}] == [graph.ops[i].inputs[0] for i in early]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip", [SOME["moe"], ALWAYS])
 def test_what_is_written_after_its_update_goes_to_a_second_place(tmp_path: Path, clip: float) -> None:
     """Operations take so long that all transfers end within their step."""
@@ -211,6 +213,7 @@ def test_values_that_cannot_be_read_again_are_lost_and_said_to_be(
         assert not executor.is_whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip", [NEVER, SOME["llama"], ALWAYS])
 def test_a_device_that_runs_behind_the_host_gives_the_same_bits(tmp_path: Path, api: FakeApi, clip: float) -> None:
     program = program_of(speculating("llama", clip, micro=2), host_always, TIERED)

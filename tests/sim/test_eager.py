@@ -51,6 +51,7 @@ def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequ
     return request, table_of(model, tuple(sizes.items()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "sizes", "layout", "measured"),
     [

@@ -167,6 +167,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [ALONE, *SHAPES])
 def test_ranks_take_the_same_time_at_every_grain(name: str) -> None:
     """What waits for a region waits for its last kernel, so computing beside the network is slowed as much in parts."""

@@ -52,6 +52,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_faults_are_noticed_or_live_and_the_tree_stays_as_it_is(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--root", tree, "--faults", tree / "tools/faults", "--out", tree / "out", "--jobs", "1", "--bare"]
     limit = "import tools.mutants as tool; tool._MORE_S = 1.0; tool.main()"

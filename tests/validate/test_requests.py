@@ -22,6 +22,7 @@ def of(name: str) -> StepRequest:
     return request_of(ROWS[name])
 
 
+@pytest.mark.long
 def test_published_rows_are_requests() -> None:
     """All but those whose machine is not in the catalog, and they are few."""
     without = 0

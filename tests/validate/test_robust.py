@@ -33,6 +33,7 @@ def without(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{part}.{name}={value!r}", changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row["id"])
 def test_rows_without_a_field(row: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"

@@ -100,6 +100,7 @@ def test_of_repeats_the_newest_is_scored(tmp_path: Path) -> None:
     assert not {"mbridge26.06-pretrain-010", "mbridge26.04-pretrain-015"} & kept
 
 
+@pytest.mark.long
 def test_memory_is_compared_like_with_like() -> None:
     told = Told(dict.fromkeys(ROWS, 1.0), peak_bytes=60 * GiB, low_bytes=58 * GiB, high_bytes=62 * GiB)
     outcomes = outcomes_of(ROWS.values(), told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import cache
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,34 @@ def test_numbers_are_plain_pytorchs_and_clipped_steps_are_counted(tmp_path: Path
         trainer.load(saved)
         assert trainer.step(steps[7]) == losses[7]
     assert same(third, reference)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_norm_that_is_no_number_gives_plain_pytorchs_bits(tmp_path: Path, number: float) -> None:
+    steps = batches(2)
+    reference, ours = copy.deepcopy(model()), copy.deepcopy(model())
+    for each in (reference, ours):
+        with torch.no_grad():
+            next(each.parameters()).view(-1)[int(steps[0]["tokens"][0, 0]) * SIZES["dim"]] = (
+                number  # which is looked up
+            )
+    optimizer = lading.AdamW().plain(reference.parameters())
+    torch.manual_seed(2)
+    for batch in steps:
+        next_byte_loss(reference, batch).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(2)
+    with lading.Trainer(planned(0.0), captured(), ours, folder=tmp_path) as trainer:
+        for batch in steps:
+            trainer.step(batch)
+        assert trainer.gradient_norm is not None
+        assert isnan(trainer.gradient_norm)
+        assert trainer.speculation is not None
+        assert trainer.speculation.again == 2
+    for one, other in zip(reference.state_dict().values(), ours.state_dict().values(), strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def test_a_pause_goes_on_with_the_values_that_count(tmp_path: Path) -> None:

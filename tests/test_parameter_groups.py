@@ -479,3 +479,72 @@ def test_an_update_of_several_operations_is_timed_by_what_they_touch() -> None:
             max(s for op, s in zip(step.ops, op_costs(step, MACHINE.device), strict=True) if op.kind == "step")
         )
     assert seconds[1] / seconds[0] == pytest.approx(16.1 / 7, rel=0.1)
+
+
+def test_states_that_the_optimizer_is_given_inside_of_the_block_are_refused(tmp_path: Path) -> None:
+    """Loaded after the last step, they are the optimizer's, as in a loop without a Trainer."""
+    model, other = net(), net()
+    optimizer, earlier = OPTIMIZERS["adamw"](model), OPTIMIZERS["adamw"](other)
+    plainly(other, earlier, None, range(2))
+    graph = capture(model, batch(0), loss_fn)
+    made = plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all")
+    with Trainer(made, graph, model, optimizer=optimizer, folder=tmp_path) as trainer:
+        trainer.step(batch(0))
+        optimizer.load_state_dict(earlier.state_dict())
+        with pytest.raises(ConfigError, match="expected the states that the Trainer has taken over"):
+            trainer.step(batch(1))
+        assert trainer.steps == 1
+    mine, theirs = optimizer.state_dict()["state"], earlier.state_dict()["state"]
+    assert mine.keys() == theirs.keys()
+    for place, states in theirs.items():
+        assert all(torch.equal(mine[place][key], value) for key, value in states.items())
+
+
+def test_an_optimizer_without_states_has_none_afterwards(tmp_path: Path) -> None:
+    model, expected = net(), net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected)]
+    graph = capture(model, batch(0), loss_fn)
+    made = plan(graph, MACHINE, budget="100%", optimizer=optimizers[0], policy="keep-all")
+    with Trainer(made, graph, model, optimizer=optimizers[0], folder=tmp_path) as trainer:
+        trainer.step(batch(0))
+    plainly(expected, optimizers[1], None, range(1))
+    assert optimizers[0].state_dict() == optimizers[1].state_dict()
+
+
+def test_a_checkpoint_has_the_numbers_of_the_groups(tmp_path: Path) -> None:
+    """A schedule that goes on from the group's rate gives the bits of a loop that was not interrupted."""
+    losses, saved = list[float](), tmp_path
+    for steps in (range(3), range(3, STEPS)):
+        model = net()
+        optimizer = torch.optim.AdamW(grouped(model), lr=1e-3)
+        schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
+        graph = capture(model, batch(0), loss_fn)
+        made = plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all")
+        with Trainer(made, graph, model, optimizer=optimizer, folder=tmp_path) as trainer:
+            if steps.start:
+                schedule.load_state_dict(trainer.load(saved)["schedule"])
+            for step in steps:
+                losses.append(trainer.step(batch(step)))
+                schedule.step()
+            saved = trainer.save(tmp_path / "saved", meta={"schedule": schedule.state_dict()})
+    reference = net()
+    plain = torch.optim.AdamW(grouped(reference), lr=1e-3)
+    assert losses == plainly(reference, plain, lr_scheduler.StepLR(plain, 2, 0.5), range(STEPS))
+    assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+
+
+def test_numbers_of_groups_with_other_parameters_stay_with_a_warning(tmp_path: Path) -> None:
+    saved = tmp_path
+    for groups in (grouped, lambda model: [{"params": [*model.parameters()], "lr": 7e-3}]):
+        model = net()
+        optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
+        graph = capture(model, batch(0), loss_fn)
+        made = plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all")
+        with Trainer(made, graph, model, optimizer=optimizer, folder=tmp_path) as trainer:
+            if groups is grouped:
+                trainer.step(batch(0))
+                saved = trainer.save(tmp_path / "saved")
+                continue
+            with pytest.warns(UserWarning, match="parameter groups with other parameters"):
+                trainer.load(saved)
+            assert optimizer.param_groups[0]["lr"] == 7e-3

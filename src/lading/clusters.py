@@ -35,11 +35,12 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
     """Make the step that is asked for, and the table of its model.
 
     Raises:
-        ConfigError: a name is not known, devices and layout do not go together, or it is no training step.
+        ConfigError: a name is not known, devices or experts and layout do not go together, or it is no training step.
     """
     if not request.training:
         raise ConfigError("expected a training step, got one forward pass, which is placed on unlike devices only")
     table, seq_len = _table(request)
+    _check_experts(request.asked_layout.ep, table)
     machine = load_machine(request.machine)
     if request.network:
         checked_network(request.network, node_size(machine))
@@ -58,6 +59,16 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
         assumed=_longer(request.model, seq_len),
     )
     return step, table
+
+
+def _check_experts(ep: int, table: ModelTable) -> None:
+    """Refuse to spread experts that a model has not.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    if ep > 1 and "e" not in table.symbols:
+        raise ConfigError(f"layout: ep spreads experts over ranks, and {table.name} has none; leave ep{ep} out")
 
 
 def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -110,6 +121,7 @@ def space_of(request: Request) -> Space:
         ConfigError: a name is not known, or such layouts are not searched.
     """
     step, table = step_of(replace(request, devices=0, global_batch=0))
+    _check_experts(request.pins.get("ep", 1), table)
     return Space(request, step, table, machine_of(step, request.devices))
 
 

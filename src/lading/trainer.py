@@ -61,7 +61,7 @@ from lading.runtime.named import (
     state_keys,
     tensors_of,
 )
-from lading.runtime.parameter_groups import ParameterGroups, check_given
+from lading.runtime.parameter_groups import GROUPS, ParameterGroups, check_given
 from lading.runtime.resident import trim
 from lading.runtime.shard_reads import ReadableValue
 from lading.runtime.update_kernels import check_planned
@@ -617,10 +617,9 @@ class Trainer:
 
     def _snapshot(self) -> Snapshot:
         self._check_whole()
-        beside = {_RNG: generator_state(self._kind).numpy().tobytes()}
-        if self._frozen:
-            beside[_FROZEN] = "\n".join(self._frozen).encode()
-        programs = [step.program for step in self._steps]
+        beside = {} if self._groups is None else self._groups.saved()
+        beside |= {_FROZEN: "\n".join(self._frozen).encode()} if self._frozen else {}
+        beside[_RNG], programs = generator_state(self._kind).numpy().tobytes(), [step.program for step in self._steps]
         return Snapshot(self.steps, self._executor, self._values, programs, beside, self._replicas)
 
     def _by_first_rank(self, call: str, make: Callable[[], str], meanwhile: Callable[[], object]) -> str:
@@ -629,7 +628,7 @@ class Trainer:
         return make() if self._replicas is None else self._replicas.by_first(call, make, meanwhile)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
+        """Take values, step count, random generator's state and numbers of groups from a checkpoint; returns its meta.
 
         States of what is frozen now stay as they are; those of what was frozen then, and is trained now, begin anew.
 
@@ -640,7 +639,7 @@ class Trainer:
             return self._load(checkpoint)
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        beside = (_RNG, _FROZEN, *(f"{name}." for name in self._frozen))
+        beside = (_RNG, _FROZEN, GROUPS, *(f"{name}." for name in self._frozen))
         frozen = bytes(checkpoint.read(_FROZEN).tolist()).decode().split("\n") if _FROZEN in checkpoint.tensors else []
         thawed = {name for name in self._values.states_of(frozen) if name not in checkpoint.tensors}
         saved = {n: (each.dtype, each.shape) for n, each in checkpoint.tensors.items() if not n.startswith(beside)}
@@ -652,6 +651,8 @@ class Trainer:
         self._values.load(checkpoint, thawed)
         self._note_given(*(f"{name} {tensor.digest}" for name, tensor in sorted(checkpoint.tensors.items())))
         set_generator_state(self._kind, generator)
+        if self._groups is not None:
+            self._groups.load(checkpoint)
         self._half_loaded, self._saves.newest, self.steps = "", str(checkpoint.path), checkpoint.step
         self._executor.observe_peak()
         trim()
@@ -775,9 +776,8 @@ class Trainer:
             tensors += [pair for pair in states if id(pair[1]) in with_values]
             fresh = [pair for pair in states if id(pair[1]) not in with_values]
         carried = self._paused
-        leaving = [t for _, t in tensors if t.device.type == self._kind]
-        leaving += [] if carried is None else carried.tensors.values()
-        freed = FreedBytes(leaving, self._executor.now_bytes)
+        more = () if carried is None else carried.tensors.values()
+        freed = FreedBytes([*(t for _, t in tensors if t.device.type == self._kind), *more], self._executor.now_bytes)
         for name, tensor in tensors:
             value = tensor.detach()
             self._values.write(name, value if value.dim() else value.expand(self._values[name].shape).clone())

@@ -105,7 +105,7 @@ class ModelOptions:
         Args:
             more: Further fields of the request; None for those left out.
         Raises:
-            ConfigError: no model or machine, or a price below 0.
+            ConfigError: no model or machine, a count below 1, or a price below 0.
         """
         from lading.ir.request import Request
 
@@ -113,6 +113,10 @@ class ModelOptions:
             raise ConfigError("expected --machine NAME next to --model, such as --machine h100")
         if self.price is not None and self.price < 0:
             raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {self.price:g}")
+        counts = {"--devices": self.devices, "--global-batch": self.global_batch, "--seq": self.seq}
+        for option, number in counts.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{option}: expected at least 1, got {number}")
         names = ("model", "machine", "devices", "global_batch", "stack", "network", "optimizer")
         asked = {name: getattr(self, name) for name in names} | {"seq_len": self.seq, **more}
         return Request(**{name: value for name, value in asked.items() if value is not None})

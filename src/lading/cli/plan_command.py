@@ -413,9 +413,6 @@ def _asked_request(asked: PlanCommand, pins: dict[str, Any]) -> Request:
     if model.machine is None or model.devices is None or model.global_batch is None:
         missing = [name for name in ("machine", "devices", "global_batch") if getattr(model, name) is None]
         raise ConfigError(f"expected --{' and --'.join(missing).replace('_', '-')} next to --model")
-    for option, number in (("--devices", model.devices), ("--global-batch", model.global_batch)):
-        if number < 1:
-            raise ConfigError(f"{option}: expected at least 1, got {number}")
     if search.top < 1:
         raise ConfigError(f"--top: expected at least 1 layout to show, got {search.top}")
     if search.budget is not None and parse_bytes(search.budget, "--budget") < 1:

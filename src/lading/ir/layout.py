@@ -233,11 +233,18 @@ def parse_layout(text: str, devices: int = 0) -> Layout:
     Args:
         devices: If not 0 and the text has no ``dp``, there are as many replicas as fill so many devices.
     Raises:
-        ConfigError: a part is not known, the layout cannot be, or it takes another number of devices.
+        ConfigError: a part is not known or means nothing, the layout cannot be, or it takes another number of devices.
     """
     found: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        found.update(_part(part))
+        read = _part(part)
+        if again := found.keys() & read.keys():
+            raise ConfigError(f"layout: expected {again.pop()} once, got it twice in {text}; leave one out")
+        found.update(read)
+    if found.get("shard") and not found.get("zero"):
+        raise ConfigError(
+            f"layout: shard says over how many ranks zero cuts: expected zero1, zero2 or zero3 beside it, got {text}"
+        )
     each = prod(int(found.get(axis, 1)) for axis in ("tp", "cp", "pp"))
     if not devices and (each // int(found.get("pp", 1))) % int(found.get("ep", 1)):
         found.setdefault("dp", found["ep"])  # experts lie on ranks of several replicas

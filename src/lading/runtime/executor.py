@@ -708,7 +708,7 @@ class Executor:
 
     def _check_idle(self) -> None:
         if self._state is _ExecutorState.CLOSED:
-            raise ConfigError("this executor is closed; make a new one and load a checkpoint")
+            raise ConfigError("this Trainer is closed, and its model has the values; make another to go on")
         if self._state is _ExecutorState.RUNNING:
             raise ConfigError("expected no step under way, found one; wait for its end")
 

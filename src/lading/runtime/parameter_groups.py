@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lading.checkpoint.store import Checkpoint
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.sharding import units_of
@@ -18,6 +21,8 @@ from lading.runtime.named import first_few, tensors_of
 from lading.runtime.value_layout import Value
 
 _STEP = "step"
+#: What a checkpoint has of the groups' numbers, as JSON.
+GROUPS = "lading.parameter_groups"
 
 
 def check_given(optimizer: torch.optim.Optimizer | None, rule: ParameterRule) -> None:
@@ -72,6 +77,7 @@ class ParameterGroups:
                 "are in none; add them, or set their requires_grad to False and capture again"
             )
         self._steps: dict[str, torch.Tensor] = {}
+        self._taken: dict[str, dict[str, Any]] = {}  # states of each parameter, as the Trainer has taken them over
         self._switches: set[str] = set()
         if rule.seeded and self._masters:
             raise ConfigError(f"master_weights: expected an optimizer whose first update makes its states, got {rule}")
@@ -84,9 +90,15 @@ class ParameterGroups:
         """Rule of each parameter's group with the numbers that it has now, by the parameter's storage on this rank.
 
         Raises:
-            ConfigError: parameters came, went or changed their group since the Trainer was made, or the numbers of one
-                ask for other states.
+            ConfigError: parameters came, went or changed their group since the Trainer was made, the numbers of one ask
+                for other states, or the optimizer was given other states.
         """
+        if replaced := [name for name in self._taken if not self._has_taken(name)]:
+            raise ConfigError(
+                f"optimizer: expected the states that the Trainer has taken over, found others for "
+                f"{first_few(replaced)}, of which no step would know; load_state_dict before the Trainer is made, or "
+                "trainer.load, or trainer.set_value by the names of single states"
+            )
         if self._read_members() != self._members:
             raise ConfigError(
                 "optimizer: expected the parameter groups that the Trainer was made with, found others; close it, "
@@ -111,6 +123,38 @@ class ParameterGroups:
     def stepped(self) -> None:
         """Tell learning-rate schedulers that the optimizer has made a step."""
         vars(self._optimizer)["_opt_called"] = True  # what torch's own schedulers look at
+
+    def saved(self) -> dict[str, bytes]:
+        """Write the numbers of each group, beside the names of its parameters, as a tensor of a checkpoint."""
+        numbers = [{**json.loads(rule.numbers), "lr": rule.lr} for rule in self.numbers()]
+        return {GROUPS: json.dumps([*zip(self._names_of_groups(), numbers, strict=True)]).encode()}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Give the groups the numbers that a checkpoint has of them, as the optimizer's ``load_state_dict`` does.
+
+        Warns where its groups are of other parameters: numbers then stay as they are.
+        """
+        if GROUPS not in checkpoint.tensors:  # saved by a rule of Lading
+            return
+        saved: list[tuple[list[str], dict[str, Any]]] = json.loads(bytes(checkpoint.read(GROUPS).tolist()))
+        if [names for names, _ in saved] != self._names_of_groups():
+            warnings.warn(
+                f"{checkpoint.path} has learning rates and other numbers of parameter groups with other parameters: "
+                "those of this optimizer stay as they are; set them if they are to be others",
+                stacklevel=4,
+            )
+            return
+        for group, (_, numbers) in zip(self._optimizer.param_groups, saved, strict=True):
+            for key, number in numbers.items():
+                group[key] = tuple(number) if isinstance(number, list) else number  # JSON has no tuples
+
+    def _names_of_groups(self) -> list[list[str]]:
+        """Names of the model's parameters in each group, in the model's order."""
+        groups = [list[str]() for _ in self._optimizer.param_groups]
+        for name, place in self._named.items():
+            if id(place) in self._members:
+                groups[self._members[id(place)]].append(name)
+        return groups
 
     def filled(self) -> dict[str, torch.Tensor]:
         """States that the optimizer has already, by the names of their values."""
@@ -154,7 +198,13 @@ class ParameterGroups:
                     dtype = getattr(torch, values[f"{name}.{suffix}"].dtype)
                     state[suffix] = torch.zeros((), dtype=dtype, device=place.device).expand(spec.shape)
                 named.append((f"{name}.{suffix}", state[suffix]))
+            self._taken[name] = dict(state)
         return named, filled
+
+    def _has_taken(self, name: str) -> bool:
+        """Whether a parameter's states in the optimizer are the tensors that were taken over."""
+        state, taken = self._optimizer.state.get(self._named[name], {}), self._taken[name]
+        return len(state) == len(taken) and all(state.get(key) is value for key, value in taken.items())
 
     def values_of_states(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """Values that the optimizer's tensors get back; of a number that each part has, the first part's."""
@@ -166,14 +216,16 @@ class ParameterGroups:
         """Leave the optimizer as if its own steps had been made: numbers of updates, no states before the first."""
         for name, step in self._steps.items():
             parameter = self._named[name]
-            if is_held(step):  # lost, as was said
+            if is_held(step) or not self._has_taken(name):  # lost, as was said; or the user has loaded others since
                 continue
             if not step.item() and not self._rule.seeded:
                 self._optimizer.state.pop(parameter, None)
             elif self._rule.step_kind:
                 state: dict[str, Any] = self._optimizer.state[parameter]
                 state[_STEP] = step if self._rule.step_kind == "tensor" else int(step)
-        self._steps = {}
+            elif not self._optimizer.state.get(parameter):  # torch has no entry of a parameter without states
+                self._optimizer.state.pop(parameter, None)
+        self._steps, self._taken = {}, {}
 
 
 def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:

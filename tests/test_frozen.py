@@ -154,6 +154,51 @@ def test_a_model_that_changes_between_two_steps(change: Callable[[Any], Any], me
         watch.check([batch()], ["x"])
 
 
+class Listed(nn.Module):
+    """Runs what is in its lists, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(F, F), nn.Tanh())
+        self.named = nn.ModuleDict({"first": nn.Linear(F, F), "then": nn.Tanh()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        for each in self.named.values():
+            x = each(x)
+        return x
+
+
+def _appended(model: Any) -> None:
+    model.body.append(nn.ReLU())
+
+
+def _reordered(model: Any) -> None:
+    model.named._modules["first"] = model.named._modules.pop("first")
+
+
+def _patched(model: Any) -> None:
+    model.body.forward = torch.neg
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_appended, "modules in body = '0 1', as captured, got '0 1 2'"),
+        (_reordered, "modules in named = 'first then', as captured, got 'then first'"),
+        (_patched, "modules whose forward is not that of their class = '', as captured, got 'body'"),
+    ],
+)
+def test_modules_that_come_or_change_places_before_the_trainer(change: Callable[[Any], Any], message: str) -> None:
+    """They change neither a parameter nor a class, and make another step."""
+    model = Listed()
+    frozen = capture(model, batch(), loss_fn).frozen
+    Watch(frozen, model).check([batch()], ["x"])
+    change(model)
+    with pytest.raises(ConfigError, match=f"expected {message}"):
+        Watch(frozen, model)
+
+
 def test_another_instance_must_be_alike() -> None:
     frozen = capture(Net(), batch(), loss_fn).frozen
     Watch(frozen, Net())

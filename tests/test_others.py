@@ -194,6 +194,16 @@ def test_captures_that_are_no_others_of_the_plan() -> None:
         plan(graph, MACHINE, budget="100%", others=[of_second])
 
 
+def test_what_is_no_list_of_captures_is_refused_by_name() -> None:
+    model = Two()
+    graph = capture(model, batch(0), left_loss)
+    for given in (graph, [1], None):
+        with pytest.raises(ConfigError, match=r"others: expected a list of what lading\.capture returns, got"):
+            plan(graph, MACHINE, budget="100%", others=given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"shapes: expected a list of what lading\.capture returns, got"):
+        Trainer(plan(graph, MACHINE, budget="100%"), graph, model, shapes=graph)  # type: ignore[arg-type]
+
+
 def test_attention_that_evaluates_in_one_kernel() -> None:
     """Of torch's encoder, which asks it for no weights."""
     torch.manual_seed(0)

@@ -320,6 +320,25 @@ class NormLater(Signed):
                 p.sub_(p.grad / (1.0 if number < 2 else p.grad.norm()), alpha=group["lr"])
 
 
+class Attributed(Signed):
+    """Keeps a number in an attribute, where no step on a part of a parameter finds it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.warmup = 10
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / self.warmup)
+
+
+def test_an_optimizer_with_a_number_in_an_attribute_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"Attributed reads warmup of itself; put it into the parameter groups"):
+        rule_of_optimizer(Attributed([torch.nn.Parameter(torch.zeros(2))], 0.1))
+
+
 def test_what_an_update_allocates_is_counted_in_elements() -> None:
     assert rule_of_optimizer(TwoCopies([torch.nn.Parameter(torch.zeros(2))], 0.1)).temporaries == 2
 

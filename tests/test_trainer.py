@@ -244,6 +244,8 @@ def test_values(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
             trainer.value("deep.0.wieght")
         with pytest.raises(ConfigError, match=r"expected 'deep\.0\.weight' as float32"):
             trainer.set_value("deep.0.weight", torch.ones(3))
+        with pytest.raises(ConfigError, match=r"deep\.0\.weight: expected a tensor, got list"):
+            trainer.set_value("deep.0.weight", [1.0])  # type: ignore[arg-type]
     assert torch.equal(model.up.weight, torch.ones(128, F))
     assert model.norm.num_batches_tracked == 1
 

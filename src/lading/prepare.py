@@ -31,7 +31,7 @@ from lading.errors import ConfigError, PlanInfeasible, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.action import DEVICE
-from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.graph import DTYPE_BYTES, StepGraph, check_captures
 from lading.ir.guess import SPECULATES, with_guess
 from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.machine import FILE, Machine, Tier
@@ -160,7 +160,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         ConfigError: an argument means nothing.
     """
     machine = as_machine(machine)
-    check_type("graph", graph, StepGraph, "what lading.capture returns")
+    check_captures(graph, others=others)
     _check_switches(matrices, master_weights=master_weights, compile=compile, stage_saves=stage_saves)
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)

@@ -31,8 +31,8 @@ from lading.captures import (
     step_rates,
 )
 from lading.checkpoint.store import Checkpoint, read_checkpoint
-from lading.errors import BudgetWarning, ConfigError, StorageError, check_type
-from lading.ir.graph import StepGraph
+from lading.errors import BudgetWarning, ConfigError, StorageError
+from lading.ir.graph import StepGraph, check_captures
 from lading.ir.job_timeline import JobTimeline, RankTimeline
 from lading.ir.plan import Plan, PlanKind, plan_for
 from lading.ir.program import Program
@@ -162,7 +162,7 @@ class Trainer:
         if whole.ranks == 1 and not independent:
             check_only_rank()
         plan = of_this_rank(whole)
-        check_type("graph", graph, StepGraph, "what lading.capture returns")
+        check_captures(graph, others=others, shapes=shapes)
         planned = planned_optimizer(plan)
         stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self.optimizer = planned if optimizer is None else checked_rule(optimizer)

@@ -108,3 +108,22 @@ def test_a_trainer_refuses_the_plan_of_a_cluster() -> None:
         ConfigError, match="Trainer: expected a plan of a run, found a plan of a cluster; make one with"
     ):
         lading.Trainer(cluster_plan(), graph, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--devices 0", "--devices: expected at least 1, got 0"),
+        ("--devices 8 --global-batch 0", "--global-batch: expected at least 1, got 0"),
+        ("--devices 8 --seq -1", "--seq: expected at least 1, got -1"),
+        ("--devices 8 --layout ep2", "ep spreads experts over ranks, and llama3-8b has none; leave ep2 out"),
+    ],
+)
+def test_what_means_nothing_is_no_default(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--model", "llama3-8b", "--machine", "h100", *options.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_experts_are_not_pinned_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ASKED, "--pin", "ep=2"]) == 2
+    assert "ep spreads experts over ranks, and llama3-8b has none" in " ".join(capsys.readouterr().err.split())

@@ -38,7 +38,7 @@ def test_a_layout_parses_back(layout: Layout) -> None:
 def test_micro_batches_of_a_replica() -> None:
     layout = parse_layout("dp4,mb2,gb64")
     assert layout.micro_batches == 8
-    assert parse_layout("dp4,cp2,shard4").sharding_ranks == 4
+    assert parse_layout("dp4,cp2,zero1,shard4").sharding_ranks == 4
     assert parse_layout("dp4,cp2").sharding_ranks == 8
 
 
@@ -51,6 +51,9 @@ def test_micro_batches_of_a_replica() -> None:
         ("dp3,mb2,gb16", "no multiple"),
         ("dp2,ep4", "do not divide"),
         ("dp4,zero3,shard3", "expected shard to divide dp 4 x cp 1, got 3"),
+        ("tp8,dp2,tp4", "expected tp once, got it twice in tp8,dp2,tp4"),
+        ("zero1,bf16,fp8", "expected precision once"),
+        ("dp4,shard2", "expected zero1, zero2 or zero3 beside it, got dp4,shard2"),
         ("recompute=some", "recompute must be one of"),
         ("recompute_layers=x", "'recompute_layers=x'"),
     ],

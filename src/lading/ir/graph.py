@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, check_type
 from lading.ir.frozen import Frozen
 from lading.ir.sizes import Power, Size
 from lading.units import format_count, format_flops
@@ -436,6 +436,21 @@ class StepGraph:
             if missing:
                 raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
             known.update(self.writes(op))
+
+
+def check_captures(graph: object, **lists: object) -> None:
+    """Refuse arguments that are no captures.
+
+    Args:
+        graph: To be one.
+        lists: To be several each, by the names of the arguments.
+    Raises:
+        ConfigError: names the first.
+    """
+    check_type("graph", graph, StepGraph, "what lading.capture returns")
+    for name, captures in lists.items():
+        if not isinstance(captures, Sequence) or not all(isinstance(each, StepGraph) for each in captures):
+            raise ConfigError(f"{name}: expected a list of what lading.capture returns, got {captures!r:.80}")
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -198,6 +198,12 @@ def _tried_or_refused(name: str, numbers: str) -> TorchUpdate:
     except ConfigError:
         raise
     except Exception as error:
+        kind = import_module("torch.optim").Optimizer
+        if isinstance(error, AttributeError) and isinstance(error.obj, kind):  # the trial has no ``__init__``
+            raise ConfigError(
+                f"optimizer: expected one that goes on from its parameter groups and states alone, {name} reads "
+                f"{error.name} of itself; put it into the parameter groups; or {INSTEAD}"
+            ) from error
         raise ConfigError(
             f"optimizer: expected one whose update treats elements alone, so that parameters can be moved part by "
             f"part; {name.rpartition(':')[2]} failed on a vector of its own: {type(error).__name__}: {error}; {INSTEAD}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lading.errors import ConfigError, StorageError, did_you_mean
+from lading.errors import ConfigError, StorageError, check_type, did_you_mean
 from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.optim.registry import optimizers_with
 from lading.runtime.executor import Executor
@@ -107,9 +107,10 @@ class NamedValues(Mapping[str, Value]):
         """Set a value, as far as this rank has it; with a parameter its master, which would overwrite it.
 
         Raises:
-            ConfigError: no such name, or another shape or dtype.
+            ConfigError: no such name, no tensor, or another shape or dtype.
         """
         target = self.find(name)
+        check_type(name, value, torch.Tensor, "a tensor")
         if not target.storages:  # another rank has it
             _check_like(name, target, value)
         elif target.placement is not None:

@@ -297,11 +297,19 @@ def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], lis
 
 
 def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
-    """Recorded facts of modules: types, training flags, hooks, numbers, functions and dtypes, and what is trained."""
+    """Recorded facts of modules: types, training flags, hooks, numbers, functions and dtypes, and what is trained.
+
+    So is in which order a list of modules runs, and which modules have a forward beside that of their class.
+    """
     yield _entry("hooks of all modules", described_global)
-    for name, module in model.named_modules():
+    named_modules = list(model.named_modules())
+    attributes = {name or "the model": vars(module) for name, module in named_modules}
+    yield _entry("modules whose forward is not that of their class", partial(_with_own_forward, attributes))
+    for name, module in named_modules:
         path, said = f"{name}." if name else "", name or "the model"
         yield _entry(f"type of {said}", partial(_type_name, module))
+        if isinstance(module, _LISTS):
+            yield _entry(f"modules in {said}", partial(" ".join, vars(module)["_modules"]))
         yield _entry(hooks_label(name), partial(described, module))
         yield _entry(f"{path}training", partial(vars(module).get, "training"))
         for key, value in vars(module).items():
@@ -319,6 +327,11 @@ def hooks_label(name: str) -> str:
 
 def _entry(label: str, read: Any) -> Entry:
     return label, read, read()
+
+
+def _with_own_forward(attributes: Mapping[str, Mapping[str, object]]) -> str:
+    """Names of the modules, of which the attributes are given, that have a forward of their own."""
+    return " ".join(name for name, each in attributes.items() if "forward" in each)
 
 
 def _type_name(module: torch.nn.Module) -> str:

@@ -16,6 +16,7 @@ from lading.cli.main import main, parse
 from lading.cli.options import ModelOptions
 from lading.cli.plan_command import PlanCommand
 from lading.cli.simulate_command import SimulateCommand
+from lading.cli.train_command import TrainCommand
 from lading.errors import ConfigError
 from lading.ir.plan import Plan
 
@@ -127,3 +128,20 @@ def test_what_means_nothing_is_no_default(options: str, message: str, capsys: py
 def test_experts_are_not_pinned_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *ASKED, "--pin", "ep=2"]) == 2
     assert "ep spreads experts over ranks, and llama3-8b has none" in " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_may_stand_on_both_sides_of_a_flag() -> None:
+    wanted = ("out=x", "optimization.steps=6")
+    for said in ("run.toml out=x --resume optimization.steps=6", "run.toml --resume out=x optimization.steps=6"):
+        train = parse(["train", *said.split()])
+        assert isinstance(train, TrainCommand)
+        assert train.overrides == wanted
+        assert train.resume
+    made = parse(["plan", *ASKED, "--pin", "zero=3", "--pin", "tp=8"])
+    assert isinstance(made, PlanCommand)
+    assert made.overrides == ()
+    between = parse(
+        ["simulate", "run.toml", "out=x", "--trace=a.pftrace", "memory.budget=1GB", "--json", "a", "data.batch_size=2"]
+    )
+    assert isinstance(between, SimulateCommand)
+    assert between.overrides == ("out=x", "memory.budget=1GB", "data.batch_size=2")

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import inspect
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
-from typing import TextIO
+from typing import TextIO, get_type_hints
 
 import tyro
 
@@ -60,6 +62,8 @@ lading --version        prints the version
 
 exit codes: 0 done, 1 an error inside Lading, 2 what was asked is wrong,
             3 no plan fits, 4 a run broke its budget, 130 Ctrl-C"""
+#: A setting of a run, such as "optimization.steps=20".
+_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 #: Columns of a command's name in the help.
 _NAMED = 12
 _COMMANDS: dict[str, type[Command]] = {
@@ -188,7 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     if name in _COMMANDS:
         asks_help = not {"-h", "--help"}.isdisjoint(arguments)
         with _fitted_output() if asks_help else nullcontext():
-            return tyro.cli(_COMMANDS[name], prog=f"lading {name}", args=arguments[1:])
+            return tyro.cli(_COMMANDS[name], prog=f"lading {name}", args=_together(_COMMANDS[name], arguments[1:]))
     if name in ("-h", "--help"):
         print(_help())
         raise SystemExit(0)
@@ -201,6 +205,33 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     hint = did_you_mean(name, _COMMANDS)
     print(fitted(f"error: expected a command, one of {', '.join(_COMMANDS)}, got {name!r}{hint}"), file=sys.stderr)
     raise SystemExit(2)
+
+
+def _together(command: type[Command], arguments: list[str]) -> list[str]:
+    """Move settings of a run to the first of them: they may stand on both sides of a flag, where argparse reads one."""
+    if "overrides" not in command.__annotations__:
+        return arguments
+    flags = _flags_of(command)
+    takes_next = [said.startswith("-") and "=" not in said and said not in flags for said in ("", *arguments)]
+    pairs = zip(arguments, takes_next, strict=False)
+    is_setting = [not is_value and _SETTING.match(argument) is not None for argument, is_value in pairs]
+    if True not in is_setting:
+        return arguments
+    first = is_setting.index(True)
+    settings = [argument for argument, found in zip(arguments, is_setting, strict=True) if found]
+    others = [argument for argument, found in zip(arguments[first:], is_setting[first:], strict=True) if not found]
+    return [*arguments[:first], *settings, *others]
+
+
+def _flags_of(options: type) -> set[str]:
+    """Options of a command that take no value, as they are written."""
+    flags: set[str] = set()
+    for name, kind in get_type_hints(options).items():
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            flags |= _flags_of(kind)
+        elif kind is bool:
+            flags.add(f"--{name.replace('_', '-')}")
+    return flags
 
 
 @contextmanager

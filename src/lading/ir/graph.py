@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
+from typing import cast
 
 from lading.errors import ConfigError, check_type
 from lading.ir.frozen import Frozen
@@ -449,7 +450,8 @@ def check_captures(graph: object, **lists: object) -> None:
     """
     check_type("graph", graph, StepGraph, "what lading.capture returns")
     for name, captures in lists.items():
-        if not isinstance(captures, Sequence) or not all(isinstance(each, StepGraph) for each in captures):
+        several = cast("Sequence[object]", captures) if isinstance(captures, Sequence) else ()
+        if several is not captures or not all(isinstance(each, StepGraph) for each in several):
             raise ConfigError(f"{name}: expected a list of what lading.capture returns, got {captures!r:.80}")
 
 

@@ -545,7 +545,8 @@ def test_a_checkpoint_has_the_numbers_of_the_groups(tmp_path: Path) -> None:
             for step in steps:
                 losses.append(trainer.step(batch(step)))
                 schedule.step()
-            saved = trainer.save(tmp_path / "saved", meta={"schedule": schedule.state_dict()})
+                saved = trainer.save(tmp_path / "saved", meta={"schedule": schedule.state_dict()}, wait=bool(step % 2))
+            trainer.wait_saved()
     reference = net()
     plain = torch.optim.AdamW(grouped(reference), lr=1e-3)
     assert losses == plainly(reference, plain, lr_scheduler.StepLR(plain, 2, 0.5), range(STEPS))

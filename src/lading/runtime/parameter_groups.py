@@ -23,6 +23,8 @@ from lading.runtime.value_layout import Value
 _STEP = "step"
 #: What a checkpoint has of the groups' numbers, as JSON.
 GROUPS = "lading.parameter_groups"
+#: Room for numbers that groups get after the first save, as schedulers write them.
+_MORE_BYTES = 4096
 
 
 def check_given(optimizer: torch.optim.Optimizer | None, rule: ParameterRule) -> None:
@@ -79,6 +81,7 @@ class ParameterGroups:
         self._steps: dict[str, torch.Tensor] = {}
         self._taken: dict[str, dict[str, Any]] = {}  # states of each parameter, as the Trainer has taken them over
         self._switches: set[str] = set()
+        self._saved_bytes = 0  # of the groups' numbers in a checkpoint; 0 before the first
         if rule.seeded and self._masters:
             raise ConfigError(f"master_weights: expected an optimizer whose first update makes its states, got {rule}")
 
@@ -125,9 +128,22 @@ class ParameterGroups:
         vars(self._optimizer)["_opt_called"] = True  # what torch's own schedulers look at
 
     def saved(self) -> dict[str, bytes]:
-        """Write the numbers of each group, beside the names of its parameters, as a tensor of a checkpoint."""
+        """Write the numbers of each group, beside the names of its parameters, as a tensor of a checkpoint.
+
+        It has as many bytes in every save, as saves beside training lay their memory out once.
+
+        Raises:
+            ConfigError: the groups got numbers for which it has no room.
+        """
         numbers = [{**json.loads(rule.numbers), "lr": rule.lr} for rule in self.numbers()]
-        return {GROUPS: json.dumps([*zip(self._names_of_groups(), numbers, strict=True)]).encode()}
+        text = json.dumps([*zip(self._names_of_groups(), numbers, strict=True)])
+        self._saved_bytes = self._saved_bytes or 2 * len(text) + _MORE_BYTES
+        if len(text) > self._saved_bytes:
+            raise ConfigError(
+                f"optimizer: expected numbers of parameter groups of up to {self._saved_bytes} bytes, as at the first "
+                f"save, got {len(text)}; close the Trainer and make another"
+            )
+        return {GROUPS: text.ljust(self._saved_bytes).encode()}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Give the groups the numbers that a checkpoint has of them, as the optimizer's ``load_state_dict`` does.

@@ -143,8 +143,10 @@ _WHOLE_RUN = r"\bgpu[- ]?hours|whole run|entire (?:run|training)|wall[- ]?clock 
 def _unread(row: Row, machine: str) -> list[str]:
     """Fields of a row, and words of its device and model, that no rule reads."""
     gpu, words = load_machine(machine).device.gpu, str(row.hardware.get("gpu", ""))
+    limited = re.search(r"limited to \d{2,3} ?w\b|power[- ]limit\w* (?:of |to |at )?\d{2,3} ?w\b", row.notes.lower())
     return [
         *row.unread,
+        *([f"notes say {limited[0]!r}: clocks at a power limit"] if limited else []),
         *unread_of_gpu(words, gpu.power_w if gpu else 0.0),
         *unread_of_model(row.model),
         *unread_methods(row.notes),
@@ -159,10 +161,23 @@ def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
     settings |= dtypes_of(
         " | ".join(str(row.layout.get(name, "")) for name in ("precision", "precision_detail", "optimizer"))
     )
+    settings = _autocast(row, stack) | settings
     settings |= adapted_of(str(row.layout.get("task", "")))
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     return dataclasses.replace(stack, **settings), optimizer
+
+
+def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
+    """Number formats of PyTorch's automatic mixed precision, where a set has parameters of 16 bits.
+
+    Parameters and their gradients stay in fp32, and each use casts them (torch.amp); weights under adapters do not.
+    """
+    mixed = re.search(r"\bmixed|\bamp\b|autocast", str(row.layout.get("precision", "")).lower())
+    kinds = ("eager-torch", "compiled-torch")
+    if not mixed or stack.kind not in kinds or stack.master_weights or task_of(row.layout, []) in ("lora", "qlora"):
+        return {}
+    return {} if stack.parameters_dtype else {"parameters_dtype": "float32", "gradient_dtype": "float32"}
 
 
 def _padding(row: Row, stack: Stack) -> int:
@@ -228,6 +243,9 @@ def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     if family == "gpt" and "mlperf" in text.lower():
         assumed.append("no dropout: MLPerf's GPT-3 (mlcommons/training large_language_model/megatron-lm/run_gpt3.sh)")
         return 0.0
+    if family == "gpt" and stack.name == "hf-transformers" and re.search(r"gpt-?2", text, re.IGNORECASE):
+        assumed.append("dropout 0.1: transformers' GPT2Config, resid_pdrop, embd_pdrop and attn_pdrop")
+        return 0.1
     if family == "gpt" and stack.dropout:
         assumed.append(f"dropout {stack.dropout}: {stack.sources.get('dropout', stack.title)}")
         return stack.dropout

@@ -51,6 +51,8 @@ _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
     r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 )
+#: Software without Python in a step: kernels of its own, launched from compiled code.
+_CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
@@ -106,11 +108,22 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
     (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
+    # Its layers in place of a model's own: norms within products, fused rotary embedding, SwiGLU and attention.
+    (r"(?:transformer[- _]engine(?:'s)?|\bte)[ .]+(?:te\.)?transformer_?layer", {"fusion": "fused", "eager_norms": False}),
+    # torch.optim's AdamW is foreach by default: one kernel over all tensors was asked for.
+    (
+        r"fused[_ =:]*true|fused (?:adam|optimizer)|fusedadam|adamw?_torch_fused|adamw?\(fused|apex[^;|]{0,20}adam",
+        {"foreach": False},
+    ),
     # LLaMA-Factory hparams/finetuning_args.py: lora_dropout is 0 by default; Unsloth's kernels want 0.
     (r"llama-?factory|\bunsloth\b(?! off)", {"adapter_dropout": False}),
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
+    (
+        r"(?:parameters|weights)\b[^;|.]{0,30}\bin (?:bf16|bfloat16)\b[^;|]{0,20}\bno (?:other |fp32 )?masters",
+        {"parameters_dtype": "", "master_weights": False, "gradient_dtype": "bfloat16"},
+    ),
     (r"gptq", {"quantizer": "gptq"}),
     (r"torch-?ao|float8linear|convert_to_float8", {"fused_casts": False, "low_scaling": "tensorwise"}),
     (
@@ -155,6 +168,9 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         otherwise = _named_otherwise(row, text, stack, assumed)
         fitted = stack.fitted if otherwise.get("attention", stack.attention) == stack.attention else ()
         stack = dataclasses.replace(stack, **otherwise, fitted=fitted)
+        if rule.family:
+            assumed.append(f"software of a family, of which no step was seen: its switches are those of {stack.name}")
+            stack = dataclasses.replace(stack, framework="")
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
 
 
@@ -189,7 +205,7 @@ def class_of(row: Row, text: str) -> str:
     named = " ".join(str(row.layout.get(name, "")) for name in ("framework", "sharding")).strip().lower()
     if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
         text = named if row.layout.get("compile") is False or not re.search(_COMPILED, text.lower()) else text
-    if is_compiled(text):
+    if is_compiled(text) or re.search(_CODE, named or text.lower()):
         return "compiled-torch"
     lowered = text.lower()
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
@@ -239,6 +255,8 @@ def _cut_parameters(row: Row, stack: Stack) -> dict[str, Any]:
     if stack.kind not in ("eager-torch", "compiled-torch"):
         return {}
     settings: dict[str, Any] = {"overlap_param_gather": False} if stage == 1 else {}
+    if re.search(_CODE, str(row.layout.get("framework", "")).lower()):  # parameters of 16 bits, masters beside them
+        return settings | {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"}
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp"))
     words = f"{row.layout.get('framework', '')} {row.layout.get('precision', '')} {row.notes}".lower()
     if (stage == 1 or cuts) and stage < 2 and not re.search(_AUTOCAST, words):
@@ -340,6 +358,8 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "flex"}
     if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
+    if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
+        return {"attention": "flash1"}
     if re.search(_XLA, lowered):
         return _attention_of_xla(lowered, assumed)
     if stack.kind == "compiled-torch" and 0 < year_of(row) < _NUMBERED:

@@ -87,11 +87,14 @@ class StackRule:
         pattern: Searched in what the row says of its source, framework and notes, in lower case.
         stack: Name in the catalog.
         evidence: Reason why this is the stack.
+        family: Whether the words name a family of software that shares models and trainers, not one whose steps are
+            known: what is predicted of it is as uncertain as of software that is not known.
     """
 
     pattern: str
     stack: str
     evidence: str
+    family: bool = False
 
 
 #: In order: names of a publication first, then names of frameworks, newest first. Words of a class of software, such as
@@ -107,7 +110,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),
     StackRule(r"torchtitan", "torchtitan-eager", "torchtitan, compile not set"),
     StackRule(r"\bnanotron\b", "nanotron", "Hugging Face's nanotron; its host takes as long whatever a block computes"),
-    StackRule(r"cuda graphs full_iteration", "megatron-bridge-graphs", "a preset that replays whole iterations"),
+    StackRule(r"(?s)(?=.*(?:megatron|mbridge|nemo)).*cuda graphs full_iteration", "megatron-bridge-graphs", "a preset that replays whole iterations"),
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(
         r"(?s)^(?!.*nemo[ /-]?(?:auto-?model|rl\b|aligner)).*(?:dgxc|\bnemo\b)",
@@ -128,6 +131,7 @@ STACK_RULES: tuple[StackRule, ...] = (
         r"\bpeft\b|\btrl\b|llama-?factory|axolotl|ms-swift(?!.*megatron)|\bunsloth\b(?! off))",
         "hf-transformers",
         "transformers' Trainer, which LLaMA-Factory, Axolotl, SWIFT and Unsloth run",
+        family=True,
     ),
 )
 

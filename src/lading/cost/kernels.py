@@ -54,7 +54,7 @@ from lading.cost.product import (
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind
 from lading.ir.machine import Device
-from lading.ir.stack import Stack
+from lading.ir.stack import FOREACH_PASSES, Stack
 from lading.ir.work import Attention, Collective, Kernel, Product, Stage
 
 #: A kernel that an architecture has not got, or that was not measured there, and what stands for it.
@@ -338,7 +338,9 @@ def adam_bytes(stack: Stack) -> float:
 
     The value is the master where the stack keeps one, whose 16-bit copy is written too, else the parameter itself.
     """
-    gradient = (4.0 if stack.gradient_dtype == "float32" else 2.0) + 4 * stack.update_passes
+    wide = stack.master_weights or stack.parameters_dtype == "float32"
+    passes = stack.update_passes + (FOREACH_PASSES if stack.foreach else 0)
+    gradient = (4.0 if stack.gradient_dtype == "float32" else 2.0) + (4 if wide else 2) * passes
     if stack.master_weights:
         return gradient + 8 * (stack.moments + 1) + 2
     own = 8.0 if stack.parameters_dtype == "float32" else 4.0

@@ -221,7 +221,7 @@ class StepRequest:
             stack = replace(stack, low_scaling=self.linear_dtype)
         if self.optimizer != DEFAULT and issubclass(kind, ParameterRule):
             rule = kind()
-            stack = replace(stack, moments=rule.moments, update_passes=rule.passes)
+            stack = replace(stack, moments=rule.moments, update_passes=rule.passes, foreach=False)
             assumed = _assumed_of(self.optimizer, rule)
             object.__setattr__(self, "assumed", tuple(dict.fromkeys((*self.assumed, *assumed))))
         object.__setattr__(self, "stack", stack)

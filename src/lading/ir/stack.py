@@ -14,6 +14,9 @@ from lading.ir.machine import ARCHITECTURES
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "masked", "flash1", "triton", "flash2", "flex", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
+#: Passes of torch/optim/adamw.py, ``_multi_tensor_adamw`` (decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+#: addcdiv 4), beyond the seven of one kernel.
+FOREACH_PASSES = 13
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 #: How operands of 8 bits are scaled: by last steps' largest element, the tensor's own, a row's, or a block's of 128.
 SCALINGS = ("delayed", "tensorwise", "rowwise", "block")
@@ -78,6 +81,8 @@ class Stack:
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
         moments: Numbers of the size of a parameter that the optimizer keeps: Adam two, SGD none, or one with momentum.
         update_passes: Times that an update reads or writes a parameter's element besides value, gradient and moments.
+        foreach: AdamW runs as torch's foreach kernels, which go over tensors of a parameter's size ``FOREACH_PASSES`` times
+            more than one fused kernel does; other rules and updates on the host have passes of their own.
         moments_dtype: Number format of these.
         parameters_dtype: Number format of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
@@ -174,6 +179,7 @@ class Stack:
     master_weights: bool = True
     moments: int = 2
     update_passes: float = 0.0
+    foreach: bool = False
     moments_dtype: str = "float32"
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True

@@ -10,6 +10,8 @@
     attention_best = 0.56           the same for attention, also attention_backward_best (GPU: 16-bit peak, CPU: fp32)
     [shares.product]                size (FLOP) and rate as shares of product_best; also attention, attention_backward
     [shares.rates.copy]             size (bytes) and rate as shares of the memory bandwidth, for each cost class
+    cache_bytes = 72e6              last-level cache: of a kernel's bytes c = 1 / (1 + (bytes / 0.4 cache)^2) are in it, 2.5
+                                    times as fast (catalog/kernels/ampere.toml, memory)
 
 What a file says itself wins over what it extends and over shares: tables are merged, tiers and links by their name. A
 number it replaces loses the source it had, so that the file has to name its own.
@@ -35,8 +37,10 @@ Table = dict[str, Any]
 _NAMED = ("tiers", "links")
 #: Bytes that AdamW reads and writes for an element, all in fp32: four read, three written.
 _ADAMW_BYTES = 28
+#: Part of a cache that holds what the kernel before wrote, and how much faster it is than memory.
+_CACHE_SHARE, _CACHE_SPEED = 0.4, 2.5
 _CURVES = ("product", "attention", "attention_backward")
-_SCALARS = ("optimizer", *(f"{name}_best" for name in _CURVES))
+_SCALARS = ("optimizer", "cache_bytes", *(f"{name}_best" for name in _CURVES))
 _DEPTH = 4
 
 
@@ -128,7 +132,11 @@ def _with_rates(machine: Table, shares: object, origin: str) -> Table:
     if "product" in table:
         best = _positive(table.get("product_best"), "shares.product_best", origin)
         device.setdefault("product_efficiency", _scaled(table["product"], best, "shares.product", origin))
-    curves = {name: (curve, bandwidth) for name, curve in _rates(table, origin).items()}
+    rates = _rates(table, origin)
+    if "cache_bytes" in table:
+        cache = _positive(table["cache_bytes"], "shares.cache_bytes", origin)
+        rates = {name: _cached(curve, cache) for name, curve in rates.items()}
+    curves = {name: (curve, bandwidth) for name, curve in rates.items()}
     for name in _CURVES[1:]:
         if name in table:
             best = _positive(table.get(f"{name}_best"), f"shares.{name}_best", origin)
@@ -143,6 +151,19 @@ def _rates(shares: Table, origin: str) -> Table:
     if not isinstance(rates, dict):
         raise ConfigError(f"{origin}: shares.rates: expected a table, got {rates!r}")
     return cast(Table, rates)
+
+
+def _cached(curve: object, cache_bytes: float) -> object:
+    """Rates by size with a last-level cache; another kind of value is left to who checks it."""
+    table = cast(Table, curve) if isinstance(curve, dict) else {}
+    sizes, rates = table.get("size"), table.get("rate")
+    if not (isinstance(sizes, list) and isinstance(rates, list)):
+        return curve
+    plain, room = Curve(size=tuple(sizes), rate=tuple(rates)), _CACHE_SHARE * cache_bytes
+    grid = sorted({*plain.size, *(room * step for step in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0))})
+    held = [1 / (1 + (size / room) ** 2) for size in grid]
+    faster = [1 / (1 - share + share / _CACHE_SPEED) for share in held]
+    return {**table, "size": grid, "rate": [plain.at(size) * more for size, more in zip(grid, faster, strict=True)]}
 
 
 def _attention_peak(device: Table, origin: str) -> float:

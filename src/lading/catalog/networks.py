@@ -307,7 +307,9 @@ def with_node(machine: Machine, words: str, node_ranks: int = 0) -> Machine:
     changed = {own.name for own in machine.links} - {own.name for own in named.links if own in machine.links}
     sources = {key: text for key, text in machine.sources.items() if key.removeprefix("links.") not in changed}
     new = {f"links.{own.name}": named.said for own in named.links if own not in machine.links}
-    return dataclasses.replace(machine, links=named.links, sources={**sources, **new})
+    larger = max(1.0, node_ranks / node_size(machine))  # a host with more slots has as much more memory and processors
+    devices = max(1, round(machine.node_devices * larger))
+    return dataclasses.replace(machine, links=named.links, node_devices=devices, sources={**sources, **new})
 
 
 def parse_node(machine: Machine, words: str, node_ranks: int = 0) -> NamedNode:

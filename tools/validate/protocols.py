@@ -180,7 +180,8 @@ def _half_of(pair: Pair) -> float:
     assert request is not None
     measured = load_machine(request.machine).device.gpu is not None
     untold = len(request.unread) + len(request.unstated)
-    return half_width(GUESSED, _causes(pair), measured=measured, untold=untold)
+    columns = request.model.symbols["h"]
+    return half_width(GUESSED, _causes(pair), measured=measured, untold=untold, columns=columns)
 
 
 def _causes(pair: Pair) -> dict[str, float]:

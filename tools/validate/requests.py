@@ -38,7 +38,7 @@ from tools.validate.fields import (
 from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
-from tools.validate.software import software_of, stated_switches
+from tools.validate.software import CODE, software_of, stated_switches
 from tools.validate.words import machine_of
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -119,12 +119,14 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
     """
     nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
     ran = f"{row.layout.get('framework', '')} {text}".lower()
+    family = any(re.match(r"software of a family|operations of transformers' models", told) for told in assumed)
     named = (
         (any(sentence.startswith("no activation recompute") for sentence in assumed), "whether blocks are recomputed"),
         (any("as models of transformers have it" in sentence for sentence in assumed), "the kernel of attention"),
         (any(sentence.startswith("a micro-batch of") for sentence in assumed), "the micro-batch"),
         (nodes and not row.hardware.get("inter_node_link"), "the network between nodes"),
-        (re.search(_RUNTIMES, ran), "how far a runtime that is not PyTorch's is like it"),
+        *((re.search(_RUNTIMES, ran), what) for what in _OF_RUNTIME),
+        *((family, what) for what in _OF_FAMILY),
         (re.search(_WHOLE_RUN, ran), "what a whole run takes besides its steps"),
     )
     return [what for is_so, what in named if is_so]
@@ -132,7 +134,21 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
 
 #: Software whose operations are not PyTorch's.
 _RUNTIMES = (
-    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|\bllm\.c\b|oneflow|tensorflow"
+    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|oneflow|tensorflow|"
+    + CODE
+)
+
+
+#: What is not told of software with a runtime of its own, and of software that shares the models of a family.
+_OF_RUNTIME = (
+    "how far a runtime that is not PyTorch's is like it",
+    "which operations its runtime fuses",
+    "which transfers its runtime has beside computing",
+)
+_OF_FAMILY = (
+    "which operations of its models run one by one",
+    "what it changed of its family's trainer",
+    "which kernels its optimizer has",
 )
 
 

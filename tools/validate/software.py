@@ -52,7 +52,7 @@ _COMPILED = (
     r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 )
 #: Software without Python in a step: kernels of its own, launched from compiled code.
-_CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
+CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
@@ -205,7 +205,7 @@ def class_of(row: Row, text: str) -> str:
     named = " ".join(str(row.layout.get(name, "")) for name in ("framework", "sharding")).strip().lower()
     if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
         text = named if row.layout.get("compile") is False or not re.search(_COMPILED, text.lower()) else text
-    if is_compiled(text) or re.search(_CODE, named or text.lower()):
+    if is_compiled(text) or re.search(CODE, named or text.lower()):
         return "compiled-torch"
     lowered = text.lower()
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep"))
@@ -255,7 +255,7 @@ def _cut_parameters(row: Row, stack: Stack) -> dict[str, Any]:
     if stack.kind not in ("eager-torch", "compiled-torch"):
         return {}
     settings: dict[str, Any] = {"overlap_param_gather": False} if stage == 1 else {}
-    if re.search(_CODE, str(row.layout.get("framework", "")).lower()):  # parameters of 16 bits, masters beside them
+    if re.search(CODE, str(row.layout.get("framework", "")).lower()):  # parameters of 16 bits, masters beside them
         return settings | {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"}
     cuts = any(int(row.layout.get(axis) or 1) > 1 for axis in ("tp", "pp"))
     words = f"{row.layout.get('framework', '')} {row.layout.get('precision', '')} {row.notes}".lower()

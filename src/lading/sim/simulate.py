@@ -118,7 +118,8 @@ class Simulated:
         machine = self.machine
         measured = machine.device.gpu is not None or machine.processes is not None
         untold = len(self.request.unread) + len(self.request.unstated)
-        return half_width(self.evidence, self.causes, measured=measured, untold=untold)
+        columns = self.request.model.symbols["h"]
+        return half_width(self.evidence, self.causes, measured=measured, untold=untold, columns=columns)
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -53,18 +53,30 @@ def test_every_catalog_machine_round_trips_and_sources_every_number(name: str) -
     assert (machine.host_device is not None) == (machine.device.kind == "cuda")
 
 
+#: GPUs whose last-level cache is a large part of what a kernel moves.
+CACHED = ("l4", "l40s", "rtx4090", "rtx5090", "rtx6000ada")
+
+
+def test_what_a_cache_holds_is_faster_than_memory() -> None:
+    cached, plain = (load_machine(name).device for name in ("rtx4090", "rtx3090"))
+    for size, faster in ((1e6, 2.0), (16e6, 1.5), (1e9, 0.99)):
+        shares = [d.rates["elementwise"].at(size) / d.memory_bandwidth_bytes_per_s for d in (cached, plain)]
+        assert shares[0] / shares[1] > faster
+    assert cached.rates["elementwise"].at(1e9) < cached.memory_bandwidth_bytes_per_s
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_catalog_machine_has_a_rate_for_every_class(name: str) -> None:
     device = load_machine(name).device
     computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.STEP, OpKind.COLLECTIVE, OpKind.VIEW}
     assert {kind.value for kind in OpKind if kind not in computed} <= device.rates.keys()
     assert device.product_efficiency is not None
-    assert max(device.product_efficiency.rate) < 1
+    assert max(device.product_efficiency.rate) < (1.2 if name.startswith("rtx") else 1), "consumer boards clock higher"
     assert device.peak_flops_per_s["float32"] > 0
     assert all(
-        max(curve.rate) <= device.memory_bandwidth_bytes_per_s * (3 if device.kind == "cpu" else 1)
-        for name, curve in device.rates.items()
-        if not name.startswith("attention")
+        max(curve.rate) <= device.memory_bandwidth_bytes_per_s * (3 if device.kind == "cpu" or name in CACHED else 1)
+        for rate, curve in device.rates.items()
+        if not rate.startswith("attention")
     )
 
 

@@ -69,7 +69,7 @@ def test_layouts_in_other_words(
         ("Lightning", "", {"dp": 8, "tp": 8, "sharding": "fsdp2"}, {"kind": "eager-torch"}),
         ("AXLearn", "", {"sharding": "fsdp"}, {"kind": "compiled-torch"}),
         ("Thunder", "thunder.jit", {"sharding": "fsdp zero2"}, {"kind": "compiled-torch"}),
-        ("transformers Trainer", "", {"compile": True}, {"fusion": "compiled", "framework": "transformers"}),
+        ("transformers Trainer", "", {"compile": True}, {"fusion": "compiled", "name": "hf-transformers"}),
         ("LLaMA-Factory", "", {"sharding": "ds_z3"}, {"gathers": 3, "pieces": 12}),
         ("T5X", "", {"precision": "fp8 (TE delayed)"}, {"fused_casts": True, "low_scaling": "delayed"}),
         ("accelerate", "fp8 by torchao", {"precision": "fp8"}, {"fused_casts": False, "low_scaling": "tensorwise"}),
@@ -84,7 +84,7 @@ def test_layouts_in_other_words(
         ("Paxml (JAX, XLA)", "ENABLE_TE=1", {}, {"kind": "compiled-torch", "attention": "cudnn"}),
         ("flash-attn models", "fused_dropout_add_ln, fused_mlp", {}, {"kind": "eager-torch", "fusion": "fused"}),
         ("FSDP2", "a benchmark of Thunder, eager", {"compile": False}, {"kind": "eager-torch"}),
-        ("LLaMA-Factory", "", {"task": "LoRA r8"}, {"framework": "transformers", "adapter_dropout": False}),
+        ("LLaMA-Factory", "", {"task": "LoRA r8"}, {"name": "hf-transformers", "adapter_dropout": False}),
         (
             "own trainer",
             "fp16_opt_level O2",

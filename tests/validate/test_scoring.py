@@ -225,8 +225,8 @@ def test_a_framework_left_out_takes_nothing_of_its_own_rows(tmp_path: Path) -> N
     assert changed["b"].predicted != left["b"].predicted
     assert left["a"].outcome.request is not None
     assert left["a"].outcome.request.stack.framework == ""
-    untold = len(left["a"].outcome.request.unstated)
-    factors = bounds(GUESSED, half_width(GUESSED, {}, measured=True, untold=untold))
+    untold, columns = len(left["a"].outcome.request.unstated), left["a"].outcome.request.model.symbols["h"]
+    factors = bounds(GUESSED, half_width(GUESSED, {}, measured=True, untold=untold, columns=columns))
     assert (left["a"].low, left["a"].high) == pytest.approx([left["a"].predicted * factor for factor in factors])
 
 
@@ -239,7 +239,9 @@ def test_one_run_of_a_framework_moves_the_others_part_of_the_way(tmp_path: Path)
     assert {pair.outcome.row.id for pair in near} == {*"abc"} - {name}
     assert 1 < factor < 1 / 0.8
     assert [pair.predicted for pair in near] == pytest.approx([0.8 * factor] * 2)
-    narrowed = shift_of({}, [KnownRun(1 / 0.8, {})]).narrowed(half_width(GUESSED, {}, measured=True, untold=1))
+    assert near[0].outcome.request is not None
+    half = half_width(GUESSED, {}, measured=True, untold=1, columns=near[0].outcome.request.model.symbols["h"])
+    narrowed = shift_of({}, [KnownRun(1 / 0.8, {})]).narrowed(half)
     assert math.log(near[0].high / near[0].predicted) == pytest.approx(narrowed)
 
 

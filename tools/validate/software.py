@@ -45,6 +45,8 @@ _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|
 _XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
 _PADDLE_FLASH2 = 2023
+#: Year of FlashAttention 2.4, which is the first that takes ALiBi (Dao-AILab/flash-attention README, changelog).
+_BIASED = 2024
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
 _COMPILED = (
@@ -163,12 +165,13 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         assumed.append(f"software that is not known: {stack.title} ({stack.name})")
         stack = dataclasses.replace(stack, **_attention(row, text, stack, assumed), **_cut_parameters(row, stack))
         stack = dataclasses.replace(stack, **_tuned(row, stack, assumed), **_models(row, text, stack, assumed))
+        stack = dataclasses.replace(stack, **_biased(row, text, stack, assumed))
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
         otherwise = _named_otherwise(row, text, stack, assumed)
         fitted = stack.fitted if otherwise.get("attention", stack.attention) == stack.attention else ()
         stack = dataclasses.replace(stack, **otherwise, fitted=fitted)
-        if rule.family:
+        if rule.family or 0 < rule.until < year_of(row):
             assumed.append(f"software of a family, of which no step was seen: its switches are those of {stack.name}")
             stack = dataclasses.replace(stack, framework="")
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
@@ -345,6 +348,15 @@ def _models(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, 
         return {}
     assumed.append("operations of transformers' models run one by one, norms in fp32")
     return {"fusion": "eager", "eager_norms": True}
+
+
+def _biased(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Kernel of attention with ALiBi before FlashAttention took it: one that reads a bias as a tensor."""
+    flash, year = stack.attention in ("flash1", "flash2"), year_of(row)
+    if not flash or not 0 < year < _BIASED or "alibi" not in text.lower():
+        return {}
+    assumed.append(f"attention under a bias that is a tensor: FlashAttention takes ALiBi from 2.4 on, of {_BIASED}")
+    return {"attention": "masked"}
 
 
 def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:

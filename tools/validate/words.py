@@ -89,12 +89,14 @@ class StackRule:
         evidence: Reason why this is the stack.
         family: Whether the words name a family of software that shares models and trainers, not one whose steps are
             known: what is predicted of it is as uncertain as of software that is not known.
+        until: Last year whose releases are the set's, later ones being but of its family; 0 for any.
     """
 
     pattern: str
     stack: str
     evidence: str
     family: bool = False
+    until: int = 0
 
 
 #: In order: names of a publication first, then names of frameworks, newest first. Words of a class of software, such as
@@ -119,7 +121,8 @@ STACK_RULES: tuple[StackRule, ...] = (
     ),
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
     StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
-    StackRule(r"megatron-deepspeed|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
+    StackRule(r"vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
+    StackRule(r"megatron-deepspeed", "megatron-deepspeed", "Megatron-DeepSpeed of 2022", until=2022),
     StackRule(r"(?:2104\.04473|sc'21).*deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 of 2021"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),

@@ -134,8 +134,7 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
 
 #: Software whose operations are not PyTorch's.
 _RUNTIMES = (
-    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|oneflow|tensorflow|"
-    + CODE
+    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|oneflow|tensorflow|" + CODE
 )
 
 

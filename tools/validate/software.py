@@ -111,7 +111,10 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
     (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
     # Its layers in place of a model's own: norms within products, fused rotary embedding, SwiGLU and attention.
-    (r"(?:transformer[- _]engine(?:'s)?|\bte)[ .]+(?:te\.)?transformer_?layer", {"fusion": "fused", "eager_norms": False}),
+    (
+        r"(?:transformer[- _]engine(?:'s)?|\bte)[ .]+(?:te\.)?transformer_?layer",
+        {"fusion": "fused", "eager_norms": False},
+    ),
     # torch.optim's AdamW is foreach by default: one kernel over all tensors was asked for.
     (
         r"fused[_ =:]*true|fused (?:adam|optimizer)|fusedadam|adamw?_torch_fused|adamw?\(fused|apex[^;|]{0,20}adam",

@@ -112,7 +112,11 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),
     StackRule(r"torchtitan", "torchtitan-eager", "torchtitan, compile not set"),
     StackRule(r"\bnanotron\b", "nanotron", "Hugging Face's nanotron; its host takes as long whatever a block computes"),
-    StackRule(r"(?s)(?=.*(?:megatron|mbridge|nemo)).*cuda graphs full_iteration", "megatron-bridge-graphs", "a preset that replays whole iterations"),
+    StackRule(
+        r"(?s)(?=.*(?:megatron|mbridge|nemo)).*cuda graphs full_iteration",
+        "megatron-bridge-graphs",
+        "a preset that replays whole iterations",
+    ),
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(
         r"(?s)^(?!.*nemo[ /-]?(?:auto-?model|rl\b|aligner)).*(?:dgxc|\bnemo\b)",

@@ -10,8 +10,8 @@
     attention_best = 0.56           the same for attention, also attention_backward_best (GPU: 16-bit peak, CPU: fp32)
     [shares.product]                size (FLOP) and rate as shares of product_best; also attention, attention_backward
     [shares.rates.copy]             size (bytes) and rate as shares of the memory bandwidth, for each cost class
-    cache_bytes = 72e6              last-level cache: of a kernel's bytes c = 1 / (1 + (bytes / 0.4 cache)^2) are in it, 2.5
-                                    times as fast (catalog/kernels/ampere.toml, memory)
+    cache_bytes = 72e6              last-level cache: of a kernel's bytes a share 1 / (1 + (bytes / 0.4 cache)^2) is in
+                                    it, 2.5 times as fast as memory (catalog/kernels/ampere.toml, memory)
 
 What a file says itself wins over what it extends and over shares: tables are merged, tiers and links by their name. A
 number it replaces loses the source it had, so that the file has to name its own.
@@ -154,12 +154,13 @@ def _rates(shares: Table, origin: str) -> Table:
 
 
 def _cached(curve: object, cache_bytes: float) -> object:
-    """Rates by size with a last-level cache; another kind of value is left to who checks it."""
-    table = cast(Table, curve) if isinstance(curve, dict) else {}
+    """Rates by size with a last-level cache; what is no table of both is left to who checks it."""
+    table = cast(Table, curve if isinstance(curve, dict) else {})
     sizes, rates = table.get("size"), table.get("rate")
     if not (isinstance(sizes, list) and isinstance(rates, list)):
-        return curve
-    plain, room = Curve(size=tuple(sizes), rate=tuple(rates)), _CACHE_SHARE * cache_bytes
+        return table
+    plain = Curve(size=tuple(cast("list[float]", sizes)), rate=tuple(cast("list[float]", rates)))
+    room = _CACHE_SHARE * cache_bytes
     grid = sorted({*plain.size, *(room * step for step in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0))})
     held = [1 / (1 + (size / room) ** 2) for size in grid]
     faster = [1 / (1 - share + share / _CACHE_SPEED) for share in held]

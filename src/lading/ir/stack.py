@@ -81,8 +81,8 @@ class Stack:
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
         moments: Numbers of the size of a parameter that the optimizer keeps: Adam two, SGD none, or one with momentum.
         update_passes: Times that an update reads or writes a parameter's element besides value, gradient and moments.
-        foreach: AdamW runs as torch's foreach kernels, which go over tensors of a parameter's size ``FOREACH_PASSES`` times
-            more than one fused kernel does; other rules and updates on the host have passes of their own.
+        foreach: AdamW runs as torch's foreach kernels, which go over tensors of a parameter's size ``FOREACH_PASSES``
+            times more than one fused kernel does; other rules and updates on the host have passes of their own.
         moments_dtype: Number format of these.
         parameters_dtype: Number format of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.

@@ -3,7 +3,7 @@
 [Note: interval]
 Errors multiply, so the interval is formed in logarithms: from ``step_s / exp(h)`` to ``step_s * exp(h)``. Software of
 which nothing is known is slower than the defaults of its class more often than it is faster, as not all of it was
-tuned: there it is from ``step_s / exp(0.8 h)`` to ``step_s * exp(1.8 h)``. The square of h is a sum of what may be
+tuned: there it is from ``step_s / exp(0.7 h)`` to ``step_s * exp(1.8 h)``. The square of h is a sum of what may be
 wrong independently:
 
 - the software: fitted (steps of it on the architecture were seen), a named set of switches of which no step was seen
@@ -31,7 +31,7 @@ from math import exp, log, sqrt
 from lading.ir.stack import FITTED, GUESSED, SWITCHES
 
 #: Half width, in logarithms, by how the software is known, and of a machine that only a data sheet tells of.
-_SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.12}
+_SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.1}
 _DATA_SHEET = 0.2
 #: Columns of a model up to which kernels of software that is not known are short, and what that adds.
 _FEW_COLUMNS, _SHORT_KERNELS = 1024, 0.165
@@ -50,7 +50,7 @@ _CAUSES = {
 _LEFT = {FITTED: 0.3, SWITCHES: 0.7, GUESSED: 1.0}
 #: How far an interval reaches below and above, in half widths, where these are not the same: as of published steps of
 #: software that was in no table, most took longer than predicted (``benchmarks/validation``, November 2026).
-_SIDES = {GUESSED: (0.8, 1.8)}
+_SIDES = {GUESSED: (0.7, 1.8)}
 #: Half width, in logarithms, of products beside each other of one software: what kernels of a running step are off by.
 _KERNELS = 0.115
 #: Word of a cause whose kernels are others than those of products in 16 bits.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -237,6 +238,10 @@ def test_low_precision_counts_the_casts():
 def test_optimizer_and_clipping_by_bytes():
     assert adam_bytes(stack_by_name("megatron-core")) == 4 + 24 + 2
     assert adam_bytes(stack_by_name("torchtitan-compile")) == 28
+    foreach, kept = (dataclasses.replace(stack_by_name("torchtitan-compile"), foreach=on) for on in (True, False))
+    assert adam_bytes(foreach) - adam_bytes(kept) == 4 * 13, "passes of torch/optim/adamw.py over fp32"
+    low = dataclasses.replace(foreach, parameters_dtype="", gradient_dtype="bfloat16")
+    assert adam_bytes(low) == 2 * 20, "all in 16 bits: 20 passes"
     gpu = device("a100")
     assert step_s(1e9, 28, gpu) == pytest.approx(28e9 / (0.82 * 2.039e12), rel=0.01)
     assert clip_s(1e9, stack_by_name("megatron-core"), gpu) > 12e9 / 2.039e12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,21 @@ from tools.validate.rows import read_rows
 
 from lading.errors import ConfigError
 from lading.ir.request import StepRequest
+from lading.ir.stack import FITTED, GUESSED
 from lading.sim.simulate import simulate
 from tests.validate.test_rows import changed
 
 _DATA = {"tp": 1, "pp": 1, "dp": 64, "zero_stage": None, "fsdp": None}
 
 
-def asked(tmp_path: Path, framework: str, notes: str = "", **layout: Any) -> StepRequest:
+def asked(
+    tmp_path: Path, framework: str, notes: str = "", *, source: str = "tech blog 2025-03", **layout: Any
+) -> StepRequest:
     file = tmp_path / "rows.jsonl"
     parts: dict[str, Any] = {
         "measured": {"tokens_per_s_per_gpu": None},
         "hardware": {"gpus": 64, "inter_node_link": "InfiniBand 400 Gb/s per GPU"},
-        "source": "tech blog 2025-03",
+        "source": source,
         "notes": notes,
         "layout": {**_DATA, "global_batch": 128, "framework": framework, **layout},
     }
@@ -84,6 +88,31 @@ def test_layouts_in_other_words(
         ("Paxml (JAX, XLA)", "ENABLE_TE=1", {}, {"kind": "compiled-torch", "attention": "cudnn"}),
         ("flash-attn models", "fused_dropout_add_ln, fused_mlp", {}, {"kind": "eager-torch", "fusion": "fused"}),
         ("FSDP2", "a benchmark of Thunder, eager", {"compile": False}, {"kind": "eager-torch"}),
+        ("llm.c (C and CUDA)", "", {}, {"kind": "compiled-torch", "master_weights": True, "parameters_dtype": ""}),
+        (
+            "own trainer in CUDA and C++",
+            "parameters and moments in bf16, no other masters; CUDA graphs full_iteration",
+            {},
+            {"name": "compiled-torch", "master_weights": False, "parameters_dtype": "", "cuda_graphs": True},
+        ),
+        ("LLaMA-Factory", "as in the table of llm.c's authors", {}, {"name": "hf-transformers", "fusion": "eager"}),
+        (
+            "transformers with Transformer Engine's TransformerLayer",
+            "",
+            {},
+            {"fusion": "fused", "eager_norms": False, "foreach": True},
+        ),
+        ("FSDP2", "", {}, {"foreach": True}),
+        ("FSDP2", "AdamW(fused=True)", {}, {"foreach": False}),
+        ("FSDP2", "torch.compile", {}, {"foreach": False}),
+        (
+            "transformers, DDP",
+            "",
+            {"precision": "fp16 mixed"},
+            {"parameters_dtype": "float32", "master_weights": False},
+        ),
+        ("transformers, DDP", "", {"precision": "bf16"}, {"parameters_dtype": "", "foreach": True}),
+        ("PEFT", "", {"precision": "bf16 mixed", "task": "LoRA r8"}, {"parameters_dtype": ""}),
         ("LLaMA-Factory", "", {"task": "LoRA r8"}, {"name": "hf-transformers", "adapter_dropout": False}),
         (
             "own trainer",
@@ -98,6 +127,46 @@ def test_software_in_other_words(
 ) -> None:
     stack = asked(tmp_path, framework, notes, **layout).stack
     assert {name: getattr(stack, name) for name in expected} == expected
+
+
+def test_a_family_of_software_and_a_runtime_leave_more_open(tmp_path: Path) -> None:
+    """Of frameworks that share transformers' models no step was seen, whatever set their switches are of."""
+    family, runtime, plain = (asked(tmp_path, name) for name in ("Axolotl", "llm.c (C and CUDA)", "FSDP2"))
+    assert family.stack.name == "hf-transformers"
+    assert family.stack.evidence_on("hopper") == GUESSED
+    assert any("software of a family" in sentence for sentence in family.assumed)
+    open_of_both = [set(request.unstated) - set(plain.unstated) for request in (family, runtime)]
+    assert [len(left) for left in open_of_both] == [4, 3], "of a family the kernel of attention too"
+    for request in (family, runtime):
+        wide, narrow = (
+            simulate(one).prediction for one in (request, dataclasses.replace(request, unstated=plain.unstated))
+        )
+        assert wide.high_s > narrow.high_s
+        assert wide.step_s == narrow.step_s
+
+
+def test_a_set_of_one_year_is_but_a_family_in_later_ones(tmp_path: Path) -> None:
+    runs = (
+        asked(tmp_path, "Megatron-DeepSpeed", source=source) for source in ("a report, 2022-05", "a report, 2023-12")
+    )
+    assert [run.stack.evidence_on("ampere") for run in runs] == [FITTED, GUESSED]
+
+
+@pytest.mark.parametrize(("year", "attention"), [("2023-11", "masked"), ("2024-06", "flash2")])
+def test_flash_attention_takes_biases_since_2024(tmp_path: Path, year: str, attention: str) -> None:
+    request = asked(tmp_path, "own trainer, PyTorch FSDP", "FlashAttention-2; ALiBi", source=f"a report, {year}")
+    assert request.stack.attention == attention
+
+
+@pytest.mark.parametrize(("notes", "attention"), [("xformers' memory-efficient attention", "flash1"), ("", "unfused")])
+def test_attention_of_xformers_is_fused(tmp_path: Path, notes: str, attention: str) -> None:
+    request = asked(tmp_path, "transformers, DeepSpeed", notes, source="a report, 2023-05", zero_stage=1)
+    assert request.stack.attention == attention
+
+
+def test_a_power_limit_in_the_notes_is_told(tmp_path: Path) -> None:
+    request = asked(tmp_path, "FSDP2", "each card limited to 280 W")
+    assert request.unread == ("notes say 'limited to 280 w': clocks at a power limit",)
 
 
 @pytest.mark.parametrize(

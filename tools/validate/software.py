@@ -176,7 +176,7 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         stack = dataclasses.replace(stack, **otherwise, fitted=fitted)
         if rule.family or 0 < rule.until < year_of(row):
             assumed.append(f"software of a family, of which no step was seen: its switches are those of {stack.name}")
-            stack = dataclasses.replace(stack, framework="")
+            stack = dataclasses.replace(stack, framework="", fitted=())
     return dataclasses.replace(stack, **stated_switches(row, text, stack))
 
 

@@ -136,7 +136,7 @@ class _Walker:
         self.live: dict[int, Residency] = {}
         self.away: dict[int, str] = {}
         self.copies: dict[int, set[str]] = {}  # storage -> tiers that hold its current value
-        self.transient: set[int] = set()
+        self.transient: dict[int, int] = {}  # storage there for a recomputation only -> the last item that uses it
         self.stepped: dict[int, list[int]] = {}  # storage -> the updates that already changed it
         self.late: dict[int, int] = {}
         self.sent: dict[int, int] = {}  # storage -> the item after which it went to the host, or that made it there
@@ -249,15 +249,15 @@ class _Walker:
             for step in self.stepped.get(source, ()):
                 if step > producer:
                     self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
-            if self._next_use(source, op_index, inclusive=True) is None:
-                self.transient.add(source)
+            if source in self.transient or self._next_use(source, op_index, inclusive=True) is None:
+                self.transient[source] = len(self.out.items)
         self._item(Item(ActionKind.RECOMPUTE, op=producer))
         for storage in self.graph.op_writes[producer]:
             wanted = storage not in self.away and self._next_use(storage, op_index, inclusive=True) is not None
             if storage not in self.live:
                 self._arrive(storage)
                 if not wanted:
-                    self.transient.add(storage)
+                    self.transient[storage] = len(self.out.items) - 1
 
     def _next_use(self, storage: int, op_index: int, *, inclusive: bool = False) -> int | None:
         """Find the next op in this walk's order that uses the storage; None if there is none."""
@@ -274,14 +274,17 @@ class _Walker:
                 self._item(Item(ActionKind.MOVE, storage=storage, source=DEVICE, target=CALLER))
         for storage in touched:
             self._leave(storage, op_index)
-        for storage in sorted(self.transient - touched.keys()):
+        for storage in sorted(self.transient.keys() - touched.keys()):
             if storage not in self.live:
                 continue
+            stay = self.live[storage]
             if storage not in self.graph.persistent:
-                self._end(storage)
-            elif (tier := self.live[storage].tier) in self.copies.get(storage, ()) and self._leaves_the_step(storage):
+                del self.live[storage]
+                stay.last = self.transient[storage]
+            elif (tier := stay.tier) in self.copies.get(storage, ()) and self._leaves_the_step(storage):
                 self.away[storage] = tier
-                self._end(storage)
+                del self.live[storage]
+                stay.last = self.transient[storage]
         self.transient.clear()
 
     def _leaves_the_step(self, storage: int) -> bool:

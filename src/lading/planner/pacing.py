@@ -43,6 +43,7 @@ from lading.planner.residency import (
     rounded,
     slower,
 )
+from lading.planner.schedule import base_profile
 
 #: Price of moved or recomputed work that hides, against a second of step time.
 _TIE = 1e-3
@@ -145,11 +146,12 @@ class PacedFlow(FlowProgram):
             rates: Bytes a second read, and written.
         """
         gap = candidate.gap
-        windows = int(self.window[gap.end]) - int(self.window[gap.start])
-        if gap.wraps or windows > 1:
+        windows = int(self.window[gap.end]) - int(self.window[gap.start]) + self.windows * gap.wraps
+        if windows > 1:
             return False
         moving_s = candidate.size_bytes / rates[0] + (candidate.size_bytes / rates[1] if candidate.version else 0.0)
-        return windows == 0 or float(self.begun_s[gap.end] - self.begun_s[gap.start + 1]) < moving_s
+        passing_s = float(self.begun_s[gap.end] - self.begun_s[gap.start + 1]) + float(self.begun_s[-1]) * gap.wraps
+        return windows == 0 or passing_s < moving_s
 
     @cached_property
     def first(self) -> np.ndarray | None:
@@ -332,8 +334,8 @@ _PACES = (
     Pace(0.95, 0.7, 16, 4, 0.05, across=False),
     Pace(0.9, 0.5, 32, 1, 0.05),
 )
-#: Windows for where the first has no solution, as what moves in one of its windows needs more than there is.
-_FINE = Pace(0.95, 0.7, 64, 1, 0.0)
+#: Finer windows for where those have no solution, as what moves in one of their windows needs more than there is.
+_FINE = (Pace(0.95, 0.7, 64, 1, 0.0), Pace(0.95, 0.7, 128, 1, 0.0))
 #: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
 #: the first plan.
 _REPAIRS, _LOWERED = 4, 24_000
@@ -368,15 +370,17 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
         first: First flow of the step where it is known.
     """
     left, least_s = max(2, _LOWERED // len(step.graph.ops)), float("inf")
-    for number, pace in enumerate(_PACES):
+    first = first or first_flow(step)
+    others = [pace for pace in (_FINE if first[0] in _FINE else _PACES) if pace != first[0]]
+    for number, pace in enumerate((first[0], *others)):
         if left <= 0:
             return
-        used, flow = (pace, _flow(step, pace)) if number else first or first_flow(step)
+        flow = _flow(step, pace) if number else first[1]
         flow_s = flow.seconds
         if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
             continue
         least_s = min(least_s, flow_s)
-        found, tried = _plan(step, used, flow)
+        found, tried = _plan(step, pace, flow)
         left -= tried
         if found is not None:
             best = step.retimed(found, 2 * MOST_RETIMED)
@@ -385,9 +389,12 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
 
 
 def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
-    """Build the first flow that is planned from, with fine windows where it does not fit with coarse ones."""
-    flow = _flow(step, _PACES[0])
-    return (_PACES[0], flow) if flow.seconds < float("inf") else (_FINE, _flow(step, _FINE))
+    """Build the first flow that is planned from, with finer windows where it does not fit with coarse ones."""
+    for pace in (_PACES[0], *_FINE):
+        flow = _flow(step, pace)
+        if flow.seconds < float("inf"):
+            break
+    return pace, flow
 
 
 def _flow(step: StepProblem, pace: Pace, extra: np.ndarray | int = 0) -> PacedFlow:
@@ -408,14 +415,21 @@ def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None,
     Returns:
         The plan, None where there is none, and how often it lowered.
     """
-    extra = np.zeros(len(step.graph.ops), dtype=np.int64)
-    for tried in range(_REPAIRS):
-        solved = (_flow(step, pace, extra) if tried else flow).solved()
-        if solved is None:
-            return None, tried
+    least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
+    tried, spared = 0, list[Found]()
+    for attempt in range(_REPAIRS):
+        solved = (_flow(step, pace, extra) if attempt else flow).solved()
+        if solved is None:  # more was missing than there is
+            extra = (least + extra) // 2
+            continue
         choices = rounded(dataclasses.replace(flow.problem, folding=solved.folding), solved.relaxed)
-        made = step.lower(choices, pace=solved.pace)
+        made, tried = step.lower(choices, pace=solved.pace), tried + 1
         if made.program is not None:
-            return Found(choices, made.program, step, pace=solved.pace), tried + 1
-        extra = extra + missing_bytes(step, made)
-    return None, _REPAIRS
+            spared.append(Found(choices, made.program, step, pace=solved.pace))
+            break
+        if base_profile(step.graph, made.emission).max() <= step.arena_bytes:
+            sparing = dataclasses.replace(step, sparing=True).lower(choices, pace=solved.pace)
+            if sparing.program is not None:
+                spared.append(Found(choices, sparing.program, step, pace=solved.pace))
+        least, extra = extra, extra + missing_bytes(step, made)
+    return min(spared, key=lambda found: found.step_s, default=None), tried

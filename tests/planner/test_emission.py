@@ -16,8 +16,9 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import HOST_STREAM, Program
 from lading.ir.reduction import SEND
+from lading.memory.lifetime import lifetimes
 from lading.memory.verify import verify
-from lading.planner.emission import Choices
+from lading.planner.emission import Choices, emit
 from lading.planner.lower import StepCosts
 
 
@@ -62,6 +63,28 @@ def test_an_update_waits_for_what_is_recomputed_with_the_weight() -> None:
     program = lowered(build.graph(), {(hidden, dropped): Option.RECOMPUTE}, small_machine(disk=False))
     ran = [(action.kind, action.op) for action in program.actions if action.op is not None]
     assert ran.index((ActionKind.RECOMPUTE, forward)) < ran.index((ActionKind.STEP, update))
+
+
+def test_what_a_recomputation_makes_on_its_way_goes_as_soon_as_it_has_been_read() -> None:
+    build = GraphBuilder()
+    x = build.storage("x", PAGE, Role.INPUT)
+    first, second, third, loss, last = (
+        build.storage(name, PAGE, Role.ACTIVATION) for name in ("first", "second", "third", "loss", "last")
+    )
+    build.op([x], [first])
+    again = build.op([first], [second])
+    build.op([second], [third])
+    dropped = build.op([third], [loss])
+    build.op([third, loss], [last])
+    build.losses.append(loss)
+    graph = build.graph()
+    choices = {(third, dropped): Option.RECOMPUTE}
+    emission = emit(graph, lifetimes(graph), choices)
+    ran = [(item.kind, item.op) for item in emission.items]
+    read = ran.index((ActionKind.RECOMPUTE, again))
+    stays = [stay for stay in emission.residencies if stay.storage == first]
+    assert [stay.last for stay in stays][1:] == [read]
+    lowered(graph, choices, small_machine(disk=False))
 
 
 def test_a_tier_is_written_where_it_lacks_the_value_and_not_again() -> None:

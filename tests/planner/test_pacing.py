@@ -78,10 +78,56 @@ def test_paced_plans_fit_are_proven_and_are_made_again_from_their_choices() -> N
         verify(found.program)
         assert found.program.predicted_bytes <= step.budgets["device"]
         assert found.step_s >= step.bound_s * (1 - 1e-6)
-        again = step.lower(found.choices, found.retimed, found.pace).program
+        again = found.step.lower(found.choices, found.retimed, found.pace).program
         assert again is not None
         assert step.seconds(again) == pytest.approx(found.step_s, rel=1e-9)
         assert any(action.stream != COMPUTE_STREAM for action in found.program.actions)
+
+
+def test_nothing_leaves_over_the_end_of_a_step_that_could_not_be_back_in_time() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    flow_of = PacedFlow(problem, step.arena_bytes, 4)
+    begun_s = np.concatenate([[0.0], np.cumsum(problem.op_seconds)])
+    disk, may_move = step.machine.tiers[0], Counter[bool]()
+    for each in flow_of.classes:
+        gap, size = each.leader.gap, each.leader.size_bytes
+        column = flow_of.flows[flow_of.classes.index(each)][Option(disk.name)].share if gap.wraps else -1
+        passing_s = begun_s[-1] - begun_s[gap.start + 1] + begun_s[gap.end]
+        near = flow_of.window[gap.end] + 4 - flow_of.window[gap.start] <= 1
+        short = near and passing_s < size / disk.read_bytes_per_s + size / disk.write_bytes_per_s
+        if gap.wraps:
+            assert (flow_of.upper[column] == 0.0) == short
+            may_move[not short] += 1
+    assert may_move[True]
+    assert may_move[False]
+
+
+def test_what_is_recomputed_finds_its_weights_brought_back() -> None:
+    step = captured("llama", num_layers=2, machine=slower_disk(small_machine(), 20))
+    fixed = fixed_bytes(step.machine, step.costs)
+    step = within(step, fixed + (needs(step, {}) - fixed) // 3)
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    flow_of = PacedFlow(problem, step.arena_bytes, 64, 1)
+    values = flow_of.first
+    assert values is not None
+    class_of = {index: number for number, each in enumerate(flow_of.classes) for index in each.members}
+    both = 0.0
+    for index, candidate in enumerate(problem.candidates):
+        again, back = flow_of.again[class_of[index]], made_again(candidate)
+        for other, weight in enumerate(problem.candidates):
+            gap = weight.gap
+            if again is None or gap.storage not in candidate.needs or gap.wraps or not gap.start < back < gap.end:
+                continue
+            moves = [*flow_of.flows[class_of[other]].values()]
+            read = [
+                values[column] for each in moves for at, column in enumerate(each.reads, each.first_read)
+                if at <= flow_of.window[back]
+            ]  # fmt: skip
+            moved = sum(values[each.share] for each in moves)
+            assert values[again] + moved - sum(read) < 1 + 1e-6
+            both = max(both, values[again] * moved)
+    assert both > 0.5
 
 
 def test_a_flow_with_no_room_has_no_solution() -> None:

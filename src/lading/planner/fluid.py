@@ -124,11 +124,10 @@ class FlowProgram:
     """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once.
 
     Attributes:
-        most_reads, most_writes: Windows in which a gap may be read, the last ones, and written, the first ones; 0 is
-            all, as a bound needs.
+        most_writes: Windows in which a gap may be written, the first ones; 0 is all, as a bound needs.
     """
 
-    most_reads = most_writes = 0
+    most_writes = 0
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
@@ -179,6 +178,10 @@ class FlowProgram:
         self.upper.append(1.0)
         return len(self.costs) - 1
 
+    def most_reads(self, candidate: Candidate) -> int:
+        """Windows in which a gap may be read, the last ones; 0 is all, as a bound needs."""
+        return 0
+
     def _columns(self, count: int) -> range:
         """Add columns one after another."""
         numbers = [self._column() for _ in range(count)]
@@ -208,7 +211,7 @@ class FlowProgram:
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
         count = last - first + 1
         share = self._column()
-        reads = self._columns(min(count, self.most_reads or count))
+        reads = self._columns(min(count, self.most_reads(candidate) or count))
         first_read = last + 1 - len(reads)
         self.add_row(0.0, 0.0, [*reads, share], [*[1.0] * len(reads), -1.0])
         if candidate.version is None:

@@ -40,7 +40,7 @@ from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.host_balance import with_host
-from lading.planner.pacing import first_flow, is_paced, paced, with_paced
+from lading.planner.pacing import best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
     Found,
@@ -286,7 +286,7 @@ _LAST_SHARE = 1 / 3
 #: Operations planned in all orders together, but for the first order.
 _ORDERED = 10_000
 #: An order whose first plan takes this share longer than another's is not searched further, nor is a step with
-#: operations on the host that takes no more than this share less.
+#: operations on the host that takes no more than this share less, and whose bound does not either.
 REACH = 0.03
 #: Operations of plans that are searched where some run on the host and that pays.
 _HOSTED_OPS = 12_000
@@ -454,7 +454,7 @@ def paced_forms(forms: Sequence[StepProblem]) -> dict[int, Ordered]:
     for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:
         if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * min(flows_s):
             break
-        best = min(paced(steps[at], flows[at]), key=lambda found: found.step_s, default=None)
+        best = best_paced(steps[at], flows[at])
         if best is not None:
             orders = (steps[at],)
             made[at] = Ordered(forms[at].deferrals, steps[at], best, lower_bound_s(steps[at]), orders, paced=True)
@@ -499,7 +499,8 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         return chosen
     bound_s = lower_bound_s(hosted.step)
     search = ResidencySearch(hosted.step, [hosted])
-    most = _HOSTED_OPS // len(hosted.step.graph.ops) if hosted.step_s < (1 - REACH) * hosted.device_s else 1
+    pays = hosted.step_s < (1 - REACH) * hosted.device_s or bound_s < (1 - REACH) * lower_bound_s(chosen.step)
+    most = _HOSTED_OPS // len(hosted.step.graph.ops) if pays else 1
     for _ in range(most):
         if good_enough(search.best or hosted, bound_s) or not search.advance():
             break

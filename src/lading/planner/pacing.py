@@ -10,6 +10,7 @@ by a step that waited begin as late as in that step. So the flow is solved once 
     recomputation           takes the seconds of all that runs again, in the window of the use, and holds its place
                             from where the backward enters the block (``planner.relaxation``)        parts_of, add_times
     transfers               only in the last windows before a use, and the first after one            most_reads
+    weights                 are back where what is recomputed reads them                             _add_needs
     large storages          are moved whole or not at all: the largest half of the split ones is      _settle
                             rounded and fixed, and the rest solved again
 
@@ -49,6 +50,8 @@ from lading.planner.schedule import base_profile
 _TIE = 1e-3
 #: How often the largest half of the split storages is fixed.
 _SETTLED = 6
+#: Windows before a use in which what it needs may be read.
+_MOST_READS = 8
 _TINY = 1e-12
 #: So near to a number of whole storages a class is not split.
 _SPLIT = 1e-3
@@ -73,7 +76,7 @@ class PacedFlow(FlowProgram):
     Storages of one size whose gaps begin and end in the same windows share columns: it says how many of them move.
     """
 
-    most_reads, most_writes = 8, 6
+    most_writes = 6
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int, parts: int = 4) -> None:
         """Collect all columns and rows but those of memory; the other arguments are those of ``planner.fluid.flow``.
@@ -87,8 +90,10 @@ class PacedFlow(FlowProgram):
         part_s = float(problem.op_seconds.sum()) / windows / parts
         self.most_fluid = near * part_s if parts > 1 else 0.0
         self.begun_s = np.concatenate([[0.0], np.cumsum(problem.op_seconds)])
+        self.wanted = _wanted(problem)
         super().__init__(problem, budget_bytes, windows)
         self._add_chains()
+        self._add_needs()
         rates = {Option(tier.name): (tier.read_bytes_per_s, tier.write_bytes_per_s) for tier in problem.tiers}
         for again, each, flows in zip(self.again, self.classes, self.flows, strict=True):
             if again is not None:
@@ -108,8 +113,34 @@ class PacedFlow(FlowProgram):
         short = [
             self._is_short(candidate, (tier.read_bytes_per_s, tier.write_bytes_per_s)) for tier in self.problem.tiers
         ]
-        windows = int(self.window[gap.start]), int(self.window[gap.end])
+        windows = int(self.window[gap.start]), int(self.window[gap.end]), self._wanted_in(candidate)
         return *windows, gap.wraps, candidate.size_bytes, candidate.options, version, *held, *short
+
+    def most_reads(self, candidate: Candidate) -> int:
+        """Windows in which a gap may be read: the last ones before its use, or before a recomputation needs it."""
+        return _MOST_READS + int(self.window[candidate.gap.end]) - self._wanted_in(candidate)
+
+    def _wanted_in(self, candidate: Candidate) -> int:
+        """Window in which a storage may be read first inside a gap, or that of the gap's end."""
+        gap = candidate.gap
+        return int(self.window[self.wanted.get((gap.storage, gap.start), gap.end)])
+
+    def _add_needs(self) -> None:
+        """Add rows by which what is recomputed finds the weights that it reads, brought back for it if they move."""
+        class_of = {index: number for number, each in enumerate(self.classes) for index in each.members}
+        rows: dict[tuple[int, int], int] = {}
+        for index, other, back in _needed(self.problem):
+            rows.setdefault((class_of[index], class_of[other]), int(self.window[back]))
+        for (one, other), window in rows.items():
+            again = self.again[one]
+            if again is None:
+                continue
+            columns, values = [again], [1.0]
+            for moves in self.flows[other].values():
+                back = moves.reads[: max(0, window - moves.first_read + 1)]
+                columns += [moves.share, *back]
+                values += [1.0, *[-1.0] * len(back)]
+            self.add_row(-np.inf, 1.0, columns, values)
 
     def _add_chains(self) -> None:
         """Add rows by which what is recomputed starts from what is there, neither to be made again itself nor moved.
@@ -293,6 +324,28 @@ class PacedFlow(FlowProgram):
             self.model.changeColBounds(column, whole[option] / count, whole[option] / count)
 
 
+def _needed(problem: ResidencyProblem) -> Iterator[tuple[int, int, int]]:
+    """Yield gaps that may be recomputed, gaps of weights that this needs back inside them, and where it does."""
+    of_storage: dict[int, list[int]] = {}
+    for index, candidate in enumerate(problem.candidates):
+        of_storage.setdefault(candidate.gap.storage, []).append(index)
+    for index, candidate in enumerate(problem.candidates):
+        back = _again(candidate)
+        for other in (each for storage in candidate.needs for each in of_storage.get(storage, ())):
+            gap = problem.candidates[other].gap
+            if not gap.wraps and gap.start < back < gap.end:
+                yield index, other, back
+
+
+def _wanted(problem: ResidencyProblem) -> dict[tuple[int, int], int]:
+    """First position inside each gap of a weight at which a recomputation may need it, by storage and gap's start."""
+    wanted: dict[tuple[int, int], int] = {}
+    for _, other, back in _needed(problem):
+        gap = problem.candidates[other].gap
+        wanted[gap.storage, gap.start] = min(back, wanted.get((gap.storage, gap.start), back))
+    return wanted
+
+
 def _again(candidate: Candidate) -> int:
     """Position at which a storage is made again where it is recomputed."""
     held = candidate.held.get(Option.RECOMPUTE, ())
@@ -339,6 +392,9 @@ _FINE = (Pace(0.95, 0.7, 64, 1, 0.0), Pace(0.95, 0.7, 128, 1, 0.0))
 #: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
 #: the first plan.
 _REPAIRS, _LOWERED = 4, 24_000
+#: How many times slower than its flow says the step of the fastest plan is taken to be in turn, and the most operations
+#: of a step for which that is tried.
+_OTHER_PACES, _REPACED_OPS = (1.2, 0.8), 2000
 #: Share by which a flow may take longer than the least before it, to be planned.
 _PACED_REACH = 0.03
 #: Share of the bound from which on a plan is worth paced flows.
@@ -353,12 +409,31 @@ def with_paced(found: Found, bound_s: float) -> Found:
     """
     if not is_paced(found.step) or found.step_s <= (1 + _FAR) * bound_s:
         return found
-    return min((found, *paced(found.step)), key=lambda made: made.step_s)
+    made = best_paced(found.step)
+    return found if made is None or made.step_s >= found.step_s else made
 
 
 def is_paced(step: StepProblem) -> bool:
     """Whether paced flows are of use for a step: it moves, is large, and decides where its values are between steps."""
     return len(step.graph.ops) > SMALL_OPS and step.lives.homes is None and bool(step.machine.tiers)
+
+
+def best_paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Found | None:
+    """Make the fastest plan of paced flows, also with transfers scheduled for a faster or slower step.
+
+    Args:
+        first: First flow of the step where it is known.
+    """
+    best = min(paced(step, first), key=lambda made: made.step_s, default=None)
+    if best is None or len(step.graph.ops) > _REPACED_OPS:
+        return best
+    step, again = best.step, [best]
+    for times in _OTHER_PACES:
+        pace = tuple(max(1.0, times * each) for each in best.pace)
+        program = step.lower(best.choices, pace=pace).program
+        if program is not None:
+            again.append(step.retimed(Found(best.choices, program, step, pace=pace), 2 * MOST_RETIMED))
+    return min(again, key=lambda made: made.step_s)
 
 
 def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Iterator[Found]:
@@ -383,17 +458,18 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
         found, tried = _plan(step, pace, flow)
         left -= tried
         if found is not None:
-            best = step.retimed(found, 2 * MOST_RETIMED)
+            best = found.step.retimed(found, 2 * MOST_RETIMED)
             left -= best.retimed + 1
             yield best
 
 
 def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
     """Build the first flow that is planned from, with finer windows where it does not fit with coarse ones."""
-    for pace in (_PACES[0], *_FINE):
-        flow = _flow(step, pace)
+    pace, flow = _PACES[0], _flow(step, _PACES[0])
+    for finer in _FINE:
         if flow.seconds < float("inf"):
             break
+        pace, flow = finer, _flow(step, finer)
     return pace, flow
 
 
@@ -416,7 +492,7 @@ def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None,
         The plan, None where there is none, and how often it lowered.
     """
     least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
-    tried, spared = 0, list[Found]()
+    tried, fitting = 0, list[Found]()
     for attempt in range(_REPAIRS):
         solved = (_flow(step, pace, extra) if attempt else flow).solved()
         if solved is None:  # more was missing than there is
@@ -425,11 +501,12 @@ def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None,
         choices = rounded(dataclasses.replace(flow.problem, folding=solved.folding), solved.relaxed)
         made, tried = step.lower(choices, pace=solved.pace), tried + 1
         if made.program is not None:
-            spared.append(Found(choices, made.program, step, pace=solved.pace))
+            fitting.append(Found(choices, made.program, step, pace=solved.pace))
             break
         if base_profile(step.graph, made.emission).max() <= step.arena_bytes:
-            sparing = dataclasses.replace(step, sparing=True).lower(choices, pace=solved.pace)
-            if sparing.program is not None:
-                spared.append(Found(choices, sparing.program, step, pace=solved.pace))
+            sparing = dataclasses.replace(step, sparing=True)
+            program = sparing.lower(choices, pace=solved.pace).program
+            if program is not None:
+                fitting.append(Found(choices, program, sparing, pace=solved.pace))
         least, extra = extra, extra + missing_bytes(step, made)
-    return min(spared, key=lambda found: found.step_s, default=None), tried
+    return min(fitting, key=lambda found: found.step_s, default=None), tried

@@ -59,7 +59,7 @@ class Candidate:
     A bound counts ``own_recompute_s`` of it. ``network_s`` are the seconds of the network where recomputing unshards
     again. ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the
     bytes. ``sources`` are storages made before that recomputing starts from (with
-    ``across`` only).
+    ``across`` only), ``needs`` those it reads that last over the step, such as weights (not for a bound).
     """
 
     gap: Gap
@@ -71,6 +71,7 @@ class Candidate:
     version: tuple[int, int] | None
     network_s: float = 0.0
     sources: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,10 @@ class _Offers:
         network_s = sum(float(self.network_s[op]) for op in (again[:1] if every else again))
         own_s = again_s[0] if again_s else 0.0
         sources = _sources(graph, lives, again) if across else ()
-        self.candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s, sources))
+        needs = () if every else tuple({s: None for op in again for s in graph.op_reads[op] if s in graph.persistent})
+        self.candidates.append(
+            Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s, sources, needs)
+        )
         self.chosen.add((gap.storage, gap.start))
         self.reruns.append(again)
 

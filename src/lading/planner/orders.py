@@ -52,6 +52,7 @@ from lading.planner.residency import (
     lower_bound_s,
     polished,
     smallest_budget_bytes,
+    tries,
 )
 from lading.planner.streaming import moving, persistent_away
 
@@ -295,7 +296,8 @@ _HOSTED_OPS = 12_000
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Most forms whose paced flows are planned, of those that take this share longer than the least.
 _PACED_FORMS, _PACED_REACH = 2, 0.01
-#: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less.
+#: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less; but for
+#: steps so small that single choices are changed.
 _OVERTAKEN = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
@@ -409,7 +411,7 @@ def best_of_forms(
     flowing = paced_forms(forms)
     least_s = min((ordered.found.step_s for ordered in flowing.values()), default=float("inf"))
     searched = list[Ordered]()
-    if min(first_s) <= (1 + _OVERTAKEN) * least_s:
+    if tries(len(forms[0].graph.ops)) or min(first_s) <= (1 + _OVERTAKEN) * least_s:
         both_s = [min(s, flowing[at].found.step_s) if at in flowing else s for at, s in enumerate(first_s)]
         searched = searched_forms(forms, both_s, fitting, progress)
     return of_all_forms([*searched, *flowing.values()], forms, fitting)

@@ -278,13 +278,12 @@ class _Walker:
             if storage not in self.live:
                 continue
             stay = self.live[storage]
-            if storage not in self.graph.persistent:
-                del self.live[storage]
-                stay.last = self.transient[storage]
-            elif (tier := stay.tier) in self.copies.get(storage, ()) and self._leaves_the_step(storage):
-                self.away[storage] = tier
-                del self.live[storage]
-                stay.last = self.transient[storage]
+            if storage in self.graph.persistent:
+                if stay.tier not in self.copies.get(storage, ()) or not self._leaves_the_step(storage):
+                    continue
+                self.away[storage] = stay.tier
+            del self.live[storage]
+            stay.last = self.transient[storage]
         self.transient.clear()
 
     def _leaves_the_step(self, storage: int) -> bool:

@@ -446,7 +446,7 @@ def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Ite
     """
     left, least_s = max(2, _LOWERED // len(step.graph.ops)), float("inf")
     first = first or first_flow(step)
-    others = [pace for pace in (_FINE if first[0] in _FINE else _PACES) if pace != first[0]]
+    others = [pace for pace in (*(_FINE if first[0] in _FINE else ()), *_PACES[1:]) if pace != first[0]]
     for number, pace in enumerate((first[0], *others)):
         if left <= 0:
             return

@@ -77,6 +77,34 @@ def test_equals_plain_pytorch(
         assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **WIDE)
 
 
+@pytest.mark.parametrize(("micro", "clip", "share"), [(1, 0.0, 0.0), (2, 1.0, 0.5)])
+def test_late_products_equal_plain_pytorch(tmp_path: Path, micro: int, clip: float, share: float) -> None:
+    """A tied weight's product runs right before its sum, by what it reads, and nothing else changes its place."""
+    sizes, piece = {**WIDE, "dim": 128}, 4 * 128 * 160
+    whole = stepped("gpt", micro=micro, clip=clip, **sizes)
+    early, _ = with_gradient_pieces(whole, piece)
+    graph, origins = with_gradient_pieces(whole, piece, late_products=True)
+    assert sorted(map(str, graph.ops)) == sorted(map(str, early.ops))
+    graph.validate()
+    heads = {origin for origin, op in zip(origins, graph.ops, strict=True) if op.module == "head" and op.outputs}
+    products = [at for at, origin in enumerate(origins) if origin in heads and origins.count(origin) > 2]
+    (tied,) = (each for each in pieced_gradients(whole, piece) if each.name == "tokens.weight")
+    assert len(products) == micro * len(tied.starts[1:])
+    for at in products:
+        made = graph.storage_of(graph.ops[at].outputs[0])
+        read = next(i for i, op in enumerate(graph.ops) if made in graph.reads(op))
+        assert 0 < read - at <= len(("sub", "and", "clamp", "look-up", "sum", *range(micro)))
+    later = defer(graph, int(share * len(updates(graph))))[0] if share else graph
+    with Executor(program_of(later, at_random(0)), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, "gpt", micro=micro, clip=clip, rates=RATES, **sizes)
+
+
+def test_products_of_as_many_tokens_as_half_the_width_are_not_late() -> None:
+    """32 tokens, and a width of 64: what the product reads is more than half of the gradient."""
+    whole, piece = stepped("gpt", **WIDE), 4 * 64 * 160
+    assert with_gradient_pieces(whole, piece, late_products=True) == with_gradient_pieces(whole, piece)
+
+
 class Tied(torch.nn.Module):
     """Table that two look-ups and a head share: tokens (rows, tokens) -> logits (rows, tokens, words).
 

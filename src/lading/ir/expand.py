@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import lcm, prod
 from types import MappingProxyType
 
 from lading.errors import ConfigError, check_rate
@@ -66,6 +66,8 @@ _MOST_OPERATIONS = 200_000
 _PARTS = 256
 #: Parts begin at whole pages of float32, which are whole vectors of every CPU.
 _UNIT = 1024
+#: Share of a part by which it may be larger so that it has whole rows.
+_ROWS_SHARE = 1 / 64
 _LOW = frozenset({"bfloat16", "float16"})
 
 
@@ -677,9 +679,14 @@ def _clipped_dtype(graph: StepGraph, master_weights: bool) -> str:
 
 
 def _cut(tensor: Tensor, count: int) -> list[Tensor]:
-    """Cut a row-major tensor into ``count`` flat views of about the same size, at whole units."""
+    """Cut a row-major tensor into ``count`` flat views of about the same size, at whole units.
+
+    At whole rows, too, where that changes sizes by little: pieces of a gradient are rows (``ir.gradient_pieces``).
+    """
     elements = prod(tensor.shape)
-    step = -(-elements // (count * _UNIT)) * _UNIT
+    rows = lcm(_UNIT, tensor.shape[-1])
+    unit = rows if rows <= _ROWS_SHARE * elements / count else _UNIT
+    step = -(-elements // (count * unit)) * unit
     starts = range(0, elements, step)
     return [
         dataclasses.replace(tensor, shape=(min(step, elements - at),), stride=(1,), offset=tensor.offset + at)

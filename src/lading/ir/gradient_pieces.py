@@ -13,8 +13,9 @@ pieces, one after another.
 
 [Note: late products] A tied weight's gradient is a product of the head's, made first, and a sum with that of the
 look-up, made last: in between all of it waits for the sum, in memory or on a disk. Where the product's operands take
-less than half as much, which is so for fewer tokens than half the width, they wait instead, and each piece of the
-product is made right before its sum. GPT-2 with 128 tokens keeps 25 MiB through its backward instead of 147.
+less than half as much, which is so for fewer tokens than half the width, they may wait instead, and each piece of the
+product is made right before its sum. GPT-2 with 128 tokens keeps 25 MiB through its backward instead of moving 147 to
+the disk and back, and multiplies where it would else wait for the disk. Where 25 MiB are much, a plan does without.
 
 [Note: rows of others] A piece of a look-up's gradient gets all tokens. Those of other pieces add up in a row behind
 its own that nothing reads: their row, counted from the piece's first one, is below zero, which without its sign is
@@ -108,7 +109,9 @@ def _of_each_other(graph: StepGraph, storages: Set[int]) -> bool:
     return False
 
 
-def with_gradient_pieces(graph: StepGraph, piece_bytes: int) -> tuple[StepGraph, tuple[int, ...]]:
+def with_gradient_pieces(
+    graph: StepGraph, piece_bytes: int, *, late_products: bool = False
+) -> tuple[StepGraph, tuple[int, ...]]:
     """Make the large gradients of a step in pieces.
 
     Storages and tensors keep their numbers. Also returns the index in ``graph`` of the operation that each operation of
@@ -117,11 +120,12 @@ def with_gradient_pieces(graph: StepGraph, piece_bytes: int) -> tuple[StepGraph,
     Args:
         piece_bytes: Least bytes of a piece, but for what is left for the last one; 0 leaves the step as it is, and so
             does a size of which no gradient has two pieces.
+        late_products: Whether products wait by their operands where these are small. See [Note: late products].
     """
     gradients = pieced_gradients(graph, piece_bytes) if piece_bytes else ()
     if not gradients:
         return graph, tuple(range(len(graph.ops)))
-    return _Rewriter(graph, gradients).result()
+    return _Rewriter(graph, gradients, late_products=late_products).result()
 
 
 class _Uses:
@@ -214,8 +218,8 @@ class _Made:
 class _Rewriter:
     """Rewriter of a step; ``made`` has its new operations, still in the order of the old ones."""
 
-    def __init__(self, graph: StepGraph, gradients: Sequence[PiecedGradient]) -> None:
-        self.graph, self.gradients = graph, gradients
+    def __init__(self, graph: StepGraph, gradients: Sequence[PiecedGradient], *, late_products: bool) -> None:
+        self.graph, self.gradients, self.late_products = graph, gradients, late_products
         self.storages, self.tensors = list(graph.storages), list(graph.tensors)
         self.owner = {storage: n for n, gradient in enumerate(gradients) for storage in gradient.storages}
         self.pieces = {storage: self._pieces(storage) for storage in self.owner}
@@ -420,7 +424,7 @@ class _Rewriter:
 
     def _is_late(self, run: Sequence[_Made]) -> bool:
         """Whether operands of a run may wait instead of the gradient that it makes."""
-        if any(new.op.name not in _PRODUCTS or new.origin in self.repeated for new in run):
+        if not self.late_products or any(new.op.name not in _PRODUCTS or new.origin in self.repeated for new in run):
             return False
         operands = {storage for new in run for storage in self._storages(new.op.inputs)}
         kept = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)

@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 13
+PLAN_FORMAT = 14
 
 
 class PlanKind(StrEnum):
@@ -204,6 +204,7 @@ class Choices:
             ones.
         gradient_pieces: Least bytes of the pieces in which large gradients are made (``lading.ir.gradient_pieces``);
             0 for whole ones.
+        late_products: Whether products that make such pieces run right before what adds to them.
         late_updates: Updates that wait inside the step, each with the operation behind which it runs, as numbered in
             the step with its loss in parts and its gradients in pieces (``lading.ir.late_updates``).
         deferred: Number of updates, the last ones of the step, that run in the next step's forward
@@ -228,6 +229,7 @@ class Choices:
     loss_parts: int = 0
     head_parts: int = 0
     gradient_pieces: int = 0
+    late_products: bool = False
     late_updates: tuple[tuple[int, int], ...] = ()
     deferred: int = 0
     retimed: int = 0

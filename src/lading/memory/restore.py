@@ -389,7 +389,7 @@ def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
             f"the plan has {choices.head_parts} parts of the head, expected 0 to {MOST_PARTS}; plan again"
         )
     step = with_head_parts(with_loss_parts(step, choices.loss_parts)[0], choices.head_parts)[0]
-    step = with_gradient_pieces(step, choices.gradient_pieces)[0]
+    step = with_gradient_pieces(step, choices.gradient_pieces, late_products=choices.late_products)[0]
     step = with_late_updates(step, choices.late_updates)[0]
     known = len(updates(step))
     if not 0 <= choices.deferred <= known:

@@ -271,6 +271,7 @@ def _planned(
             loss_parts=found.step.loss_parts,
             head_parts=found.step.head_parts,
             gradient_pieces=found.step.gradient_pieces,
+            late_products=found.step.late_products,
             late_updates=found.step.late_updates,
             deferred=deferred,
             retimed=found.retimed,

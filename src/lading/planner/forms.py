@@ -22,8 +22,9 @@ from lading.planner.residency import StepProblem
 #: Parts of a loss that is computed in parts. That is tried where what is needed at once is this share of the arena at
 #: least, and less than this share of it with the loss in parts.
 _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
-#: Pieces of the largest gradient and bytes of one at least; they are tried where it is this share of the arena or more.
-_PIECES, _LEAST_PIECE, _LARGE_GRADIENT = 16, 1 << 20, 0.1
+#: Pieces of the largest gradient, or bytes of one by the arena, and at least; they are tried where the gradient is this
+#: share of the arena or more.
+_PIECES, _PIECES_OF_ARENA, _LEAST_PIECE, _LARGE_GRADIENT = 16, 64, 1 << 20, 0.1
 #: Parts of a head that are tried where no plan fits that computes it whole.
 _HEAD_PARTS = (8, 16, 32)
 #: How many times faster than evenly late updates run.
@@ -33,7 +34,7 @@ _HURRIES = (1.0, 2.0)
 def lesser_forms(step: StepProblem) -> list[StepProblem]:
     """Step as it is and in forms that need less at once, those that need least last."""
     losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
-    return [*losses, *(form for form in map(_gradient_pieces, losses) if form is not None)]
+    return [*losses, *(form for each in losses for form in _gradient_pieces(each))]
 
 
 def _loss_parts(step: StepProblem) -> StepProblem | None:
@@ -45,17 +46,24 @@ def _loss_parts(step: StepProblem) -> StepProblem | None:
     return parts if int(parts.bound_problem.base.max(initial=0)) < _LESS * whole else None
 
 
-def _gradient_pieces(step: StepProblem) -> StepProblem | None:
-    """Step with its largest gradients in pieces; None where they are small beside the memory, or cannot be cut."""
+def _gradient_pieces(step: StepProblem) -> list[StepProblem]:
+    """Step with its largest gradients in pieces, and with late products too, where there are any.
+
+    [] where these gradients are small beside the memory, or cannot be cut.
+    """
     gradients = [s.size_bytes for s in step.graph.storages if s.role is Role.GRADIENT]
     largest = max(gradients, default=0)
     if largest < _LARGE_GRADIENT * step.arena_bytes:
-        return None
-    least = max(_LEAST_PIECE, largest // _PIECES)
+        return []
+    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _PIECES_OF_ARENA))
     pieces, origins = with_gradient_pieces(step.graph, least)
     if pieces is step.graph:
-        return None
-    return dataclasses.replace(_rewritten(step, pieces, origins), gradient_pieces=least)
+        return []
+    early = dataclasses.replace(_rewritten(step, pieces, origins), gradient_pieces=least)
+    pieces, late = with_gradient_pieces(step.graph, least, late_products=True)
+    if late == origins:
+        return [early]
+    return [early, dataclasses.replace(_rewritten(step, pieces, late), gradient_pieces=least, late_products=True)]
 
 
 def head_forms(step: StepProblem) -> list[StepProblem]:
@@ -66,7 +74,7 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
         dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
         for parts in _HEAD_PARTS
     ]
-    return [*made, *(form for form in map(_gradient_pieces, made) if form is not None)]
+    return [*made, *(form for each in made for form in _gradient_pieces(each))]
 
 
 def late_forms(step: StepProblem) -> list[StepProblem]:

@@ -543,7 +543,8 @@ def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
         f"{len(choices.hosted)} operations on the host"
         + (f", the loss in {choices.loss_parts} parts" if choices.loss_parts else "")
         + (f", the head in {choices.head_parts} parts" if choices.head_parts else "")
-        + (f", gradients in pieces of {format_bytes(choices.gradient_pieces)}" if choices.gradient_pieces else ""),
+        + (f", gradients in pieces of {format_bytes(choices.gradient_pieces)}" if choices.gradient_pieces else "")
+        + (", made late" if choices.late_products else ""),
         "Versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()) or "not recorded",
     }
     items = "".join(el("dt", text(k)) + el("dd", el("code", text(v))) for k, v in rows.items())

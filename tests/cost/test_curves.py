@@ -54,6 +54,18 @@ def test_bytes_go_at_the_rate_of_the_operation(name: str, kind: OpKind, stage: S
     assert kernel_s(kernel(name, kind, stage), device(), STACK) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("columns", "times"), [(4096, 1.0), (4104, 1.0), (4097, 1.25), (1025, 1.0), (50257, 1.6)])
+def test_a_product_takes_longer_where_its_rows_begin_at_no_whole_vector(columns: int, times: float) -> None:
+    even, odd = (
+        Curve(size=(1024, 4096, 16384), rate=(8e9,) * 3),
+        Curve(size=(1024, 4096, 16384), rate=(9e9, 6.4e9, 5e9)),
+    )
+    known = dataclasses.replace(device(), rates={"matmul.even": even, "matmul.odd": odd})
+    product = kernel("aten.mm.default", OpKind.MATMUL, detail=Product(256, columns, 768))
+    plain = kernel_s(product, dataclasses.replace(known, rates={}), STACK)
+    assert kernel_s(product, known, STACK) == pytest.approx(times * plain, rel=1e-3)
+
+
 def test_what_has_no_rate_goes_at_the_memory_bandwidth() -> None:
     found = kernel_s(kernel("aten.sort.default", OpKind.SORT), device(), STACK)
     assert found == pytest.approx(8e6 / device().memory_bandwidth_bytes_per_s)

@@ -47,7 +47,8 @@ def bytes_of(found: Found, source: str, *, to: str) -> int:
 
 def beside(step: StepProblem, read: float, write: float) -> StepProblem:
     """The step on a machine whose operations take longer beside the disk's reads and writes."""
-    disk = dataclasses.replace(step.machine.tiers[0], read_slowdown=read, write_slowdown=write)
+    slowdowns = {"read_slowdown": read, "write_slowdown": write, "write_slowdown_of_passes": write / 2}
+    disk = dataclasses.replace(step.machine.tiers[0], **slowdowns)
     return dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=(disk,)))
 
 

@@ -225,12 +225,14 @@ def test_what_a_latency_takes_from_computing_is_what_small_moves_take_beyond_the
 
 def test_work_beside_transfers_is_compared_with_the_same_work_before_and_after_them() -> None:
     """A host that became twice as slow meanwhile is not taken for one that transfers slow down."""
-    samples = probe_disk._Samples(idle_s=1.0)
-    samples.compare("write", 1.5, 2.0)
-    samples.compare("read", 3.0, 2.0)
-    samples.compare("small_read", 2.1, 2.0, moving=0.25)  # in three quarters of the time nothing was moved
+    samples, spent = probe_disk._Samples(idle=probe_disk._Spent(1.0, 0.1)), probe_disk._Spent
+    samples.compare("write", spent(1.5, 0.3), spent(2.0, 0.2))
+    samples.compare("read", spent(3.0), spent(2.0))  # of work that does not time its passes
+    samples.compare("small_read", spent(2.1), spent(2.0), moving=0.25)  # in three quarters of it nothing was moved
     assert samples.times_longer["write"] == [1.0]
+    assert samples.times_longer["passes beside writes"] == [pytest.approx(2.0)]
     assert samples.times_longer["read"] == [1.5]
+    assert samples.times_longer["passes beside reads"] == []
     assert samples.times_longer["small_read"] == [pytest.approx(1.2)]
     assert probe_disk._slowdown([1.0, 9.0, 1.2]) == 0.2
     assert probe_disk._slowdown([0.8]) == probe_disk._slowdown([]) == 0.0

@@ -144,6 +144,18 @@ def test_operations_take_longer_while_a_move_is_prepared() -> None:
     assert found[1][0] == pytest.approx(4.5)
 
 
+@pytest.mark.parametrize(("kind", "ends"), [(OpKind.MATMUL, 4.5), (OpKind.ELEMENTWISE, 5.0)])
+def test_passes_and_products_have_slowdowns_of_their_own(kind: OpKind, ends: float) -> None:
+    """The read transfers from 1 on: 3 s of the operation's 4 take 1/6 longer if it is a product, else 1/3."""
+    slower = {"read_slowdown": 1 / 6, "read_slowdown_of_passes": 1 / 3}
+    tiers = tuple(replace(t, **slower) if t.name == "disk" else t for t in machine().tiers)
+    program = two_weights(1000, 400)
+    ops = (replace(program.graph.ops[0], kind=kind), *program.graph.ops[1:])
+    program = replace(program, graph=replace(program.graph, ops=ops))
+    found = spans(simulate(program, replace(machine(), tiers=tiers), op_seconds=[4.0, 2.0]))
+    assert found[0] == pytest.approx((0.0, ends))
+
+
 def test_two_tiers_share_nothing() -> None:
     program = two_weights(1000, 400, tiers=("disk", "host"))
     timeline = simulate(program, machine(), op_seconds=[4.0, 2.0])

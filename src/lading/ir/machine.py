@@ -25,6 +25,9 @@ PACKED_COLUMNS = 6400
 UPDATE_NUMBERS = 7.0
 #: Rate at which a product waits for its operands that are not in cache, among ``Device.cold_rates``.
 COLD_PRODUCT = "product"
+#: Rates of float32 products whose rows of results begin at whole vectors of so many numbers, and of others, in FLOP/s
+#: against their columns, among ``Device.rates``.
+EVEN_COLUMNS, ODD_COLUMNS, VECTOR = "matmul.even", "matmul.odd", 8
 #: Form of attention without a causal mask, in keys of ``Device.rates``: kernels do part of what a mask spares others.
 WHOLE = "whole"
 #: Key of a source that machine files written before this number was measured lack.
@@ -212,6 +215,8 @@ class Tier:
         latency_s: Seconds of a move beside those of its bytes.
         read_slowdown, write_slowdown: Share by which an operation of the device takes longer while this tier reads, or
             writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
+        read_slowdown_of_passes, write_slowdown_of_passes: The same of operations other than products, which wait for
+            memory that the tier's bytes go through, too; 0 where that was not measured apart.
         latency_slowdown: Share by which it takes longer during a move's latency, in which a processor that computes
             prepares the move: small moves take more from computing than their bytes do.
         location: Folder of a file, address of anything else; "" for the folder of the run.
@@ -239,6 +244,8 @@ class Tier:
     wire: str = ""
     turn_bytes: int = 0
     latency_slowdown: float = 0.0
+    read_slowdown_of_passes: float = 0.0
+    write_slowdown_of_passes: float = 0.0
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.match(self.name) or self.name in _NO_TIERS:
@@ -252,7 +259,7 @@ class Tier:
             )
         if self.kind == FILE and self.host_computes:
             raise ConfigError(f"tier {self.name}: the host's processors cannot work on a file; drop host_computes")
-        for key in ("read_slowdown", "write_slowdown", "latency_slowdown", "latency_s", "turn_bytes"):
+        for key in (*_TIER_SLOWDOWNS, "latency_s", "turn_bytes"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"tier {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         for key in ("capacity_bytes", *_TIER_RATES):
@@ -263,6 +270,12 @@ class Tier:
                 f"tier {self.name}: expected alignment_bytes in whole pages of {TIER_ALIGNMENT_BYTES}, got "
                 f"{self.alignment_bytes}"
             )
+
+    def slowdown(self, *, read: bool, product: bool) -> float:
+        """Share by which a product, or another operation, takes longer while this tier reads, or writes, alone."""
+        of_all = self.read_slowdown if read else self.write_slowdown
+        of_passes = self.read_slowdown_of_passes if read else self.write_slowdown_of_passes
+        return of_all if product or not of_passes else of_passes
 
     def rates_together(self, read_bytes: int, write_bytes: int) -> tuple[float, float]:
         """Bytes/s read and written while a move of so many bytes comes from the tier and another one goes to it.
@@ -286,8 +299,10 @@ class Tier:
 
 
 _TIER_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
+_TIER_SLOWDOWNS = ("read_slowdown", "write_slowdown", "latency_slowdown", "read_slowdown_of_passes",
+                   "write_slowdown_of_passes")  # fmt: skip
 #: Attributes of a tier that say how fast it is, and what its moves take from computing.
-TIER_SPEEDS = (*_TIER_RATES, "latency_s", "read_slowdown", "write_slowdown", "latency_slowdown")
+TIER_SPEEDS = (*_TIER_RATES, "latency_s", *_TIER_SLOWDOWNS)
 
 
 def host_tier(tiers: Iterable[Tier]) -> str:

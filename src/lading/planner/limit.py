@@ -135,12 +135,17 @@ def _directions(
 def _slowed(step: StepProblem, tiers: Sequence[Tier], reads: int, writes: int) -> ResourceLimit:
     """Limit of operations that take longer while tiers move what has to move, each byte by the cheapest tier."""
     computing_s = sum(s for op, s in enumerate(step.costs.op_seconds) if op not in step.graph.beside)
-    read = min(tier.read_slowdown / tier.read_bytes_per_s for tier in tiers)
-    write = min(tier.write_slowdown / tier.write_bytes_per_s for tier in tiers)
-    most = 1.0 + sum(tier.read_slowdown + tier.write_slowdown for tier in tiers)
+    read = min(min(_slowdowns(tier, read=True)) / tier.read_bytes_per_s for tier in tiers)
+    write = min(min(_slowdowns(tier, read=False)) / tier.write_bytes_per_s for tier in tiers)
+    most = 1.0 + sum(max(_slowdowns(tier, read=way)) for tier in tiers for way in (True, False))
     longer_s = (read * reads + write * writes) / most
     seconds = computing_s + longer_s if longer_s else 0.0
     return ResourceLimit(resource=f"{COMPUTING} beside {_names(tiers)}", seconds=seconds)
+
+
+def _slowdowns(tier: Tier, *, read: bool) -> tuple[float, float]:
+    """Shares by which operations take longer beside a tier: other ones, and products."""
+    return tier.slowdown(read=read, product=False), tier.slowdown(read=read, product=True)
 
 
 def _names(tiers: Sequence[Tier]) -> str:

@@ -25,7 +25,18 @@ from statistics import median
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import COLD_PRODUCT, KERNEL_BYTES, MEMORY, WHOLE, Curve, Device, Machine, Tier
+from lading.ir.machine import (
+    COLD_PRODUCT,
+    EVEN_COLUMNS,
+    KERNEL_BYTES,
+    MEMORY,
+    ODD_COLUMNS,
+    WHOLE,
+    Curve,
+    Device,
+    Machine,
+    Tier,
+)
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
@@ -33,6 +44,7 @@ from lading.runtime.kernel_calls import Call
 from lading.runtime.probe_cases import (
     Case,
     Pool,
+    StepWork,
     Stopwatch,
     bind_call,
     cold_cases,
@@ -40,7 +52,6 @@ from lading.runtime.probe_cases import (
     low_cases,
     rate_cases,
     runs_case,
-    step_work,
 )
 from lading.runtime.probe_disk import DiskMeter, DiskProbe
 from lading.runtime.resident import reuse_pages, trim
@@ -101,7 +112,7 @@ def probe(
     reuse_pages()  # as the executor does: temporaries find their pages touched
     with _threads(threads) as used:
         say(f"disk under {folder}")
-        with DiskMeter(folder, step_work() if target.type == "cpu" else None) as meter:
+        with DiskMeter(folder, StepWork() if target.type == "cpu" else None) as meter:
             meter.run(_DISK_SHARE * seconds)
             say(f"kernels with {used} threads")
             measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
@@ -203,6 +214,7 @@ def _probe_device(
     rated = [*rate_cases(pool), runs_case(pool), *batched_cases(pool), *attention_cases(pool)]
     if target.type == "cpu":
         low = Pool(target, torch.bfloat16)
+        rated += columns_cases(pool)
         rated += [*low_cases(low, pool), *low_product_cases(low), *batched_cases(low, "bmm.bfloat16")]
         rated += attention_cases(low, ".bfloat16")
     tiny = bind_call("aten.mul.Tensor", (pool.cut("a", 16), pool.cut("b", 16)), (pool.cut("o", 16),))
@@ -584,6 +596,18 @@ def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
     dtype = getattr(torch, base_dtype(pool.device))
     regions = {name: torch.randn(size, device=pool.device, dtype=dtype) for name, size in sizes.items()}
     return lambda region, rows, columns: regions[region][: rows * columns].view(rows, columns)
+
+
+#: Rows, sum and columns of products that are timed with one column more, too.
+_COLUMNS = ((256, 448, 1024), (256, 448, 4096), (256, 448, 16384))
+
+
+def columns_cases(pool: Pool) -> Iterator[Case]:
+    """Make cases of products whose rows of results begin at whole vectors, and of such that do not."""
+    for m, k, columns in _COLUMNS:
+        for key, n in ((EVEN_COLUMNS, columns), (ODD_COLUMNS, columns + 1)):
+            flops = 2.0 * m * k * n
+            yield Case(key, float(n), flops, _product(pool.cut, m, k, n, "NT"))
 
 
 #: m, k, n of the products timed in bfloat16 too, the smallest first.

@@ -30,6 +30,7 @@ from typing import Self
 from lading.errors import StorageError
 from lading.ir.machine import FILE, Tier
 from lading.runtime.host_arena import Arena
+from lading.runtime.probe_cases import StepWork
 from lading.runtime.tiers import PIECE_BYTES
 from lading.units import KiB, MiB, format_bytes
 
@@ -46,8 +47,9 @@ _MOST_LATENCY, _LEAST_LATENCY_S = 0.9, 1e-6
 _SLICE_S, _MOST_ROUNDS = 0.1, 31
 #: What is timed: whole pieces alone and both ways at once, small reads beside whole writes, and small ones alone.
 _TIMED = ("read", "write", "mixed_read", "mixed_write", "turns_read", "small_read")
-#: What work is compared beside: whole pieces each way, and small ones.
+#: What work is compared beside: whole pieces each way, and small ones; and passes among it, beside whole ones.
 _BESIDE = ("write", "read", "small_read")
+_PASSES = {"write": "passes beside writes", "read": "passes beside reads"}
 _NAME = "lading-probe.tmp"
 
 
@@ -116,7 +118,7 @@ class DiskMeter:
         """
         slice_s = min(_SLICE_S, max(0.05, seconds / 20))
         end = time.monotonic() + seconds
-        _mean_s(self._work, slice_s / 2)
+        _mean_of(self._work, slice_s / 2)
         rounds = 0
         with _probing(self._folder):
             while rounds < 1 or (time.monotonic() + 7 * slice_s < end and rounds < _MOST_ROUNDS):
@@ -217,27 +219,44 @@ def _whole(moved: int, expected: int) -> None:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
 
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """Seconds of a call of ``work``: of its passes, where it times them, and of the rest."""
+
+    rest_s: float = 0.0
+    passes_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Samples:
     """Measurements of all rounds: seconds of a move by what was timed, and how many times longer work took beside it.
 
-    The latter is that of work done while moves are under way, without the pauses between them.
+    The latter is that of work done while moves are under way, without the pauses between them; where its passes are
+    timed apart, of what else it does.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _TIMED})
-    times_longer: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _BESIDE})
-    idle_s: float = 0.0  # seconds of a call of ``work`` just before
+    times_longer: dict[str, list[float]] = field(
+        default_factory=lambda: {key: [] for key in (*_BESIDE, *_PASSES.values())}
+    )
+    idle: _Spent = field(default_factory=_Spent)  # in a call of ``work`` just before
 
-    def compare(self, key: str, beside_s: float, idle_s: float, moving: float = 1.0) -> None:
+    def compare(self, key: str, beside: _Spent, idle: _Spent, moving: float = 1.0) -> None:
         """Compare work beside transfers with the same work just before and just after them.
 
         Args:
             moving: Share of the time in which a move was under way, > 0.
         """
-        if beside_s and idle_s and self.idle_s:
-            longer = 2.0 * beside_s / (self.idle_s + idle_s) - 1.0
+        self._note(key, (self.idle.rest_s, beside.rest_s, idle.rest_s), moving)
+        if key in _PASSES:
+            self._note(_PASSES[key], (self.idle.passes_s, beside.passes_s, idle.passes_s), moving)
+        self.idle = idle
+
+    def _note(self, key: str, seconds: tuple[float, float, float], moving: float) -> None:
+        before_s, beside_s, after_s = seconds
+        if before_s and beside_s and after_s:
+            longer = 2.0 * beside_s / (before_s + after_s) - 1.0
             self.times_longer[key].append(1.0 + longer / moving)
-        self.idle_s = idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +286,8 @@ def _tier(found: _Samples) -> Tier:
         latency_s=float(f"{latency:.3g}"),
         read_slowdown=_slowdown(found.times_longer["read"]),
         write_slowdown=_slowdown(found.times_longer["write"]),
+        read_slowdown_of_passes=_slowdown(found.times_longer[_PASSES["read"]]),
+        write_slowdown_of_passes=_slowdown(found.times_longer[_PASSES["write"]]),
     )
     return replace(
         tier,
@@ -277,13 +298,13 @@ def _tier(found: _Samples) -> Tier:
 
 def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> None:
     """Take one sample of everything; work beside nothing stands between, for comparison."""
-    found.idle_s = _mean_s(work, slice_s / 2)
-    _, writes, beside_s = _run(file, slice_s, work, write=PIECE_BYTES)
-    found.compare("write", beside_s, _mean_s(work, slice_s / 2), writes.moving)
-    reads, _, beside_s = _run(file, slice_s, work, read=PIECE_BYTES)
-    found.compare("read", beside_s, _mean_s(work, slice_s / 2), reads.moving)
-    small, _, beside_s = _run(file, slice_s, work, read=_SMALL_BYTES)
-    found.compare("small_read", beside_s, _mean_s(work, slice_s / 2), small.moving)
+    found.idle = _mean_of(work, slice_s / 2)
+    _, writes, beside = _run(file, slice_s, work, write=PIECE_BYTES)
+    found.compare("write", beside, _mean_of(work, slice_s / 2), writes.moving)
+    reads, _, beside = _run(file, slice_s, work, read=PIECE_BYTES)
+    found.compare("read", beside, _mean_of(work, slice_s / 2), reads.moving)
+    small, _, beside = _run(file, slice_s, work, read=_SMALL_BYTES)
+    found.compare("small_read", beside, _mean_of(work, slice_s / 2), small.moving)
     mixed_reads, mixed_writes, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
     turns, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
     for key, moves in zip(_TIMED, (reads, writes, mixed_reads, mixed_writes, turns, small), strict=True):
@@ -311,26 +332,29 @@ def _slowdown(times_longer: list[float]) -> float:
     return max(0.0, round(median(times_longer) - 1.0, 3)) if times_longer else 0.0
 
 
-def _mean_s(work: Work, seconds: float) -> float:
+def _mean_of(work: Work, seconds: float) -> _Spent:
     """Mean seconds of a call of ``work``, called until ``seconds`` are over: mean, as a step adds up its operations."""
     if work is None:
-        return 0.0
+        return _Spent()
+    timed = work if isinstance(work, StepWork) else None
+    passes_s = timed.passes_s if timed is not None else 0.0
     calls, start = 0, time.perf_counter()
     while (now := time.perf_counter()) < start + seconds or not calls:
         work()
         calls += 1
-    return (now - start) / calls
+    passes_s = timed.passes_s - passes_s if timed is not None else 0.0
+    return _Spent((now - start - passes_s) / calls, passes_s / calls)
 
 
 def _run(
     file: _ProbeFile, seconds: float, work: Work, *, read: int = 0, write: int = 0
-) -> tuple[_Moves, _Moves, float]:
+) -> tuple[_Moves, _Moves, _Spent]:
     """Move pieces of so many bytes, 0 for none: one thread reads the file's first half, one writes the second.
 
     Meanwhile this thread does ``work``, as it would in a step. A stream alone pauses now and then.
 
     Returns:
-        Moves read and written, and the mean seconds of a call of ``work``.
+        Moves read and written, and what a call of ``work`` took in the mean.
     """
     half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
     found = [_Moves(0.0, 0.0), _Moves(0.0, 0.0)]
@@ -349,12 +373,12 @@ def _run(
     threads = [threading.Thread(target=move_until, args=each) for each in moves if each[2]]
     for thread in threads:
         thread.start()
-    beside_s = _mean_s(work, 0.9 * seconds)
+    beside = _mean_of(work, 0.9 * seconds)
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return found[0], found[1], beside_s
+    return found[0], found[1], beside
 
 
 def _stream(

@@ -294,7 +294,12 @@ class _Costs:
     def crowding(self, number: int) -> tuple[float, ...]:
         """Factors on an operation's seconds while 1, 2, ... processes of the host compute; () where that is unknown."""
         op = self.actions.op[number]
-        return self.crowded[self.graph.ops[op].kind in PRODUCT_KINDS] if self.crowded and op >= 0 else ()
+        return self.crowded[self.is_product(number)] if self.crowded and op >= 0 else ()
+
+    def is_product(self, number: int) -> bool:
+        """Whether an action runs a product."""
+        op = self.actions.op[number]
+        return op >= 0 and self.graph.ops[op].kind in PRODUCT_KINDS
 
     @property
     def processes(self) -> int:
@@ -349,15 +354,16 @@ class _Costs:
 class _Transfer:
     """A move past its latency, and what remained of it at ``since_s``.
 
-    ``alone_rate``: Bytes/s while nothing else transfers; ``rate`` at this moment. ``slowdown``: share by which an
-    operation takes longer beside it at its rate alone. ``wired``: the tiers it shares its wire with, its own included.
+    ``alone_rate``: Bytes/s while nothing else transfers; ``rate`` at this moment. ``slowdown``: share by which other
+    operations, and products, take longer beside it at its rate alone. ``wired``: the tiers it shares its wire with, its
+    own included.
     """
 
     stream: int
     size_bytes: int
     remaining_bytes: float
     alone_rate: float
-    slowdown: float
+    slowdown: tuple[float, float]
     since_s: float
     wired: tuple[str, ...]
     rate: float = 0.0
@@ -367,12 +373,13 @@ class _Transfer:
 class _Work:
     """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``.
 
-    ``crowding``: as ``_Costs.crowding``.
+    ``product``: whether it is one. ``crowding``: as ``_Costs.crowding``.
     """
 
     remaining_s: float
     since_s: float
     slowdown: float
+    product: bool
     crowding: tuple[float, ...] = ()
 
 
@@ -421,7 +428,8 @@ class _TierResources:
         if stream == NETWORK:
             self._beside = self._costs.slower_beside(action)
         crowding = self._costs.crowding(action) if stream == COMPUTE else ()
-        self._work[stream] = work = _Work(self._seconds[action], self._now_s, 0.0, crowding)
+        product = self._costs.is_product(action)
+        self._work[stream] = work = _Work(self._seconds[action], self._now_s, 0.0, product, crowding)
         work.slowdown = self._slowdown(stream)
         self._expect_work(stream, work)
         self._retime_beside_network(stream)
@@ -480,7 +488,8 @@ class _TierResources:
         beside = self._beside if other in self._work else 0.0
         if stream == NETWORK:
             return beside
-        beside += sum(moving.slowdown * moving.rate / moving.alone_rate for moving in running.values())
+        product = self._work[stream].product
+        beside += sum(moving.slowdown[product] * moving.rate / moving.alone_rate for moving in running.values())
         beside += sum(map(self._preparing, self._latency.values()))
         crowding = self._work[stream].crowding
         return (1.0 + beside) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else beside
@@ -525,7 +534,7 @@ class _TierResources:
         served, read, size_bytes = costs.tier(action), costs.reads(action), costs.size_bytes(action)
         tier = served.name
         alone = served.read_bytes_per_s if read else served.write_bytes_per_s
-        slowdown = served.read_slowdown if read else served.write_slowdown
+        slowdown = served.slowdown(read=read, product=False), served.slowdown(read=read, product=True)
         transfer = _Transfer(stream, size_bytes, size_bytes, alone, slowdown, self._now_s, costs.wired(tier))
         self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
         transfer.rate = self._rate(tier, read)

@@ -145,8 +145,7 @@ class StepProblem:
         defers: Whether updates may wait for the next step.
         loss_parts: Parts in which ``graph`` computes the loss (``lading.ir.loss_parts``); 0 where it is whole.
         head_parts: Parts in which it computes the head (``lading.ir.head_parts``); 0 where it is whole.
-        gradient_pieces: Least bytes of a piece of a gradient (``lading.ir.gradient_pieces``); 0 where they are whole.
-        late_products: Whether products that make such pieces wait by their operands.
+        gradient_pieces, late_products: As of ``with_gradient_pieces``; 0 where gradients are whole.
         late_updates: Updates that wait inside ``graph`` (``lading.ir.late_updates``), before others are deferred.
         deferrals: Updates, the last ones of ``graph``, that were put there to be deferred; 0 where any number may be.
     """

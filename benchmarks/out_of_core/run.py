@@ -52,6 +52,7 @@ from lading.units import MiB, format_bytes, parse_bytes
 _GPT = {"vocab_size": 50257}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("gpt", {"num_layers": 2, "dim": 128, "num_heads": 4, "vocab_size": 1024}),
+    "gpt-30m": ("gpt", {"num_layers": 6, "dim": 384, "num_heads": 6, **_GPT}),
     "gpt-124m": ("gpt", {"num_layers": 12, "dim": 768, "num_heads": 12, **_GPT}),
     "gpt-350m": ("gpt", {"num_layers": 24, "dim": 1024, "num_heads": 16, **_GPT}),
     "llama-1b": (
@@ -319,8 +320,8 @@ def keep(file: Path, key: str, found: dict[str, Any]) -> dict[str, Any]:
 #: Begins the name of the limit that is no resource by itself: what moving takes from computing.
 _BESIDE = "computing beside"
 _COLUMNS = (
-    *("cell", "side", "step, s", "steps", "limit, s", "binds", "above it", "with the disk's cost", "predicted, s"),
-    "of all in memory",
+    *("cell", "side", "step, s", "steps", "limit, s", "binds", "above it", "with the disk's cost", "no plan below, s"),
+    *("predicted, s", "of all in memory"),
     *("peak, MiB", "process, MiB", "read", "predicted", "written", "predicted", "losses"),
 )
 
@@ -343,20 +344,20 @@ def table(cells: dict[str, Any]) -> list[str]:
 def _line(key: str, name: str, row: dict[str, Any], plain: dict[str, Any] | None) -> str:
     made = row.get("plan")
     step = row["median_s"]
-    limit, binds, above, beside_it, said, read, written = ("-",) * 7
+    limit, binds, above, beside_it, least, said, read, written = ("-",) * 8
     if made:
         seconds = {each["resource"]: each["seconds"] for each in made["limits"]}
         binds = max((name for name in seconds if not name.startswith(_BESIDE)), key=lambda name: seconds[name])
         limit, above = f"{seconds[binds]:.2f}", f"{step / seconds[binds] - 1:+.0%}"
         beside_it = f"{step / max(seconds.values()) - 1:+.0%}"
+        least = f"{made['bound_s']:.2f}"
         said, read, written = f"{made['step_s']:.2f}", f"{made['read']:.1f}", f"{made['written']:.1f}"
     beside = f"{row['of_plain']:.2f}" if row.get("of_plain") else "-"
     spread = f"{step:.2f} ({row['fastest_s']:.2f} to {row['slowest_s']:.2f})"
     sizes = [f"{row[key] / MiB:.0f}" for key in ("peak_bytes", "process_bytes")]
     disk = f"{row['read']:.1f}", read, f"{row['written']:.1f}", written
-    return _cells(
-        key, name, spread, row["steps"], limit, binds, above, beside_it, said, beside, *sizes, *disk, _alike(row, plain)
-    )
+    limits = limit, binds, above, beside_it, least
+    return _cells(key, name, spread, row["steps"], *limits, said, beside, *sizes, *disk, _alike(row, plain))
 
 
 def _alike(row: dict[str, Any], plain: dict[str, Any] | None) -> str:

@@ -87,7 +87,7 @@ def test_computing_beside_a_disk_takes_what_the_disk_takes_of_it() -> None:
     slowed = beside(step, 0.5, 0.25)
     disk, sizes = slowed.machine.tiers[0], moved(slowed)
     longer = 0.5 * sizes["reads from disk"] / disk.read_bytes_per_s
-    longer += 0.25 * sizes["writes to disk"] / disk.write_bytes_per_s
+    longer += 0.125 * sizes["writes to disk"] / disk.write_bytes_per_s
     computing = sum(slowed.costs.op_seconds)
     assert limits(slowed)["computing beside disk"] == pytest.approx(computing + longer / 1.75)
     assert "computing beside disk" not in limits(beside(step, 0.0, 0.0))

@@ -651,8 +651,8 @@ class Trainer:
         self._values.load(checkpoint, thawed)
         self._note_given(*(f"{name} {tensor.digest}" for name, tensor in sorted(checkpoint.tensors.items())))
         set_generator_state(self._kind, generator)
-        if self._groups is not None:
-            self._groups.load(checkpoint)
+        if self._groups is not None and GROUPS in checkpoint.tensors:  # no rule of Lading saved it
+            self._groups.load(checkpoint, str(checkpoint.path))
         self._half_loaded, self._saves.newest, self.steps = "", str(checkpoint.path), checkpoint.step
         self._executor.observe_peak()
         trim()

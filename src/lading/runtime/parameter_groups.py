@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lading.checkpoint.store import Checkpoint
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.sharding import units_of
@@ -17,7 +16,7 @@ from lading.ir.update_ops import rule_of
 from lading.optim.rule import ParameterRule
 from lading.optim.torch_update import TorchUpdate, check_states, rules_of_groups
 from lading.runtime.custody import is_held
-from lading.runtime.named import first_few, tensors_of
+from lading.runtime.named import SavedValues, first_few, tensors_of
 from lading.runtime.value_layout import Value
 
 _STEP = "step"
@@ -145,17 +144,18 @@ class ParameterGroups:
             )
         return {GROUPS: text.ljust(self._saved_bytes).encode()}
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: SavedValues, path: str) -> None:
         """Give the groups the numbers that a checkpoint has of them, as the optimizer's ``load_state_dict`` does.
 
         Warns where its groups are of other parameters: numbers then stay as they are.
+
+        Args:
+            path: Folder of the checkpoint, for the warning.
         """
-        if GROUPS not in checkpoint.tensors:  # saved by a rule of Lading
-            return
         saved: list[tuple[list[str], dict[str, Any]]] = json.loads(bytes(checkpoint.read(GROUPS).tolist()))
         if [names for names, _ in saved] != self._names_of_groups():
             warnings.warn(
-                f"{checkpoint.path} has learning rates and other numbers of parameter groups with other parameters: "
+                f"{path} has learning rates and other numbers of parameter groups with other parameters: "
                 "those of this optimizer stay as they are; set them if they are to be others",
                 stacklevel=4,
             )

@@ -219,7 +219,7 @@ def test_a_step_in_which_the_disk_fails(
         torch.manual_seed(1)
         found = [trainer.step(batch(0))]
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", failing(os.pwritev, 3, errno.EIO))
+            patch.setattr(os, "pwritev", failing(os.pwritev, 1, errno.EIO))
             with pytest.raises(StorageError, match=r"action \d+ MOVE disk_write .* failed") as caught:
                 trainer.step(batch(1))
         assert "this step has not happened: all values are those after step 1" in caught.value.__notes__[0]

@@ -16,13 +16,12 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from run import Cell, machine_file, num_parameters, predicted
-from sides import LR, Side, disk_bytes
+from sides import LR, Side, Step, disk_bytes, plain
 
 import lading
 from lading.catalog.load import load_machine
@@ -31,33 +30,23 @@ from lading.models.reference import model_class
 from lading.optim.moment_rule import StateFormat
 from lading.tracing.initial import defer
 
-Step = Callable[[dict[str, torch.Tensor]], float]
 Plans = dict[StateFormat, Plan]
 FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "8bit")
 #: Steps of a turn that do not count: what a step leaves to be written behind its end falls into the next one's time.
 _SKIPPED = 1
 
 
-def plain(side: Side, states: StateFormat | None) -> Step:
-    """Train in plain PyTorch, with states in a format, or in its own and fused for None."""
-    module, loss_of = side.module(), model_class(side.model).loss
-    fused = torch.optim.AdamW(module.parameters(), lr=LR, fused=True) if states is None else None
-    optimizer = fused or lading.AdamW(lr=LR, states=states or "auto").plain(module.parameters())
-
-    def step(batch: dict[str, torch.Tensor]) -> float:
-        loss = loss_of(module, batch)
+def first_losses(side: Side, states: StateFormat, count: int) -> list[float]:
+    """Losses of the first steps of plain PyTorch with states in a format."""
+    module, loss_of, losses = side.module(), model_class(side.model).loss, list[float]()
+    optimizer = lading.AdamW(lr=LR, states=states).plain(module.parameters())
+    for number in range(count):
+        loss = loss_of(module, side.batch(number))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
-def first_losses(side: Side, states: StateFormat, count: int) -> list[float]:
-    """Losses of the first steps of plain PyTorch, which is gone again behind them."""
-    step = plain(side, states)
-    return [step(side.batch(number)) for number in range(count)]
+        losses.append(loss.item())
+    return losses
 
 
 def turns(side: Side, steps: dict[str, Step], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -88,7 +77,7 @@ def measure(side: Side, plans: Plans, options: argparse.Namespace, graph: Any) -
             )
             for states, plan in plans.items()
         }  # fmt: skip
-        steps: dict[str, Step] = {"plain": plain(side, None)}
+        steps: dict[str, Step] = {"plain": plain(side)}
         found = turns(side, steps | {states: each.step for states, each in trainers.items()}, options)
         for trainer in trainers.values():
             trainer.close()

@@ -180,7 +180,7 @@ def _half_of(pair: Pair) -> float:
     assert request is not None
     measured = load_machine(request.machine).device.gpu is not None
     untold = len(request.unread) + len(request.unstated)
-    columns = request.model.symbols["h"]
+    columns = request.model.symbols.get("h", 0)
     return half_width(GUESSED, _causes(pair), measured=measured, untold=untold, columns=columns)
 
 

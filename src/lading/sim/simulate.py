@@ -118,7 +118,7 @@ class Simulated:
         machine = self.machine
         measured = machine.device.gpu is not None or machine.processes is not None
         untold = len(self.request.unread) + len(self.request.unstated)
-        columns = self.request.model.symbols["h"]
+        columns = self.request.model.symbols.get("h", 0)
         return half_width(self.evidence, self.causes, measured=measured, untold=untold, columns=columns)
 
     @property

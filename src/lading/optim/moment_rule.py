@@ -36,13 +36,13 @@ class _FormatCost:
     calls: int = 0
 
 
-#: Calls are counted; passes are what of the time is left, most of it spent in a cache. Measured on 28 November 2026, AMD
-#: EPYC, torch 2.13, quiet: an element takes 3.4 ns in bf16 and 8.5 in 8 bits on one core, 2.5 and 7.6 on two, as looking
-#: levels up (``index_select`` of one dim) is not shared among threads; the fused kernel alone takes 0.77 and 0.64.
+#: Calls are counted; passes are what is left, most of it spent in a cache. Measured on 28 November 2026 (AMD
+#: EPYC, torch 2.13, quiet): an element takes 3.4 ns in bf16 and 8.5 in 8 bits on one core, 2.5 and 7.6 on two, as one
+#: thread looks levels up (``index_select`` of one dim); the fused kernel alone takes 0.77 and 0.64.
 _COSTS: Mapping[str, _FormatCost] = {
     "auto": _FormatCost(),
     "fp32": _FormatCost(),
-    "bf16": _FormatCost(16.0, 20),
+    "bf16": _FormatCost(17.0, 20),
     "8bit": _FormatCost(69.0, 36),
 }
 

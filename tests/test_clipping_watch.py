@@ -25,6 +25,7 @@ from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import Prepared
 from lading.train import train_run
+from lading.trainer import Trainer
 from tests.runs import write_run
 
 SETTINGS = ("optimization.steps=7", "optimization.clip_norm=2.0", "memory.budget=98.5%", "checkpoint.every_steps=4")
@@ -89,10 +90,20 @@ def test_many_clipped_steps_make_updates_wait_and_numbers_stay(
     assert SPECULATES not in saved.request.settings
 
 
-def test_a_run_goes_on_and_its_saved_plan_runs(asked: RunConfig, tmp_path: Path) -> None:
-    """Three of the first seven norms are above 6.5; a plan file has what waits."""
-    limit = 6.5
+def test_a_run_goes_on_and_its_saved_plan_runs(
+    asked: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps are clipped and some are not; a plan file has what waits."""
+    limit, norms, step = 2.6, list[float | None](), Trainer.step
+
+    def noting(trainer: Trainer, *args: Any, **named: Any) -> float:
+        loss = step(trainer, *args, **named)
+        norms.append(trainer.gradient_norm)
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", noting)
     train_run(run_in(asked, tmp_path / "waits", clipped=None, limit=limit), cache=True)
+    assert 0 < sum(norm is not None and norm > limit for norm in norms) < len(norms)
     first = run_in(asked, tmp_path / "first", clipped=0.0, limit=limit, steps=4)
     train_run(first, cache=True)
     train_run(run_in(asked, tmp_path / "first", clipped=0.0, limit=limit), resume=True, cache=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from lading.checkpoint.store import open_checkpoint
 from lading.cost.compute import op_costs
 from lading.errors import ConfigError
 from lading.memory.restore import program_of, step_of
@@ -20,6 +21,8 @@ from lading.optim.rule import States
 from lading.optim.sgd import SGD
 from lading.optim.torch_update import rule_of_optimizer
 from lading.prepare import plan
+from lading.runtime.parameter_groups import GROUPS
+from lading.staging_layout import saved_beside
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
@@ -568,3 +571,17 @@ def test_numbers_of_groups_with_other_parameters_stay_with_a_warning(tmp_path: P
             with pytest.warns(UserWarning, match="parameter groups with other parameters"):
                 trainer.load(saved)
             assert optimizer.param_groups[0]["lr"] == 7e-3
+
+
+def test_a_plan_counts_what_a_checkpoint_has_of_the_groups(tmp_path: Path) -> None:
+    model = net()
+    graph = capture(model, batch(0), loss_fn)
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-2)
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)  # which adds numbers
+    made = plan(graph, MACHINE, budget="100%", optimizer=optimizer, policy="keep-all")
+    counted = dict(saved_beside(graph, optimizer))
+    assert counted.keys() - dict(saved_beside(graph)).keys() == {GROUPS}
+    with Trainer(made, graph, model, optimizer=optimizer, folder=tmp_path) as trainer:
+        trainer.step(batch(0))
+        saved = open_checkpoint(trainer.save(tmp_path / "saved"))
+        assert 0 < saved.tensors[GROUPS].size_bytes <= counted[GROUPS]

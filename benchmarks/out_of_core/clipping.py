@@ -12,7 +12,6 @@ norm is below the limit, and in the last ones every step is clipped, so that the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import Cell, machine_file
+from run import Cell, add_to, cell_options, machine_file
 from sides import LR, Side
 
 import lading
@@ -104,22 +103,10 @@ def _turns(side: Side, steps: dict[str, Any], count: int) -> dict[str, tuple[lis
 
 def main() -> None:
     """Measure steps that are not clipped, then such as are, and add them to a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", default="gpt-124m")
-    parser.add_argument("--budget", default="25%")
-    for name, default in (("tokens", 256), ("threads", 2), ("steps", 10), ("clipped-steps", 6)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only-plan", action="store_true", help="plan, into the cache, and measure nothing")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = cell_options(__doc__ or "", "25%", tokens=256, threads=2, steps=10, clipped_steps=6).parse_args()
     cell = Cell(model=options.model, precision="fp32", tokens=options.tokens)
     found = [measure(cell, options, _NEVER, options.steps), measure(cell, options, _ALWAYS, options.clipped_steps)]
-    print(json.dumps(found, indent=1))
-    if options.json is not None and not options.only_plan:
-        known = json.loads(options.json.read_text()) if options.json.is_file() else []
-        sizes = {"cell": str(cell), "budget": options.budget, "threads": options.threads, "torch": torch.__version__}
-        options.json.write_text(json.dumps([*known, {**sizes, "runs": found}], indent=1) + "\n")
+    add_to(options, cell, runs=found)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,28 @@ def planned(side: Side, budget: str, machine: Path) -> Plan:
     )
 
 
+def cell_options(page: str, budget: str, **numbers: int) -> argparse.ArgumentParser:
+    """Options of a benchmark of one cell: its folder, model, budget, and whole numbers by name."""
+    parser = argparse.ArgumentParser(description=page.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--model", default="gpt-124m")
+    parser.add_argument("--budget", default=budget)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--only-plan", action="store_true", help="plan, into the cache, and measure nothing")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def add_to(options: argparse.Namespace, cell: Cell, **found: Any) -> None:
+    """Print what was found of a cell, and add it to the results, if any are to be kept."""
+    print(json.dumps(found, indent=1))
+    if options.json is not None and not options.only_plan:
+        known = json.loads(options.json.read_text()) if options.json.is_file() else []
+        sizes = {"cell": str(cell), "budget": options.budget, "threads": options.threads, "torch": torch.__version__}
+        options.json.write_text(json.dumps([*known, {**sizes, **found}], indent=1) + "\n")
+
+
 def num_parameters(side: Side) -> int:
     """Count the numbers that are trained."""
     return sum(each.numel() for each in defer(side.module).model.parameters())

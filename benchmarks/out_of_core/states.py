@@ -12,7 +12,6 @@ of the same rule in plain PyTorch. Bytes are those of ``/proc/self/io`` around a
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import Cell, machine_file, num_parameters, predicted
+from run import Cell, add_to, cell_options, machine_file, num_parameters, predicted
 from sides import LR, Side, Step, disk_bytes, plain
 
 import lading
@@ -95,15 +94,7 @@ def measure(side: Side, plans: Plans, options: argparse.Namespace, graph: Any) -
 
 def main() -> None:
     """Plan each format for the same bytes, measure them, and add the rows to a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", default="gpt-124m")
-    parser.add_argument("--budget", default="250MB")
-    for name, default in (("tokens", 128), ("threads", 2), ("turns", 3), ("steps", 4), ("compared", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only-plan", action="store_true", help="plan, into the cache, and measure nothing")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = cell_options(__doc__ or "", "250MB", tokens=128, threads=2, turns=3, steps=4, compared=3).parse_args()
     cell = Cell(model=options.model, precision="fp32", tokens=options.tokens)
     side = cell.side("lading", options.folder, options.threads)
     torch.set_num_threads(options.threads)
@@ -117,11 +108,7 @@ def main() -> None:
         found: Any = {states: predicted(plan, num_parameters(side)) for states, plan in plans.items()}
     else:
         found = measure(side, plans, options, graph)
-    print(json.dumps(found, indent=1))
-    if options.json is not None and not options.only_plan:
-        known = json.loads(options.json.read_text()) if options.json.is_file() else []
-        sizes = {"cell": str(cell), "budget": options.budget, "threads": options.threads, "torch": torch.__version__}
-        options.json.write_text(json.dumps([*known, {**sizes, "rows": found}], indent=1) + "\n")
+    add_to(options, cell, rows=found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from math import pi, sqrt
 from lading import replanning
 from lading.catalog.load import machine_from_dict
 from lading.host_watch import HostWatch
+from lading.ir.expand import CLIP_EPSILON
 from lading.ir.guess import SPECULATES
 from lading.ir.plan import Plan
 from lading.run import Prepared
@@ -27,8 +28,6 @@ _LOOK_STEPS = 32
 _DRIFT = 0.1
 #: Seconds of training ahead below which it is not, as planning takes tens of them; share of a step that it has to save.
 _WORTH_S, _SAVED = 300.0, 0.03
-#: What is added to the norm by which gradients are clipped, as by ``torch.nn.utils.clip_grad_norm_``.
-_EPSILON = 1e-6
 
 
 class ClippingWatch:
@@ -56,7 +55,7 @@ class ClippingWatch:
         norm, limit = self._trainer.gradient_norm, self.prepared.run.optimization.clip_norm
         assert norm is not None, "a step whose gradients are clipped has their norm"
         self._steps += 1
-        self._clipped += not norm + _EPSILON <= limit  # and where it is no number
+        self._clipped += not norm + CLIP_EPSILON <= limit  # and where it is no number
         counts = self._trainer.speculation
         again = 0 if counts is None else counts.again
         if again == self._again:

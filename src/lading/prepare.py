@@ -60,15 +60,15 @@ from lading.planner.api import (
 )
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
-from lading.planner.routing import Shares, check_experts, plan_experts
-from lading.planner.speculating import check_clipped, plan_speculating
+from lading.planner.routing import Shares, plan_experts
+from lading.planner.speculating import check_alone, plan_speculating, with_waiting
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
 from lading.runtime.gathering import gathering_bytes
 from lading.runtime.host import host_id
 from lading.runtime.value_layout import values_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
-from lading.staging_layout import planned_staging_bytes
+from lading.staging_layout import planned_staging_bytes, saved_beside
 from lading.units import format_bytes, parse_bytes, share_of, share_or_bytes
 
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
@@ -165,17 +165,16 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     spread = check_spread_layout(layout, devices)
     rule = default_rule() if optimizer is None else checked_rule(optimizer)
-    is_torch = isinstance(optimizer, torch.optim.Optimizer)
-    groups = _other_groups(optimizer, graph) if is_torch and spread.devices > 1 else ()
+    stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    groups = _other_groups(stock, graph) if stock is not None and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
-    check_experts(experts, graph, machine, spread.devices, compile=compile)
-    alone = {"compile": compile, "others": bool(others), "experts": experts is not False}
-    check_clipped(clipped, clip_norm, spread.devices, **alone)
+    check_alone(graph, machine, spread.devices, experts, (clipped, clip_norm), compile=compile, others=bool(others))
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
         graph=graph, others=others, machine=shared, limits=limits, policy=policy, moved=moved, groups=groups,
         compile=compile, cache=cache, stage_saves=stage_saves and machine.device.kind == "cpu",
+        beside=saved_beside(graph, stock),
     )  # fmt: skip
     is_settled = bool(layout) or spread.devices == 1 or bool(_uncut(rule, others))
     make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)
@@ -227,6 +226,7 @@ class _LayoutPlanner:
         limits: Budgets of tiers by name.
         groups: Parameters of each group of the optimizer but the first.
         compile, cache, stage_saves: As of ``plan``.
+        beside: Names and bytes of what a checkpoint has beside values.
         waiting: Parameters whose updates wait, in a step whose others do not wait for the norm of all gradients; None
             where all wait.
     """
@@ -241,6 +241,7 @@ class _LayoutPlanner:
     compile: bool
     cache: bool
     stage_saves: bool
+    beside: Sequence[tuple[str, int]]
     waiting: frozenset[str] | None = None
 
     def plan_speculating(self, spread: Layout, budget: str | float, clipped: float) -> Plan:
@@ -302,9 +303,8 @@ class _LayoutPlanner:
     def _with_staging(self, each: list[Planned], layout: Layout) -> list[Planned]:
         """Let every rank stage its part of a checkpoint; the plans are those of the ranks along a pipeline."""
         here = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
-        beside = _saved_beside(self.graph)
         programs = [planned.program for planned in each]
-        found = planned_staging_bytes(programs, layout, beside, is_one_host=here == layout.devices)
+        found = planned_staging_bytes(programs, layout, self.beside, is_one_host=here == layout.devices)
         of_stage = [0] * len(each)
         for rank, size_bytes in enumerate(found):
             stage = layout.place(rank)["pp"]
@@ -342,13 +342,7 @@ class _LayoutPlanner:
         plan = _told(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
         cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
         made = dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
-        return _with_waiting(made, self.waiting or frozenset())
-
-
-def _with_waiting(planned: Planned, waiting: frozenset[str]) -> Planned:
-    """Write down the parameters whose updates wait for the norm of all gradients where others do not."""
-    choices = dataclasses.replace(planned.plan.choices, waiting=tuple(sorted(waiting)))
-    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, choices=choices))
+        return with_waiting(made, self.waiting or frozenset())
 
 
 def _prepared_layout(
@@ -562,9 +556,9 @@ def plan_run(
     machine = _with_threads(machine or machine_of(run), ranks, run.num_threads)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
-    check_experts(run.memory.experts, step.captured, machine, ranks, compile=run.optimization.compile)
-    alone = {"compile": run.optimization.compile, "others": bool(step.others), "experts": run.memory.experts}
-    check_clipped(run.memory.clipped, run.optimization.clip_norm, ranks, **alone)
+    asked, memory = run.optimization, run.memory
+    told = (memory.clipped, asked.clip_norm)
+    check_alone(step.captured, machine, ranks, memory.experts, told, compile=asked.compile, others=bool(step.others))
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
@@ -609,7 +603,7 @@ class _RunPlanner:
         step = dataclasses.replace(self.step, graph=with_guess(self.step.graph, waiting))
         memory, _ = memory_by_turns(step.graph, [], machine, self.progress)
         made = dataclasses.replace(self, step=step, memory=memory, guesses=True)(policy, budget, machine)
-        return _with_waiting(made, waiting)
+        return with_waiting(made, waiting)
 
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
         """Plan the run by a policy, within a budget of the device, for a machine."""
@@ -761,14 +755,8 @@ def _staging(run: RunConfig, step: CapturedRun, machine: Machine) -> dict[str, f
     if not run.checkpoint.stages or machine.device.kind != "cpu":
         return {}
     sizes = [value.size_bytes for value in values_of(step.graph).values()]
-    sizes += [size for _, size in _saved_beside(step.captured)]
+    sizes += [size for _, size in saved_beside(step.captured)]
     return {STAGING_BYTES: float(sum(map(staged_bytes, sizes)))}
-
-
-def _saved_beside(captured: StepGraph) -> list[tuple[str, int]]:
-    """Names and bytes of what a checkpoint has beside values: the generator's state, the names of what is frozen."""
-    frozen = [p.names[0] for p in captured.parameters if p.gradient is None]
-    return [("random", torch.get_rng_state().numel()), ("frozen", len("\n".join(frozen).encode()))]
 
 
 def _limits(

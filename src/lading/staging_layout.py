@@ -12,16 +12,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import torch
+
 from lading.checkpoint.staging import staged_bytes
 from lading.ir.action import DEVICE
-from lading.ir.graph import DTYPE_BYTES, Storage
+from lading.ir.graph import DTYPE_BYTES, StepGraph, Storage
 from lading.ir.layout import Layout
 from lading.ir.machine import MEMORY
 from lading.ir.program import Program
 from lading.memory.tier_layout import home_tiers
+from lading.runtime.parameter_groups import GROUPS, most_bytes
 from lading.runtime.value_layout import NumberedRank, Value, values_here, values_of, values_of_ranks
 from lading.runtime.values import lies_in_order, named_tensors
 
+#: Room for names of parameters that are in groups and that no step reads.
+_UNREAD_NAMES_BYTES = 4096
 #: Bytes of a value: (first of them, storage, first byte there, how many).
 Run = tuple[int, int, int, int]
 
@@ -193,3 +198,19 @@ def _storages_to_stage(program: Program) -> set[int]:
     in_memory = {DEVICE, *(tier.name for tier in program.tiers if tier.kind == MEMORY)}
     graph, views = program.graph, named_tensors(program.graph)
     return {s for s, tier in home_tiers(program).items() if tier in in_memory and lies_in_order(graph, views, s)}
+
+
+def saved_beside(captured: StepGraph, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[str, int]]:
+    """Names and bytes of what a checkpoint has beside values.
+
+    They are the generator's state, the names of what is frozen, and numbers of groups.
+
+    Args:
+        optimizer: Optimizer of torch whose groups are saved; None for a rule of Lading.
+    """
+    frozen = [p.names[0] for p in captured.parameters if p.gradient is None]
+    names = (name for p in captured.parameters for name in p.names)
+    groups = (
+        [] if optimizer is None else [(GROUPS, most_bytes(names, len(optimizer.param_groups)) + _UNREAD_NAMES_BYTES)]
+    )
+    return [("random", torch.get_rng_state().numel()), ("frozen", len("\n".join(frozen).encode())), *groups]

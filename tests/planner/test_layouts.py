@@ -63,7 +63,7 @@ def every(search: LayoutSearch) -> list[Bounded]:
     [
         ("default", {"micro_batch": 2, "cp": 1, "recompute": "none"}),
         pytest.param("default", {"micro_batch": 2, "cp": 1}, marks=pytest.mark.slow),
-        pytest.param("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}, marks=pytest.mark.slow),
+        ("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}),
         pytest.param(
             "torchtitan-compile",
             {"micro_batch": 2, "cp": 1, "recompute": "none", "precisions": ("bf16", "fp8")},

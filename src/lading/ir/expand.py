@@ -66,6 +66,8 @@ _MOST_OPERATIONS = 200_000
 _PARTS = 256
 #: Parts begin at whole pages of float32, which are whole vectors of every CPU.
 _UNIT = 1024
+#: Added to the norm by which gradients are clipped, as by ``torch.nn.utils.clip_grad_norm_``.
+CLIP_EPSILON = 1e-6
 #: Share of a part by which it may be larger so that it has whole rows.
 _ROWS_SHARE = 1 / 64
 _LOW = frozenset({"bfloat16", "float16"})
@@ -373,7 +375,7 @@ class _StepBuilder:
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
             *(over_ranks if dict(self._clipping_ranks())["over"] else ()),
-            ("aten.add.Tensor", (1e-6,)),
+            ("aten.add.Tensor", (CLIP_EPSILON,)),
             ("aten.reciprocal.default", ()),
             ("aten.mul.Tensor", (clip_norm,)),
             ("aten.clamp.default", (None, 1.0)),

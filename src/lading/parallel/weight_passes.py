@@ -20,18 +20,25 @@ from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, Product, RankSegment, Stage
 
+#: Stage of ZeRO from which on gradients or parameters are cut, and nothing passes over whole ones.
+CUT = 2
 #: Bytes of an element that products read.
 _HALF = 2
 
 
-def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> RankSegment:
-    """Segment with what its software moves of whole weights in a micro-batch ([Note: passes over weights])."""
-    if layout.zero >= 2 or segment.trained_elements is not None or not segment.kernels:
-        return segment
+def weight_passes(layout: Layout, stack: Stack) -> tuple[bool, bool]:
+    """Whether weights are cast, and whether gradients are added up, in a micro-batch ([Note: passes over weights])."""
+    if layout.zero >= CUT:
+        return False, False
     wide = stack.parameters_dtype == "float32" and layout.precision != "fp32"
     own = stack.own_sums and layout.zero != 1
-    adds = stack.fusion != "fused" and layout.micro_batches > 1 and not own
-    if not wide and not adds:
+    return wide, stack.fusion != "fused" and layout.micro_batches > 1 and not own
+
+
+def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> RankSegment:
+    """Segment with what its software moves of whole weights in a micro-batch ([Note: passes over weights])."""
+    wide, adds = weight_passes(layout, stack)
+    if not (wide or adds) or segment.trained_elements is not None or not segment.kernels:
         return segment
     before = tuple(_casts(segment, Stage.FORWARD, 4, _HALF)) if wide else ()
     behind = tuple(_casts(segment, Stage.BACKWARD_WEIGHT, _HALF, 4)) if wide else ()

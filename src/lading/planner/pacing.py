@@ -505,7 +505,7 @@ def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None,
             break
         if base_profile(step.graph, made.emission).max() <= step.arena_bytes:
             sparing = dataclasses.replace(step, sparing=True)
-            program = sparing.lower(choices, pace=solved.pace).program
+            program, tried = sparing.lower(choices, pace=solved.pace).program, tried + 1
             if program is not None:
                 fitting.append(Found(choices, program, sparing, pace=solved.pace))
         least, extra = extra, extra + missing_bytes(step, made)

@@ -237,5 +237,5 @@ class _Queue:
 def refine(search: LayoutSearch, found: Bounded, room: Mapping[str, int]) -> Refined:
     """Simulate one bounded layout, and count its bytes at all moments."""
     request = search.request(search.layout(found))
-    simulated = simulate(request, search.space.table, search.segments(found))
+    simulated = simulate(request, search.space.table, search.segments_with_passes(found))
     return Refined(simulated, found.step_s, peaks_of(simulated, search.space.asked), room)

@@ -20,6 +20,7 @@ from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
+from lading.parallel.weight_passes import CUT, weight_passes
 from lading.planner.bounds import KernelBounds, Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, watched_segments
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
@@ -228,6 +229,9 @@ class LayoutSearch:
     _segments: dict[LayoutBlock, dict[RecomputeMode, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
+    _with_passes: dict[tuple[LayoutBlock, RecomputeMode, tuple[bool, bool]], tuple[Phases, ...]] = field(
+        default_factory=lambda: {}
+    )
     _alone_s: dict[tuple[LayoutBlock, RecomputeMode, Pipe], float] = field(default_factory=lambda: {})
     _out: list[UnpricedBlock | Opened] = field(default_factory=lambda: [])
     _families: list[Family] = field(default_factory=lambda: [])
@@ -247,8 +251,23 @@ class LayoutSearch:
         return self.space.layout(found.block, found.mode, found.pipe, found.cut)
 
     def segments(self, found: Bounded) -> Segments:
-        """Priced segments of a bounded layout, for ``simulate``."""
+        """Priced segments of a bounded layout, without passes over weights, so that none takes less."""
         return Segments(self.space.machine, self.space.table, self._segments[found.block][found.mode])
+
+    def segments_with_passes(self, found: Bounded) -> Segments:
+        """Priced segments of a bounded layout with its passes over weights, for ``simulate``.
+
+        Who keeps the states, and whether there are several micro-batches, decides them (``parallel.weight_passes``).
+        """
+        layout = self.layout(found)
+        passes = weight_passes(layout, self.space.request.stack)
+        if not any(passes):
+            return self.segments(found)
+        key = (found.block, found.mode, passes)
+        if key not in self._with_passes:
+            request, prices = self.request(layout), self._prices(found.block)
+            self._with_passes[key] = segments_by_mode(request, self.space.table, prices, [found.mode])[0]
+        return Segments(self.space.machine, self.space.table, self._with_passes[key])
 
     def span_s(self, found: Bounded) -> float | None:
         """Least seconds of a layout's pipeline, whoever keeps its states; None where there is none."""
@@ -453,7 +472,7 @@ class LayoutSearch:
         if mode not in known:
             before = next(iter(known.values()), ())
             plain = before[len(before) // 2 :]
-            request = self.request(prices.layout)
+            request = self.request(replace(prices.layout, zero=CUT))
             known[mode] = segments_by_mode(request, self.space.table, prices, [mode], plain)[0]
         return prices
 

@@ -16,11 +16,13 @@ from lading.errors import ConfigError, PlanInfeasible, check_number
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.guess import update_names
+from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import LINE_BYTES, Program
 from lading.memory.values_before import on_device_alone
 from lading.planner.api import Planned
 from lading.planner.residency import smallest_bytes
+from lading.planner.routing import Shares, check_experts
 from lading.units import format_seconds
 
 #: Plans that are made until every value that changes on a guess is in a lower tier before.
@@ -57,6 +59,27 @@ def check_clipped(
                 f"clipped: expected one rank and one step, whose gradients are clipped, without compiled regions, got "
                 f"{name}; leave clipped out"
             )
+
+
+def check_alone(
+    captured: StepGraph,
+    machine: Machine,
+    ranks: int,
+    experts: bool | Shares,
+    clipped: tuple[float | None, float],
+    *,
+    compile: bool,
+    others: bool,
+) -> None:
+    """Refuse a step that leaves out experts, or speculates, where it cannot.
+
+    Args:
+        clipped: Share of steps that are clipped, and the limit of the norm.
+    Raises:
+        ConfigError: says why.
+    """
+    check_experts(experts, captured, machine, ranks, compile=compile)
+    check_clipped(*clipped, ranks, compile=compile, others=others, experts=experts is not False)
 
 
 def plan_speculating(make: GuessMaker, budget: str | float, step: StepGraph, clipped: float) -> Planned:
@@ -102,6 +125,12 @@ def _stuck(program: Program) -> frozenset[str]:
     """Parameters that a plan keeps on the device alone."""
     alone = on_device_alone(program)
     return frozenset(name for name, storages in update_names(program.graph).items() if not alone.isdisjoint(storages))
+
+
+def with_waiting(planned: Planned, waiting: frozenset[str]) -> Planned:
+    """Write down the parameters whose updates wait for the norm of all gradients where others do not."""
+    choices = dataclasses.replace(planned.plan.choices, waiting=tuple(sorted(waiting)))
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, choices=choices))
 
 
 def _saying(plan: Plan, sentence: str) -> Plan:

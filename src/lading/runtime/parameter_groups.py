@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from lading.runtime.value_layout import Value
 _STEP = "step"
 #: What a checkpoint has of the groups' numbers, as JSON.
 GROUPS = "lading.parameter_groups"
-#: Room for numbers that groups get after the first save, as schedulers write them.
-_MORE_BYTES = 4096
+#: Room in a checkpoint for the numbers of a group, twice what AdamW's take, as schedulers add some.
+_GROUP_BYTES = 600
 
 
 def check_given(optimizer: torch.optim.Optimizer | None, rule: ParameterRule) -> None:
@@ -37,6 +37,11 @@ def check_given(optimizer: torch.optim.Optimizer | None, rule: ParameterRule) ->
             f"optimizer: expected the {rule.optimizer} that the plan was made for, as its parameter "
             "groups have the numbers, got None; give it to the Trainer too"
         )
+
+
+def most_bytes(names: Iterable[str], groups: int) -> int:
+    """Bytes of a checkpoint that so many groups of parameters with these names take at most."""
+    return sum(len(json.dumps(name)) + len(", ") for name in names) + _GROUP_BYTES * groups
 
 
 class ParameterGroups:
@@ -80,7 +85,8 @@ class ParameterGroups:
         self._steps: dict[str, torch.Tensor] = {}
         self._taken: dict[str, dict[str, Any]] = {}  # states of each parameter, as the Trainer has taken them over
         self._switches: set[str] = set()
-        self._saved_bytes = 0  # of the groups' numbers in a checkpoint; 0 before the first
+        names = (name for name, place in self._named.items() if id(place) in self._members)
+        self._saved_bytes = most_bytes(names, len(optimizer.param_groups))
         if rule.seeded and self._masters:
             raise ConfigError(f"master_weights: expected an optimizer whose first update makes its states, got {rule}")
 
@@ -136,11 +142,10 @@ class ParameterGroups:
         """
         numbers = [{**json.loads(rule.numbers), "lr": rule.lr} for rule in self.numbers()]
         text = json.dumps([*zip(self._names_of_groups(), numbers, strict=True)])
-        self._saved_bytes = self._saved_bytes or 2 * len(text) + _MORE_BYTES
         if len(text) > self._saved_bytes:
             raise ConfigError(
-                f"optimizer: expected numbers of parameter groups of up to {self._saved_bytes} bytes, as at the first "
-                f"save, got {len(text)}; close the Trainer and make another"
+                f"optimizer: expected numbers of parameter groups of up to {_GROUP_BYTES} bytes each, got more; leave "
+                "numbers out that the optimizer does not use"
             )
         return {GROUPS: text.ljust(self._saved_bytes).encode()}
 

@@ -114,6 +114,7 @@ def test_where_nothing_can_be_measured_a_plan_says_so(graph: StepGraph, monkeypa
     assert any("not measured: cannot measure" in said for said in made.assumptions)
 
 
+@pytest.mark.long
 def test_operations_that_cannot_run_alone_are_named(tmp_path: Path) -> None:
     """Zeros are no divisors, and only this process knows an operation of its own."""
 

@@ -218,6 +218,7 @@ CUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "dim", "lengths", "ranks"), CUTS)
 def test_only_the_chunks_that_have_bytes_of_a_rank_are_read(
     shape: tuple[int, ...],

@@ -85,6 +85,7 @@ def test_few_clipped_steps_make_updates_run_early_and_many_do_not() -> None:
     assert len(guesses.choices.waiting) < len(captured().parameters)
 
 
+@pytest.mark.long
 def test_numbers_are_plain_pytorchs_and_clipped_steps_are_counted(tmp_path: Path) -> None:
     """Saved and loaded as a file, and gone on with from a checkpoint by a plan whose updates all wait."""
     steps = batches(8)

@@ -210,6 +210,7 @@ runs = st.builds(
 )
 
 
+@pytest.mark.long
 @given(runs)
 def test_round_trip_through_json(run: RunConfig) -> None:
     assert run_from_dict(json.loads(json.dumps(run_to_dict(run)))) == run

@@ -79,6 +79,7 @@ def names(out: Path) -> list[str]:
     return sorted(path.name.removeprefix("step-0000000") for path in (out / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_the_command_of_the_error_goes_on_with_the_same_numbers(
     plan: Plan, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def configured(root: Path, *settings: str) -> Any:
     return load_run(write_run(root), ["data.sampling=epochs", "optimization.steps=6", "memory.budget=100%", *settings])
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_its_epoch_with_steps_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 499 sequences of 32 bytes: three steps of 120 and two of 60 take each at most once."""
     taken: list[int] = []

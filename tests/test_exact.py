@@ -201,6 +201,7 @@ def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) ->
         assert trainer.step(_batches(case, 1)) == loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule",
     [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])],

@@ -44,6 +44,7 @@ def run_of(root: Path, name: str, *settings: str) -> Any:
 SLOW = ("LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration", "BertModel")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_from_pretrained_loads_what_was_trained(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "before")

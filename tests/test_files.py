@@ -180,6 +180,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_call_fails_once(name: str, folder: Path) -> None:
     """What fails is named, what was there stays, and the next try works and leaves nothing else behind."""

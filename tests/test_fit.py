@@ -199,6 +199,7 @@ def test_the_disk_budget_of_the_file_is_kept(
     assert "no plan fits a device budget of 69.00 MiB" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--model", "gpt2", "--seq", "64", "--batch", "2", "--machine", "rtx4090"]) == 0
     shown = capsys.readouterr().out

@@ -124,6 +124,7 @@ def test_an_optimizer_of_torch_keeps_what_it_has_of_frozen_layers(tmp_path: Path
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "asked"),
     [
@@ -161,6 +162,7 @@ def test_states_of_thawed_layers_begin_at_zero(tmp_path: Path) -> None:
         assert trainer.value("1.0.weight.step") == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "asked"),
     [(torch.float32, {}), (torch.bfloat16, {"master_weights": True})],
@@ -484,6 +486,7 @@ def frozen_plain(run: RunConfig, frozen: Sequence[int]) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_a_run_freezes_layers_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path)
     asked = [*FREEZE, LAYERS_OF_RUN, "freeze.every_steps=2", "freeze.schedule=[0, 1, 2]"]

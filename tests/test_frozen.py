@@ -509,6 +509,7 @@ def _another_helper(self: Any, x: Any = None) -> Any:
     return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("change", "message"), [case[1:] for case in REPLACED], ids=[case[0] for case in REPLACED])
 def test_what_is_replaced_between_two_steps(
     change: Callable[[Any, Any], Any], message: str, monkeypatch: pytest.MonkeyPatch

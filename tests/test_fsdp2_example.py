@@ -48,6 +48,7 @@ def test_both_commands_run(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.long
 def test_a_plan_for_tied_weights_is_applied_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tied_plan.py").write_text(
         "from fsdp2_plan import Model\n\n\ndef tied():\n    model = Model(width=32, layers=2)\n"

@@ -151,6 +151,7 @@ def overrides(run: RunConfig) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_weights_come_in_pieces_beside_values_that_are_all_there(tmp_path: Path) -> None:
     """The file has one tensor of 16 MiB in bfloat16, the run the same in float32 with two moments on the disk."""
     sizes = {"dim": 512, "num_layers": 1, "num_heads": 4, "max_seq_len": 64, "vocab_size": 16384}
@@ -248,6 +249,7 @@ def test_a_stack_is_read_in_pieces_from_any_byte(tmp_path: Path) -> None:
     meter.close()
 
 
+@pytest.mark.long
 def test_experts_that_are_not_all_there_are_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     saved_mixture("MixtralForCausalLM", folder)
@@ -306,6 +308,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     assert "expected model.safetensors or model.safetensors.index.json" in refused(run, tmp_path)
 
 
+@pytest.mark.long
 def test_names_that_differ_are_listed_before_anything_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     made = saved("llama", folder)

@@ -194,6 +194,7 @@ def made(graph: StepGraph, third: Tier) -> Plan:
     )
 
 
+@pytest.mark.long
 def test_a_third_tier_takes_part_in_training(
     graph: StepGraph, plain: list[float], made: Plan, third: Tier, tmp_path: Path, keeper: Keeper
 ) -> None:
@@ -230,6 +231,7 @@ def _check_report(path: Path, made: Plan, graph: StepGraph, *, tier: str, **time
     assert f"read {tier}" in text
 
 
+@pytest.mark.long
 def test_a_device_that_cannot_reach_a_tier_goes_through_memory_that_it_can(
     graph: StepGraph, plain: list[float], made: Plan, tmp_path: Path
 ) -> None:

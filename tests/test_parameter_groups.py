@@ -167,6 +167,7 @@ def test_any_elementwise_optimizer_gives_plain_pytorchs_bits(name: str) -> None:
     compare(OPTIMIZERS[name], SCHEDULERS["none"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lambda", "cycle", "plateau", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
     compare(OPTIMIZERS["adamw"], SCHEDULERS[name])

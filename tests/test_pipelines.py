@@ -114,6 +114,7 @@ def _stage(rank: int, out: str, names: list[str]) -> None:
         torch.save(case.train(case.layout, folder), folder / "values")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [
@@ -201,6 +202,7 @@ def test_each_stage_has_its_part_and_the_step_is_that_of_all() -> None:
     assert plan.step_s < max(straggler_step_s(programs, connected(), 2.0)) < 2 * plan.step_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "more", "why"),
     [

@@ -160,6 +160,7 @@ def _replica(rank: int, out: str, names: list[str], layers: int) -> None:
         torch.save(case.train(f"dp2,bucket_bytes={BUCKET}", case.micro, rank * case.micro, folder), folder / "values")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "layers"),
     [pytest.param([*QUICK], 1, id="quick"), pytest.param([*CASES], 2, id="every", marks=pytest.mark.slow)],

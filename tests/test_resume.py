@@ -128,6 +128,7 @@ def test_another_budget_goes_on_with_the_same_numbers(run: Path, made: Plan, ref
     assert_same_run(out, reference)
 
 
+@pytest.mark.long
 def test_killed_while_updates_wait_for_the_next_step(
     run: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

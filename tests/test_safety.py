@@ -37,6 +37,7 @@ def config(path: Path, **inputs: str) -> DataConfig:
     return DataConfig(kind="arrays", source=str(path), batch_size=2, inputs=inputs)
 
 
+@pytest.mark.long
 def test_what_a_small_file_unpacks_to_is_not_in_memory_at_once(tmp_path: Path) -> None:
     """80 MiB of zeros in a file of 0.1 are read some rows at a time, and a row of 80 MiB not at all."""
     np.savez_compressed(tmp_path / "many.npz", x=np.zeros((20 << 10, 1 << 10), dtype=np.float32))

@@ -77,6 +77,7 @@ def near_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "GOOD_ENOUGH", 0.005)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("near_the_bound")
 def test_steps_of_several_shapes_give_plain_pytorchs_bits(tmp_path: Path) -> None:
     """Interleaved, with losses evaluated between; each step's gradients are clipped."""
@@ -125,6 +126,7 @@ def test_another_step_is_no_shape_of_it() -> None:
         trainer.step(batch(0, (3, 16)))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("near_the_bound")
 def test_an_evaluation_finds_updates_that_wait_for_the_next_step(tmp_path: Path) -> None:
     """Of a model with dropout; the plan comes from its file."""

@@ -101,6 +101,7 @@ def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulat
     assert "read block; torch's own for prepare, optimizer, loss" in said[0]
 
 
+@pytest.mark.long
 def test_what_is_written_is_what_is_read_and_runs_nothing(tmp_path: Path, simulated_host: None) -> None:
     out = tmp_path / "mine.toml"
     profile = profile_to(out, script_of(tmp_path), machine_of(tmp_path), seconds=1, progress=lambda _: None)

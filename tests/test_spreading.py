@@ -194,6 +194,7 @@ def test_what_is_not_searched_is_said(folder: Path) -> None:
     assert any(said.startswith("pipelines of several chunks a rank: --pin schedule") for said in found.left_out)
 
 
+@pytest.mark.long
 def test_what_no_plan_can_hold_is_not_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation of every layout needs more at once than the budget: one is planned, to say what is missing."""
     planned: list[str] = []

@@ -163,6 +163,7 @@ def test_fewer_bits_lower_the_peak_by_what_they_save() -> None:
         assert arenas["auto"] - arenas[states] == pytest.approx(sizes["auto"] - sizes[states], rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", STORED[:2], ids=str)
 def test_a_run_goes_on_from_a_checkpoint_under_another_budget(rule: MomentRule, tmp_path: Path) -> None:
     losses, values = trained(planned(rule), tmp_path)
@@ -288,6 +289,7 @@ def _check_ranks(folder: Path, ways: Sequence[tuple[int, str]]) -> None:
             assert differing == [], (number, layout)
 
 
+@pytest.mark.long
 def test_two_ranks_with_shards_have_the_numbers_of_one_process(tmp_path: Path) -> None:
     """Whose blocks are those of the whole; saved on the way, and gone on from there by both and by one process."""
     _check_ranks(tmp_path, QUICK)

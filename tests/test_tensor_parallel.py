@@ -129,6 +129,7 @@ def _ranks(rank: int, out: str, names: list[str]) -> None:
         torch.save(case.train(case.layout, folder), folder / "values")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [

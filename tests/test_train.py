@@ -103,6 +103,7 @@ def test_a_run_of_a_model_of_the_catalog_goes_on(tmp_path: Path) -> None:
     assert list(result.losses) == losses(tmp_path / "out")[5:]
 
 
+@pytest.mark.long
 def test_a_longer_run_at_a_constant_rate_goes_on(made: tuple[Path, Plan], tmp_path: Path) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
     settings: dict[str, Any] = {"schedule": "constant", "warmup_steps": 2}
@@ -113,6 +114,7 @@ def test_a_longer_run_at_a_constant_rate_goes_on(made: tuple[Path, Plan], tmp_pa
     assert list(result.losses) == losses(out)[3:]
 
 
+@pytest.mark.long
 def test_a_run_that_ended_goes_on_with_more_steps_and_another_rate(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_second_signal_stops_at_once_and_leaves_what_was_saved(
     assert len(losses(out)) == 9
 
 
+@pytest.mark.long
 def test_a_step_that_fails_keeps_what_the_run_had_reached(
     made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +236,7 @@ def test_another_text_is_another_run(
     assert "data.source (was 'content " in message
 
 
+@pytest.mark.long
 def test_a_plan_is_run_as_it_is(
     made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def test_micro_batches_of_all_replicas_are_shared(tmp_path: Path, ranks: int, la
         sharing_batches(dataclasses.replace(run, layout=""), 3)
 
 
+@pytest.mark.long
 def test_what_one_torchrun_starts_again_goes_on_and_another_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

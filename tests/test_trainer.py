@@ -80,6 +80,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
     reference = net()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
@@ -268,6 +269,7 @@ def test_a_checkpoint_goes_on_to_the_bit(planned: tuple[Plan, StepGraph], tmp_pa
     assert torch.equal(model.up.weight, weight)
 
 
+@pytest.mark.long
 def test_saving_while_updates_wait_for_the_next_step(
     planned: tuple[Plan, StepGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_model_with_dropout_is_evaluated_without(tmp_path: Path) -> None:
     assert result.peak_bytes <= result.budget_bytes
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_knows_what_was_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ class Recurrent(nn.Module):
         return self.out(self.layer(x_BTF)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(nn.RNN, {}), (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}), (nn.LSTM, {})],

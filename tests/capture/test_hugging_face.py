@@ -50,6 +50,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, batch | ({"attention_mask": torch.ones_like(ids)} if name == "bert" else {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str) -> None:
     graph = assert_equals_eager(*built(name), model_loss)

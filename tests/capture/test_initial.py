@@ -79,6 +79,7 @@ def in_bfloat16() -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "build",
     [

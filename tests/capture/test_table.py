@@ -156,6 +156,7 @@ def _parameters(table: ModelTable) -> int:
     )
 
 
+@pytest.mark.long
 def test_a_module_has_a_table_in_its_batch() -> None:
     with torch.device("meta"):
         model = build_model("gpt", num_layers=3, dim=30, num_heads=6, max_seq_len=64)
@@ -194,6 +195,7 @@ class _StackBlock(nn.Module):
         return x + self.second(y.relu() if self.kind == "r" else y.tanh())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("known", [False, True])
 def test_equal_blocks_in_a_row_are_one_segment(known: bool) -> None:
     model = _Stack("rrrrrttttr", known)

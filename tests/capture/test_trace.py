@@ -290,6 +290,7 @@ def _fingerprint(name: str, rows: int = 2, **sizes: Any) -> str:
     return capture(own(name, **sizes), tokens(rows), next_byte_loss).fingerprint
 
 
+@pytest.mark.long
 def test_fingerprints_are_of_structure() -> None:
     seen = _fingerprint("llama")
     torch.manual_seed(99)

@@ -88,6 +88,7 @@ def assert_complete(folder: Path, reported: int) -> None:
     assert hashlib.sha256(b"".join(checkpoint.chunks("w"))).hexdigest() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     chance = random.Random(0)

@@ -45,6 +45,7 @@ def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_sync")
 def test_every_byte_that_is_altered_is_named(tmp_path: Path) -> None:
     path, chance = save(tmp_path), random.Random(0)

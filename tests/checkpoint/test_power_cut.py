@@ -172,6 +172,7 @@ def is_good(scenario: Scenario, folder: Path, promises: list[Any]) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_state_that_a_power_cut_may_leave(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]

@@ -155,6 +155,7 @@ def test_one_that_dies_is_told_and_replaced(saver: Saver, tmp_path: Path) -> Non
 SPIN = "while True: pass"
 
 
+@pytest.mark.long
 def test_one_that_no_processor_is_left_for_gives_way(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

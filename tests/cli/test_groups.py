@@ -25,6 +25,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.long
 def test_no_groups_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     asked = [*ASKED, "--pin", "offload=none", "--budget", "3434527362", "--out", str(out)]

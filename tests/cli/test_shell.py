@@ -49,6 +49,7 @@ def test_a_mistyped_option_is_compared_with_those_of_its_command(capsys: pytest.
     assert "lading fit" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     ["place --model llama3.2-1b --machine two-desktops --policy even --seq 128", "checkpoint list nowhere"],

@@ -80,6 +80,7 @@ def test_products_go_by_shape_and_many_small_ones_by_their_own_rate() -> None:
     assert found == pytest.approx(many.flops / 7e9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype", "where"),
     [

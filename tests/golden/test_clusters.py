@@ -37,6 +37,7 @@ def test_what_stays_gathered(name: str) -> None:
     check(read_json("gathered.json")[name], ranks.gathered(name))
 
 
+@pytest.mark.long
 def test_some_rows_of_each_source() -> None:
     check(read_json("rows.json"), published.some_rows())
 

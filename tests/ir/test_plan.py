@@ -137,6 +137,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, item in items for found in _places(item, (*path, key)))]
 
 
+@pytest.mark.long
 @given(st.data(), json_values)
 @settings(max_examples=300)
 def test_any_other_value_anywhere_is_a_plan_or_a_config_error(
@@ -154,6 +155,7 @@ def test_any_other_value_anywhere_is_a_plan_or_a_config_error(
         assert isinstance(plan.gap, float)
 
 
+@pytest.mark.long
 @given(cut=st.integers(0, 2000), put=st.binary(max_size=4))
 @settings(max_examples=150)
 def test_a_damaged_file_is_a_plan_or_a_config_error(

@@ -95,6 +95,7 @@ GRAPHS: dict[str, Callable[[], StepGraph]] = {
 NEW = ("attention", "dropout", "_foreach_norm", "native_layer_norm", "_fused_rms_norm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_new_operations_give_what_the_graph_says(name: str) -> None:
     old = GRAPHS[name]()

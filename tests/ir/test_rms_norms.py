@@ -65,6 +65,7 @@ def step_of(
     return model, {"x": torch.randn(3, 5, 24).to(dtype)}, lambda m, b: m(b["x"]).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["single", "half", "double"])
 @pytest.mark.parametrize("norm", [torchs, plain, of_two_dims])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("before",)], ids=["all", "no weight", "no x"])

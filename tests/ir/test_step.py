@@ -56,6 +56,7 @@ def run(graph: StepGraph, named: dict[str, torch.Tensor], batches: Sequence[Any]
     return memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip_norm", [0.0, 1e-3, 1e6])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", ["gpt", "moe", "halves"])

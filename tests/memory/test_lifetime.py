@@ -24,6 +24,7 @@ def recomputable(graph: StepGraph, storage: int, start: int) -> bool:
     return can_recompute(graph, lifetimes(graph), gap_of(graph, storage, start))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_gaps_tile_the_time_between_uses(name: str) -> None:
     graph = captured_step(name)

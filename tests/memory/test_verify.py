@@ -416,6 +416,7 @@ def test_freed_first_action() -> None:
     assert_rejects(with_actions(program, (*program.actions, load)), 1, "expected a copy")
 
 
+@pytest.mark.long
 def test_a_large_program_takes_a_moment() -> None:
     program = offloaded(chain(500), recompute=tuple(range(0, 500, 2))).program()
     assert len(program.actions) > 6000

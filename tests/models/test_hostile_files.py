@@ -203,6 +203,7 @@ def built(name: str) -> None:
     defer(lambda: build_from(model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["LlamaConfig", "BertConfig"])
 @settings(FEW, max_examples=15)
 @given(data=st.data())

@@ -66,6 +66,7 @@ def loaded(config: ModelConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
     return values, missing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_weights_are_those_that_from_pretrained_loads(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path, max_shard_size="8KB")

@@ -94,6 +94,7 @@ def test_weights_of_a_model_built_without_memory_are_the_same_after_init(name: s
     assert torch.equal(logits, reference(some_tokens()))
 
 
+@pytest.mark.long
 @every_model
 def test_a_training_step_traces_on_fake_tensors(name: str, sizes: dict[str, Any]) -> None:
     with FakeTensorMode():

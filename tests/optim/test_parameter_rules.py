@@ -115,6 +115,7 @@ def test_each_number_matters(kind: type[ParameterRule]) -> None:
         assert not torch.equal(updated(**{**base, **change}), updated(**base)), field.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.whole], ids=str)
 def test_parts_at_whole_vectors_give_the_bits_of_the_whole(rule: ParameterRule, threads: int) -> None:

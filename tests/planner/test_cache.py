@@ -46,6 +46,7 @@ def refuse(*_: object, **__: object) -> Planned:
     pytest.fail("planned")
 
 
+@pytest.mark.long
 def test_a_hit_equals_the_plan_that_would_be_made_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: dict[str, Any] = {"policy": "residency", "budget": "80%", "expansion": {"clip_norm": 0.0}}
     searched |= {"graph": tiny(0, 4).graph, "machine": bytes_machine()}

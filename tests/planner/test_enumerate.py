@@ -28,6 +28,7 @@ def ratios(seeds: range) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 16), marks=pytest.mark.slow)], ids=str)
 def test_the_plan_is_near_the_best(seeds: range) -> None:
     found = ratios(seeds)

@@ -95,6 +95,7 @@ def test_rounding_gives_as_many_layers_an_option_as_the_shares_say() -> None:
         assert moved[folding.class_of == number].sum() == size - size // 2
 
 
+@pytest.mark.long
 def test_a_plan_of_alike_layers_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_at(0.7)
     monkeypatch.setattr(policy, "_CLASSES", 100)

@@ -123,6 +123,7 @@ def test_405b_fits_as_meta_ran_it() -> None:
     assert winner.simulated.prediction.fits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "devices", "batch", "seq", "stack"),
     [
@@ -304,6 +305,7 @@ def test_smallest_budget_is_one_that_works() -> None:
     assert f"a budget of {budget} bytes instead of 2540000000: {found.winner.layout}" in str(raised.value)
 
 
+@pytest.mark.long
 def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host binds at the moment of saving, bounds say nothing of it: layouts are tried, and some are left."""
     monkeypatch.setattr("lading.planner.refine._LEAST", 4)
@@ -346,6 +348,7 @@ def test_what_does_not_divide_says_what_would() -> None:
         find_layouts(space(devices=17, batch=7, pins=small))
 
 
+@pytest.mark.long
 def test_same_plan_on_every_rank(tmp_path: Path) -> None:
     """What is planned here is planned by a process that hashes in another order."""
     options = ["--devices", "4", "--global-batch", "16", "--seq", "512", "--price", "1"]
@@ -374,6 +377,7 @@ def test_same_plan_on_every_rank(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").read_text() == (tmp_path / "again.json").read_text()
 
 
+@pytest.mark.long
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     plan, figures = tmp_path / "plan.json", tmp_path / "figures.json"
@@ -451,6 +455,7 @@ def test_fewer_bits_are_chosen_only_if_asked_for() -> None:
     assert not any("--precision any" in text for text in free.left_out)
 
 
+@pytest.mark.long
 def test_cut_parameters_are_searched_in_pipelines() -> None:
     """Of stacks that have them there; 2 and 3 are one, so only one is counted."""
     pins = {"pp": 2, "micro_batch": 1, "cp": 1, "tp": 1, "recompute": "none"}

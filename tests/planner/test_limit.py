@@ -73,6 +73,7 @@ def test_no_random_plan_is_below_the_limit_in_the_memory_it_takes(seed: int) -> 
     assert_below(tight, Found(choices, program, tight))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.4, 0.3])
 @pytest.mark.parametrize("model", ["gpt", "llama", "moe"])
 def test_the_limit_is_below_the_bound_of_all_constraints_together(model: str, share: float) -> None:

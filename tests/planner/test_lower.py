@@ -101,6 +101,7 @@ def test_plain_policies_and_everything_on_disk(name: str, accumulation: int, cli
         assert lasting != (storage in slots)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_random_choices_of_a_captured_step(seed: int) -> None:
     step = captured("llama", accumulation=2, clip_norm=1.0, num_layers=1)

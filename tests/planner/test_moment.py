@@ -73,6 +73,7 @@ def test_long_lines_go_on_below() -> None:
     assert words[: words.index("└──")][-len(figures) :] == figures
 
 
+@pytest.mark.long
 def test_the_command_says_and_saves_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     pins = [word for pin in ("zero=3", "pp=1", "tp=1", "cp=1") for word in ("--pin", pin)]

@@ -140,6 +140,7 @@ def test_the_cut_of_a_pipeline_is_the_best_of_all_cuts(make, seed: int) -> None:
     assert _objective(problem, cut.assignment(len(problem.groups))) == pytest.approx(cut.total_s(4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [chain, training, tied])
 @pytest.mark.parametrize("seed", SEEDS[:3])
 @pytest.mark.parametrize("memory", [0.5, 0.8])

@@ -207,6 +207,7 @@ def test_a_timeline_of_another_program_is_refused() -> None:
         predicted_timeline(plan, made.program)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first_that_fits")
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt+"))])
 def test_the_smallest_budget_is_one_that_does(name: str) -> None:
@@ -334,6 +335,7 @@ def test_arguments_that_mean_nothing(settings: dict[str, object], named: str) ->
         make_plan(graph_of("gpt"), small_machine(), **{"budget": "100%", **settings})  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first_that_fits")
 def test_a_disk_budget_that_is_too_small_is_refused() -> None:
     wanted = planned("gpt", "65%").plan.peak_bytes["disk"]

@@ -139,6 +139,7 @@ def test_walk_is_what_the_list_takes(model: str, layout: str, stack: str) -> Non
         verify_ranks(listed.program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layout", "stack"),
     [
@@ -206,6 +207,7 @@ def test_guesses_are_near_or_found_in_few_steps() -> None:
             assert len(asked) <= 17
 
 
+@pytest.mark.long
 def test_plan_is_saved_as_chosen(tmp_path) -> None:
     plan = plan_of(chosen("slow network", 0.3), "1")
     plan.save(tmp_path / "plan.json")

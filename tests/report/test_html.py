@@ -194,6 +194,7 @@ def test_names_are_escaped(run: dict[str, Any], tmp_path: Path) -> None:
     assert page.text.count(evil) >= 7
 
 
+@pytest.mark.long
 def test_a_large_step_stays_small(synthetic: ModuleType, tmp_path: Path) -> None:
     run = synthetic.run(blocks=70)
     assert len(run["program"].actions) > 10_000

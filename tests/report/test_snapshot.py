@@ -65,6 +65,7 @@ def assert_holds(program: Program, timeline: Timeline) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.long
 def test_it_holds_what_the_timeline_says(planned: Planned) -> None:
     data = assert_holds(planned.program, planned.predicted)
     roles = {frame["name"] for trace in data["device_traces"] for e in trace for frame in e["frames"][:1]}

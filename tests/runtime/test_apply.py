@@ -156,6 +156,7 @@ def test_checkpointing_of_transformers_is_refused_by_name() -> None:
         _check_plain(model)
 
 
+@pytest.mark.long
 def test_plans_are_what_they_are_for() -> None:
     """The cases differ in what they try: whole blocks and parts, all lengths of stay, several blocks in a bucket."""
     groups = [group for name in ("few", "policies") for plan in cases(name).values() for group in plan.choices.units]

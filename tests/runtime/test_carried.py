@@ -55,6 +55,7 @@ def files_of(trainer: lading.Trainer) -> list[str | None]:
     return files_at([tensor.data_ptr() for tensor in trainer._paused.tensors.values() if tensor.dim() > 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", ["40%", "100%"])
 def test_values_of_a_plan_with_a_disk_stay_out_of_memory(tmp_path: Path, budget: str) -> None:
     model = build()

@@ -199,6 +199,7 @@ def test_latents_depend_on_their_class_and_place() -> None:
             assert near == (known == int(label))
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**31))
 def test_any_seed_step_and_micro_batch(stdlib_cache: Path, seed: int, step: int, micro: int) -> None:
     tokens = dataset("stdlib", stdlib_cache, seed=seed).batch(step, micro)["tokens"]

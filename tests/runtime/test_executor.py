@@ -297,6 +297,7 @@ def test_a_failing_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert not [t for t in threading.enumerate() if t.name.startswith("lading")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", ["compute", "disk_read", "disk_write"])
 def test_any_stream_may_fail_at_any_action(tmp_path: Path, stream: str) -> None:
     program = program_of(graph_of("gpt"), disk_always)

@@ -129,6 +129,7 @@ def test_an_update_is_made_up_for_where_it_lies(tmp_path: Path) -> None:
         assert executor.experts.counts.replayed == 6 * len(experts) * 3 // 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deferred", [0.0, 1.0])
 def test_what_nobody_chooses_is_made_up_for_before_too_much_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deferred: float

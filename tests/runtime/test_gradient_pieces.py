@@ -132,6 +132,7 @@ def built(**settings: Any) -> Tied:
     return Tied(**settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"padding": 40}, {"padding": 0}, {"narrow": True}, {"words": 2000}])
 def test_a_table_that_three_share_equals_plain_pytorch(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = expand(capture(built(**settings), batches_of(1, 1)[0][0], loss_fn), clip_norm=0.5, part_elements=PART)

@@ -93,6 +93,7 @@ def test_is_close_to_plain_pytorch(
         assert_close_to_eager(executor, model_of(name, **WIDE), model_of(name, **WIDE), micro=micro, clip=clip)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ignored", [-100, 0, 7])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_targets_that_are_ignored_count_for_nothing(tmp_path: Path, ignored: int, reduction: str) -> None:

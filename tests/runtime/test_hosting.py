@@ -31,6 +31,7 @@ def on_host(graph: StepGraph, share: float, *, sums: bool = False) -> StepGraph:
     return hosted(graph, (i for group in groups for i in group))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("micro", "clip", "share", "sums"),
     [

@@ -125,6 +125,7 @@ def case(name: str) -> Values:
     return Values(graph, dict(model.named_parameters()) | dict(model.named_buffers()), batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_bound_operations_give_the_bits_of_the_functional_ones(name: str) -> None:
     values = case(name)

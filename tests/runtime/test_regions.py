@@ -202,6 +202,7 @@ def test_scratch_is_read_from_what_the_compiler_wrote() -> None:
     assert fuse.scratch_of(code + "        extern_kernels.mm(x_1, y_1, out=buf0)\n") > 1 << 60
 
 
+@pytest.mark.long
 @inductor_imports
 def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config

@@ -258,6 +258,7 @@ def test_out_of_range(folder: Path) -> None:
     tier.close()
 
 
+@pytest.mark.long
 def test_arena_pages_come_back_even_while_a_view_is_alive() -> None:
     script = """
 from lading.runtime.host_arena import Arena, huge_page_bytes

@@ -358,6 +358,7 @@ def test_thinking_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_a_large_program_takes_a_moment() -> None:
     program = offloaded(chain(500), recompute=tuple(range(0, 500, 2))).program()
     start = time.process_time()

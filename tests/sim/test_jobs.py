@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_equal_ranks_take_as_long_as_the_step(case: tuple[str, str, int, str, str]) -> None:
     found = simulated(*case)
@@ -45,6 +46,7 @@ def test_equal_ranks_take_as_long_as_the_step(case: tuple[str, str, int, str, st
     assert simulate_cluster(job, Noise()).step_s[0] == pytest.approx(equal_s, rel=0.02)
 
 
+@pytest.mark.long
 def test_unequal_ranks_take_longer() -> None:
     found = simulated(*CASES[0])
     job = job_of(found)
@@ -75,6 +77,7 @@ def test_larger_clusters_wait_longer_for_the_slowest() -> None:
     assert waiting_share(512, every_block=False) == DEVICE_SPREAD * (largest_of(512) - largest_of(8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_the_timeline_is_as_long_as_the_step(case: tuple[str, str, int, str, str]) -> None:
     found = simulated(*case)

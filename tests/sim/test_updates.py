@@ -191,6 +191,7 @@ def test_rules_of_all_parameters_count_their_states(optimizer: str, moments: int
     assert any(sentence.startswith(f"{optimizer}: timed by the bytes") for sentence in after.assumed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "lion"])
 def test_the_search_finds_the_fastest(optimizer: str) -> None:
     """Every layout of a small space, simulated."""

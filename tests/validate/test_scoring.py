@@ -88,6 +88,7 @@ def test_tier_a_alone_is_scored_and_skipped_rows_are_counted(tmp_path: Path) -> 
     assert predictions_of(outcomes)[3]["reason"] == "not told"
 
 
+@pytest.mark.long
 def test_of_repeats_the_newest_is_scored(tmp_path: Path) -> None:
     lines = [
         timed("new", 2.0, config_key="k", source="Summary, release 26.06 container"),
@@ -274,6 +275,7 @@ def test_worst_rows_come_first(tmp_path: Path) -> None:
     assert [pair.outcome.row.id for pair in worst(pairs, 2)] == ["b", "c"]
 
 
+@pytest.mark.long
 def test_the_command_writes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, rows = tmp_path / "scores.json", tmp_path / "rows.jsonl"
     files = [str(path) for path in FILES[:1]]

@@ -29,12 +29,6 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans as for large steps."""
-    monkeypatch.setattr("lading.fit._SEARCHED_OPS", 0)
-
-
-@pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
@@ -102,21 +96,20 @@ def test_what_does_not_fit_shows_what_would(run: RunConfig, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("quick_plans")
 def test_a_change_that_is_named_does_make_it_fit(run_file: Path, tmp_path: Path) -> None:
     long = load_run(run_file, (*SMALL, "data.sequence_length=256", "data.batch_size=16", "checkpoint.every_steps=0"))
-    least = fit_run(long, Hardware(machine=machine(tmp_path, 1 << 20)))
+    least = fit_run(long, Hardware(machine=machine(tmp_path, 1 << 20)), quick=True)
     assert least.error is not None
-    assert any("streamed" in text for text in least.assumptions)
+    assert any("--quick" in text for text in least.assumptions)
     device = least.error.smallest_budget_bytes * 85 // 100
-    result = fit_run(long, Hardware(machine=machine(tmp_path, device)))
+    result = fit_run(long, Hardware(machine=machine(tmp_path, device)), quick=True)
     assert result.error is not None
     texts = [change.text for change in result.changes]
     assert any(" of device instead of " in text for text in texts)
     assert "sequences of 128 tokens" in texts
     assert "micro-batches of 8 with accumulation 2" in texts
     smaller = with_sizes(long, batch=8, accumulation=2)
-    again = fit_run(smaller, Hardware(machine=machine(tmp_path, device)))
+    again = fit_run(smaller, Hardware(machine=machine(tmp_path, device)), quick=True)
     assert again.error is None
     assert again.step_s == pytest.approx(next(c.step_s for c in result.changes if c.text.startswith("micro-batches")))
 
@@ -156,9 +149,8 @@ def test_a_machine_without_lower_tiers(run: RunConfig, tmp_path: Path) -> None:
     assert small.error is not None
 
 
-@pytest.mark.usefixtures("quick_plans")
 def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(run_file), *SMALL, "--machine", machine(tmp_path, 1 << 19)]) == 3
+    assert main(["fit", str(run_file), *SMALL, "--quick", "--machine", machine(tmp_path, 1 << 19)]) == 3
     shown = capsys.readouterr()
     assert "DOES NOT FIT test" in shown.out
     assert shown.err.startswith("error: no plan fits a device budget of 512.00 KiB")
@@ -167,26 +159,21 @@ def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.long
-def test_the_budget_of_the_file_is_kept(
-    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Though the machine has room for much more; the command line may name another."""
     assert main(["fit", str(run_file), *SMALL]) == 0
     said = capsys.readouterr().out
     assert "FITS test" in said
     assert "planned within a device budget of 99%" in said
-    monkeypatch.setattr("lading.fit._SEARCHED_OPS", 0)
-    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB"]) == 3
+    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--quick"]) == 3
     shown = capsys.readouterr()
     assert shown.err.startswith("error: no plan fits a device budget of 1.91 MiB")
     assert re.search(r"cheapest change that fits: a device budget of \d+ MB instead of 2MB", shown.out)
-    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--budget", "100%"]) == 0
+    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--budget", "100%", "--quick"]) == 0
 
 
 @pytest.mark.long
-def test_the_disk_budget_of_the_file_is_kept(
-    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tight = ["fit", str(run_file), *SMALL, "memory.budget=69MiB"]
     assert main(tight) == 0
     assert "planned within a disk budget of 50% (memory.disk_budget)" in capsys.readouterr().out
@@ -194,8 +181,7 @@ def test_the_disk_budget_of_the_file_is_kept(
     shown = capsys.readouterr()
     assert "bytes on disk, its budget is 100000; raise the disk" in shown.err
     assert "FITS" not in shown.out
-    monkeypatch.setattr("lading.fit._SEARCHED_OPS", 0)
-    assert main([*tight, "memory.disk_budget=0"]) == 3
+    assert main([*tight, "memory.disk_budget=0", "--quick"]) == 3
     assert "no plan fits a device budget of 69.00 MiB" in capsys.readouterr().err
 
 

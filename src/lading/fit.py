@@ -34,6 +34,7 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
+from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.tier_layout import home_tiers
 from lading.planner.api import Planned
 from lading.prepare import plan_run, sketch_run
@@ -45,8 +46,7 @@ from lading.units import format_bytes, format_capacity, format_capacity_above, f
 _DEFAULT_TOKENS = 1024
 #: What the system and the process take of a host's memory that is given as a whole.
 _HOST_RESERVE_BYTES = 4_000_000_000
-#: Steps of more operations are planned without a search for the fastest plan.
-_SEARCHED_OPS = 1500
+_NOT_SEARCHED = "blocks recomputed and the rest streamed, as no faster plan was looked for (--quick)"
 #: Operations captured and planned in search of a change; a larger step has fewer tries.
 _TRIED_OPS = 20_000
 _SHORTEST = 128
@@ -148,20 +148,25 @@ def _no_collections() -> Iterator[None]:
 
 
 @_no_collections()
-def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
+def fit_run(
+    run: RunConfig, hardware: Hardware, name: str = "", *, quick: bool = False, progress: PlanProgress = SILENT
+) -> FitResult:
     """Plan a run for all the memory of a machine.
 
     Args:
         run: The run; its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its budgets on as
             those of ``hardware``).
         name: Name to call the model; "" for the name that the run gives it.
+        quick: Whether to plan without a search, in seconds: blocks recomputed and the rest streamed.
+        progress: Receives what is being done, for people.
 
     Raises:
         ConfigError: no such machine, or the run cannot be built.
         CaptureError: the model cannot be captured.
     """
     name, run = name or run.model.name, resolved(run)
-    case = _Case(run, *_machine(run, hardware), hardware.budget, hardware.tiers)
+    case = _Case(run, *_machine(run, hardware), hardware.budget, hardware.tiers, SILENT if quick else progress, quick)
+    progress.update(0.0, "capturing the model")
     captured = capture_run(run, case.machine)
     tried = _nearest(case, captured)
     needs, allowed = tried.needs, case.allowed
@@ -174,7 +179,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         allowed=allowed,
         time=tried.time,
         host_saves_s=tried.planned.plan.predictions.host_saves_s,
-        assumptions=(*case.assumptions, *_not_searched(captured.graph), *tried.planned.plan.assumptions),
+        assumptions=(*case.assumptions, *((_NOT_SEARCHED,) if quick else ()), *tried.planned.plan.assumptions),
         error=error,
         changes=() if error is None else tuple(_changes(case, captured, tried, over)),
     )
@@ -189,6 +194,8 @@ class _Case:
     reserved: Bytes
     budget: str | float | None
     tiers: MemoryConfig | None
+    progress: PlanProgress
+    quick: bool
 
     def within(self, left: Bytes) -> Bytes:
         """Bytes that the plan may use of those ``left`` in each tier."""
@@ -287,7 +294,7 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
     """Make a plan for the device's memory, and what a checkpoint leaves of the tier where it lies.
 
     Args:
-        search: Whether to look for the fastest plan, where the step is small enough for that.
+        search: Whether to look for the fastest plan, unless the case is a quick one.
 
     Raises:
         PlanInfeasible: there is none.
@@ -315,23 +322,12 @@ def _for_budget(
     run: RunConfig, case: _Case, captured: CapturedRun, machine: Machine, budget: str | float, search: bool
 ) -> _Tried:
     run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, budget=budget))
-    if search and _is_searched(captured.graph):
-        prepared = plan_run(run, machine, captured)
+    if search and not case.quick:
+        prepared = plan_run(run, machine, captured, progress=case.progress)
         planned = Planned(prepared.plan, prepared.program)
     else:
         planned = sketch_run(run, machine, captured)
     return _Tried(planned, _with_checkpoints(planned, case), step_time(planned.program, planned.predicted))
-
-
-def _not_searched(graph: StepGraph) -> tuple[str, ...]:
-    """Notes that say so where the plan is not the fastest one that would be found."""
-    if _is_searched(graph):
-        return ()
-    return ("blocks recomputed and the rest streamed: the step is too large to look here for a faster plan",)
-
-
-def _is_searched(graph: StepGraph) -> bool:
-    return len(graph.ops) <= _SEARCHED_OPS
 
 
 def _cannot_hold(case: _Case, graph: StepGraph) -> bool:

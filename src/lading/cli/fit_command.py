@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import FlagCreatePairsOff, arg
 
-from lading.cli.options import MODEL_HELP, Overrides, RunFile, Trust, optional
+from lading.cli.options import MODEL_HELP, Overrides, RunFile, Trust, flag, optional
 from lading.config import load_run
 from lading.errors import ConfigError
 from lading.report.lines import fitted
@@ -55,11 +55,15 @@ class FitCommand:
     keep: Annotated[
         int | None, optional("N", "Checkpoints that stay on disk while another is written. 0 saves none.")
     ] = None
+    quick: Annotated[
+        FlagCreatePairsOff[bool], flag("Answer in seconds, by a plan that was not searched for: its step may be slow.")
+    ] = False
     trust: Trust = False
 
     def run(self) -> None:
         """Print the fit table."""
         from lading.fit import Hardware, fit_run, precision_for, run_of_model, with_sizes
+        from lading.report.progress import planning_progress
 
         if (self.run_file is None) == (self.model is None):
             got = "neither" if self.model is None else "both"
@@ -88,7 +92,8 @@ class FitCommand:
             budget=self.budget or (None if self.model is not None else run.memory.budget),
             tiers=None if self.model is not None else run.memory,
         )
-        result = fit_run(run, hardware, self.model or "")
+        with planning_progress() as progress:
+            result = fit_run(run, hardware, self.model or "", quick=self.quick, progress=progress)
         print(fitted(str(result)), flush=True)
         if result.error is not None:
             raise result.error

@@ -189,7 +189,7 @@ class Running:
         ready = select.select([self.process.stdout], [], [], 0.0)[0]
         if line := self.process.stdout.readline() if ready else "":
             return json.loads(line)
-        late = self.process.poll() is None
+        late = not ready and self.process.poll() is None
         self.process.kill()
         code = self.process.wait()
         if late:

@@ -7,9 +7,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -347,6 +349,19 @@ def test_a_full_disk(
     assert main(["train", "--plan", file, "--resume"]) == 0
     train_run(Plan.load(saved_plan(made[1], whole)))
     assert losses(out) == losses(whole)
+
+
+def test_a_disk_without_room_for_checkpoints_is_told_before_training(
+    made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(saved_plan(made[1], tmp_path / "out", every_steps=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        code, message = failure(capsys, "train", "--plan", file)
+    assert code == 2
+    assert ", 3 of them beside those there are, found " in message
+    assert "nothing was trained: free some space" in message
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

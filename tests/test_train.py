@@ -364,6 +364,21 @@ def test_a_disk_without_room_for_checkpoints_is_told_before_training(
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("setting", ["data.source", "validation.source"])
+def test_a_source_that_is_not_there_is_told_before_planning(
+    made: tuple[Path, Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+) -> None:
+    monkeypatch.setattr("lading.train._planned", lambda *_, **__: pytest.fail("planned"))
+    more = ["validation.every_steps=2"] if setting == "validation.source" else []
+    code, message = failure(capsys, "train", str(made[0]), *SHORT, f"out={tmp_path}", f"{setting}=none.txt", *more)
+    assert code == 2
+    assert "got 'none.txt', which does not exist" in message
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_and_a_second_run(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int

@@ -57,6 +57,7 @@ from lading.run import (
     build,
     built_whole,
     capture_run,
+    check_sources,
     dataset_of,
     initial_values,
     layers_to_freeze,
@@ -128,8 +129,12 @@ def begun(
         resume, back = resume or again or bool(resume_from), "" if went_back else resume_from
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
-            early = partial(resumed_path, run, None, ranks, resume=resume, resume_from=back)
-            ranks.by_first(early)  # refuses before it plans
+
+            def early() -> str:  # refuses before it plans
+                check_sources(run)
+                return resumed_path(run, None, ranks, resume=resume, resume_from=back)
+
+            ranks.by_first(early)
             prepared = _planned(run, cache=cache)
         else:
             prepared = prepare_plan(what, to_run=True)

@@ -26,6 +26,7 @@ from lading.optim.adamw import AdamW
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.runtime.data import TextDataset
+from lading.runtime.interrupts import StopRequest
 from lading.runtime.resident import PeakMeter
 from lading.train import train_run
 from lading.trainer import Trainer
@@ -379,7 +380,7 @@ def test_a_source_that_is_not_there_is_told_before_planning(
     assert "got 'none.txt', which does not exist" in message
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_and_a_second_run(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int
 ) -> None:
@@ -396,7 +397,7 @@ def test_signals_and_a_second_run(
     process.join(30)
     assert process.exitcode == code
     lines = log.read_text().splitlines()
-    assert lines[-1] == {143: "terminated", 130: "interrupted"}[code]
+    assert lines[-1] == {143: "terminated", 130: "interrupted", 129: "hung up"}[code]
     assert "stopping when this step has ended and is saved; once more stops at once" in lines
     assert not list(out.glob("lading*"))
     steps = [record["step"] for record in read_metrics(out / "metrics.jsonl")]
@@ -408,3 +409,15 @@ def test_signals_and_a_second_run(
     said = words(log.read_text())
     assert f"stopped after step {len(steps)} of 100000; saved in {newest} go on with: lading train --plan" in said
     assert f"{out}/plan.json --resume" in said
+
+
+def test_what_is_printed_to_a_terminal_that_is_gone_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    request = StopRequest(tells=False)
+    monkeypatch.setattr(request, "_terminals", [writes])
+    os.close(reads)  # writing would now fail, as to a terminal that is gone
+    with request:
+        signal.raise_signal(signal.SIGHUP)
+        os.write(writes, b"step 2")
+    os.close(writes)
+    assert request.number == signal.SIGHUP

@@ -88,7 +88,7 @@ def train_run(
 ) -> RunResult:
     """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
 
-    SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
+    SIGINT, SIGTERM and SIGHUP end the run when the step under way has ended and is saved; a second one at once.
 
     In a job of several ranks (under ``torchrun``) all call this. Each replica trains on micro-batches of its own: those
     of one process with as many times the accumulation; the stages of a pipeline share theirs. The first rank plans,

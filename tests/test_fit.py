@@ -179,7 +179,9 @@ def test_the_disk_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.Capt
     assert "planned within a disk budget of 50% (memory.disk_budget)" in capsys.readouterr().out
     assert main([*tight, "memory.disk_budget=100KB"]) == 2  # and no plan of another budget is shown for it
     shown = capsys.readouterr()
-    assert "bytes on disk, its budget is 100000; raise the disk" in shown.err
+    assert "on disk, its budget is 97.66 KiB (a run's is half of what is free); raise that" in " ".join(
+        shown.err.split()
+    )
     assert "FITS" not in shown.out
     assert main([*tight, "memory.disk_budget=0", "--quick"]) == 3
     assert "no plan fits a device budget of 69.00 MiB" in capsys.readouterr().err

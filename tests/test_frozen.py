@@ -561,3 +561,24 @@ def test_of_a_long_dict_or_set_the_first_items_are_compared() -> None:
     del model.table["999"]
     with pytest.raises(ConfigError, match=r"len\(table\) = 1002, as captured, got 1001"):
         watch.check([batch()], ["x"])
+
+
+def test_switches_of_torch_around_a_step_are_those_of_the_capture() -> None:
+    model = Net()
+    watches = [Watch(capture(model, batch(), loss_fn).frozen, model)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        watches.append(Watch(capture(model, batch(), loss_fn).frozen, model))
+        watches[1].check([batch()], ["x"])
+        with pytest.raises(ConfigError, match="expected autocast off, as captured, got it to bfloat16 on cpu"):
+            watches[0].check([batch()], ["x"])
+    watches[1].check([batch()], ["x"])  # a captured autocast is part of the step
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(ConfigError, match="expected autocast to bfloat16 on cpu, as captured, got it to float16 on cpu"),
+    ):
+        watches[1].check([batch()], ["x"])
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(ConfigError, match=r"expected torch\.autograd\.set_detect_anomaly\(False\), found it on"),
+    ):
+        watches[0].check([batch()], ["x"])

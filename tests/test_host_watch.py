@@ -11,7 +11,7 @@ import torch
 
 from lading import host_watch, replanning
 from lading.config import RunConfig, load_run
-from lading.host_watch import speed_words
+from lading.host_watch import load_words, speed_words
 from lading.ir.machine import HostSpeed, Machine
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
@@ -127,3 +127,21 @@ def test_words_name_what_differs() -> None:
         "beside the machine file, other operations 2.00, reads of the disk 0.50, writes of the host 3.00 times as long"
     )
     assert not speed_words(HostSpeed())
+
+
+@pytest.mark.parametrize(
+    ("share", "threads", "words"),
+    [
+        (None, 2, ""),
+        (0.1, 2, ""),
+        (0.4, 1, "; meanwhile other processes took 40% of the processors"),
+        (
+            0.4,
+            2,
+            "; meanwhile other processes took 40% of the processors; with 2 threads each waits for the slowest: try "
+            "threads = 1",
+        ),
+    ],
+)
+def test_what_others_take_of_the_processors_is_said(share: float | None, threads: int, words: str) -> None:
+    assert load_words(share, threads) == words

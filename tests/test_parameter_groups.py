@@ -586,3 +586,31 @@ def test_a_plan_counts_what_a_checkpoint_has_of_the_groups(tmp_path: Path) -> No
         trainer.step(batch(0))
         saved = open_checkpoint(trainer.save(tmp_path / "saved"))
         assert 0 < saved.tensors[GROUPS].size_bytes <= counted[GROUPS]
+
+
+def test_updates_are_counted_in_the_dtype_of_torch() -> None:
+    batches = [batch(step) for step in range(2)]
+    models = net(), net()
+    graph = capture(models[0], batches[0], loss_fn)
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain, planned = (torch.optim.AdamW(model.parameters()) for model in models)
+        for each in batches:
+            plain.zero_grad()
+            loss_fn(models[0], each).backward()
+            plain.step()
+        made = plan(graph, MACHINE, budget="100%", optimizer=planned)
+        with Trainer(made, graph, models[1], optimizer=planned) as trainer:
+            for each in batches:
+                trainer.step(each)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    states = [[*optimizer.state_dict()["state"].values()] for optimizer in (plain, planned)]
+    assert all(state["step"].dtype is torch.float64 for of in states for state in of)
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(*states, strict=True) for key in one)
+
+
+def test_a_group_with_a_tensor_is_refused_by_its_key() -> None:
+    optimizer = torch.optim.AdamW(net().parameters(), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+    with pytest.raises(ConfigError, match=r"AdamW, got betas = \(tensor\(0\.9000\), tensor\(0\.9900\)\); tensors"):
+        rule_of_optimizer(optimizer)

@@ -7,9 +7,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from lading.optim.adamw import AdamW
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.runtime.data import TextDataset
+from lading.runtime.interrupts import StopRequest
 from lading.runtime.resident import PeakMeter
 from lading.train import train_run
 from lading.trainer import Trainer
@@ -349,7 +352,35 @@ def test_a_full_disk(
     assert losses(out) == losses(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_disk_without_room_for_checkpoints_is_told_before_training(
+    made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(saved_plan(made[1], tmp_path / "out", every_steps=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        code, message = failure(capsys, "train", "--plan", file)
+    assert code == 2
+    assert ", 3 of them beside those there are, found " in message
+    assert "nothing was trained: free some space" in message
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("setting", ["data.source", "validation.source"])
+def test_a_source_that_is_not_there_is_told_before_planning(
+    made: tuple[Path, Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+) -> None:
+    monkeypatch.setattr("lading.train._planned", lambda *_, **__: pytest.fail("planned"))
+    more = ["validation.every_steps=2"] if setting == "validation.source" else []
+    code, message = failure(capsys, "train", str(made[0]), *SHORT, f"out={tmp_path}", f"{setting}=none.txt", *more)
+    assert code == 2
+    assert "got 'none.txt', which does not exist" in message
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_and_a_second_run(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int
 ) -> None:
@@ -366,7 +397,7 @@ def test_signals_and_a_second_run(
     process.join(30)
     assert process.exitcode == code
     lines = log.read_text().splitlines()
-    assert lines[-1] == {143: "terminated", 130: "interrupted"}[code]
+    assert lines[-1] == {143: "terminated", 130: "interrupted", 129: "hung up"}[code]
     assert "stopping when this step has ended and is saved; once more stops at once" in lines
     assert not list(out.glob("lading*"))
     steps = [record["step"] for record in read_metrics(out / "metrics.jsonl")]
@@ -378,3 +409,15 @@ def test_signals_and_a_second_run(
     said = words(log.read_text())
     assert f"stopped after step {len(steps)} of 100000; saved in {newest} go on with: lading train --plan" in said
     assert f"{out}/plan.json --resume" in said
+
+
+def test_what_is_printed_to_a_terminal_that_is_gone_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    request = StopRequest(tells=False)
+    monkeypatch.setattr(request, "_terminals", [writes])
+    os.close(reads)  # writing would now fail, as to a terminal that is gone
+    with request:
+        signal.raise_signal(signal.SIGHUP)
+        os.write(writes, b"step 2")
+    os.close(writes)
+    assert request.number == signal.SIGHUP

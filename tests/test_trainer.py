@@ -415,3 +415,11 @@ def test_a_list_of_tensors_is_a_batch_where_one_was_captured(tmp_path: Path) -> 
                     assert trainer.step(made) > 0
                 with pytest.raises(ConfigError):
                     trainer.step([made] * 3)
+
+
+def test_gradients_from_before_are_told(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
+    model = net()
+    loss_fn(model, batch(0)).backward()
+    with pytest.warns(UserWarning, match=r"gradients of a backward pass before are left as they are \(up\.weight, "):
+        trainer = Trainer(*planned, model, folder=tmp_path)
+    trainer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
 
     Raises:
         ConfigError: it is another, or another Trainer has its values.
+
+    Warns where parameters have gradients of before: they are left as they are.
     """
     if elsewhere := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
         raise ConfigError(
@@ -131,6 +134,12 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
                 f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
                 "found several; tie them again, or capture this model"
             )
+    if left := [name for name, tensor in tensors.items() if tensor.grad is not None]:
+        warnings.warn(
+            f"gradients of a backward pass before are left as they are ({first_few(left)}): no planned step adds them "
+            "to its own, and no budget counts them; drop them by model.zero_grad() before the Trainer",
+            stacklevel=4,
+        )
     return model
 
 

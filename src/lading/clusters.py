@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -14,6 +14,7 @@ from lading.catalog.networks import checked_network, node_size
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
 from lading.errors import ConfigError
+from lading.ir.layout import ALONE
 from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
 from lading.planner.space import Space
@@ -120,9 +121,24 @@ def space_of(request: Request) -> Space:
     Raises:
         ConfigError: a name is not known, or such layouts are not searched.
     """
+    _check_pins(request.pins)
     step, table = step_of(replace(request, devices=0, global_batch=0))
     _check_experts(request.pins.get("ep", 1), table)
     return Space(request, step, table, machine_of(step, request.devices))
+
+
+def _check_pins(pins: Mapping[str, Any]) -> None:
+    """Refuse what only pipelines have where no pipeline is asked for: layouts without one would be said to have it.
+
+    Raises:
+        ConfigError: says which choice to fix, too.
+    """
+    pipelined = pins.get("vpp", 1) > 1 or pins.get("schedule", ALONE.schedule) != ALONE.schedule
+    if pipelined and pins.get("pp", 1) == 1:
+        raise ConfigError(
+            "--pin: expected pp above 1 beside a schedule or chunks of a rank (vpp), which only a pipeline has, got "
+            f"{', '.join(f'{key}={value}' for key, value in pins.items())}; add --pin pp=4, or leave them out"
+        )
 
 
 def _longer(name: str, seq_len: int) -> tuple[str, ...]:

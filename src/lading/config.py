@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from lading.errors import LARGEST, ConfigError, check_number, did_you_mean, short_repr
+from lading.errors import LARGEST, ConfigError, check_clip_norm, check_number, did_you_mean, short_repr
 from lading.files import read_toml
 from lading.grouping import Matrices
 from lading.inputs import catalog_models, check_inputs
@@ -96,7 +96,7 @@ class Optimization:
 
     def __post_init__(self) -> None:
         _integer("steps", self.steps, 1)
-        check_number("clip_norm", self.clip_norm, 0)
+        check_clip_norm(self.clip_norm)
         _integer("accumulation", self.accumulation, 1)
         _integer("micro_batches", self.micro_batches, 0)
         _integer("warmup_steps", self.warmup_steps, 0)

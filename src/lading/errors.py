@@ -141,6 +141,20 @@ def check_rate(name: str, value: object) -> None:
         raise ConfigError(f"{name}: expected a finite number >= 0, got {value!r}")
 
 
+def check_clip_norm(value: object) -> None:
+    """Refuse a limit of the gradients' norm that is no finite number of 0 or more.
+
+    Raises:
+        ConfigError: it is none; says what to give in the place of infinity, which torch takes.
+    """
+    if value == float("inf"):
+        raise ConfigError(
+            "clip_norm: expected a finite number >= 0, got inf; a number that no norm reaches, as 1e18, takes norms "
+            "and clips nothing, 0 does neither"
+        )
+    check_rate("clip_norm", value)
+
+
 #: No number of a configuration is larger.
 LARGEST = (1 << 63) - 1
 

@@ -31,7 +31,7 @@ from lading.config import (
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.hosts import machine_of
 from lading.ir.action import DEVICE
-from lading.ir.graph import PERSISTENT, Role, StepGraph
+from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
 from lading.ir.reporting import SILENT, PlanProgress
@@ -332,7 +332,7 @@ def _for_budget(
 
 def _cannot_hold(case: _Case, graph: StepGraph) -> bool:
     """Whether no plan can exist, as what outlives a step and its checkpoints is more than all tiers together."""
-    outlives = _state_bytes(graph) + _saved_bytes(case.run, graph)
+    outlives = graph.saved_bytes + _saved_bytes(case.run, graph)
     return outlives > case.machine.device.memory_bytes + sum(tier.capacity_bytes for tier in case.machine.tiers)
 
 
@@ -345,15 +345,9 @@ def _roomy(machine: Machine, graph: StepGraph) -> Machine:
     return _resized(machine, {last.name: max(last.capacity_bytes, everything)})
 
 
-def _state_bytes(graph: StepGraph) -> int:
-    """Bytes of a checkpoint: parameters, buffers and optimizer states."""
-    saved_roles = PERSISTENT - {Role.CONSTANT}
-    return sum(storage.size_bytes for storage in graph.storages if storage.role in saved_roles)
-
-
 def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
     """Bytes of disk that checkpoints take while one more is written."""
-    return (run.kept_checkpoints + 1) * _state_bytes(graph) if run.kept_checkpoints else 0
+    return (run.kept_checkpoints + 1) * graph.saved_bytes if run.kept_checkpoints else 0
 
 
 def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
@@ -369,7 +363,7 @@ def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
     lower = {tier: needs.step[tier] for tier in tiers}
-    kept_bytes = run.kept_checkpoints * _state_bytes(program.graph)
+    kept_bytes = run.kept_checkpoints * program.graph.saved_bytes
     beside = DEVICE if machine.device.kind == "cpu" or not machine.host_tier else machine.host_tier
     save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept_bytes else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}

@@ -16,6 +16,7 @@ from lading.ir.host_speed import OTHERS, PRODUCTS, READ, measured_speed
 from lading.ir.machine import HostSpeed
 from lading.ir.timeline import Timeline
 from lading.run import Prepared
+from lading.runtime.probe import LoadMeter
 from lading.trainer import Trainer
 from lading.units import format_seconds
 
@@ -45,6 +46,7 @@ class HostWatch:
         self._plans = plans and bool(choices.gaps or choices.deferred or choices.hosted)
         self._fingerprint = trainer.plan.fingerprint
         self._seen, self._timelines = 0, list[Timeline]()
+        self._load = LoadMeter()
 
     def look(self) -> None:
         """Take the timeline of the step that has just ended, if it is one that is looked at."""
@@ -52,6 +54,8 @@ class HostWatch:
             self._seen = _SKIPPED + _LOOKED_AT + 1
             self._timelines.clear()
         self._seen += 1
+        if self._seen == _SKIPPED:
+            self._load = LoadMeter()
         if _SKIPPED < self._seen <= _SKIPPED + _LOOKED_AT:
             self._timelines.append(self._trainer.rank_timeline().timeline)
 
@@ -71,6 +75,7 @@ class HostWatch:
             return ""
         told = f"steps take {format_seconds(step_s)}, {format_seconds(planned_s)} were predicted"
         told = f"{told}: {words}" if words else told
+        told += load_words(self._load.share(), self.prepared.run.num_threads)
         if not self._plans or step_s * steps_left < _WORTH_S:
             return told
         return f"{told}; {self._planned_again(speed)}"
@@ -92,6 +97,17 @@ class HostWatch:
             f"planned again for this speed in {took}, step predicted {format_seconds(now_s)} -> "
             f"{format_seconds(plan.step_s)}"
         )
+
+
+def load_words(share: float | None, threads: int) -> str:
+    """Say what share of the processors other processes took meanwhile, and what helps; "" for little, or not known.
+
+    Threads of one operation wait for each other: where one has no processor for a while, all have none.
+    """
+    if share is None or share <= _TOLD:
+        return ""
+    helps = f"; with {threads} threads each waits for the slowest: try threads = 1" if threads > 1 else ""
+    return f"; meanwhile other processes took {share:.0%} of the processors{helps}"
 
 
 def speed_words(speed: HostSpeed) -> str:

@@ -19,7 +19,7 @@ import torch
 from lading.alone import num_ranks, rank_number, ranks_here
 from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
-from lading.config import MODELS, SYNTHETIC, DataConfig, ModelConfig, RunConfig, run_from_dict
+from lading.config import MODELS, STDLIB, SYNTHETIC, DataConfig, ModelConfig, RunConfig, run_from_dict
 from lading.errors import ConfigError, did_you_mean
 from lading.ir.graph import StepGraph
 from lading.ir.layout import parse_layout
@@ -322,6 +322,18 @@ def dataset_of(run: RunConfig, module: torch.nn.Module, *, held_out: bool = Fals
         run = dataclasses.replace(run, data=_validation_data(run))
     made = ArrayDataset(run.data, Path(run.out), seed=run.seed) if task == "own" else _text_of(run, task, module)
     return made.part(share, held_out=held_out) if share else made
+
+
+def check_sources(run: RunConfig) -> None:
+    """Look for the files of a run's data, which are read once it is planned.
+
+    Raises:
+        ConfigError: a source has none.
+    """
+    if run.data.kind != "random" and run.data.source not in (STDLIB, SYNTHETIC):
+        files_of(run.data.source)
+    if run.validation is not None and run.validation.source:
+        files_of(run.validation.source, "validation.source")
 
 
 def _validation_data(run: RunConfig) -> DataConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -22,10 +23,10 @@ import torch
 
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
-from lading.checkpoint.store import BEST, NEWEST, Checkpoint, latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import BEST, NEWEST, Checkpoint, checkpoint_folders, latest_checkpoint, open_checkpoint
 from lading.clipping_watch import ClippingWatch
 from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
-from lading.errors import BudgetExceeded, ConfigError, LadingError
+from lading.errors import BudgetExceeded, ConfigError, LadingError, StorageError
 from lading.files import make_folder
 from lading.freezing import Freezing
 from lading.host_watch import HostWatch
@@ -56,6 +57,7 @@ from lading.run import (
     build,
     built_whole,
     capture_run,
+    check_sources,
     dataset_of,
     initial_values,
     layers_to_freeze,
@@ -86,7 +88,7 @@ def train_run(
 ) -> RunResult:
     """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
 
-    SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
+    SIGINT, SIGTERM and SIGHUP end the run when the step under way has ended and is saved; a second one at once.
 
     In a job of several ranks (under ``torchrun``) all call this. Each replica trains on micro-batches of its own: those
     of one process with as many times the accumulation; the stages of a pipeline share theirs. The first rank plans,
@@ -127,8 +129,12 @@ def begun(
         resume, back = resume or again or bool(resume_from), "" if went_back else resume_from
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
-            early = partial(resumed_path, run, None, ranks, resume=resume, resume_from=back)
-            ranks.by_first(early)  # refuses before it plans
+
+            def early() -> str:  # refuses before it plans
+                check_sources(run)
+                return resumed_path(run, None, ranks, resume=resume, resume_from=back)
+
+            ranks.by_first(early)
             prepared = _planned(run, cache=cache)
         else:
             prepared = prepare_plan(what, to_run=True)
@@ -254,6 +260,8 @@ def _trained(
         if ranks.is_first:
             keep_figures(out, trainer.steps)
         first = trainer.steps
+        if ranks.count == 1:
+            _check_room(prepared, first)
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
@@ -405,6 +413,30 @@ def _loop(
         trainer.wait_saved()
     stop.number = int(asked)
     return stop, mine
+
+
+def _check_room(prepared: Prepared, first: int) -> None:
+    """Refuse to train what cannot be saved, as the disk has no room for the checkpoints that come beside those it has.
+
+    Args:
+        first: Steps that were done before.
+
+    Raises:
+        StorageError: says how much is missing; nothing was trained.
+    """
+    run, saved, size = prepared.run, prepared.run.checkpoint, prepared.program.graph.saved_bytes
+    total = run.optimization.steps
+    every = saved.every_steps or total
+    coming = (total // every - first // every + (saved.at_end and total % every > 0)) * saved.saves
+    there = len(checkpoint_folders(Path(run.out) / NEWEST))
+    most = min(coming, max(1, saved.keep + 1 - there))  # one more than stay, while the last is written
+    missing = most * size - shutil.disk_usage(run.out).free
+    if coming and missing > 0:
+        raise StorageError(
+            f"{run.out}: expected room for checkpoints of {format_bytes(size)}, {most} of them beside those there are, "
+            f"found {format_bytes(missing)} too little; nothing was trained: free some space, choose another folder "
+            f"(out), or keep fewer (checkpoint.keep = {saved.keep})"
+        )
 
 
 def _plan_again(freezer: _Freezer | None, watch: Watch, steps_left: int, progress: Progress) -> None:

@@ -287,3 +287,15 @@ def test_a_lazy_module_is_refused_by_name() -> None:
         capture(model, {"x": torch.ones(3, 4)}, squares)
     model(torch.ones(3, 4))
     assert capture(model, {"x": torch.ones(3, 4)}, squares).parameters
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_modules_and_a_search_for_anomalies_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"^1: expected a module with a forward in Python.*torch\.jit \(Linear\)"):
+        capture(model, {"x": torch.ones(3, 4)}, squares)
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(CaptureError, match=r"set_detect_anomaly\(False\) at capture, found it on"),
+    ):
+        capture(nn.Linear(4, 4), {"x": torch.ones(3, 4)}, squares)

@@ -115,6 +115,7 @@ def test_a_file_extends_a_machine_of_the_catalog(tmp_path: Path) -> None:
     [
         ('extends = "rtx4090"', 'extends = "rtx4009"', "extends: expected one of .*rtx4090.*, got 'rtx4009'"),
         ('extends = "rtx4090"', "extends = 3", "unknown key 'extends'"),
+        ('extends = "rtx4090"', 'extends = "desktop"', 'product_best: .* found none: .* extend a machine, as "cpu"'),
         ("[device]", "[shares]\nspeed = 2\n[device]", "unknown key 'speed' in \\[shares\\]"),
         ("[device]", "[shares]\nproduct_best = -1\n[device]", "shares.product_best: expected a finite number > 0"),
         ("[device]", "[shares.rates]\ncopy = 3\n[device]", "shares.rates.copy: expected a table of size and rate"),

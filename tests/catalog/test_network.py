@@ -124,3 +124,10 @@ def test_counted_links_of_a_node_are_added_up() -> None:
     near = parse_node(machine, "12 links of 50 GB/s NVLink").links[0]
     assert near.bandwidth_bytes_per_s == pytest.approx(machine.links[0].bandwidth_bytes_per_s, rel=0.02)
     assert parse_node(machine, "8x 50 GB/s NVLink").links[0].bandwidth_bytes_per_s == pytest.approx(2e11)
+
+
+def test_rates_that_have_nothing_to_do_with_each_other_are_not_understood() -> None:
+    with pytest.raises(ConfigError, match="'50 MB/s' beside '400 Gb/s' is not understood"):
+        checked_network("400 Gb/s and 50 MB/s")
+    for words in ("400 Gb/s per GPU, 3.2 Tb/s per node", "56 Gb/s FDR, 6.8 GB/s", "8x 400 Gb/s (of 25 GB/s reached)"):
+        assert not parse_network(words).unread

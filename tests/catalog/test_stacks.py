@@ -109,6 +109,8 @@ def test_switches_set_behind_a_name() -> None:
     [
         ("atention=flash2", "did you mean 'attention'"),
         ("attention", "KEY=VALUE"),
+        ("attention=flash2,attention=flash3", "expected 'attention' once, got it twice"),
+        ("hidden.ttp=0.5", "hidden: expected axes of tp, cp, ep and pp, got 'ttp'"),
         ("attention=flash9", "attention must be one of"),
         ("launch_s=quick", "launch_s: expected float"),
         ("hidden=1", "expected a switch"),

@@ -145,3 +145,9 @@ def test_settings_may_stand_on_both_sides_of_a_flag() -> None:
     )
     assert isinstance(between, SimulateCommand)
     assert between.overrides == ("out=x", "memory.budget=1GB", "data.batch_size=2")
+
+
+@pytest.mark.parametrize("pin", ["vpp=2", "schedule=zero-bubble"])
+def test_what_a_pipeline_has_is_not_pinned_without_one(pin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ASKED, "--pin", pin]) == 2
+    assert f"which only a pipeline has, got {pin}; add --pin pp=4" in " ".join(capsys.readouterr().err.split())

@@ -63,6 +63,8 @@ def test_what_a_restart_takes_is_said_if_it_is_assumed(capsys: pytest.CaptureFix
     [
         (["--mtbf", "50000"], "expected --storage SIZE next to --mtbf"),
         (["--storage", "1TB"], "expected --mtbf HOURS next to them"),
+        (["--layout", "tp8,vpp2"], r"chunks of a rank (vpp) in a pipeline only"),
+        (["--layout", "tp8,zero-bubble"], r"chunks of a rank (vpp) in a pipeline only"),
         (["--jitter", "2"], "a share of the time, from 0 to below 1"),
     ],
 )

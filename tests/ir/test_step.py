@@ -183,6 +183,8 @@ def test_refusals() -> None:
     graph = capture(own("gpt"), tokens(), next_byte_loss)
     with pytest.raises(ConfigError, match="clip_norm: expected a finite number >= 0"):
         expand(graph, clip_norm=-1.0)
+    with pytest.raises(ConfigError, match="got inf; a number that no norm reaches, as 1e18, takes norms"):
+        expand(graph, clip_norm=float("inf"))
     frozen = tuple(dataclasses.replace(p, gradient=None) for p in graph.parameters)
     with pytest.raises(ConfigError, match="no parameter has a gradient"):
         expand(dataclasses.replace(graph, parameters=frozen))

@@ -84,13 +84,13 @@ def test_a_batch_depends_on_nothing_but_its_place(folder: Path, tmp_path: Path) 
 def test_the_windows_of_a_place_never_change(tmp_path: Path) -> None:
     """A run saved with one version must resume with the next."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
-    tokens = dataset(tmp_path / "text", tmp_path, seed=7).batch(12, 3)["tokens"]
+    tokens = dataset(tmp_path / "text", tmp_path, seed=7, format="text").batch(12, 3)["tokens"]
     assert tokens[:, 0].tolist() == [120, 36, 59, 231]
 
 
 def test_every_window_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(40)))
-    data = dataset(tmp_path / "text", tmp_path)
+    data = dataset(tmp_path / "text", tmp_path, format="text")
     assert len(data) == 40
     starts = {int(first) for step in range(200) for first in data.batch(step, 0)["tokens"][:, 0]}
     assert starts == set(range(40 - 16))
@@ -134,6 +134,13 @@ def test_errors(folder: Path, tmp_path: Path) -> None:
     assert dataset(tmp_path / "short", cache).batch(0, 0)["tokens"].tolist() == [[120] * 17] * 4
     with pytest.raises(ConfigError, match="expected a step and a micro-batch >= 0, got -1 and 0"):
         dataset(folder, cache).batch(-1, 0)
+
+
+def test_bytes_that_nobody_said_are_text_are_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0" + bytes(100))
+    with pytest.raises(ConfigError, match=r"picture\.png: expected text in UTF-8 .* data\.format = \"text\""):
+        dataset(folder, tmp_path / "cache")
+    assert len(dataset(folder, tmp_path / "cache", format="text")) > 1200
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"count": "x"}', b'{"dtype": "<u1", "count": 7}'])

@@ -186,6 +186,11 @@ def _scaled(curve: object, factor: float, where: str, origin: str) -> Table:
 
 def _positive(value: object, where: str, origin: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if value is None:
+            raise ConfigError(
+                f"{origin}: {where}: expected a finite number > 0, found none: what the file extends leaves it to each "
+                'machine; give it, or extend a machine, as "cpu", in place of a base'
+            )
         raise ConfigError(f"{origin}: {where}: expected a finite number > 0, got {value!r}")
     return float(value)
 

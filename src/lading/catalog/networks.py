@@ -116,7 +116,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     text = between.lower()
     kind = next((name for name, pattern in _KINDS if re.search(pattern, text)), "")
     parsed = _nics(between, node_ranks)
-    left = _unread(between)
+    left = (*_unread(between), *_other_rates(between))
     if parsed is None:
         return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", left)
     efficiency, latency, reached = _REACHED["efa" if "efa" in text else kind or "infiniband"]
@@ -170,6 +170,24 @@ def _unread(text: str) -> tuple[str, ...]:
     plain = _EMPTY.sub(" ", plain)
     left = [word for word in re.findall(r"[\w.'-]+", plain) if re.search(r"\w", word)]
     return (f"network: {' '.join(left)!r} in {text.strip()!r}",) if left else ()
+
+
+#: Of two rates that say the same of ports, NICs and nodes, one is this many times the other at most; how exactly.
+_TIMES, _EXACT = 16, 0.05
+
+
+def _other_rates(text: str) -> tuple[str, ...]:
+    """Rates outside of brackets that are no whole multiple of the first, nor it of them: which counts is not said."""
+    first, *others = find_rates(re.sub(r"\([^)]*\)", " ", text), bits=True) or (None,)
+    if first is None:
+        return ()
+    times = [max(each.bytes_per_s / first.bytes_per_s, first.bytes_per_s / each.bytes_per_s) for each in others]
+    odd = [
+        each.words
+        for each, share in zip(others, times, strict=True)
+        if round(share) > _TIMES or abs(share - round(share)) > _EXACT * share
+    ]
+    return (f"network: {odd[0]!r} beside {first.words!r}",) if odd else ()
 
 
 def _nics(text: str, node_ranks: int) -> _Nics | None:

@@ -73,6 +73,9 @@ def with_switches(stack: Stack, settings: Sequence[str]) -> Stack:
         ConfigError: no such switch, or no such value of it.
     """
     table: dict[str, Any] = json.loads(json.dumps(vars(stack)))
+    names = [setting.strip().partition("=")[0] for setting in settings]
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise ConfigError(f"software {stack.name}: expected {twice[0]!r:.60} once, got it twice; leave one out")
     for setting in settings:
         name, equals, words = setting.strip().partition("=")
         key, dot, inner = name.partition(".")

@@ -219,7 +219,7 @@ def _ending(code: int) -> str:
 
 def main() -> None:
     """Run the saver: an order a line on standard input, an answer a line on standard output, both JSON."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     if sys.argv[3] == _IDLE and hasattr(os, "SCHED_IDLE") and _ran_and_waited_s(os.getpid()):

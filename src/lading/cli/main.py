@@ -1,6 +1,7 @@
 """``lading``: parse the command line, run one command, turn Lading's errors into one line and an exit code.
 
-0 done   1 an error inside Lading   2 bad input   3 no plan fits   4 a run broke its budget   130 Ctrl-C   143 SIGTERM
+0 done   1 an error inside Lading   2 bad input   3 no plan fits   4 a run broke its budget
+129 SIGHUP, as of a terminal that is gone   130 Ctrl-C   143 SIGTERM
 """
 
 from __future__ import annotations
@@ -152,6 +153,10 @@ def _check_ranks(command: Command) -> None:
     )
 
 
+#: What is said of a command that a signal has ended, by its exit code.
+_ENDED: dict[object, str] = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
+
+
 def _stop_printing(*streams: TextIO) -> None:
     """Drop what is still to be printed: nobody takes it, and Python would try again at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -161,24 +166,29 @@ def _stop_printing(*streams: TextIO) -> None:
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """Let SIGTERM unwind like Ctrl-C, so that files and threads are closed before the process ends."""
+    """Let SIGTERM and SIGHUP unwind like Ctrl-C, so that files and threads are closed before the process ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def terminate(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        raise SystemExit(143)
+    def terminate(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # once is enough
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = {n: handler for n, handler in before.items() if n == signal.SIGTERM or handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, terminate)
     try:
         yield
     except SystemExit as stop:
-        if stop.code == 143:
-            print("terminated", file=sys.stderr)
+        if words := _ENDED.get(stop.code):
+            print(words, file=sys.stderr)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from math import lcm, prod
 from types import MappingProxyType
 
-from lading.errors import ConfigError, check_rate
+from lading.errors import ConfigError, check_clip_norm
 from lading.grouping import Matrices
 from lading.ir.graph import (
     DTYPE_BYTES,
@@ -113,7 +113,7 @@ def expand(  # noqa: PLR0913  what a step depends on
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
             that the rule cannot move, or more micro-batches than can be planned.
     """
-    check_rate("clip_norm", clip_norm)  # 0 is off
+    check_clip_norm(clip_norm)  # 0 is off
     if (count := graph.accumulation * len(graph.ops)) > _MOST_OPERATIONS and graph.accumulation > 1:
         raise ConfigError(
             f"accumulation: expected at most {max(1, _MOST_OPERATIONS // len(graph.ops)):,} micro-batches of "

@@ -27,6 +27,7 @@ class Frozen:
         others: Everything else in reach of the model: texts, containers, objects, variables of its code; of what is no
             number or text its ``ValueKind``.
         loss: Likewise, in reach of the loss.
+        autocast: What torch's autocast made of products, in words: "bfloat16 on cpu"; "" where it was off.
         model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
     """
 
@@ -34,6 +35,7 @@ class Frozen:
     modules: Mapping[str, object]
     others: Mapping[str, object]
     loss: Mapping[str, object]
+    autocast: str = ""
     model: Any = field(default=None, repr=False, compare=False)
     loss_function: Any = field(default=None, repr=False, compare=False)
 

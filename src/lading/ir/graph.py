@@ -334,6 +334,11 @@ class StepGraph:
         """Storages that hold a value from one step to the next."""
         return frozenset(i for i, s in enumerate(self.storages) if s.role in PERSISTENT) | self.carried
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of a checkpoint: parameters, buffers and optimizer states."""
+        return sum(each.size_bytes for each in self.storages if each.role in PERSISTENT - {Role.CONSTANT})
+
     @cached_property
     def carried(self) -> frozenset[int]:
         """Temporary storages whose value comes from the step before: the first that touches one reads it."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
-from lading.ir.layout import Layout, parse_layout
+from lading.ir.layout import ALONE, Layout, parse_layout
 from lading.ir.stack import Stack
 from lading.optim.registry import DEFAULT, is_for_matrices, rule_class
 from lading.optim.rule import ParameterRule
@@ -142,9 +142,14 @@ class Request:
         A step is one micro-batch of each replica, or two for each stage, unless more is asked for.
 
         Raises:
-            ConfigError: the layout cannot be, or takes another number of devices.
+            ConfigError: the layout cannot be, has what only a pipeline has, or takes another number of devices.
         """
         layout = parse_layout(self.layout, self.devices)
+        if layout.pp == 1 and (layout.vpp > 1 or layout.schedule != ALONE.schedule):
+            raise ConfigError(
+                "layout: expected a schedule and chunks of a rank (vpp) in a pipeline only, got "
+                f"{self.layout!r}; add pp2"
+            )
         if self.global_batch:
             return replace(layout, global_batch=self.global_batch)
         if layout.global_batch:

@@ -267,6 +267,8 @@ class Stack:
             )
         if not 0 < self.host_optimizer <= 1:
             raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
+        if unknown := [axis for axis in self.hidden if axis not in ("tp", "cp", "ep", "pp")]:
+            raise ConfigError(f"stack {self.name}: hidden: expected axes of tp, cp, ep and pp, got {unknown[0]!r:.60}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
 

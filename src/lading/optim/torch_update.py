@@ -258,11 +258,24 @@ def _numbers(name: str, group: Mapping[str, Any]) -> str:
     try:
         return json.dumps({key: value for key, value in group.items() if key not in ("params", "lr", "param_names")})
     except TypeError:
-        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in group.items() if key != "params")
+        kinds = ", ".join(
+            f"{key} = {value!r}"[:60]
+            for key, value in group.items()
+            if key not in ("params", "lr") and not _is_text(value)
+        )
         raise ConfigError(
             f"optimizer: expected numbers, texts and flags in the parameter groups of {name}, got {kinds}; "
             "tensors become numbers by .item()"
         ) from None
+
+
+def _is_text(value: object) -> bool:
+    """Whether JSON can write a value."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=256)

@@ -690,8 +690,8 @@ def _check_tiers(program: Program) -> None:
     for tier in program.slots:
         if program.tier_bytes(tier) > program.budgets[tier]:
             raise ConfigError(
-                f"the plan puts {program.tier_bytes(tier)} bytes on {tier}, its budget is {program.budgets[tier]}; "
-                f"raise the {tier} budget or the device budget"
+                f"the plan puts {format_bytes(program.tier_bytes(tier))} on {tier}, its budget is "
+                f"{format_bytes(program.budgets[tier])} (a run's is half of what is free); raise that, or the device's"
             )
 
 

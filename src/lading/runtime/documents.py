@@ -17,6 +17,8 @@ from lading.permissions import check_path
 
 PIECE_BYTES = 256 << 10
 _NOT_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+#: Bytes of a file in which a zero says that it is no text, as for git.
+_LOOKED_AT_BYTES = 8000
 _BY_ENDING = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
@@ -85,6 +87,8 @@ def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False)
         elif labelled:
             raise ConfigError(f"{path}: expected JSON lines or Parquet with labels, got {form}; see data.format")
         else:
+            if config.format == "auto":
+                _check_text(path)
             yield from _whole(path)
 
 
@@ -95,6 +99,21 @@ def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             if (path.suffix == ".py" or not python_only) and path.is_file() and path.stat().st_size:
                 yield path
+
+
+def _check_text(path: Path) -> None:
+    """Refuse a file of bytes that nobody said are text.
+
+    Raises:
+        ConfigError: it begins with more than text, as archives, pickles, images and UTF-16 do.
+    """
+    with open(path, "rb") as file:
+        if b"\0" in file.read(_LOOKED_AT_BYTES):
+            raise ConfigError(
+                f"{path}: expected text in UTF-8 or another encoding without zero bytes, found a zero among its first "
+                f"{_LOOKED_AT_BYTES} bytes; leave the file out, save text as UTF-8, or take its bytes as they are by "
+                'data.format = "text"'
+            )
 
 
 def _whole(path: Path) -> Iterator[TextPiece]:

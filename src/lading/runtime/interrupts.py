@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -70,7 +70,9 @@ class HeldInterrupts:
 
 
 class StopRequest:
-    """Context that takes note of the first SIGINT or SIGTERM; a second one acts as if this context were not there.
+    """Context that takes note of the first SIGINT, SIGTERM or SIGHUP; another acts as if this context were not there.
+
+    A SIGHUP says that the terminal is gone: what is printed from then on goes nowhere, as writing to it would fail.
 
     Args:
         tells: Whether to say so on standard error.
@@ -82,10 +84,11 @@ class StopRequest:
     def __init__(self, *, tells: bool = True) -> None:
         self.number, self._tells = 0, tells
         self._handlers: dict[int, Any] = {}
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone is none any more
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in (*_SIGNALS, signal.SIGHUP):
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):  # None: not Python's to replace
                     self._handlers[number] = handler
@@ -93,6 +96,8 @@ class StopRequest:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _print_nowhere(self._terminals)
         if not self.number:
             self.number = number
             if self._tells:
@@ -114,6 +119,14 @@ class StopRequest:
         """Let the signal that was noted in the block do what it would have done."""
         if self.number:
             signal.raise_signal(self.number)
+
+
+def _print_nowhere(streams: Sequence[int]) -> None:
+    """Let what is printed to streams, given as file descriptors, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 @contextmanager

@@ -83,6 +83,7 @@ class ParameterGroups:
                 "are in none; add them, or set their requires_grad to False and capture again"
             )
         self._steps: dict[str, torch.Tensor] = {}
+        self._step_dtypes: dict[str, torch.dtype] = {}  # of the optimizer's own numbers of updates
         self._taken: dict[str, dict[str, Any]] = {}  # states of each parameter, as the Trainer has taken them over
         self._switches: set[str] = set()
         names = (name for name, place in self._named.items() if id(place) in self._members)
@@ -207,7 +208,11 @@ class ParameterGroups:
                     )
                 state.clear()  # made with the optimizer; its first update makes those of the master
                 continue
-            self._steps[name] = torch.tensor(float(state.get(_STEP, bool(state))))
+            number = state.get(_STEP, bool(state))
+            is_double = torch.get_default_dtype() is torch.float64  # which torch's optimizers count updates in, then
+            made = torch.float64 if is_double else torch.float32
+            self._step_dtypes[name] = number.dtype if isinstance(number, torch.Tensor) else made
+            self._steps[name] = torch.tensor(float(number), dtype=torch.float32)  # as the plan counts
             if self._rule.step_kind == "tensor":
                 state[_STEP] = self._steps[name]
             named.append((f"{name}.{_STEP}", self._steps[name]))
@@ -243,7 +248,7 @@ class ParameterGroups:
                 self._optimizer.state.pop(parameter, None)
             elif self._rule.step_kind:
                 state: dict[str, Any] = self._optimizer.state[parameter]
-                state[_STEP] = step if self._rule.step_kind == "tensor" else int(step)
+                state[_STEP] = step.to(self._step_dtypes[name]) if self._rule.step_kind == "tensor" else int(step)
             elif not self._optimizer.state.get(parameter):  # torch has no entry of a parameter without states
                 self._optimizer.state.pop(parameter, None)
         self._steps, self._taken = {}, {}

@@ -74,6 +74,11 @@ _LISTS = (
     torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )
+#: Why torch's search for anomalies is refused.
+ANOMALY = (
+    "it looks into torch's own backward, of which a planned step has the operations only: look for NaN in a step of "
+    "plain PyTorch, or in what the loss function returns"
+)
 _ADVICE = "a captured step does not see the change: set it back, or capture and plan again"
 
 
@@ -85,9 +90,32 @@ def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
         modules=values_of(modules),
         others=values_of(others),
         loss=values_of(of_loss),
+        autocast=_autocast(),
         model=weakref.ref(model),
         loss_function=loss,
     )
+
+
+def _autocast() -> str:
+    """Describe the autocast that is on around a step, by dtype and device; "" without one."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return ", ".join(f"{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')} on {kind}" for kind in on)
+
+
+def _check_switches(frozen: Frozen) -> None:
+    """Refuse what torch was told around a step that no operation of the step would see.
+
+    Raises:
+        ConfigError: autocast is on as it was not at capture, or torch is to look for anomalies.
+    """
+    now = _autocast()
+    if now not in ("", frozen.autocast):
+        raise ConfigError(
+            f"expected autocast {f'to {frozen.autocast}' if frozen.autocast else 'off'}, as captured, got it to {now}, "
+            "which a captured step does not see; put it into the loss function, or around lading.capture"
+        )
+    if torch.is_anomaly_enabled():
+        raise ConfigError(f"expected torch.autograd.set_detect_anomaly(False), found it on; {ANOMALY}")
 
 
 def without(frozen: Frozen, labels: Collection[str]) -> Frozen:
@@ -153,6 +181,7 @@ class Watch:
         """
         if self._frozen is None:
             return
+        _check_switches(self._frozen)
         for number, batch in enumerate(batches):
             values = plain_leaves(batch)
             if not _all_same(self._frozen.batch, values):

@@ -21,7 +21,7 @@ from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
 from lading.tracing.attributes import Left, check_steady
 from lading.tracing.batches import input_leaves, map_batch
-from lading.tracing.frozen_values import freeze, hooks_label, without
+from lading.tracing.frozen_values import ANOMALY, freeze, hooks_label, without
 from lading.tracing.loss_terms import TOTAL, named_losses, named_outputs, total_of
 from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
 from lading.tracing.shared_memory import check_apart, storage_of
@@ -75,7 +75,7 @@ def capture(
     if type(accumulation) is not int or accumulation < 1:
         raise ConfigError(f"accumulation: expected an integer >= 1, got {accumulation!r}")
     model = as_written(model)
-    _check_shapes(model)
+    _check_plain(model)
     import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, partial(forward_backward, loss, evaluation=evaluation), accumulation)
@@ -92,12 +92,20 @@ def capture(
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 
-def _check_shapes(model: torch.nn.Module) -> None:
-    """Refuse lazy modules that have seen no batch yet.
+def _check_plain(model: torch.nn.Module) -> None:
+    """Refuse what cannot be traced: scripted modules, lazy ones that have seen no batch yet, torch's anomaly mode.
 
     Raises:
-        CaptureError: names the first parameter or buffer without a shape.
+        CaptureError: names the module, or the first parameter or buffer without a shape.
     """
+    if torch.is_anomaly_enabled():
+        raise CaptureError(f"expected torch.autograd.set_detect_anomaly(False) at capture, found it on; {ANOMALY}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'}: expected a module with a forward in Python, found one of torch.jit "
+                f"({module.original_name}), into which no capture looks; capture the module that it was made of"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise CaptureError(

@@ -272,6 +272,7 @@ def _planned(
             head_parts=found.step.head_parts,
             gradient_pieces=found.step.gradient_pieces,
             late_products=found.step.late_products,
+            weight_pieces=found.step.weight_pieces,
             late_updates=found.step.late_updates,
             deferred=deferred,
             retimed=found.retimed,

@@ -16,6 +16,7 @@ from lading.ir.guess import guess_of
 from lading.ir.head_parts import heads, with_head_parts
 from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.lifetime import lifetimes
 from lading.planner.residency import StepProblem
 
@@ -25,8 +26,12 @@ _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Pieces of the largest gradient, or bytes of one by the arena, and at least; they are tried where the gradient is this
 #: share of the arena or more.
 _PIECES, _PIECES_OF_ARENA, _LEAST_PIECE, _LARGE_GRADIENT = 16, 64, 1 << 20, 0.1
+#: Weights are tried in pieces where the largest is this share of the arena or more.
+_LARGE_WEIGHT = 0.1
 #: Parts of a head that are tried where no plan fits that computes it whole.
 _HEAD_PARTS = (8, 16, 32)
+#: How many of these are tried with weights in pieces.
+_PIECED_HEADS = 2
 #: How many times faster than evenly late updates run.
 _HURRIES = (1.0, 2.0)
 
@@ -34,7 +39,8 @@ _HURRIES = (1.0, 2.0)
 def lesser_forms(step: StepProblem) -> list[StepProblem]:
     """Step as it is and in forms that need less at once, those that need least last."""
     losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
-    return [*losses, *(form for each in losses for form in _gradient_pieces(each))]
+    forms = [*losses, *(form for each in losses for form in _gradient_pieces(each))]
+    return [*forms, *_weight_pieces(forms[-1])]
 
 
 def _loss_parts(step: StepProblem) -> StepProblem | None:
@@ -66,10 +72,24 @@ def _gradient_pieces(step: StepProblem) -> list[StepProblem]:
     return [early, dataclasses.replace(_rewritten(step, pieces, late), gradient_pieces=least, late_products=True)]
 
 
-def head_forms(step: StepProblem) -> list[StepProblem]:
-    """Step with its head in parts, with whole gradients and with pieces; [] where it has no such head.
+def _weight_pieces(step: StepProblem) -> list[StepProblem]:
+    """Step with its largest weights in pieces; [] where these are small beside the memory, or cannot be cut."""
+    weights = [s.size_bytes for s in step.graph.storages if s.role is Role.PARAMETER]
+    largest = max(weights, default=0)
+    if largest < _LARGE_WEIGHT * step.arena_bytes or guess_of(step.graph) is not None:
+        return []
+    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _PIECES_OF_ARENA))
+    graph = with_weight_pieces(step.graph, least)
+    if graph is step.graph:
+        return []
+    return [dataclasses.replace(step, graph=graph, lives=lifetimes(graph), weight_pieces=least)]
 
-    Late products are left out: GPT-2 in a quarter of an H100 has the same plan with them, planned a third longer.
+
+def head_forms(step: StepProblem) -> list[StepProblem]:
+    """Step with its head in parts, with gradients whole, in pieces, and with weights in pieces too; [] without a head.
+
+    Late products come with weights in pieces alone: GPT-2 in a quarter of an H100 has the same plan with them, planned
+    a third longer. A large head's gradient is then made once all its parts have been computed, when its weight may go.
     """
     if not heads(step.graph):
         return []
@@ -77,7 +97,9 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
         dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
         for parts in _HEAD_PARTS
     ]
-    return [*made, *(form for each in made for form in _gradient_pieces(each)[:1])]
+    pieces = [_gradient_pieces(each) for each in made]
+    late = (form for forms in pieces[:_PIECED_HEADS] if forms for form in _weight_pieces(forms[-1]))
+    return [*made, *(form for forms in pieces for form in forms[:1]), *late]
 
 
 def late_forms(step: StepProblem) -> list[StepProblem]:

@@ -196,10 +196,10 @@ def differing(executor: Executor, model: torch.nn.Module) -> list[str]:
     graph = executor.program.graph
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     tensors = [(p.names[0], p.tensor) for p in graph.parameters] + list(graph.buffers)
-    return [n for n, t in tensors if not torch.equal(_read(executor, graph.storage_of(t)), named[n].detach())]
+    return [n for n, t in tensors if not torch.equal(whole_value(executor, graph.storage_of(t)), named[n].detach())]
 
 
-def _read(executor: Executor, storage: int) -> torch.Tensor:
+def whole_value(executor: Executor, storage: int) -> torch.Tensor:
     """Copy a parameter or buffer, by its storage or its first piece."""
     graph = executor.program.graph
     pieces = [executor.read_storage(piece) for piece in graph.run_of(storage)]

@@ -54,6 +54,7 @@ def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> St
     return expand(captured, clip_norm=clip, part_elements=PART)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "micro", "clip", "share", "evict"),
     [
@@ -77,6 +78,7 @@ def test_equals_plain_pytorch(
         assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **WIDE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "micro", "clip"), [("llama", 1, 0.0), ("gpt", 2, 1.0)])
 def test_equals_plain_pytorch_through_two_tiers(tmp_path: Path, name: str, micro: int, clip: float) -> None:
     graph = with_weight_pieces(stepped(name, micro=micro, clip=clip, **WIDE), PIECE)

@@ -421,19 +421,20 @@ class _Rewriter:
         for back in range(1, len(ordered) + 1):
             earlier = ordered[-back]
             if earlier[0].gradient == run[0].gradient:
-                share = _PARTS_SHARE if all(new.op.name in _PRODUCTS for new in run) else _LATE_SHARE
-                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, share)
+                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
                 passes = near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
                 return len(ordered) - back if passes else None
         return None
 
-    def _is_late(self, run: Sequence[_Made], share: float) -> bool:
-        """Whether operands of a run, at most a share of the gradient that it makes, may wait instead of it."""
+    def _is_late(self, run: Sequence[_Made], later: Sequence[_Made]) -> bool:
+        """Whether operands of a run may wait for a later one instead of the gradient that it makes."""
         if not self.late_products or any(new.op.name not in _PRODUCTS or new.origin in self.repeated for new in run):
             return False
         made = {storage for new in run for storage in self._storages((*new.op.outputs, *new.op.mutates))}
         operands = {storage for new in run for storage in self._storages(new.op.inputs)} - made
         kept = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)
+        in_parts = any(new.op.name == ADDED_PRODUCT for new in (*run, *later))
+        share = _PARTS_SHARE if in_parts else _LATE_SHARE
         return kept <= share * sum(self.storages[storage].size_bytes for storage in made)
 
     def _may_pass(self, run: Sequence[_Made], between: Sequence[Sequence[_Made]]) -> bool:

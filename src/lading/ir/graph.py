@@ -266,9 +266,8 @@ class StepGraph:
     ``accumulation`` is the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is
     what the step was captured with, for whoever runs it. ``runs`` lists storages that are pieces of one parameter
     (``lading.ir.weight_pieces``): a tensor may begin in one and reach into those behind it, which then lie one after
-    another in memory. What a plan chooses is no field of it: the passes that apply a
-    choice give the operations another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the
-    properties below read off.
+    another in memory. What else a plan chooses is no field of it: the passes that apply a choice give the operations
+    another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the properties below read off.
     """
 
     storages: tuple[Storage, ...]
@@ -347,6 +346,16 @@ class StepGraph:
             reached += self.storages[behind[count]].size_bytes
             count += 1
         return behind[:count]
+
+    @cached_property
+    def joined(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """Pieces of parameters that an operation reads as one tensor, which so lie one after another, by operation."""
+        found: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for index, op in enumerate(self.ops if self.runs else ()):
+            views = (self.storages_of(tensor) for tensor in (*op.inputs, *op.outputs, *op.mutates))
+            if several := tuple(dict.fromkeys(pieces for pieces in views if len(pieces) > 1)):
+                found[index] = several
+        return found
 
     @property
     def results(self) -> tuple[int, ...]:

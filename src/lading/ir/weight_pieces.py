@@ -83,18 +83,6 @@ def _in_piece(tensor: Tensor, starts: tuple[int, ...], run: tuple[int, ...]) -> 
     return dataclasses.replace(tensor, storage=run[index], offset=tensor.offset - starts[index] // width)
 
 
-def joined_pieces(graph: StepGraph) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Pieces that an operation reads as one tensor, and which so lie one after another, by operation."""
-    if not graph.runs:
-        return {}
-    found: dict[int, tuple[tuple[int, ...], ...]] = {}
-    for index, op in enumerate(graph.ops):
-        views = (graph.storages_of(tensor) for tensor in (*op.inputs, *op.outputs, *op.mutates))
-        if several := tuple(dict.fromkeys(pieces for pieces in views if len(pieces) > 1)):
-            found[index] = several
-    return found
-
-
 def piece_tensors(graph: StepGraph, tensor: int) -> tuple[Tensor, ...]:
     """Flat view of each piece of a parameter; the parameter's own tensor where it is whole."""
     view = graph.tensors[tensor]

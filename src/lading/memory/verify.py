@@ -35,7 +35,6 @@ from lading.ir.program import (
     stream_of,
     write_stream,
 )
-from lading.ir.weight_pieces import joined_pieces
 from lading.memory.lifetime import is_pure
 from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
 from lading.memory.verify_ranks import verify_ranks
@@ -221,7 +220,6 @@ class _Verifier:
         self.done: dict[int, int] = {}
         self.results_due = {self.graph.storage_of(t) for t in self.graph.results}
         self.all_results = frozenset(self.results_due)
-        self.joined = joined_pieces(self.graph)
 
     def run(self) -> None:
         for storage, offset in self.program.resident:
@@ -397,7 +395,7 @@ class _Verifier:
 
     def _check_joined(self, action: Action, index: int) -> None:
         """Check that pieces of a parameter that are read as one tensor lie one after another, as it would lie whole."""
-        for pieces in self.joined.get(index, ()):
+        for pieces in self.graph.joined.get(index, ()):
             expected = self.live[pieces[0]].offset
             for piece in pieces:
                 if (offset := self.live[piece].offset) != expected:
@@ -409,7 +407,7 @@ class _Verifier:
                 expected += self.graph.storages[piece].size_bytes
 
     def _compute_on_host(self, action: Action, index: int) -> None:
-        if index in self.joined:
+        if index in self.graph.joined:
             _fail(action, f"op {index} reads several pieces of a parameter at once; run it on the device")
         self._check_places(action, [])
         for storage, version in self.reads[index].items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 
 from lading.cost.compute import device_costs
 from lading.ir.gradient_pieces import with_gradient_pieces
@@ -26,12 +27,11 @@ _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Pieces of the largest gradient, or bytes of one by the arena, and at least; they are tried where the gradient is this
 #: share of the arena or more.
 _PIECES, _PIECES_OF_ARENA, _LEAST_PIECE, _LARGE_GRADIENT = 16, 64, 1 << 20, 0.1
-#: Weights are tried in pieces where the largest is this share of the arena or more.
-_LARGE_WEIGHT = 0.1
+#: Weights are tried in pieces where the largest is this share of the arena or more; a piece is one of ``_PIECES`` of
+#: the largest, or of so many of the arena where that is less.
+_LARGE_WEIGHT, _WEIGHT_OF_ARENA = 0.1, 32
 #: Parts of a head that are tried where no plan fits that computes it whole.
 _HEAD_PARTS = (8, 16, 32)
-#: How many of these are tried with weights in pieces.
-_PIECED_HEADS = 2
 #: How many times faster than evenly late updates run.
 _HURRIES = (1.0, 2.0)
 
@@ -78,7 +78,7 @@ def _weight_pieces(step: StepProblem) -> list[StepProblem]:
     largest = max(weights, default=0)
     if largest < _LARGE_WEIGHT * step.arena_bytes or guess_of(step.graph) is not None:
         return []
-    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _PIECES_OF_ARENA))
+    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _WEIGHT_OF_ARENA))
     graph = with_weight_pieces(step.graph, least)
     if graph is step.graph:
         return []
@@ -98,8 +98,8 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
         for parts in _HEAD_PARTS
     ]
     pieces = [_gradient_pieces(each) for each in made]
-    late = (form for forms in pieces[:_PIECED_HEADS] if forms for form in _weight_pieces(forms[-1]))
-    return [*made, *(form for forms in pieces for form in forms[:1]), *late]
+    late = (form for forms in pieces if forms for form in _weight_pieces(forms[-1]) if not form.is_hopeless)
+    return [*made, *(form for forms in pieces for form in forms[:1]), *islice(late, 1)]
 
 
 def late_forms(step: StepProblem) -> list[StepProblem]:

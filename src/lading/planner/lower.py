@@ -31,7 +31,6 @@ from lading.ir.program import (
     stream_of,
     write_stream,
 )
-from lading.ir.weight_pieces import joined_pieces
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, Packing, pack
 from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
@@ -646,9 +645,8 @@ def _runs(graph: StepGraph, emission: Emission, stretched: Stretched, owners: Se
         return buffer
 
     at: dict[int, int] = {}
-    joined = joined_pieces(graph)
     for number, item in enumerate(emission.items):
-        for pieces in joined.get(item.op, ()) if item.op is not None else ():
+        for pieces in graph.joined.get(item.op, ()) if item.op is not None else ():
             buffers: list[int] = []
             for piece in pieces:
                 # Behind its last item a stay has its place to be written, while the next may have begun elsewhere.

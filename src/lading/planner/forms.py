@@ -40,7 +40,7 @@ def lesser_forms(step: StepProblem) -> list[StepProblem]:
     """Step as it is and in forms that need less at once, those that need least last."""
     losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
     forms = [*losses, *(form for each in losses for form in _gradient_pieces(each))]
-    return [*forms, *_weight_pieces(forms[-1])]
+    return forms if any(not form.is_hopeless for form in forms) else [*forms, *_weight_pieces(forms[-1])]
 
 
 def _loss_parts(step: StepProblem) -> StepProblem | None:
@@ -86,10 +86,10 @@ def _weight_pieces(step: StepProblem) -> list[StepProblem]:
 
 
 def head_forms(step: StepProblem) -> list[StepProblem]:
-    """Step with its head in parts, with gradients whole, in pieces, and with weights in pieces too; [] without a head.
+    """Step with its head in parts, with whole gradients and with pieces; [] where it has no such head.
 
-    Late products come with weights in pieces alone: GPT-2 in a quarter of an H100 has the same plan with them, planned
-    a third longer. A large head's gradient is then made once all its parts have been computed, when its weight may go.
+    Late products are left out: GPT-2 in a quarter of an H100 has the same plan with them, planned a third longer. So
+    are weights in pieces, but where nothing else could fit (``weight_pieces``).
     """
     if not heads(step.graph):
         return []
@@ -97,9 +97,26 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
         dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
         for parts in _HEAD_PARTS
     ]
-    pieces = [_gradient_pieces(each) for each in made]
-    late = (form for forms in pieces if forms for form in _weight_pieces(forms[-1]) if not form.is_hopeless)
-    return [*made, *(form for forms in pieces for form in forms[:1]), *islice(late, 1)]
+    forms = [*made, *(form for each in made for form in _gradient_pieces(each)[:1])]
+    if any(not form.is_hopeless for form in forms):
+        return forms
+    late = (form for each in made for form in weight_pieces(each, step) if not form.is_hopeless)
+    return [*forms, *islice(late, 1)]
+
+
+def weight_pieces(planned: StepProblem, step: StepProblem) -> list[StepProblem]:
+    """Form that has been planned with its largest weights in pieces; [] where these are small or cannot be cut.
+
+    Where the head is in parts, its gradient is made behind all of them (late products): its weight may go by then.
+
+    Args:
+        planned: Form of ``step``.
+    """
+    if not planned.head_parts:
+        return _weight_pieces(planned)
+    parts = planned.head_parts
+    head = dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
+    return _weight_pieces((_gradient_pieces(head) or [head])[-1])
 
 
 def late_forms(step: StepProblem) -> list[StepProblem]:

@@ -20,6 +20,8 @@ from lading.ir.graph import PERSISTENT
 from lading.ir.program import Program, slot_bytes
 
 LINE, PAGE = 64, 4096
+#: Bytes of an element of tensors that are pieces of a parameter.
+WIDTHS = {"uint8": 1, "float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 Event = tuple[str, int]
 Cell = tuple[object, int]
 
@@ -241,6 +243,8 @@ class Execution:
         if action.op in self.graph.hosted:
             self._start_on_host(action, action.op)
             return
+        for tensor in (*op.inputs, *op.mutates):
+            self._check_whole(action, tensor)
         mutated = {self.graph.storage_of(t) for t in op.mutates}
         for storage, tag in self.read_tags[action.op].items():
             if storage in mutated:
@@ -258,6 +262,20 @@ class Execution:
             self.ran.append(action.op)
         elif op.random or op.mutates or action.op not in self.ran:
             raise Fault(f"action {action.id} cannot be repeated")
+
+    def _check_whole(self, action: Action, tensor: int) -> None:
+        """A tensor's bytes lie in a row, over as many pieces of a parameter as they need."""
+        view, sizes = self.graph.tensors[tensor], [s.size_bytes for s in self.graph.storages]
+        run = next((run for run in self.graph.runs if view.storage in run), (view.storage,))
+        last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
+        left = (last + 1) * WIDTHS[view.dtype]
+        at = self.table.get(view.storage)
+        for piece in run[run.index(view.storage) :]:
+            if left <= 0:
+                return
+            if at is None or self.table.get(piece) != at:
+                raise Fault(f"action {action.id}: {piece} is at {self.table.get(piece)}, not {at}")
+            left, at = left - sizes[piece], at + sizes[piece]
 
     def _start_on_host(self, action: Action, op: int) -> None:
         for storage, tag in self.read_tags[op].items():

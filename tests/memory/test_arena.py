@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,9 +30,14 @@ def spans(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
 items = st.lists(st.builds(Buffer, sizes, spans()), min_size=1, max_size=25)
 
 
-def assert_packed(rows: list[Buffer], limit_bytes: int = 0) -> None:
-    packing = pack(rows, limit_bytes)
-    assert packing == pack(rows, limit_bytes)
+def slot_pages(size_bytes: int) -> int:
+    """As many bytes in whole pages, one at least."""
+    return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def assert_packed(rows: list[Buffer], limit_bytes: int = 0, runs: Sequence[Mapping[int, int]] = ()) -> None:
+    packing = pack(rows, limit_bytes, runs=runs)
+    assert packing == pack(rows, limit_bytes, runs=runs)
     placed = [(o, o + slot_bytes(i.size_bytes), i.spans) for o, i in zip(packing.offsets, rows, strict=True)]
     assert 0 <= packing.size_bytes - max(end for _, end, _ in placed) < PAGE_BYTES
     assert packing.size_bytes >= peak_bytes(rows)
@@ -47,6 +54,22 @@ def assert_packed(rows: list[Buffer], limit_bytes: int = 0) -> None:
 def test_what_is_alive_together_does_not_overlap(rows: list[Buffer]) -> None:
     assert_packed(rows)
     assert_packed(rows, limit_bytes=2 * peak_bytes(rows))
+
+
+@given(items, st.lists(st.lists(st.builds(Buffer, sizes.map(slot_pages), spans()), min_size=1, max_size=6), max_size=3))
+def test_runs_lie_at_their_distances(rows: list[Buffer], others: list[list[Buffer]]) -> None:
+    runs: list[dict[int, int]] = []
+    for buffers in others:
+        run, distance = dict[int, int](), 0
+        for buffer in buffers:
+            run[len(rows)] = distance
+            distance += buffer.size_bytes
+            rows = [*rows, buffer]
+        runs.append(run)
+    assert_packed(rows, runs=runs)
+    packing = pack(rows, 2 * peak_bytes(rows), runs=runs)
+    for run in runs:
+        assert len({packing.offsets[index] - distance for index, distance in run.items()}) == 1
 
 
 @given(items)

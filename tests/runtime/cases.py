@@ -153,7 +153,13 @@ def load(executor: Executor, model: torch.nn.Module) -> None:
     graph = executor.program.graph
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for parameter in graph.parameters:
-        executor.write_storage(graph.storage_of(parameter.tensor), named[parameter.names[0]])
+        run, tensor = graph.run_of(graph.storage_of(parameter.tensor)), named[parameter.names[0]]
+        if len(run) == 1:
+            executor.write_storage(run[0], tensor)
+            continue
+        counts = [graph.storages[piece].size_bytes // tensor.element_size() for piece in run]
+        for piece, part in zip(run, tensor.detach().flatten().split(counts), strict=True):
+            executor.write_storage(piece, part)
     for name, tensor in graph.buffers:
         executor.write_storage(graph.storage_of(tensor), named[name])
 
@@ -190,7 +196,17 @@ def differing(executor: Executor, model: torch.nn.Module) -> list[str]:
     graph = executor.program.graph
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     tensors = [(p.names[0], p.tensor) for p in graph.parameters] + list(graph.buffers)
-    return [n for n, t in tensors if not torch.equal(executor.read_storage(graph.storage_of(t)), named[n].detach())]
+    return [n for n, t in tensors if not torch.equal(whole_value(executor, graph.storage_of(t)), named[n].detach())]
+
+
+def whole_value(executor: Executor, storage: int) -> torch.Tensor:
+    """Copy a parameter or buffer, by its storage or its first piece."""
+    graph = executor.program.graph
+    pieces = [executor.read_storage(piece) for piece in graph.run_of(storage)]
+    if len(pieces) == 1:
+        return pieces[0]
+    (whole,) = (graph.tensors[p.tensor] for p in graph.parameters if graph.storage_of(p.tensor) == storage)
+    return torch.cat(pieces).view(whole.shape)
 
 
 def assert_equals_eager(

@@ -21,6 +21,7 @@ from tests.runtime.cases import (
     loss_fn,
     model_of,
     program_of,
+    whole_value,
 )
 from torch.nn import functional as F
 
@@ -28,8 +29,9 @@ from lading.errors import ConfigError
 from lading.ir.expand import expand
 from lading.ir.gradient_pieces import pieced_gradients, with_gradient_pieces
 from lading.ir.graph import StepGraph
-from lading.ir.head_parts import heads, with_head_parts
+from lading.ir.head_parts import ADDED_PRODUCT, heads, with_head_parts
 from lading.ir.plan import Plan
+from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.restore import restore_program
 from lading.planner.api import make_plan
 from lading.runtime.executor import Executor
@@ -55,7 +57,7 @@ def assert_close_to_eager(
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-6, atol=0)
     graph, named = executor.program.graph, dict(reference.named_parameters(remove_duplicate=False))
     for parameter in graph.parameters:
-        value = executor.read_storage(graph.storage_of(parameter.tensor))
+        value = whole_value(executor, graph.storage_of(parameter.tensor))
         expected = named[parameter.names[0]].detach()
         far = ~torch.isclose(value, expected, rtol=RELATIVE, atol=ABSOLUTE)
         assert int(far.sum()) <= FAR_SHARE * far.numel()
@@ -91,6 +93,30 @@ def test_is_close_to_plain_pytorch(
     program = program_of(graph, {None: None, "half": at_random(0), "all": disk_always}[evict])
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
         assert_close_to_eager(executor, model_of(name, **WIDE), model_of(name, **WIDE), micro=micro, clip=clip)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_the_parts_of_a_gradient_add_up_at_once_and_in_the_same_order(tmp_path: Path, name: str) -> None:
+    """Products of all parts stand behind the last part, by piece, and give the bits of those between the parts."""
+    captured, piece = capture(model_of(name, **WIDE), batches_of(1, 1)[0][0], loss_fn), 4 * 64 * 160
+    graph, _ = with_head_parts(expand(captured, part_elements=1024), 4)
+    early, late = (with_gradient_pieces(graph, piece, late_products=late)[0] for late in (False, True))
+    assert sorted(map(str, late.ops)) == sorted(map(str, early.ops))
+    name_of_head = "head.weight" if name == "llama" else "tokens.weight"
+    (head,) = (each for each in pieced_gradients(graph, piece) if each.name == name_of_head)
+    added = [i for i, op in enumerate(late.ops) if op.name == ADDED_PRODUCT]
+    parts = [i for i, op in enumerate(late.ops) if op.name == "aten._log_softmax_backward_data.default"]
+    assert len(added) == 3 * len(head.starts[1:])
+    assert min(added) > max(parts)
+    values: list[list[torch.Tensor]] = []
+    for each in (early, with_weight_pieces(late, 1 << 14)):
+        with Executor(program_of(each, at_random(0)), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+            load(executor, model_of(name, **WIDE))
+            losses = [executor.step(batch, lr=1e-3) for batch in batches_of(3, 1)]
+            rows = [whole_value(executor, each.storage_of(p.tensor)) for p in each.parameters]
+        values.append([torch.tensor(losses), *rows])
+    assert all(map(torch.equal, *values))
 
 
 @pytest.mark.long

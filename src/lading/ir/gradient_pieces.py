@@ -16,6 +16,9 @@ look-up, made last: in between all of it waits for the sum, in memory or on a di
 less than half as much, which is so for fewer tokens than half the width, they may wait instead, and each piece of the
 product is made right before its sum. GPT-2 with 128 tokens keeps 25 MiB through its backward instead of moving 147 to
 the disk and back, and multiplies where it would else wait for the disk. Where 25 MiB are much, a plan does without.
+Where a head runs in parts of the tokens, each part adds its product to the gradient, all of which would have to be
+there once for each part. What the parts' products read is no larger than the logits: they wait until the last part is
+done, and each piece is then added up at once, in the same order.
 
 [Note: rows of others] A piece of a look-up's gradient gets all tokens. Those of other pieces add up in a row behind
 its own that nothing reads: their row, counted from the piece's first one, is below zero, which without its sign is
@@ -57,8 +60,9 @@ _EACH_ELEMENT = frozenset(
 #: Number that leaves out the sign of an index, by its dtype.
 _WITHOUT_SIGN = {"int64": (1 << 63) - 1, "int32": (1 << 31) - 1}
 #: Operations between two on one gradient that may run before both, at most; any number where the first of the two are
-#: late products, whose operands take at most this share of the gradient.
-_MOST_BETWEEN, _LATE_SHARE = 2, 0.5
+#: late products, whose operands take at most this share of the gradient; or this one where products of several parts
+#: make it, which would else move all of it for each part.
+_MOST_BETWEEN, _LATE_SHARE, _PARTS_SHARE = 2, 0.5, 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,19 +421,21 @@ class _Rewriter:
         for back in range(1, len(ordered) + 1):
             earlier = ordered[-back]
             if earlier[0].gradient == run[0].gradient:
-                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier)
+                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
                 passes = near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
                 return len(ordered) - back if passes else None
         return None
 
-    def _is_late(self, run: Sequence[_Made]) -> bool:
-        """Whether operands of a run may wait instead of the gradient that it makes."""
+    def _is_late(self, run: Sequence[_Made], later: Sequence[_Made]) -> bool:
+        """Whether operands of a run may wait for a later one instead of the gradient that it makes."""
         if not self.late_products or any(new.op.name not in _PRODUCTS or new.origin in self.repeated for new in run):
             return False
-        operands = {storage for new in run for storage in self._storages(new.op.inputs)}
+        made = {storage for new in run for storage in self._storages((*new.op.outputs, *new.op.mutates))}
+        operands = {storage for new in run for storage in self._storages(new.op.inputs)} - made
         kept = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)
-        made = {storage for new in run for storage in self._storages(new.op.outputs)}
-        return kept <= _LATE_SHARE * sum(self.storages[storage].size_bytes for storage in made)
+        in_parts = any(new.op.name == ADDED_PRODUCT for new in (*run, *later))
+        share = _PARTS_SHARE if in_parts else _LATE_SHARE
+        return kept <= share * sum(self.storages[storage].size_bytes for storage in made)
 
     def _may_pass(self, run: Sequence[_Made], between: Sequence[Sequence[_Made]]) -> bool:
         """Whether a run may stand behind those that follow it."""

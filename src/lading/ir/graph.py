@@ -148,6 +148,14 @@ class Tensor:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
+    def extent_bytes(self) -> int:
+        """Bytes from its first element to behind its last one in memory; 0 without elements."""
+        if not prod(self.shape):
+            return 0
+        reach = sum((length - 1) * stride for length, stride in zip(self.shape, self.stride, strict=True))
+        return (reach + 1) * DTYPE_BYTES[self.dtype]
+
+    @property
     def touched_bytes(self) -> int:
         """Bytes of distinct elements: an expanded dim (stride 0) counts once."""
         sizes = (n if s or n == 0 else 1 for n, s in zip(self.shape, self.stride, strict=True))
@@ -256,9 +264,10 @@ class StepGraph:
     tensor, of which the first is what is trained, and those with dims are outputs. ``gradient_norm`` is the norm of all
     gradients, where they are clipped by it. ``inputs`` holds the batch leaves by path, one tuple per micro-batch.
     ``accumulation`` is the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is
-    what the step was captured with, for whoever runs it. What a plan chooses is no field of it: the passes that apply a
-    choice give the operations another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the
-    properties below read off.
+    what the step was captured with, for whoever runs it. ``runs`` lists storages that are pieces of one parameter
+    (``lading.ir.weight_pieces``): a tensor may begin in one and reach into those behind it, which then lie one after
+    another in memory. What else a plan chooses is no field of it: the passes that apply a choice give the operations
+    another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the properties below read off.
     """
 
     storages: tuple[Storage, ...]
@@ -274,6 +283,7 @@ class StepGraph:
     accumulation: int = 1
     gradient_norm: int | None = None
     frozen: Frozen | None = field(default=None, compare=False, repr=False)
+    runs: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         sizes = [prod(self.tensors[parameter.tensor].shape) for parameter in self.parameters]
@@ -306,6 +316,46 @@ class StepGraph:
     def storage_of(self, tensor: int) -> int:
         """Index of the storage a tensor views."""
         return self.tensors[tensor].storage
+
+    @cached_property
+    def _behind(self) -> dict[int, tuple[int, ...]]:
+        """Each storage that is a piece of a parameter, with those behind it."""
+        return {storage: run[index:] for run in self.runs for index, storage in enumerate(run)}
+
+    def run_of(self, storage: int) -> tuple[int, ...]:
+        """List all pieces of the parameter whose first piece a storage is; the storage alone where it is none."""
+        return self._behind.get(storage, (storage,))
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        return {storage: run[0] for run in self.runs for storage in run}
+
+    def first_piece(self, storage: int) -> int:
+        """First piece of the parameter that a storage is a piece of; the storage itself where it is none."""
+        return self._first.get(storage, storage)
+
+    def storages_of(self, tensor: int) -> tuple[int, ...]:
+        """List the storages a tensor views: one, or pieces of a parameter that follow each other."""
+        view = self.tensors[tensor]
+        behind = self._behind.get(view.storage)
+        if behind is None:
+            return (view.storage,)
+        end, count = view.offset * DTYPE_BYTES[view.dtype] + view.extent_bytes, 1
+        reached = self.storages[behind[0]].size_bytes
+        while reached < end:
+            reached += self.storages[behind[count]].size_bytes
+            count += 1
+        return behind[:count]
+
+    @cached_property
+    def joined(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """Pieces of parameters that an operation reads as one tensor, which so lie one after another, by operation."""
+        found: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for index, op in enumerate(self.ops if self.runs else ()):
+            views = (self.storages_of(tensor) for tensor in (*op.inputs, *op.outputs, *op.mutates))
+            if several := tuple(dict.fromkeys(pieces for pieces in views if len(pieces) > 1)):
+                found[index] = several
+        return found
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -392,11 +442,16 @@ class StepGraph:
 
     def reads(self, op: Op) -> tuple[int, ...]:
         """Distinct storages an operation reads (those it mutates included), in order."""
-        return tuple(dict.fromkeys(self.tensors[t].storage for t in (*op.inputs, *op.mutates)))
+        return self._viewed((*op.inputs, *op.mutates))
 
     def writes(self, op: Op) -> tuple[int, ...]:
         """Distinct storages an operation creates or mutates, in order."""
-        return tuple(dict.fromkeys(self.tensors[t].storage for t in (*op.outputs, *op.mutates)))
+        return self._viewed((*op.outputs, *op.mutates))
+
+    def _viewed(self, tensors: tuple[int, ...]) -> tuple[int, ...]:
+        if not self.runs:
+            return tuple(dict.fromkeys([self.tensors[t].storage for t in tensors]))
+        return tuple(dict.fromkeys(storage for t in tensors for storage in self.storages_of(t)))
 
     @cached_property
     def op_reads(self) -> tuple[tuple[int, ...], ...]:

@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 14
+PLAN_FORMAT = 15
 
 
 class PlanKind(StrEnum):
@@ -205,6 +205,8 @@ class Choices:
         gradient_pieces: Least bytes of the pieces in which large gradients are made (``lading.ir.gradient_pieces``);
             0 for whole ones.
         late_products: Whether products that make such pieces run right before what adds to them.
+        weight_pieces: Least bytes of the pieces in which large weights move (``lading.ir.weight_pieces``); 0 for whole
+            ones.
         late_updates: Updates that wait inside the step, each with the operation behind which it runs, as numbered in
             the step with its loss in parts and its gradients in pieces (``lading.ir.late_updates``).
         deferred: Number of updates, the last ones of the step, that run in the next step's forward
@@ -230,6 +232,7 @@ class Choices:
     head_parts: int = 0
     gradient_pieces: int = 0
     late_products: bool = False
+    weight_pieces: int = 0
     late_updates: tuple[tuple[int, int], ...] = ()
     deferred: int = 0
     retimed: int = 0

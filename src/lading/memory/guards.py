@@ -210,7 +210,8 @@ class _GuardWalk:
         by_parameter: dict[int, list[int]] = {}
         for index, op in enumerate(self.graph.ops):
             if op.name.startswith(PREFIX) and op.mutates:
-                by_parameter.setdefault(self.graph.storage_of(op.inputs[0]), []).append(index)
+                parameter = self.graph.first_piece(self.graph.storage_of(op.inputs[0]))
+                by_parameter.setdefault(parameter, []).append(index)
         stays: dict[int, list[Stay]] = {}
         for stay in self.stays:
             stays.setdefault(stay.storage, []).append(stay)

@@ -54,7 +54,12 @@ def profile(items: Sequence[Buffer]) -> np.ndarray:
     return np.cumsum(np.asarray(change, dtype=np.int64))[:-1]
 
 
-def pack(items: Sequence[Buffer], limit_bytes: int = 0, fixed: Mapping[int, int] = MappingProxyType({})) -> Packing:
+def pack(
+    items: Sequence[Buffer],
+    limit_bytes: int = 0,
+    fixed: Mapping[int, int] = MappingProxyType({}),
+    runs: Sequence[Mapping[int, int]] = (),
+) -> Packing:
     """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the first of all.
 
     Without a limit it is the order that needs least.
@@ -64,34 +69,52 @@ def pack(items: Sequence[Buffer], limit_bytes: int = 0, fixed: Mapping[int, int]
 
     Args:
         fixed: Offset of each buffer, by its index, that has one already; then every other one is searched for.
+        runs: Buffers that lie at given distances behind one place, which is searched for: bytes by index. Of buffers
+            of one run none is in another, and none is fixed.
     """
     sizes = [slot_bytes(item.size_bytes) for item in items]
     end = max((last for item in items for _, last in item.spans), default=0)
     offsets = [fixed.get(index, 0) for index in range(len(items))]
     floor = 0
-    always = set[int]() if fixed else {i for i, item in enumerate(items) if item.spans == ((0, end),)}
+    run_of = {index: run for run in runs for index in run}
+    lasting = {i for i, item in enumerate(items) if item.spans == ((0, end),)} if not fixed else set[int]()
+    always = {i for i in lasting if i not in run_of}
     for index in sorted(always, key=lambda i: -sizes[i]):
         offsets[index] = floor
         floor += sizes[index]
     floor = -(-floor // PAGE_BYTES) * PAGE_BYTES
-    moving = [(i, sizes[i], item.spans) for i, item in enumerate(items) if i not in always and i not in fixed]
+    alone = (i for i in range(len(items)) if i not in always and i not in fixed and i not in run_of)
+    moving = [(i, sizes[i], items[i].spans) for i in alone] + [_run_row(run, sizes, items) for run in runs]
+    shapes = {min(run): [(low, low + sizes[i], items[i].spans) for i, low in run.items()] for run in runs}
     taken = [_Taken(offset, offset + sizes[i], items[i].spans) for i, offset in fixed.items()]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
     for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
         below = None if best is None else min(best[0], enough + 1) if limit_bytes else best[0]
-        placed = _first_fit(order, below, taken)
+        placed = _first_fit(order, below, taken, shapes)
         best = placed or best
         if best is not None and best[0] <= enough:
             break
     assert best is not None
     for index, offset in best[1].items():
-        offsets[index] = floor + offset
+        for each, distance in run_of.get(index, {index: 0}).items():
+            offsets[each] = floor + offset + distance
     return Packing(tuple(offsets), floor + best[0])
 
 
 #: Index, bytes and spans of something to place.
 _Row = tuple[int, int, tuple[tuple[int, int], ...]]
+
+
+#: What lies behind one place: first byte, byte behind the last one and spans of each buffer.
+_Shape = Sequence[tuple[int, int, tuple[tuple[int, int], ...]]]
+
+
+def _run_row(run: Mapping[int, int], sizes: Sequence[int], items: Sequence[Buffer]) -> _Row:
+    """Row of a run, as one buffer of all its bytes and moments, by which it is put in order."""
+    first = min(span[0] for index in run for span in items[index].spans)
+    last = max(span[1] for index in run for span in items[index].spans)
+    return min(run), max(low + sizes[index] for index, low in run.items()), ((first, last),)
 
 
 def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
@@ -120,7 +143,10 @@ class _Taken(NamedTuple):
 
 
 def _first_fit(
-    rows: Sequence[_Row], below_bytes: int | None, taken: Sequence[_Taken] = ()
+    rows: Sequence[_Row],
+    below_bytes: int | None,
+    taken: Sequence[_Taken] = (),
+    shapes: Mapping[int, _Shape] = MappingProxyType({}),
 ) -> tuple[int, dict[int, int]] | None:
     """Place ``rows`` in order, each at the lowest offset where it meets nothing alive at the same moment.
 
@@ -128,8 +154,10 @@ def _first_fit(
 
     Args:
         taken: What has its place already. It counts as whole pages, as small and large buffers lie there in any order.
+        shapes: What lies behind the place of a row that is a run, by its index.
     """
     count = sum(len(spans) for _, _, spans in rows) + sum(len(spans) for _, _, spans in taken)
+    count += sum(len(spans) for shape in shapes.values() for _, _, spans in shape)
     low, high = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     first, last = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
     offsets: dict[int, int] = {}
@@ -141,6 +169,17 @@ def _first_fit(
             first[placed], last[placed] = begin, end
             placed += 1
     for index, size, spans in rows:
+        if index in shapes:
+            shape = shapes[index]
+            offsets[index] = offset = _place_of_run(shape, low[:placed], high[:placed], first[:placed], last[:placed])
+            top = max(top, offset + size)
+            if below_bytes is not None and top >= below_bytes:
+                return None
+            for start, end, times in shape:
+                for begin, stop in times:
+                    low[placed], high[placed], first[placed], last[placed] = offset + start, offset + end, begin, stop
+                    placed += 1
+            continue
         begin, stop = spans[0]
         clash = (first[:placed] <= stop) & (last[:placed] >= begin)
         for begin, stop in spans[1:]:
@@ -155,6 +194,26 @@ def _first_fit(
             low[placed], high[placed], first[placed], last[placed] = offset, offset + size, begin, stop
             placed += 1
     return top, offsets
+
+
+def _place_of_run(shape: _Shape, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray) -> int:
+    """Find the lowest place, at a page, behind which no buffer of a run meets anything alive at the same moment."""
+    begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for start, end, spans in shape:
+        clash = np.zeros(len(low), dtype=bool)
+        for begin, stop in spans:
+            clash |= (first <= stop) & (last >= begin)
+        begins.append(low[clash] - end)  # a place strictly between the two is taken
+        ends.append(high[clash] - start)
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = begin.argsort(kind="stable")
+    place = 0
+    for lower, upper in zip(begin[order].tolist(), end[order].tolist(), strict=True):
+        if lower >= place:
+            break
+        if upper > place:
+            place = -(-upper // PAGE_BYTES) * PAGE_BYTES
+    return place
 
 
 def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:

@@ -39,6 +39,7 @@ from lading.ir.tensor_shards import shard_tensors
 from lading.ir.timeline import Event, Timeline
 from lading.ir.together import numbered_as, with_states
 from lading.ir.update_ops import grouped
+from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.staircase import memory_samples
 from lading.memory.tier_layout import homes_of
 from lading.memory.verify import verify
@@ -390,6 +391,9 @@ def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
         )
     step = with_head_parts(with_loss_parts(step, choices.loss_parts)[0], choices.head_parts)[0]
     step = with_gradient_pieces(step, choices.gradient_pieces, late_products=choices.late_products)[0]
+    if choices.weight_pieces < 0:
+        raise ConfigError(f"the plan has pieces of weights of {choices.weight_pieces} bytes; plan again")
+    step = with_weight_pieces(step, choices.weight_pieces)
     step = with_late_updates(step, choices.late_updates)[0]
     known = len(updates(step))
     if not 0 <= choices.deferred <= known:

@@ -377,6 +377,7 @@ class _Verifier:
             return
         for storage, version in self.reads[index].items():
             self._read(action, storage, version)
+        self._check_joined(action, index)
         mutated = {self.graph.storage_of(t) for t in op.mutates}
         self._check_places(action, [s for s in self.writes[index] if s not in mutated])
         offsets = dict(action.places)
@@ -392,7 +393,22 @@ class _Verifier:
                 self._place(action, storage, offsets[storage], version)
             self.version[storage] = version
 
+    def _check_joined(self, action: Action, index: int) -> None:
+        """Check that pieces of a parameter that are read as one tensor lie one after another, as it would lie whole."""
+        for pieces in self.graph.joined.get(index, ()):
+            expected = self.live[pieces[0]].offset
+            for piece in pieces:
+                if (offset := self.live[piece].offset) != expected:
+                    _fail(
+                        action,
+                        f"expected {self._name(piece)} at {expected}, behind the piece of the parameter in front of "
+                        f"it, found it at {offset}; place them one after another",
+                    )
+                expected += self.graph.storages[piece].size_bytes
+
     def _compute_on_host(self, action: Action, index: int) -> None:
+        if index in self.graph.joined:
+            _fail(action, f"op {index} reads several pieces of a parameter at once; run it on the device")
         self._check_places(action, [])
         for storage, version in self.reads[index].items():
             copy = self._copy(action, self.host_tier, storage)
@@ -469,6 +485,7 @@ class _Verifier:
             _fail(action, f"op {index} has not run yet; RECOMPUTE repeats an earlier COMPUTE")
         for storage, version in self.reads[index].items():
             self._read(action, storage, version)
+        self._check_joined(action, index)
         placed = {s for s, _ in action.places}
         gone = [s for s in self.writes[index] if s not in self.live]
         self._check_places(action, [s for s in gone if s in placed or self._surely_gone(s, action)])

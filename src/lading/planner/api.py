@@ -53,6 +53,7 @@ from lading.planner.orders import (
     ordered_with_host,
     sharpened,
     smallest_order_bytes,
+    with_weight_pieces_tried,
 )
 from lading.planner.pacing import with_paced
 from lading.planner.policies import (
@@ -177,6 +178,8 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
+        progress.update(0.9, "plans with the largest weights in pieces")
+        chosen = chosen if _is_given(step, settings) else with_weight_pieces_tried(chosen, step)
         chosen = _improved(chosen, step, progress, on_device=homes is not None or guesses)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
@@ -272,6 +275,7 @@ def _planned(
             head_parts=found.step.head_parts,
             gradient_pieces=found.step.gradient_pieces,
             late_products=found.step.late_products,
+            weight_pieces=found.step.weight_pieces,
             late_updates=found.step.late_updates,
             deferred=deferred,
             retimed=found.retimed,

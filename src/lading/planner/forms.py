@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 
 from lading.cost.compute import device_costs
 from lading.ir.gradient_pieces import with_gradient_pieces
@@ -16,6 +17,7 @@ from lading.ir.guess import guess_of
 from lading.ir.head_parts import heads, with_head_parts
 from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.lifetime import lifetimes
 from lading.planner.residency import StepProblem
 
@@ -25,6 +27,9 @@ _LOSS_PARTS, _LARGE_SHARE, _LESS = 16, 0.3, 0.9
 #: Pieces of the largest gradient, or bytes of one by the arena, and at least; they are tried where the gradient is this
 #: share of the arena or more.
 _PIECES, _PIECES_OF_ARENA, _LEAST_PIECE, _LARGE_GRADIENT = 16, 64, 1 << 20, 0.1
+#: Weights are tried in pieces where the largest is this share of the arena or more; a piece is one of ``_PIECES`` of
+#: the largest, or of so many of the arena where that is less.
+_LARGE_WEIGHT, _WEIGHT_OF_ARENA = 0.1, 32
 #: Parts of a head that are tried where no plan fits that computes it whole.
 _HEAD_PARTS = (8, 16, 32)
 #: How many times faster than evenly late updates run.
@@ -34,7 +39,8 @@ _HURRIES = (1.0, 2.0)
 def lesser_forms(step: StepProblem) -> list[StepProblem]:
     """Step as it is and in forms that need less at once, those that need least last."""
     losses = [step, *(form for form in (_loss_parts(step),) if form is not None)]
-    return [*losses, *(form for each in losses for form in _gradient_pieces(each))]
+    forms = [*losses, *(form for each in losses for form in _gradient_pieces(each))]
+    return forms if any(not form.is_hopeless for form in forms) else [*forms, *_weight_pieces(forms[-1])]
 
 
 def _loss_parts(step: StepProblem) -> StepProblem | None:
@@ -66,10 +72,24 @@ def _gradient_pieces(step: StepProblem) -> list[StepProblem]:
     return [early, dataclasses.replace(_rewritten(step, pieces, late), gradient_pieces=least, late_products=True)]
 
 
+def _weight_pieces(step: StepProblem) -> list[StepProblem]:
+    """Step with its largest weights in pieces; [] where these are small beside the memory, or cannot be cut."""
+    weights = [s.size_bytes for s in step.graph.storages if s.role is Role.PARAMETER]
+    largest = max(weights, default=0)
+    if largest < _LARGE_WEIGHT * step.arena_bytes or guess_of(step.graph) is not None:
+        return []
+    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _WEIGHT_OF_ARENA))
+    graph = with_weight_pieces(step.graph, least)
+    if graph is step.graph:
+        return []
+    return [dataclasses.replace(step, graph=graph, lives=lifetimes(graph), weight_pieces=least)]
+
+
 def head_forms(step: StepProblem) -> list[StepProblem]:
     """Step with its head in parts, with whole gradients and with pieces; [] where it has no such head.
 
-    Late products are left out: GPT-2 in a quarter of an H100 has the same plan with them, planned a third longer.
+    Late products are left out: GPT-2 in a quarter of an H100 has the same plan with them, planned a third longer. So
+    are weights in pieces, but where nothing else could fit (``weight_pieces``).
     """
     if not heads(step.graph):
         return []
@@ -77,7 +97,26 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
         dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
         for parts in _HEAD_PARTS
     ]
-    return [*made, *(form for each in made for form in _gradient_pieces(each)[:1])]
+    forms = [*made, *(form for each in made for form in _gradient_pieces(each)[:1])]
+    if any(not form.is_hopeless for form in forms):
+        return forms
+    late = (form for each in made for form in weight_pieces(each, step) if not form.is_hopeless)
+    return [*forms, *islice(late, 1)]
+
+
+def weight_pieces(planned: StepProblem, step: StepProblem) -> list[StepProblem]:
+    """Form that has been planned with its largest weights in pieces; [] where these are small or cannot be cut.
+
+    Where the head is in parts, its gradient is made behind all of them (late products): its weight may go by then.
+
+    Args:
+        planned: Form of ``step``.
+    """
+    if not planned.head_parts:
+        return _weight_pieces(planned)
+    parts = planned.head_parts
+    head = dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
+    return _weight_pieces((_gradient_pieces(head) or [head])[-1])
 
 
 def late_forms(step: StepProblem) -> list[StepProblem]:

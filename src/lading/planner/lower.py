@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -620,7 +621,49 @@ def _pack(
         sizes.append(graph.storages[stay.storage].size_bytes)
     items = [Buffer(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
     fixed = {home[storage]: offset for storage, offset in homes.resident.items()} if homes is not None else {}
-    return pack(items, limit_bytes, fixed), owners
+    return pack(items, limit_bytes, fixed, _runs(graph, emission, stretched, owners)), owners
+
+
+def _runs(graph: StepGraph, emission: Emission, stretched: Stretched, owners: Sequence[int]) -> list[dict[int, int]]:
+    """Buffers that lie one after another: pieces of a parameter that an operation reads together.
+
+    Returns:
+        Of each run its buffers, with the bytes of the parameter in front of each.
+    """
+    if not graph.runs:
+        return []
+    front = {piece: at for run in graph.runs for piece, at in zip(run, _starts(graph, run), strict=True)}
+    stays: dict[int, list[int]] = {piece: [] for piece in front}
+    for index, stay in enumerate(emission.residencies):
+        if stay.storage in front:
+            stays[stay.storage].append(index)
+    group: dict[int, int] = {}
+
+    def root(buffer: int) -> int:
+        while group.setdefault(buffer, buffer) != buffer:
+            buffer = group[buffer]
+        return buffer
+
+    at: dict[int, int] = {}
+    for number, item in enumerate(emission.items):
+        for pieces in graph.joined.get(item.op, ()) if item.op is not None else ():
+            buffers: list[int] = []
+            for piece in pieces:
+                # Behind its last item a stay has its place to be written, while the next may have begun elsewhere.
+                stay = next(i for i in stays[piece] if stretched.first[i] <= number <= emission.residencies[i].last)
+                buffers.append(owners[stay])
+                at[owners[stay]] = front[piece]
+            for buffer in buffers[1:]:
+                group[root(buffer)] = root(buffers[0])
+    runs: dict[int, dict[int, int]] = {}
+    for buffer, distance in at.items():
+        runs.setdefault(root(buffer), {})[buffer] = distance
+    return [{b: d - min(run.values()) for b, d in run.items()} for run in runs.values()]
+
+
+def _starts(graph: StepGraph, run: Sequence[int]) -> list[int]:
+    """Bytes of a parameter in front of each of its pieces."""
+    return [0, *accumulate(graph.storages[piece].size_bytes for piece in run[:-1])]
 
 
 def _program(

@@ -39,6 +39,7 @@ from lading.ir.graph import Phase, Role
 from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
+from lading.planner.forms import weight_pieces
 from lading.planner.host_balance import with_host
 from lading.planner.pacing import best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
@@ -299,6 +300,8 @@ _PACED_FORMS, _PACED_REACH = 2, 0.01
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less; but for
 #: steps so small that single choices are changed.
 _OVERTAKEN = 0.1
+#: Share of its bound above which a plan is tried with its largest weights in pieces.
+_FAR_FROM_BOUND = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
 _WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
@@ -484,6 +487,29 @@ def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting:
     return (
         dataclasses.replace(best, deferred=0, step=forms[0], found=plain) if plain.step_s < best.found.step_s else best
     )
+
+
+def with_weight_pieces_tried(chosen: Ordered, step: StepProblem) -> Ordered:
+    """Try the form that was chosen with large weights in pieces, where the plan is far from its bound.
+
+    Args:
+        step: Step as it is.
+
+    Returns:
+        The faster plan, with a bound that is below those of both forms.
+    """
+    planned = chosen.found.step
+    near = chosen.found.step_s <= (1 + _FAR_FROM_BOUND) * chosen.bound_s
+    if near or planned.weight_pieces or not is_paced(planned):
+        return chosen
+    for form in weight_pieces(planned, step):
+        bound_s = min(chosen.bound_s, lower_bound_s(form) or chosen.bound_s)
+        chosen = dataclasses.replace(chosen, bound_s=bound_s, orders=(*chosen.orders, form) if chosen.orders else ())
+        made = best_paced(form)
+        if made is not None and made.step_s < chosen.found.step_s:
+            deferred = 0 if form.head_parts else chosen.deferred
+            chosen = dataclasses.replace(chosen, step=form, found=made, deferred=deferred, paced=True)
+    return chosen
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:

@@ -143,9 +143,8 @@ class StepProblem:
     Attributes:
         sparing: Give transfers less room than is free where what they lead to cannot be packed (``planner.lower``).
         defers: Whether updates may wait for the next step.
-        loss_parts: Parts in which ``graph`` computes the loss (``lading.ir.loss_parts``); 0 where it is whole.
-        head_parts: Parts in which it computes the head (``lading.ir.head_parts``); 0 where it is whole.
-        gradient_pieces, late_products: As of ``with_gradient_pieces``; 0 where gradients are whole.
+        loss_parts, head_parts: Parts in which ``graph`` computes loss and head (``lading.ir``); 0 where they are whole.
+        gradient_pieces, late_products, weight_pieces: As of the passes of these names; 0 where all is whole.
         late_updates: Updates that wait inside ``graph`` (``lading.ir.late_updates``), before others are deferred.
         deferrals: Updates, the last ones of ``graph``, that were put there to be deferred; 0 where any number may be.
     """
@@ -161,6 +160,7 @@ class StepProblem:
     head_parts: int = 0
     gradient_pieces: int = 0
     late_products: bool = False
+    weight_pieces: int = 0
     late_updates: tuple[tuple[int, int], ...] = ()
     deferrals: int = 0
 

@@ -544,7 +544,8 @@ def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
         + (f", the loss in {choices.loss_parts} parts" if choices.loss_parts else "")
         + (f", the head in {choices.head_parts} parts" if choices.head_parts else "")
         + (f", gradients in pieces of {format_bytes(choices.gradient_pieces)}" if choices.gradient_pieces else "")
-        + (", made late" if choices.late_products else ""),
+        + (", made late" if choices.late_products else "")
+        + (f", weights in pieces of {format_bytes(choices.weight_pieces)}" if choices.weight_pieces else ""),
         "Versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()) or "not recorded",
     }
     items = "".join(el("dt", text(k)) + el("dd", el("code", text(v))) for k, v in rows.items())

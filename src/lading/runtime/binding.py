@@ -361,7 +361,12 @@ class Binder:
     def _view_at(self, place: Site) -> torch.Tensor:
         if place not in self._views:
             t = self.graph.tensors[place.tensor]
-            self._views[place] = view_of(self._storage_bytes(t.storage, place.offset), t)
+            pieces = self.graph.storages_of(place.tensor)
+            if len(pieces) == 1:
+                memory = self._storage_bytes(t.storage, place.offset)
+            else:  # pieces of a parameter, one after another (lading.ir.weight_pieces)
+                memory = self.arena.bytes_at(place.offset, sum(self.graph.storages[s].size_bytes for s in pieces))
+            self._views[place] = view_of(memory, t)
         return self._views[place]
 
     def _storage_bytes(self, storage: int, offset: int) -> torch.Tensor:
@@ -388,7 +393,7 @@ class Binder:
                 if self.make_room is None or op.name not in _REDUCTIONS or op.bytes_read < _LARGE_BYTES:
                     return run
                 return _after(partial(self.make_room, rooms_bytes(op.bytes_read, joined_ranks(op)), 0), run)
-            parameter = self.graph.storage_of(op.inputs[0]) if op.inputs else -1
+            parameter = self.graph.first_piece(self.graph.storage_of(op.inputs[0])) if op.inputs else -1
             over = dict(op.kwargs).get("over")
             rank = self.replicas.number(over) if isinstance(over, str) and self.replicas is not None else 0
             bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter, rank=rank)

@@ -258,7 +258,8 @@ def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:
     """Storage of each parameter, or of its shard, that a rank's steps move by a rule for elements, by name."""
     graph = graphs[0]
     steps = ((each, op) for each in graphs for op in each.ops)
-    moved = {each.storage_of(op.inputs[0]) for each, op in steps if isinstance(rule_of(op), ParameterRule)}
+    rules = ((each, op) for each, op in steps if isinstance(rule_of(op), ParameterRule))
+    moved = {each.first_piece(each.storage_of(op.inputs[0])) for each, op in rules}
     shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
     places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
     own = {name: shards.get(storage, storage) for name, storage in places.items()}

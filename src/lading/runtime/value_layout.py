@@ -64,7 +64,7 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
     """Values that last from step to step, by name: parameters, buffers, then states."""
     named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
-    values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
+    values = {name: Value(tensor.dtype, tensor.shape, graph.run_of(tensor.storage)) for name, tensor in single}
     placed = {p.names[0]: (p.placement, graph.tensors[p.tensor].shape) for p in graph.parameters if p.placement}
     units = units_of(graph)
     members: dict[str, list[str]] = {}

@@ -13,6 +13,7 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program, slot_bytes
 from lading.ir.sharding import units_of
+from lading.ir.weight_pieces import piece_tensors
 from lading.memory.tier_layout import Location, home_tiers
 from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
@@ -275,10 +276,13 @@ def lies_in_order(graph: StepGraph, views: Mapping[int, Tensor], storage: int) -
 
 
 def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
-    """Tensor by which each parameter, buffer and state is known, by storage; of a unit of sharded ones, its shard."""
+    """Tensor by which each parameter, buffer and state is known, by storage.
+
+    Of a unit of sharded parameters it is its shard, of a piece of a parameter its elements, in one dim.
+    """
     units = units_of(graph)
     ids = [p.tensor for p in graph.parameters if graph.storage_of(p.tensor) not in units]
     ids += [t for _, t in graph.buffers]
     ids += [part for state in graph.states for part in state.parts]
     ids += [unit.shard for unit in units.values() if not unit.lasts]
-    return {graph.tensors[t].storage: graph.tensors[t] for t in ids}
+    return {view.storage: view for t in ids for view in piece_tensors(graph, t)}

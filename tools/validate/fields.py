@@ -25,7 +25,8 @@ _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
-    r"training|gemms?|products|linears?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment)\b|\b\d+x\d+\b"
+    r"training|gemms?|products|linears?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
+    r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from)\b|\b\d+x\d+\b"
 )
 #: Schedule whose two directions each hold the whole model; it is simulated as half as many ranks of DualPipe-V.
 DUALPIPE = "dualpipe"
@@ -155,7 +156,7 @@ _OPTIMIZER_READ = re.compile(
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
     r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
-    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim)\b"
+    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim|true|false|default)\b"
 )
 
 
@@ -355,6 +356,8 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         settings["moments_dtype"] = "uint8"
     elif re.search(r"bf16|bfloat16", words):
         settings["moments_dtype"] = "bfloat16"
+    if re.search(r"fused(?![= ]*false)|\bapex\b", words):
+        settings["foreach"] = False
     if re.search(r"cpu-?adam|deepspeed", words):
         settings["host_update"] = "cpu-adam"
     elif re.search(r"loop|naive|foreach", words):

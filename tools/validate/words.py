@@ -34,13 +34,33 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"v100.*\b16 ?g", "v100-16gb", ""),
     (r"v100", "v100-32gb", ""),
     (r"rtx ?6000 ?ada|6000 ada", "rtx6000ada", ""),
+    (r"pro ?6000", "rtxpro6000", ""),
+    (r"\b4000 ?ada", "rtx4000ada", ""),
+    (r"\b2000 ?ada", "rtx2000ada", ""),
     (r"a6000", "rtxa6000", ""),
+    (r"a5000", "rtxa5000", ""),
+    (r"a4500", "rtxa4500", ""),
+    (r"a4000", "rtxa4000", ""),
     (r"l40s", "l40s", ""),
+    (r"\bl40\b", "l40", ""),
     (r"\bl4\b", "l4", ""),
     (r"\bt4\b", "t4", ""),
+    (r"\ba10g\b|\bg5\.\d*xlarge", "a10g", ""),
+    (r"\ba10\b", "a10", ""),
+    (r"\ba40\b", "a40", ""),
+    (r"mi250", "mi250x", "MI250: an MI250X, one die of a package as a GPU, as ROCm counts them"),
+    (r"3090 ?ti", "rtx3090ti", ""),
     (r"3090", "rtx3090", ""),
+    (r"\b3080(?! ?ti)", "rtx3080", ""),
+    (r"\b3060(?! ?ti)", "rtx3060", ""),
     (r"4090", "rtx4090", ""),
+    (r"\b4080", "rtx4080", ""),
+    (r"\b4070 ?ti ?super", "rtx4070tisuper", ""),
+    (r"\b4070(?! ?(?:ti|super))", "rtx4070", ""),
+    (r"\b4060(?! ?ti)", "rtx4060", ""),
     (r"5090", "rtx5090", ""),
+    (r"\b5080", "rtx5080", ""),
+    (r"2080 ?ti", "rtx2080ti", ""),
 )
 
 
@@ -73,7 +93,7 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
             raise ConfigError(f"expected a GPU whose machine is in the catalog, got {gpu!r}: it has no {name!r} yet")
         return name, [assumed] if assumed else []
     plain = re.sub(r"[^a-z0-9]", "", words)
-    named = [name for name in machine_names() if re.sub(r"[^a-z0-9]", "", name) in plain]
+    named = [name for name in machine_names() if re.search(re.sub(r"[^a-z0-9]", "", name) + r"(?![0-9])", plain)]
     if named:
         return max(named, key=len), []
     raise ConfigError(f"expected a GPU of the catalog's machines ({', '.join(machine_names())}), got {gpu!r}")

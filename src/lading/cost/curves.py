@@ -93,7 +93,9 @@ def product_curve_s(
         )
     if own is not None:
         return flops / (own[0].at(each) * _peak_ratio(device, dtype))
-    share = device.product_efficiency.at(each) if device.product_efficiency else 1.0
+    # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
+    filling = flops if device.kind == "cuda" else each
+    share = device.product_efficiency.at(filling) if device.product_efficiency else 1.0
     for dim in (product.m, product.k, product.n):
         share *= dim / (dim + device.skinny_dim) if dim else 1.0
     share *= _columns_share(product.n, device) if dtype == "float32" else 1.0

@@ -5,8 +5,8 @@
 Each row has a step with the optimizer on the host and what of it is not the update: where both were published the step
 without, else the forward and backward. The share is what ``lading.cost.hosting.update_s``, which predicts such steps,
 says for an update as fast as the host's memory allows, over what was measured; the ranks of a row that are on a host
-have all of it between them. The median of the usual launches is ``Stack.host_optimizer``; rows that bind threads and
-fuse are shown beside it.
+have all of it between them. The median of the usual launches is the share of "cpu-adam"
+(``lading.cost.hosting``); rows that bind threads and fuse are shown beside it.
 """
 
 from __future__ import annotations

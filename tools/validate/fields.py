@@ -360,8 +360,10 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         settings["foreach"] = False
     if re.search(r"cpu-?adam|deepspeed", words):
         settings["host_update"] = "cpu-adam"
-    elif re.search(r"loop|naive|foreach", words):
+    elif re.search(r"loop|naive|foreach|fused[= ]*false", words):
         settings["host_update"] = "loop"
+    elif re.search(r"\bfused(?! ?adam)", words):
+        settings["host_update"] = "fused"
     if "paged" in words:
         unread.append(f"layout.optimizer {words!r}: pages that the host lends the device are not modelled")
     return named, settings

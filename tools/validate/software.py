@@ -120,6 +120,9 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"fused[_ =:]*true|fused (?:adam|optimizer)|fusedadam|adamw?_torch_fused|adamw?\(fused|apex[^;|]{0,20}adam",
         {"foreach": False},
     ),
+    # Whose optimizer works on the host: DeepSpeed's own, or the one that torchao's class is told to take.
+    (r"deepspeed|zero[- ]offload|zero[- ]infinity", {"host_update": "cpu-adam"}),
+    (r"cpuoffloadoptimizer", {"host_update": "fused"}),
     # LLaMA-Factory hparams/finetuning_args.py: lora_dropout is 0 by default; Unsloth's kernels want 0.
     (r"llama-?factory|\bunsloth\b(?! off)", {"adapter_dropout": False}),
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),

@@ -9,12 +9,14 @@ copy and update at once (``Machine.with_job``).
 [Note: an update on the host]
 Its bytes follow from what is kept: value and moments are read and written, a gradient is read, and where the value is
 a master of 16-bit parameters it is read again and their copy is written. Of AdamW all in fp32 these are 28 bytes, of a
-master with 16-bit parameters 34. The host's memory bounds it; software reaches a share of that
-(``Stack.host_optimizer``): the median of six published runs of DeepSpeed and Megatron-Core, which lie between 0.05 and
-0.22, is 0.145 (benchmarks/calibrate/offload.py, which asks ``update_s``); with threads bound to their memory and one
-fused kernel it is 0.7. DeepSpeed's kernel and torch's fused one are equally fast; torch's operations one after another
-take 5.9 times as long on one thread and 6.8 times on two (20 million elements, torch 2.13, two cores of a Cascade Lake:
-621, 558 and 106 million elements a second on one thread, 1014, 1031 and 149 on two).
+master with 16-bit parameters 34. The host's memory bounds it, and software reaches a share of that, by implementation
+unless ``Stack.host_optimizer`` says which: DeepSpeed's and Megatron-Core's offload, with its norms, scales and copies within
+the host, 0.145, the median of six published runs, which lie between 0.05 and 0.22 (benchmarks/calibrate/offload.py, which
+asks ``update_s``). torch's fused kernel alone reaches 0.7, as the published run with threads bound to their memory does;
+on two hosts measured it updates as fast as memory copies, or faster. torch's operations one after another, which is what its AdamW
+does of tensors on the host by itself (torch/optim/optimizer.py, ``_default_to_fused_or_foreach``), take 4.7 times as long as
+fused: 5.9 and 6.8 times on one and two threads of a Cascade Lake (20 million elements), 3.8 and 3.3 times of an EPYC,
+there 2.2 and 2.4 times in bfloat16 (40 million; benchmarks/calibrate/host_updates.py), lists of tensors ("foreach") 1.6 times as long again.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from lading.ir.stack import Stack
 
 #: Bytes of an element as the device's products take it.
 _COMPUTE_BYTES = 2
-#: Times that an update takes, by implementation, beside a fused one ([Note: an update on the host]).
-_SLOWER = {"fused": 1.0, "cpu-adam": 1.0, "loop": 6.3}
+#: Share of what the host's memory allows that an update reaches, by implementation ([Note: an update on the host]).
+_REACH = {"cpu-adam": 0.145, "fused": 0.7, "loop": 0.7 / 4.7}
 #: Bytes that the update of a machine's ``optimizer_elements_per_s`` moves for an element.
 _PLAIN_BYTES = 4 * UPDATE_NUMBERS
 
@@ -82,12 +84,17 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
         ConfigError: nothing is known of the host's processors, or the machine has no such tier.
     """
     host = _processors(machine)
-    rate = host.optimizer_elements_per_s * stack.host_optimizer / _SLOWER[stack.host_update]
+    rate = host.optimizer_elements_per_s * host_share(stack)
     seconds = elements * (update_bytes(stack) / _PLAIN_BYTES) / rate
     lies_on, moved = machine.offload_tier(tier), elements * state_bytes
     if lies_on.name == machine.host_tier:
         return seconds
     return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
+
+
+def host_share(stack: Stack) -> float:
+    """Share of what the host's memory allows that an update of a software reaches ([Note: an update on the host])."""
+    return stack.host_optimizer or _REACH[stack.host_update]
 
 
 def update_bytes(stack: Stack) -> float:
@@ -137,8 +144,8 @@ def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[
         said += assumptions(machine, "host_device", "host")
         said.append(
             f"host: its update ({stack.host_update}, {update_bytes(stack):g} bytes an element) reaches "
-            f"{stack.host_optimizer:.0%} of what its memory allows (5% to 22% in six published runs, 70% with threads "
-            "bound and kernels fused)"
+            f"{host_share(stack):.0%} of what its memory allows (5% to 22% in six published runs of DeepSpeed and "
+            "Megatron-Core, 70% with threads bound and kernels fused)"
         )
     return tuple(said)
 

@@ -72,6 +72,9 @@ _SERVED = {
 _LIKE = {"masked": "flash1", "flex": "flash2"}
 _LONGER = {"flex": {"hopper": (1 / 1.25, 1 / 1.03), "": (1 / 0.9, 1 / 0.85)}, "": {"": (1.0, 1.0)}}
 _SMOOTH = 4.0
+#: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
+#: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
+_EFFICIENT_S = 0.6575 / 0.2954
 #: Name of the factor of products in fewer than 16 bits, beside the same in their own format where no GPU runs them.
 LOW_KEY = "low-precision products"
 
@@ -174,6 +177,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         parts = unfused(kernel, wide=stack.fusion == "eager")
         return sum(kernel_s(part, device, stack, precision) for part in parts)
     if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
+        if isinstance(detail, Attention) and stack.attention == "masked":
+            return _EFFICIENT_S * curve_s(replace(kernel, detail=replace(detail, causal=False)), device)
         return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)

@@ -114,7 +114,7 @@ class Stack:
             Megatron-Core's: as fast, and the 16-bit copy of the parameters is written beside), or "loop" (torch's
             operations one after another).
         host_optimizer: Share of what the host's memory allows for the bytes of such an update (``cost.hosting``) that
-            software reaches, with its norms and copies within the host.
+            software reaches, with its norms and copies within the host; 0 for that of its implementation.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: Activations that a pipeline sends are cut over the tensor-parallel ranks where they hold the
             same: each sends its part, and the parts are gathered behind.
@@ -200,7 +200,7 @@ class Stack:
     fitted: tuple[str, ...] = ()
     parameter_s: float = 0.0
     host_update: str = "cpu-adam"
-    host_optimizer: float = 0.145
+    host_optimizer: float = 0.0
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
@@ -265,8 +265,8 @@ class Stack:
             raise ConfigError(
                 f"stack {self.name}: reduces_whole must be a stage of ZeRO, 0 to 3, got {self.reduces_whole}"
             )
-        if not 0 < self.host_optimizer <= 1:
-            raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
+        if not 0 <= self.host_optimizer <= 1:
+            raise ConfigError(f"stack {self.name}: host_optimizer must be a share in [0, 1], got {self.host_optimizer}")
         if unknown := [axis for axis in self.hidden if axis not in ("tp", "cp", "ep", "pp")]:
             raise ConfigError(f"stack {self.name}: hidden: expected axes of tp, cp, ep and pp, got {unknown[0]!r:.60}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

@@ -106,6 +106,11 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
             "moments_dtype": "bfloat16",
         },
     ),
+    # PEFT since 0.12 keeps adapters of models in 16 bits in fp32 (autocast_adapter_dtype), whose products autocast would cast.
+    (
+        r"(?s)^(?=.*\bpeft\b).*(?:bf16-true|pure (?:bf16|bfloat16)|(?:\bno|without) (?:autocast|amp)\b|use_amp[ =:]*false)",
+        {"adapter_dtype": "float32", "adapter_autocast": False},
+    ),
     (r"cross-entropy fusion", {"fused_loss": True}),
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
@@ -127,6 +132,7 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"llama-?factory|\bunsloth\b(?! off)", {"adapter_dropout": False}),
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
+    (r"no[-_ ](?:fusion of )?gradient[-_ ]accumulation(?:[-_ ]fusion)?\b", {"unfused": ("gradients",)}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (
         r"(?:parameters|weights)\b[^;|.]{0,30}\bin (?:bf16|bfloat16)\b[^;|]{0,20}\bno (?:other |fp32 )?masters",
@@ -152,6 +158,11 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         {"fused_loss": True},
     ),
     (r"liger(?! loss)|unsloth(?! off)", {"fusion": "fused", "eager_norms": False, "fused_loss": True}),
+)
+#: Words of transfers of experts' tokens beside computing (Megatron-Core's --overlap-moe-expert-parallel-comm).
+_EXPERTS_BESIDE = (
+    r"moe a2a overlap|overlap[-_]moe[-_]expert[-_]parallel[-_]comm(?![=: ]*false)|1f1b[- ]overlap|"
+    r"(?:\bep\b|expert\w*'?)[^;|]{0,20}all-?to-?all[^;|]{0,20} (?:overlap|beside|with comput)"
 )
 #: Tokens that the busiest rank of experts computes, over the mean, where all are padded or cut to a capacity.
 _CAPACITY = re.compile(r"capacity[-_ ]factor(?: of)?[ =:]*(\d(?:\.\d+)?)")
@@ -410,7 +421,8 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     lowered = f"{text} | {row.layout.get('precision', '')} | {row.layout.get('precision_detail', '')}".lower()
     for words, switches in _STATED:
         if re.search(words, lowered):
-            settings |= switches
+            apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
+            settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
     settings |= _graphs(text, stack) | _buckets(lowered, settings.get("gradient_dtype", stack.gradient_dtype))
     if str(row.layout.get("optimizer", "")).lower() == "sgd":
         settings["moments"] = 0
@@ -423,7 +435,7 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     if (capacity := _CAPACITY.search(lowered)) and float(capacity[1]) > 1 and row.model.get("experts"):
         settings["imbalance"] = float(capacity[1])
     hidden = settings.get("hidden", stack.hidden)
-    if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
+    if row.layout.get("ep_comm_overlap") or re.search(_EXPERTS_BESIDE, lowered):
         settings["hidden"] = {**hidden, "ep": max(hidden.get("ep", 0.0), 0.9)}
     elif "ep overlap off" in lowered:
         settings["hidden"] = {**hidden, "ep": 0.0}

@@ -258,7 +258,7 @@ def operand_share(precision: str, stack: Stack) -> float:
 
 def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> tuple[Product, str, float]:
     """A product as the stack runs it, the precision of its operands, and bytes of an element of its output."""
-    if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT:
+    if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT and "gradients" not in stack.unfused:
         product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
     used = precision if runs_low(kernel, precision) else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"

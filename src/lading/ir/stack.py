@@ -37,7 +37,7 @@ FACTORS = (
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
 #: Parts of a block that "fused" software may run operation by operation all the same.
-PARTS = ("rope", "swiglu")
+PARTS = ("rope", "swiglu", "gradients")
 #: How software is known on an architecture: steps were seen; its switches are named, or only its class.
 FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
 
@@ -70,7 +70,8 @@ class Stack:
         gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
         unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary
-            embedding, and gate times value of a gated MLP.
+            embedding, gate times value of a gated MLP, and gradients of weights, which a pass adds up where products
+            do not.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.
@@ -120,6 +121,7 @@ class Stack:
             same: each sends its part, and the parts are gathered behind.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
         adapter_dtype: Number format of adapters (LoRA); "" for that of the weights.
+        adapter_autocast: Products with fp32 adapters run in 16 bits, as under autocast; else they are fp32 themselves.
         adapter_modules: Last names of modules whose products have adapters; () for all.
         adapter_dropout: Whether inputs of adapters are dropped out.
         quantizer: Library that makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels),
@@ -209,6 +211,7 @@ class Stack:
     early_stop: bool = False
     blocks_ahead: bool = True
     adapter_dtype: str = ""
+    adapter_autocast: bool = True
     adapter_dropout: bool = False
     adapter_modules: tuple[str, ...] = ()
     quantizer: str = ""

@@ -5,7 +5,8 @@
 Frozen weights have no gradients, so the products that make them are not run, and what only they read is not kept. Every
 product of a block with one weight gets an adapter of its own (experts do not): forward two small products, in backward
 four. Dropout, the scale and the sum are kernels of their own, as PEFT and Megatron-Bridge run them. PEFT below 0.6
-keeps A and B in fp32, and casts what enters to fp32 and, under autocast, back.
+keeps A and B in fp32, and casts what enters to fp32 and, under autocast, back; so do its releases since 0.12 of A and B of
+models in 16 bits (``autocast_adapter_dtype``). Without autocast the small products, the scale and the sum are fp32 too.
 
 With weights of 4 bits each product makes its 16-bit weight anew. AutoGPTQ does it in five kernels of PyTorch and
 autograd keeps the result until backward; bitsandbytes does it in one, once more in backward.
@@ -50,7 +51,8 @@ class Adapters:
 
     Attributes:
         rank: Inner dim of A and B.
-        wide: Whether A and B are fp32 and run under autocast.
+        wide: Whether A and B are fp32.
+        autocast: Whether products with fp32 A and B run in 16 bits, as under autocast.
         width: Bytes of an element of the weights that have not fewer bits.
         dropout: Whether what enters an adapter is dropped out.
         quantizer: Quantizer of the frozen weights of blocks: "gptq", "nf4", or "" for 16 bits.
@@ -60,6 +62,7 @@ class Adapters:
 
     rank: int
     wide: bool = False
+    autocast: bool = True
     width: int = 2
     dropout: bool = False
     quantizer: str = ""
@@ -89,6 +92,7 @@ def adapters_of(request: StepRequest) -> Adapters | None:
     return Adapters(
         rank=request.lora_rank,
         wide=stack.adapter_dtype == "float32" and request.layout.precision != "fp32",
+        autocast=stack.adapter_autocast,
         width=4 if request.layout.precision == "fp32" else 2,
         dropout=stack.adapter_dropout,
         quantizer=stack.quantizer if request.task == "qlora" else "",
@@ -227,9 +231,15 @@ class _Adapting:
 
     def _small(self, like: Kernel, work: Product, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         """A product with A or B, or that makes a gradient of one: these are made where they are met."""
-        width = self.adapters.width
+        dtype = self._dtype(like)
+        width = 4 if dtype == "float32" else self.adapters.width
         read, written = width * (work.m * work.k + work.k * work.n), width * work.m * work.n
         self._put(like, "mm", OpKind.MATMUL, read, written, inputs=inputs, outputs=outputs, detail=work)
+        self.kernels[-1] = replace(self.kernels[-1], dtype=dtype)
+
+    def _dtype(self, like: Kernel) -> str:
+        """Number format of products with A and B, and of their results."""
+        return "float32" if self.adapters.wide and not self.adapters.autocast else like.dtype
 
     def _over_weights(self, like: Kernel, work: Product, names: Sequence[str]) -> None:
         """Kernels over A and B alone; they have no tensors, as their memory is that of states."""
@@ -298,15 +308,21 @@ class _Adapting:
             dropped = self._tensor("float32" if wide else base.dtype, tokens, work.k)
             self._add(base, "dropout", OpKind.ELEMENTWISE, (entering,), (dropped, mask))
             entering = dropped
-        if wide:
+        if wide and self.adapters.autocast:
             entering = self._moved(base, "narrow", OpKind.COPY, entering, (base.dtype, tokens, work.k))
             self._over_weights(base, work, ("cast_a", "cast_b"))
-        low, high = self._tensor(base.dtype, tokens, rank), self._tensor(base.dtype, tokens, work.n)
+        dtype = self._dtype(base)
+        low, high = self._tensor(dtype, tokens, rank), self._tensor(dtype, tokens, work.n)
         self._small(base, Product(tokens, rank, work.k), (entering,), (low,))
         self._summed(base, low)
         self._small(base, Product(tokens, work.n, rank), (low,), (high,))
-        scaled = self._moved(base, "scale", OpKind.ELEMENTWISE, high, (base.dtype, tokens, work.n))
-        self._add(base, "sum", OpKind.ELEMENTWISE, (scaled, *base.outputs), base.outputs)
+        scaled = self._moved(base, "scale", OpKind.ELEMENTWISE, high, (dtype, tokens, work.n))
+        if dtype == base.dtype:
+            self._add(base, "sum", OpKind.ELEMENTWISE, (scaled, *base.outputs), base.outputs)
+        else:
+            summed = self._tensor(dtype, tokens, work.n)
+            self._add(base, "sum", OpKind.ELEMENTWISE, (scaled, *base.outputs), (summed,))
+            self._add(base, "narrow", OpKind.COPY, (summed,), base.outputs)
         kept = tuple(t for t in (entering, mask, low) if t >= 0)
         self.saved += kept
         return kept
@@ -315,28 +331,30 @@ class _Adapting:
         """Gradients of A, B and of what enters, behind the frozen product's own."""
         work = base.detail
         assert isinstance(work, Product)
-        rank, tokens, dtype, wide = self.adapters.rank, work.m, base.dtype, self.adapters.wide
+        rank, tokens, dtype, wide = self.adapters.rank, work.m, self._dtype(base), self.adapters.wide
         entering, low = kept[0], kept[-1]
         coming = [t for t in frozen.inputs if self.tensors[t].role is not Role.PARAMETER]
         scaled = self._tensor(dtype, tokens, work.n)
         self._sized(frozen, "scale_back", coming, (scaled,), 2 * tokens * work.n)
+        if dtype != base.dtype:
+            self._sized(frozen, "widen", (), (), 3 * tokens * work.n)
         down, up = self._tensor(dtype, tokens, rank), self._tensor(dtype, tokens, work.k)
         self._small(frozen, Product(tokens, rank, work.n), (scaled,), (down,))
         self._small(frozen, Product(work.n, rank, tokens), (scaled, low), ())
         self._summed(frozen, down)
         self._small(frozen, Product(tokens, work.k, rank), (down,), (up,))
         self._small(frozen, Product(rank, work.k, tokens), (down, entering), ())
-        casts = ("cast_a", "cast_b") if wide else ()
+        casts = ("cast_a", "cast_b") if wide and self.adapters.autocast else ()
         self._over_weights(frozen, work, (*casts, "accumulate_a", "accumulate_b"))
         going = up
-        if wide:
+        if wide and self.adapters.autocast:
             going = self._moved(frozen, "widen", OpKind.COPY, going, ("float32", tokens, work.k))
         if self.adapters.dropout:
             through = self._tensor("float32" if wide else dtype, tokens, work.k)
             self._add(frozen, "dropout_back", OpKind.ELEMENTWISE, (going, kept[1]), (through,))
             going = through
         if wide:
-            going = self._moved(frozen, "narrow", OpKind.COPY, going, (dtype, tokens, work.k))
+            going = self._moved(frozen, "narrow", OpKind.COPY, going, (base.dtype, tokens, work.k))
         self._add(frozen, "sum_back", OpKind.ELEMENTWISE, (going, *frozen.outputs), frozen.outputs)
 
     def _moved(self, like: Kernel, name: str, kind: OpKind, source: int, made: tuple[str, int, int]) -> int:

@@ -32,7 +32,8 @@ def weight_passes(layout: Layout, stack: Stack) -> tuple[bool, bool]:
         return False, False
     wide = stack.parameters_dtype == "float32" and layout.precision != "fp32"
     own = stack.own_sums and layout.zero != 1
-    return wide, stack.fusion != "fused" and layout.micro_batches > 1 and not own
+    apart = stack.fusion != "fused" or "gradients" in stack.unfused
+    return wide, apart and layout.micro_batches > 1 and not own
 
 
 def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> RankSegment:

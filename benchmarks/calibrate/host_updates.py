@@ -3,8 +3,8 @@
     python benchmarks/calibrate/host_updates.py --threads 1 2 --out benchmarks/calibrate/results/host_updates_HOST.json
 
 Each update is over ``ELEMENTS`` elements in ``TENSORS`` tensors, far beyond the caches, of torch's AdamW: one fused
-kernel, its operations over lists of tensors ("foreach"), or one after another ("loop"). Beside it a copy of as many bytes says what
-the memory allows with as many threads, so that a share of it can be told: bytes that the update must move (values and
+kernel, its operations over lists of tensors ("foreach"), or one after another ("loop"). Beside it a copy says what the
+memory allows with as many threads, so that a share of it can be told: bytes that the update must move (values and
 moments read and written, gradients read) a second, over bytes that the copy moves. The median of ``REPEATS`` counts,
 after two updates to warm up.
 """
@@ -73,7 +73,10 @@ def main() -> None:
                 row = {"threads": threads, "format": name, "implementation": implementation, "elements_per_s": rate}
                 row |= {"bytes_per_element": moved, "copy_bytes_per_s": memory, "share": rate * moved / memory}
                 rows.append(row)
-                print(f"{threads} {name:9} {implementation:8} {rate / 1e6:8.0f} M/s  {row['share']:.2f} of a copy", flush=True)
+                print(
+                    f"{threads} {name:9} {implementation:8} {rate / 1e6:8.0f} M/s  {row['share']:.2f} of a copy",
+                    flush=True,
+                )
     if arguments.out:
         arguments.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 

@@ -54,7 +54,22 @@ def test_every_catalog_machine_round_trips_and_sources_every_number(name: str) -
 
 
 #: GPUs whose last-level cache is a large part of what a kernel moves.
-CACHED = ("l4", "l40", "l40s", "rtx2000ada", "rtx4000ada", "rtx4060", "rtx4070", "rtx4070tisuper", "rtx4080", "rtx4090", "rtx5080", "rtx5090", "rtx6000ada", "rtxpro6000")
+CACHED = (
+    "l4",
+    "l40",
+    "l40s",
+    "rtx2000ada",
+    "rtx4000ada",
+    "rtx4060",
+    "rtx4070",
+    "rtx4070tisuper",
+    "rtx4080",
+    "rtx4090",
+    "rtx5080",
+    "rtx5090",
+    "rtx6000ada",
+    "rtxpro6000",
+)
 
 
 def test_what_a_cache_holds_is_faster_than_memory() -> None:

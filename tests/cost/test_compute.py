@@ -159,6 +159,14 @@ def test_batched_and_grouped_products_are_judged_by_one_matrix() -> None:
     assert seconds(grouped, device) == pytest.approx(seconds(batched, device))
 
 
+def test_matrices_of_a_batch_fill_a_gpu_together() -> None:
+    efficiency = Curve(size=(2e3, 2e6), rate=(0.1, 1.0))
+    device = dataclasses.replace(FLAT, kind="cuda", product_efficiency=efficiency)
+    flops = 2 * 64 * 10**3
+    batched = graph("aten.bmm.default", [tensor(64, 10, 10), tensor(64, 10, 10)], [tensor(64, 10, 10)], flops=flops)
+    assert seconds(batched, device) == pytest.approx(1e-3 + flops / (1e10 * efficiency.at(flops)))
+
+
 def test_a_dtype_without_a_peak_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"float8_e5m2.*float32.*peak_flops_per_s\.float8_e5m2"):
         seconds(mm(8, 8, 8, "float8_e5m2"), FLAT)

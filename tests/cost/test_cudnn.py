@@ -75,3 +75,15 @@ def test_flex_attention_is_as_fast_as_published_beside_flash_attention_2(
         one = Attention(2, 32, 8, 8192, 8192, 128, 128, True, is_backward)
         share = attention_s(one, "bfloat16", device, "flash2") / attention_s(one, "bfloat16", device, "flex")
         assert share == pytest.approx(published, rel=0.01)
+
+
+def test_a_mask_that_is_a_tensor_counts_on_boards_of_a_data_sheet() -> None:
+    """The kernel computes what the mask leaves out too, and more slowly; as on boards whose kernels were fitted."""
+    one = Attention(1, 32, 32, 4096, 4096, 128, 128, causal=True)
+    kernel = Kernel("attention", OpKind.ATTENTION, dtype="bfloat16", detail=one)
+    device = load_machine("rtx4090").device
+    plain, masked = (
+        kernel_s(kernel, device, dataclasses.replace(stack_by_name("eager-torch"), attention=name))
+        for name in ("flash2", "masked")
+    )
+    assert 3 < masked / plain < 5

@@ -135,6 +135,21 @@ def test_fp32_adapters_move_more() -> None:
     assert products(narrow) == products(wide)
 
 
+def test_fp32_adapters_without_autocast_compute_in_fp32() -> None:
+    """As torch types them: bf16 in, an fp32 product, a sum that is fp32, and the result cast back once."""
+    settings = {"rank": RANK, "wide": True, "dropout": True}
+    cast, apart = (adapted(linear(), Adapters(**settings, autocast=on), layout_of()) for on in (True, False))
+    assert products(cast) == products(apart)
+    small = [{k.dtype for k in s.kernels if k.name == "adapter.mm"} for s in (cast, apart)]
+    assert small == [{"bfloat16"}, {"float32"}]
+    names = Counter(k.name for k in apart.kernels if k.stage is Stage.FORWARD)
+    assert (names["adapter.widen"], names["adapter.narrow"], names["adapter.cast_a"]) == (1, 1, 0)
+    last = [k for k in apart.kernels if k.stage is Stage.FORWARD][-1]
+    assert (last.name, last.bytes_read, last.bytes_written) == ("adapter.narrow", 4 * TOKENS * OUT, 2 * TOKENS * OUT)
+    moved = [sum(k.bytes_read + k.bytes_written for k in s.kernels) for s in (cast, apart)]
+    assert moved[1] > moved[0]
+
+
 @pytest.mark.parametrize(("quantizer", "kernels", "bits"), [("gptq", 9, 4.16), ("nf4", 1, 4.13)])
 def test_weights_of_four_bits(quantizer: str, kernels: int, bits: float) -> None:
     whole = block()

@@ -47,6 +47,7 @@ def test_autocast_makes_copies_of_weights_and_of_their_gradients() -> None:
         ("mb1,gb4", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"}, 6),
         ("mb1,gb4", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "float32"}, 10),
         ("mb1,gb4", {"fusion": "fused"}, 0),
+        ("mb1,gb4", {"fusion": "fused", "unfused": ("gradients",)}, 12),
         ("dp2,zero1,mb1,gb4", {}, 12),
         ("dp2,zero2,mb1,gb4", {}, 0),
         ("dp2,zero3,mb1,gb4", {}, 0),

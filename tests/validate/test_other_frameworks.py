@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tools.validate.requests import request_of
 from tools.validate.rows import read_rows
+from tools.validate.words import machine_of
 
 from lading.errors import ConfigError
 from lading.ir.request import StepRequest
@@ -105,6 +106,16 @@ def test_layouts_in_other_words(
         ("FSDP2", "", {}, {"foreach": True}),
         ("FSDP2", "AdamW(fused=True)", {}, {"foreach": False}),
         ("FSDP2", "torch.compile", {}, {"foreach": False}),
+        ("FSDP2", "", {"optimizer": "AdamW, fused=True"}, {"foreach": False, "host_update": "fused"}),
+        ("FSDP2", "", {"optimizer": "AdamW, fused=False"}, {"foreach": True, "host_update": "loop"}),
+        ("FSDP2", "CPUOffloadOptimizer of torchao", {}, {"host_update": "fused"}),
+        ("transformers", "", {}, {"host_update": "loop"}),
+        ("transformers, DeepSpeed", "ZeRO-Offload", {}, {"host_update": "cpu-adam"}),
+        ("Megatron-LM", "--no-rope-fusion, --no-bias-swiglu-fusion", {"tp": 2}, {"unfused": ("rope", "swiglu")}),
+        ("Megatron-LM", "no gradient accumulation fusion", {"tp": 2}, {"unfused": ("gradients",)}),
+        ("Megatron-LM", "1F1B overlap of experts' all-to-all", {"tp": 2}, {"hidden": {"tp": 0.6, "ep": 0.9}}),
+        ("PEFT", "no autocast", {"task": "LoRA r8"}, {"adapter_dtype": "float32", "adapter_autocast": False}),
+        ("PEFT", "", {"task": "LoRA r8", "precision": "bf16 mixed"}, {"adapter_autocast": True}),
         (
             "transformers, DDP",
             "",
@@ -209,6 +220,7 @@ def test_what_a_row_does_not_say_widens_the_interval(tmp_path: Path) -> None:
         ("tensor parallel with mode='isp'", "InternEvo"),
         ("stages of [5,9,9,9] layers", "unlike numbers"),
         ("intra-layer micro-batch overlap", "beside each other"),
+        ("images decoded and augmented by the host", "while training"),
     ],
 )
 def test_what_is_not_priced_is_told_and_widens(tmp_path: Path, notes: str, said: str) -> None:
@@ -244,3 +256,40 @@ def test_runs_that_were_predicted_before_anything_was_changed_for_them_are_read_
     assert len(unread) == 1, unread
     recomputed = {name for name, request in requests.items() if request.layout.recompute == "full"}
     assert {"llamafactory-fa2-1024", "llamafactory-unsloth-100000", "pax-126M", "pax-175B-te"} <= recomputed
+
+
+def test_runs_on_boards_of_ones_own_are_read_but_for_what_is_not_priced() -> None:
+    rows, notes = read_rows([Path(__file__).parents[2] / "benchmarks" / "validation" / "blind_frameworks_3.jsonl"])
+    requests = {row.id: request_of(row) for row in rows}
+    assert (len(rows), notes) == (80, [])
+    assert all(row.step_s for row in rows)
+    unread = {word.split(":")[0] for request in requests.values() for word in request.unread}
+    assert unread == {"model.kind 'vit encoder'", "'images decoded and augmented'"}
+    assert requests["gpt2-file-l40-bs32"].machine == "l40"
+    assert requests["ult-h100-8b-full"].stack.attention == "masked"
+    assert requests["torchao-4070ts-vitg-ao"].stack.host_update == "fused"
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        ("NVIDIA L40", "l40"),
+        ("L40S-48G", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("A10G (g5.xlarge)", "a10g"),
+        ("A10", "a10"),
+        ("RTX PRO 6000 Blackwell", "rtxpro6000"),
+        ("GeForce RTX 3090 Ti", "rtx3090ti"),
+        ("RTX 4070 Ti SUPER", "rtx4070tisuper"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("RTX A5000", "rtxa5000"),
+    ],
+)
+def test_boards_by_their_names(words: str, machine: str) -> None:
+    assert machine_of(words)[0] == machine
+
+
+@pytest.mark.parametrize("words", ["RTX 4070 Ti", "RTX 3080 Ti", "L400", "RTX 3060 Ti"])
+def test_a_board_is_not_taken_for_another_whose_name_begins_alike(words: str) -> None:
+    with pytest.raises(ConfigError, match="expected a GPU of the catalog's machines"):
+        machine_of(words)

@@ -180,6 +180,10 @@ def unread_of_gpu(words: str, power_w: float) -> list[str]:
 
 #: Words of prose on what changes a step and is not priced, and what of it they mean.
 _NOT_PRICED = (
+    (
+        r"(?:images?|videos?|audio)[^;|.]{0,24}(?:decoded|augmented)|streamed from the (?:hub|internet|web)",
+        "data that the host makes or fetches while training",
+    ),
     (r"tp[-_]linear[-_]async[-_]communication[ =:]+true", "tensor-parallel transfers beside products"),
     (r"\beplb\b|redundant experts?", "experts that are held twice to even their load"),
     (r"(?:group|node|device)[- ]limited (?:routing|top)", "tokens that go to few nodes"),

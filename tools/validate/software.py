@@ -106,9 +106,10 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
             "moments_dtype": "bfloat16",
         },
     ),
-    # PEFT since 0.12 keeps adapters of models in 16 bits in fp32 (autocast_adapter_dtype), whose products autocast would cast.
+    # PEFT since 0.12 keeps adapters of models in 16 bits in fp32 (autocast_adapter_dtype); autocast would cast them.
     (
-        r"(?s)^(?=.*\bpeft\b).*(?:bf16-true|pure (?:bf16|bfloat16)|(?:\bno|without) (?:autocast|amp)\b|use_amp[ =:]*false)",
+        r"(?s)^(?=.*\bpeft\b).*(?:bf16-true|pure (?:bf16|bfloat16)|(?:\bno|without) (?:autocast|amp)\b|"
+        r"use_amp[ =:]*false)",
         {"adapter_dtype": "float32", "adapter_autocast": False},
     ),
     (r"cross-entropy fusion", {"fused_loss": True}),

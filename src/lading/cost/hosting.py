@@ -10,13 +10,15 @@ copy and update at once (``Machine.with_job``).
 Its bytes follow from what is kept: value and moments are read and written, a gradient is read, and where the value is
 a master of 16-bit parameters it is read again and their copy is written. Of AdamW all in fp32 these are 28 bytes, of a
 master with 16-bit parameters 34. The host's memory bounds it, and software reaches a share of that, by implementation
-unless ``Stack.host_optimizer`` says which: DeepSpeed's and Megatron-Core's offload, with its norms, scales and copies within
-the host, 0.145, the median of six published runs, which lie between 0.05 and 0.22 (benchmarks/calibrate/offload.py, which
-asks ``update_s``). torch's fused kernel alone reaches 0.7, as the published run with threads bound to their memory does;
-on two hosts measured it updates as fast as memory copies, or faster. torch's operations one after another, which is what its AdamW
-does of tensors on the host by itself (torch/optim/optimizer.py, ``_default_to_fused_or_foreach``), take 4.7 times as long as
-fused: 5.9 and 6.8 times on one and two threads of a Cascade Lake (20 million elements), 3.8 and 3.3 times of an EPYC,
-there 2.2 and 2.4 times in bfloat16 (40 million; benchmarks/calibrate/host_updates.py), lists of tensors ("foreach") 1.6 times as long again.
+unless ``Stack.host_optimizer`` says which. Offload by DeepSpeed and Megatron-Core, with its norms, scales and copies
+within the host, reaches 0.145: the median of six published runs, which lie between 0.05 and 0.22
+(benchmarks/calibrate/offload.py, which asks ``update_s``). torch's fused kernel alone reaches 0.7, as the published run
+with threads bound to their memory does; on two cores of an EPYC it moves 0.6 to 1.7 times what a copy does. torch's
+operations one after another, as its AdamW runs on tensors on the host by itself (torch/optim/optimizer.py,
+``_default_to_fused_or_foreach``), take 4.7 times as long as fused: 5.9 and 6.8 times on one and two threads of a
+Cascade Lake (20 million elements), 3.8 and 3.3 times of the EPYC, there 2.2 and 2.4 times in bfloat16 (40 million
+elements; benchmarks/calibrate/host_updates.py). Over lists of tensors ("foreach") they take 1.5 to 1.9 times as long
+again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: interval]
 Errors multiply, so the interval is formed in logarithms: from ``step_s / exp(h)`` to ``step_s * exp(h)``. Software of
 which nothing is known is slower than the defaults of its class more often than it is faster, as not all of it was
-tuned: there it is from ``step_s / exp(0.7 h)`` to ``step_s * exp(1.8 h)``. The square of h is a sum of what may be
+tuned: there it is from ``step_s / exp(0.5 h)`` to ``step_s * exp(2.1 h)``. The square of h is a sum of what may be
 wrong independently:
 
 - the software: fitted (steps of it on the architecture were seen), a named set of switches of which no step was seen
@@ -18,9 +18,9 @@ wrong independently:
 The constants are those that hold nine of ten steps of software that was left out of everything (``python -m
 tools.validate --left-out``): by maximum likelihood of Student's t on these errors, all of one source counted as one
 row, then times one factor, so that nine of ten lie in the interval. Updates on the host vary by 2.2, as published
-launches reach 5 to 22% of what the memory allows. How far intervals of software that is not known reach, and what few
-columns and a data sheet add, hold 85 to 95% of 184 published steps of 37 frameworks that the classes were not made from
-(``benchmarks/validation``, November 2026), each framework counted once.
+launches reach 5 to 22% of what the memory allows. How far intervals of software that is not known reach, its own part,
+and what few columns and a data sheet add, hold 85 to 95% of 264 published steps of 47 sources that the classes were not
+made from (``benchmarks/validation``, November 2026), each source counted once, and of frameworks left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from math import exp, log, sqrt
 from lading.ir.stack import FITTED, GUESSED, SWITCHES
 
 #: Half width, in logarithms, by how the software is known, and of a machine that only a data sheet tells of.
-_SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.1}
+_SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.13}
 _DATA_SHEET = 0.2
 #: Columns of a model up to which kernels of software that is not known are short, and what that adds.
 _FEW_COLUMNS, _SHORT_KERNELS = 1024, 0.165
@@ -50,7 +50,7 @@ _CAUSES = {
 _LEFT = {FITTED: 0.3, SWITCHES: 0.7, GUESSED: 1.0}
 #: How far an interval reaches below and above, in half widths, where these are not the same: as of published steps of
 #: software that was in no table, most took longer than predicted (``benchmarks/validation``, November 2026).
-_SIDES = {GUESSED: (0.7, 1.8)}
+_SIDES = {GUESSED: (0.5, 2.1)}
 #: Half width, in logarithms, of products beside each other of one software: what kernels of a running step are off by.
 _KERNELS = 0.115
 #: Word of a cause whose kernels are others than those of products in 16 bits.

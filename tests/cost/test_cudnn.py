@@ -79,8 +79,8 @@ def test_flex_attention_is_as_fast_as_published_beside_flash_attention_2(
 
 def test_a_mask_that_is_a_tensor_counts_on_boards_of_a_data_sheet() -> None:
     """The kernel computes what the mask leaves out too, and more slowly; as on boards whose kernels were fitted."""
-    one = Attention(1, 32, 32, 4096, 4096, 128, 128, causal=True)
-    kernel = Kernel("attention", OpKind.ATTENTION, dtype="bfloat16", detail=one)
+    one = Attention(1, 32, 32, 4096, 4096, 128, 128, causal=True, backward=False)
+    kernel = Kernel("attention", OpKind.ATTENTION, Stage.FORWARD, "", "bfloat16", 0, 0, (), (), one)
     device = load_machine("rtx4090").device
     plain, masked = (
         kernel_s(kernel, device, dataclasses.replace(stack_by_name("eager-torch"), attention=name))

@@ -11,7 +11,6 @@ from benchmarks.calibrate.offload import ROWS
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.hosting import copy_s, host_share, update_bytes, update_s
-from lading.ir.stack import Stack
 
 DEFAULT = stack_by_name("default")
 

@@ -111,9 +111,19 @@ def test_layouts_in_other_words(
         ("FSDP2", "CPUOffloadOptimizer of torchao", {}, {"host_update": "fused"}),
         ("transformers", "", {}, {"host_update": "loop"}),
         ("transformers, DeepSpeed", "ZeRO-Offload", {}, {"host_update": "cpu-adam"}),
-        ("Megatron-LM", "--no-rope-fusion, --no-bias-swiglu-fusion", {"tp": 2}, {"unfused": ("rope", "swiglu")}),
-        ("Megatron-LM", "no gradient accumulation fusion", {"tp": 2}, {"unfused": ("gradients",)}),
-        ("Megatron-LM", "1F1B overlap of experts' all-to-all", {"tp": 2}, {"hidden": {"tp": 0.6, "ep": 0.9}}),
+        (
+            "Megatron-LM",
+            "--no-rope-fusion, --no-bias-swiglu-fusion",
+            {"dp": 32, "tp": 2},
+            {"unfused": ("rope", "swiglu")},
+        ),
+        ("Megatron-LM", "no gradient accumulation fusion", {"dp": 32, "tp": 2}, {"unfused": ("gradients",)}),
+        (
+            "Megatron-LM",
+            "1F1B overlap of experts' all-to-all",
+            {"dp": 32, "tp": 2},
+            {"hidden": {"tp": 0.6, "cp": 0.9, "pp": 1.0, "ep": 0.9}},
+        ),
         ("PEFT", "no autocast", {"task": "LoRA r8"}, {"adapter_dtype": "float32", "adapter_autocast": False}),
         ("PEFT", "", {"task": "LoRA r8", "precision": "bf16 mixed"}, {"adapter_autocast": True}),
         (

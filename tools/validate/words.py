@@ -93,7 +93,7 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
             raise ConfigError(f"expected a GPU whose machine is in the catalog, got {gpu!r}: it has no {name!r} yet")
         return name, [assumed] if assumed else []
     plain = re.sub(r"[^a-z0-9]", "", words)
-    named = [name for name in machine_names() if re.search(re.sub(r"[^a-z0-9]", "", name) + r"(?![0-9])", plain)]
+    named = [name for name in machine_names() if re.search(re.sub(r"[^a-z0-9]", "", name) + r"(?!\d|ti|super)", plain)]
     if named:
         return max(named, key=len), []
     raise ConfigError(f"expected a GPU of the catalog's machines ({', '.join(machine_names())}), got {gpu!r}")

@@ -5,7 +5,7 @@
 Frozen weights have no gradients, so the products that make them are not run, and what only they read is not kept. Every
 product of a block with one weight gets an adapter of its own (experts do not): forward two small products, in backward
 four. Dropout, the scale and the sum are kernels of their own, as PEFT and Megatron-Bridge run them. PEFT below 0.6
-keeps A and B in fp32, and casts what enters to fp32 and, under autocast, back; so do releases since 0.12 where the model
+keeps A and B in fp32, and casts what enters to fp32 and, under autocast, back; so do those from 0.12 on where a model
 is in 16 bits (``autocast_adapter_dtype``). Without autocast the small products, the scale and the sum are fp32 too.
 
 With weights of 4 bits each product makes its 16-bit weight anew. AutoGPTQ does it in five kernels of PyTorch and

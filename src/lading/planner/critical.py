@@ -104,7 +104,7 @@ def relieved(found: Found, bound_s: float) -> Found:
             if key in tried:
                 continue
             tried.add(key)
-            left -= 1
+            left -= 1 + found.retimed
             program = step.lower(choices, found.retimed, found.pace).program
             made = None if program is None else Found(choices, program, step, found.retimed, pace=found.pace)
             if made is not None and made.step_s < (1 - _LEAST_GAIN) * found.step_s:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -132,13 +132,16 @@ class FlowProgram:
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
         self.window = cut_windows(problem, windows)
+        self.begins: list[int] = np.searchsorted(self.window, np.arange(windows + 1)).tolist()  # ends with num_ops
         self.classes = self._classes()
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
         self.flows: list[dict[Option, GapColumns]] = []  # by class
         self.again: list[int | None] = []
-        self.positions: set[int] = set()  # of the memory rows
+        self.memory: dict[int, tuple[int, float]] = {}  # by position: its memory row, and its bytes if all is kept
+        self.num_rows = 0  # that the model has
+        self.iterations = 0  # of the simplex method so far
         self.model: Any = None
         self._add_gaps()
         self.add_times()
@@ -312,8 +315,10 @@ class FlowProgram:
         values: np.ndarray | None = None
         for _ in range(_ROUNDS):
             _hand_over(self.model, self.rows)
+            self.num_rows += len(self.rows)
             self.rows.clear()
             self.model.run()
+            self.iterations += self.model.getInfo().simplex_iteration_count
             if self.model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
             values = np.array(self.model.getSolution().col_value)
@@ -351,17 +356,13 @@ class FlowProgram:
     def cut(self) -> FlowPieces:
         """Cut the positions inside all gaps by window."""
         stretches = [each for number in range(len(self.classes)) for each in self.stretches(number)]
-        terms = [
-            (row, column, factor)
-            for row, (*_, columns, factors) in enumerate(stretches)
-            for column, factor in zip(columns, factors, strict=True)
-        ]
         first, last, size = np.array([each[:3] for each in stretches], dtype=np.int64).reshape(-1, 3).T
-        row, column, factor = zip(*terms, strict=True) if terms else ((), (), ())
-        rows = np.array(row, dtype=np.int64)
-        starts = np.searchsorted(rows, np.arange(len(stretches) + 1))
-        columns = np.array(column, dtype=np.int64)
-        return FlowPieces(first, last, size.astype(np.float64), rows, columns, np.array(factor), starts)
+        counts = np.fromiter((len(each[3]) for each in stretches), dtype=np.int64, count=len(stretches))
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.repeat(np.arange(len(stretches)), counts)
+        column = np.fromiter(chain.from_iterable(each[3] for each in stretches), dtype=np.int64, count=int(starts[-1]))
+        factor = np.fromiter(chain.from_iterable(each[4] for each in stretches), dtype=np.float64, count=len(column))
+        return FlowPieces(first, last, size.astype(np.float64), rows, column, factor, starts)
 
     def stretches(self, number: int) -> Iterator[Stretch]:
         """Yield ranges of positions inside the gaps of a class, with its bytes and columns and factors of less."""
@@ -384,8 +385,8 @@ class FlowProgram:
 
     def positions_of(self, window: int) -> tuple[int, int] | None:
         """First and last position of a window, which counts on over the boundary; None where it has none."""
-        first, end = np.searchsorted(self.window, [window % self.windows, window % self.windows + 1])
-        return (int(first), int(end) - 1) if first < end else None
+        first, end = self.begins[window % self.windows : window % self.windows + 2]
+        return (first, end - 1) if first < end else None
 
     def terms_at(self, number: int, window: int) -> tuple[list[int], list[float]]:
         """Columns and factors by which its moves make a class's share smaller in a window of its gaps."""
@@ -411,7 +412,7 @@ class FlowProgram:
         for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
             if len(chunk) and excess[chunk].max() > 0:
                 position = int(chunk[excess[chunk].argmax()])
-                if position not in self.positions:
+                if position not in self.memory:
                     positions.append(position)
         return positions
 
@@ -426,8 +427,8 @@ class FlowProgram:
             )
             values = np.repeat(pieces.size[here], counts) * pieces.factor[at] / 1e6
             columns, place = np.unique(pieces.column[at], return_inverse=True)  # before and after the boundary
-            self.positions.add(t)
             covered = float(pieces.size[here].sum())
+            self.memory[t] = self.num_rows + len(self.rows), covered
             room = (float(self.room[t]) - covered) / 1e6
             self.add_row(-np.inf, room, columns.tolist(), np.bincount(place, weights=values).tolist())
 

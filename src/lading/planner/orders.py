@@ -297,6 +297,8 @@ _HOSTED_OPS = 12_000
 _SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Most forms whose paced flows are planned, of those that take this share longer than the least.
 _PACED_FORMS, _PACED_REACH = 2, 0.01
+#: A form whose first plan takes so many times the fastest form's has no room for what its flow says.
+_BEHIND = 1.5
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less; but for
 #: steps so small that single choices are changed.
 _OVERTAKEN = 0.1
@@ -411,7 +413,7 @@ def best_of_forms(
     Raises:
         PlanInfeasible: no form has a plan.
     """
-    flowing = paced_forms(forms)
+    flowing = paced_forms(forms, first_s)
     least_s = min((ordered.found.step_s for ordered in flowing.values()), default=float("inf"))
     searched = list[Ordered]()
     if tries(len(forms[0].graph.ops)) or min(first_s) <= (1 + _OVERTAKEN) * least_s:
@@ -450,10 +452,15 @@ def searched_forms(
     return made
 
 
-def paced_forms(forms: Sequence[StepProblem]) -> dict[int, Ordered]:
-    """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number."""
+def paced_forms(forms: Sequence[StepProblem], first_s: Sequence[float]) -> dict[int, Ordered]:
+    """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number.
+
+    Args:
+        first_s: Seconds of the first plan of each: those far behind the fastest are left out.
+    """
     steps = [deferred_step(form, form.deferrals) for form in forms]
-    flows = [first_flow(step) if is_paced(step) else None for step in steps]
+    near = [is_paced(step) and s <= _BEHIND * min(first_s) for step, s in zip(steps, first_s, strict=True)]
+    flows = [first_flow(step) if n and not step.is_hopeless else None for step, n in zip(steps, near, strict=True)]
     flows_s = [float("inf") if flow is None else flow[1].seconds for flow in flows]
     made: dict[int, Ordered] = {}
     for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:

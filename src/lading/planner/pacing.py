@@ -24,7 +24,7 @@ its operations: the lowering plans transfers for a step that runs so (``planner.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,6 +53,8 @@ _SETTLED = 6
 #: Windows before a use in which what it needs may be read.
 _MOST_READS = 8
 _TINY = 1e-12
+#: Part of a window: first and last position, and shares of the window that have passed when these begin and end.
+_Part = tuple[int, int, float, float]
 #: So near to a number of whole storages a class is not split.
 _SPLIT = 1e-3
 
@@ -91,6 +93,9 @@ class PacedFlow(FlowProgram):
         self.most_fluid = near * part_s if parts > 1 else 0.0
         self.begun_s = np.concatenate([[0.0], np.cumsum(problem.op_seconds)])
         self.wanted = _wanted(problem)
+        self.whole_room = budget_bytes - problem.base
+        self.settled: list[int] = []  # columns that are fixed
+        self._parts_of: dict[tuple[int, bool], list[_Part]] = {}
         super().__init__(problem, budget_bytes, windows)
         self._add_chains()
         self._add_needs()
@@ -194,11 +199,16 @@ class PacedFlow(FlowProgram):
         """Seconds of the step before anything is settled; infinite where the flow does not fit."""
         return float("inf") if self.first is None else float(self.first[: self.windows].sum())
 
-    def solved(self) -> PacedResidency | None:
-        """Solve and settle; None where the flow does not fit."""
-        if self.first is None:
+    def solved(self, extra: np.ndarray | None = None) -> PacedResidency | None:
+        """Solve and settle; None where the flow does not fit.
+
+        Args:
+            extra: [position]: bytes to reserve, from the solution before on; None solves what ``first`` is of.
+        """
+        first = self.first if extra is None else self._reserving(extra)
+        if first is None:
             return None
-        values = self._settle(self.first)
+        values = self._settle(first)
         computing_s = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         for again, each in zip(self.again, self.classes, strict=True):
             if again is not None:
@@ -206,6 +216,16 @@ class PacedFlow(FlowProgram):
         seconds = np.maximum(values[: self.windows], computing_s)
         pace = np.where(computing_s > 0, seconds / np.where(computing_s > 0, computing_s, 1.0), 1.0)
         return PacedResidency(self.relaxed(values), tuple(pace[self.window].tolist()), self._folding())
+
+    def _reserving(self, extra: np.ndarray) -> np.ndarray | None:
+        """Solve with nothing settled and bytes reserved; values of all columns, or None."""
+        self.room = self.whole_room - extra
+        for column in self.settled:
+            self.model.changeColBounds(column, 0.0, self.upper[column])
+        self.settled.clear()
+        for position, (row, covered) in self.memory.items():
+            self.model.changeRowBounds(row, -np.inf, (float(self.room[position]) - covered) / 1e6)
+        return self.optimum()
 
     def _folding(self) -> Folding:
         class_of = np.zeros(len(self.problem.candidates), dtype=np.int64)
@@ -233,10 +253,11 @@ class PacedFlow(FlowProgram):
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
         held = {int(self.window[at]) for span in each.leader.held.get(Option.RECOMPUTE, ()) for at in span}
         candidates = [self.problem.candidates[index] for index in each.members]
+        whole = each.leader.size_bytes > self.most_fluid
         for window in range(first, last + 1):
             alike = window not in (first, last, *held)  # all members are there all the time
-            for begin, end in self._parts(window, whole=each.leader.size_bytes > self.most_fluid):
-                columns, factors = self._terms(number, window, (begin, end))
+            parts = self._parts(window, whole=whole)
+            for (begin, end, *_), (columns, factors) in zip(parts, self._terms(number, window, parts), strict=True):
                 shown = candidates[:1] if alike else candidates
                 for low, high, count, gone in counted(shown, begin, end, window >= self.windows):
                     size = each.size_bytes if alike else count * each.leader.size_bytes
@@ -245,40 +266,55 @@ class PacedFlow(FlowProgram):
                     else:
                         yield low, high, size, [again, *columns], [-gone / count, *factors]
 
-    def _parts(self, window: int, *, whole: bool) -> list[tuple[int, int]]:
-        """List first and last positions of the parts of a window, or of all of it."""
-        here = self.positions_of(window)
-        if here is None:
-            return []
-        first, last = here
-        inner = [] if whole else (np.flatnonzero(np.diff(self.part[first : last + 1])) + first + 1).tolist()
-        return [(begin, end - 1) for begin, end in pairwise([first, *inner, last + 1])]
+    def _parts(self, window: int, *, whole: bool) -> list[_Part]:
+        """List the parts of a window, or all of it as one."""
+        key = window % self.windows, whole
+        if key not in self._parts_of:
+            here = self.positions_of(window)
+            first, last = here or (0, -1)
+            inner = [] if whole else (np.flatnonzero(np.diff(self.part[first : last + 1])) + first + 1).tolist()
+            edges = [first, *inner, last + 1] if here else []
+            self._parts_of[key] = [
+                (low, end - 1, float(self.ended[low - 1]) if self._is_inside(low) else 0.0, float(self.ended[end - 1]))
+                for low, end in pairwise(edges)
+            ]
+        return self._parts_of[key]
 
-    def _terms(self, number: int, window: int, inside: tuple[int, int]) -> tuple[list[int], list[float]]:
-        """Columns and factors by which its moves make a class's share smaller at positions of one window.
-
-        Args:
-            inside: The first and the last of the positions.
-        """
-        columns: list[int] = []
-        factors: list[float] = []
-        members = [self.problem.candidates[index].gap for index in self.classes[number].members]
+    def _terms(self, number: int, window: int, parts: Sequence[_Part]) -> Iterator[tuple[list[int], list[float]]]:
+        """Yield columns and factors by which its moves make a class's share smaller, for each part of a window."""
         whole = self.classes[number].leader.size_bytes > self.most_fluid
-        begun = float(self.ended[inside[0] - 1]) if self._is_inside(inside[0]) else 0.0
+        columns: list[int] = []
+        moving: list[tuple[int, int, float, int, float]] = []
         for moves in self.flows[number].values():
             read, left = window - moves.first_read, max(0, window - moves.first)
-            gone, come = 0.0, 1.0
-            if not whole and left < len(moves.writes):
-                since = float(np.mean(self.ended[[gap.start for gap in members]])) if window == moves.first else 0.0
-                gone = max(0.0, begun - since) / max(1.0 - since, _TINY)
-            if not whole and 0 <= read < len(moves.reads):
-                ends = [float(self.ended[gap.end - 1]) if self._is_inside(gap.end) else 1.0 for gap in members]
-                until = float(np.mean(ends)) if read == len(moves.reads) - 1 else 1.0
-                come = min(1.0, float(self.ended[inside[1]]) / max(until, _TINY))
             columns += [moves.share, *moves.reads[: max(0, read + 1)], *moves.writes[left:]]
-            factors += [-1.0, *[1.0] * max(0, read), *[come] * (0 <= read < len(moves.reads))]
-            factors += [1.0 - gone] * (left < len(moves.writes)) + [1.0] * (len(moves.writes) - left - 1)
-        return columns, factors
+            coming, leaving = 0 <= read < len(moves.reads), len(moves.writes) - left
+            since, until = 1.0, 1.0
+            if not whole and leaving > 0:
+                since = self._begun(number) if window == moves.first else 0.0
+            if not whole and read == len(moves.reads) - 1:
+                until = self._done(number)
+            moving.append((max(0, read), int(coming), until, leaving, since))
+        for _, _, begun, ended in parts:
+            factors: list[float] = []
+            for come, coming, until, leaving, since in moving:
+                factors += [-1.0, *[1.0] * come]
+                if coming:
+                    factors.append(1.0 if whole else min(1.0, ended / max(until, _TINY)))
+                if leaving > 0:
+                    gone = 0.0 if whole else max(0.0, begun - since) / max(1.0 - since, _TINY)
+                    factors += [1.0 - gone, *[1.0] * (leaving - 1)]
+            yield columns, factors
+
+    def _begun(self, number: int) -> float:
+        """Share of their first window that has passed when the gaps of a class begin, in the mean."""
+        members = self.classes[number].members
+        return float(np.mean([self.ended[self.problem.candidates[index].gap.start] for index in members]))
+
+    def _done(self, number: int) -> float:
+        """Share of their last window that has passed when the gaps of a class end, in the mean."""
+        ends = [self.problem.candidates[index].gap.end for index in self.classes[number].members]
+        return float(np.mean([self.ended[end - 1] if self._is_inside(end) else 1.0 for end in ends]))
 
     def _is_inside(self, position: int) -> bool:
         """Whether a position is not the first of its window."""
@@ -322,6 +358,7 @@ class PacedFlow(FlowProgram):
             columns[Option.RECOMPUTE] = again
         for option, column in columns.items():
             self.model.changeColBounds(column, whole[option] / count, whole[option] / count)
+            self.settled.append(column)
 
 
 def _needed(problem: ResidencyProblem) -> Iterator[tuple[int, int, int]]:
@@ -392,9 +429,13 @@ _FINE = (Pace(0.95, 0.7, 64, 1, 0.0), Pace(0.95, 0.7, 128, 1, 0.0))
 #: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
 #: the first plan.
 _REPAIRS, _LOWERED = 4, 24_000
+#: Iterations of the simplex method for the flows of one step, once there is a plan.
+_ITERATIONS, _NO_LIMIT = 40_000, float("inf")
 #: How many times slower than its flow says the step of the fastest plan is taken to be in turn, and the most operations
 #: of a step for which that is tried.
 _OTHER_PACES, _REPACED_OPS = (1.2, 0.8), 2000
+#: Share by which a plan of a flow takes longer than it at least. Measured in the zoo: 3 to 10%.
+_LOST = 0.02
 #: Share by which a flow may take longer than the least before it, to be planned.
 _PACED_REACH = 0.03
 #: Share of the bound from which on a plan is worth paced flows.
@@ -409,7 +450,7 @@ def with_paced(found: Found, bound_s: float) -> Found:
     """
     if not is_paced(found.step) or found.step_s <= (1 + _FAR) * bound_s:
         return found
-    made = best_paced(found.step)
+    made = best_paced(found.step, below_s=found.step_s)
     return found if made is None or made.step_s >= found.step_s else made
 
 
@@ -418,13 +459,16 @@ def is_paced(step: StepProblem) -> bool:
     return len(step.graph.ops) > SMALL_OPS and step.lives.homes is None and bool(step.machine.tiers)
 
 
-def best_paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Found | None:
+def best_paced(
+    step: StepProblem, first: tuple[Pace, PacedFlow] | None = None, below_s: float = float("inf")
+) -> Found | None:
     """Make the fastest plan of paced flows, also with transfers scheduled for a faster or slower step.
 
     Args:
         first: First flow of the step where it is known.
+        below_s: Seconds that a plan has to be below to be of use.
     """
-    best = min(paced(step, first), key=lambda made: made.step_s, default=None)
+    best = min(paced(step, first, below_s), key=lambda made: made.step_s, default=None)
     if best is None or len(step.graph.ops) > _REPACED_OPS:
         return best
     step, again = best.step, [best]
@@ -436,28 +480,35 @@ def best_paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -
     return min(again, key=lambda made: made.step_s)
 
 
-def paced(step: StepProblem, first: tuple[Pace, PacedFlow] | None = None) -> Iterator[Found]:
+def paced(
+    step: StepProblem, first: tuple[Pace, PacedFlow] | None = None, below_s: float = float("inf")
+) -> Iterator[Found]:
     """Yield the plans of paced flows, each scheduled again by its simulated times.
 
-    A flow that takes longer than another by more than plans of flows differ is not planned.
+    A flow that takes longer than another by more than plans of flows differ is not planned. Once there is a plan, the
+    work on linear programs is limited.
 
     Args:
         first: First flow of the step where it is known.
+        below_s: Seconds that a plan has to be below to be of use.
     """
-    left, least_s = max(2, _LOWERED // len(step.graph.ops)), float("inf")
+    left, most_s = max(2, _LOWERED // len(step.graph.ops)), below_s / (1 + _LOST)
+    iterations, planned = 0, False
     first = first or first_flow(step)
     others = [pace for pace in (*(_FINE if first[0] in _FINE else ()), *_PACES[1:]) if pace != first[0]]
     for number, pace in enumerate((first[0], *others)):
-        if left <= 0:
+        if left <= 0 or (planned and iterations >= _ITERATIONS):
             return
         flow = _flow(step, pace) if number else first[1]
         flow_s = flow.seconds
-        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
+        if flow_s == float("inf") or flow_s > most_s:
             continue
-        least_s = min(least_s, flow_s)
-        found, tried = _plan(step, pace, flow)
+        most_s = min(most_s, (1 + _PACED_REACH) * flow_s)
+        found, tried = _plan(step, flow, _ITERATIONS - iterations if planned else _NO_LIMIT)
+        iterations += flow.iterations
         left -= tried
         if found is not None:
+            planned = True
             best = found.step.retimed(found, 2 * MOST_RETIMED)
             left -= best.retimed + 1
             yield best
@@ -473,20 +524,21 @@ def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
     return pace, flow
 
 
-def _flow(step: StepProblem, pace: Pace, extra: np.ndarray | int = 0) -> PacedFlow:
-    """Build the flow of a step with some bytes reserved at each position."""
+def _flow(step: StepProblem, pace: Pace) -> PacedFlow:
+    """Build the flow of a step."""
     tiers = tuple(slower(tier, pace.near if tier.host_computes else pace.far) for tier in step.machine.tiers)
     slow = dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=tiers))
     problem = residency_problem(slow, across=pace.across)
-    problem = dataclasses.replace(problem, folding=None, base=problem.base + extra)
+    problem = dataclasses.replace(problem, folding=None)
     return PacedFlow(problem, int(step.arena_bytes * (1 - pace.reserve)), pace.windows, pace.parts)
 
 
-def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None, int]:
+def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found | None, int]:
     """Settle a flow and lower it, with what was missing reserved next time.
 
     Args:
-        flow: Flow of that pace with nothing reserved.
+        flow: Flow with nothing reserved.
+        iterations: Iterations of the simplex method after which it is not solved again.
 
     Returns:
         The plan, None where there is none, and how often it lowered.
@@ -494,7 +546,9 @@ def _plan(step: StepProblem, pace: Pace, flow: PacedFlow) -> tuple[Found | None,
     least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     tried, fitting = 0, list[Found]()
     for attempt in range(_REPAIRS):
-        solved = (_flow(step, pace, extra) if attempt else flow).solved()
+        if attempt and flow.iterations >= iterations:
+            break
+        solved = flow.solved(extra if attempt else None)
         if solved is None:  # more was missing than there is
             extra = (least + extra) // 2
             continue

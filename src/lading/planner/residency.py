@@ -126,6 +126,8 @@ _REPAIRS = 6
 _LOWERED, _FEWEST_TRIES = 15_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
+#: Plans in a row that gain less than this share end the search of a step that is too large to change single choices.
+_PATIENCE, _LEAST_GAIN = 3, 2e-3
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
 #: Times that the best plan's transfers are scheduled again, where more than this share of the step is spent waiting.
@@ -355,6 +357,19 @@ class ResidencySearch:
         if found is not None and found.step_s < self.best_s():
             self.best = found
 
+    def searched(self, bound_s: float, tell: Tell, patience: float) -> Found | None:
+        """Look at candidates until one is good enough, or so many in a row gained little; returns the fastest plan."""
+        idle = 0
+        while self.best is None or not (good_enough(self.best, bound_s) or idle >= patience):
+            best = "none fits yet" if self.best is None else f"the fastest takes {format_seconds(self.best.step_s)}"
+            done = min(self.looked_at, self.num_candidates)
+            tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
+            before_s = self.best_s()
+            if not self.advance():
+                break
+            idle = 0 if self.best_s() < (1 - _LEAST_GAIN) * before_s else idle + 1
+        return self.best
+
     def finish(self, bound_s: float, tell: Tell = lambda share, doing: None) -> Found:
         """Search on until a plan is good enough or none is left; returns the fastest.
 
@@ -366,19 +381,13 @@ class ResidencySearch:
             PlanInfeasible: not even moving or recomputing everything fits.
             ConfigError: what fits the device does not fit a lower tier's budget.
         """
-        while self.best is None or not good_enough(self.best, bound_s):
-            best = "none fits yet" if self.best is None else f"the fastest takes {format_seconds(self.best.step_s)}"
-            done = min(self.looked_at, self.num_candidates)
-            tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
-            if not self.advance():
-                break
+        small = tries(len(self.step.graph.ops)) > 0
+        self.searched(bound_s, tell, float("inf") if small else _PATIENCE)
         if self.best is None and not (self.step.sparing or self.step.is_hopeless):
             tell(self.num_candidates / (self.num_candidates + 1), "plans with less room for transfers, as none fits")
             again = ResidencySearch(dataclasses.replace(self.step, sparing=True), ())
-            small = tries(len(self.step.graph.ops)) > 0  # then single choices are changed from the first on
-            while (again.best is None or not (small or good_enough(again.best, bound_s))) and again.advance():
-                pass
-            self.best = again.best
+            # a small step has single choices changed from the first plan on
+            self.best = again.searched(bound_s, tell, 0 if small else _PATIENCE)
         if self.best is None:
             self.best = _smallest(self.step)
         return self.best

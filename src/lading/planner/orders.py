@@ -418,12 +418,17 @@ def best_of_forms(
     searched = list[Ordered]()
     if tries(len(forms[0].graph.ops)) or min(first_s) <= (1 + _OVERTAKEN) * least_s:
         both_s = [min(s, flowing[at].found.step_s) if at in flowing else s for at, s in enumerate(first_s)]
-        searched = searched_forms(forms, both_s, fitting, progress)
+        most = 1 if least_s < min(first_s) else _SEARCHED
+        searched = searched_forms(forms, both_s, fitting, progress, most)
     return of_all_forms([*searched, *flowing.values()], forms, fitting)
 
 
 def searched_forms(
-    forms: Sequence[StepProblem], first_s: Sequence[float], fitting: Mapping[str, Found], progress: PlanProgress
+    forms: Sequence[StepProblem],
+    first_s: Sequence[float],
+    fitting: Mapping[str, Found],
+    progress: PlanProgress,
+    most: int = _SEARCHED,
 ) -> list[Ordered]:
     """Search the form whose first plan is the fastest, and others whose first plans are within reach of it.
 
@@ -432,11 +437,12 @@ def searched_forms(
         first_s: Seconds of the first plan of each; infinite where it does not fit.
         fitting: Plans of the step itself that are candidates too.
         progress: Is told what is being done.
+        most: Most forms that are searched: one where paced flows are ahead of all first plans.
 
     Raises:
         PlanInfeasible: no form has a plan; says it of the form that needs least.
     """
-    most = max(1, min(_SEARCHED, _SEARCHED_OPS // len(forms[0].graph.ops)))
+    most = max(1, min(most, _SEARCHED_OPS // len(forms[0].graph.ops)))
     made: list[Ordered] = []
     failure: PlanInfeasible | None = None
     for form_s, at in sorted(zip(first_s, range(len(forms)), strict=True)):
@@ -540,7 +546,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         if good_enough(search.best or hosted, bound_s) or not search.advance():
             break
     assert search.best is not None, "the plan it started with"
-    best = dataclasses.replace(with_paced(search.best, bound_s), device_s=hosted.device_s)
+    best = dataclasses.replace(with_paced(search.best, bound_s, 1), device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))
 
 

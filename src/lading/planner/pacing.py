@@ -442,15 +442,16 @@ _PACED_REACH = 0.03
 _FAR = 0.03
 
 
-def with_paced(found: Found, bound_s: float) -> Found:
+def with_paced(found: Found, bound_s: float, most: int = len(_PACES)) -> Found:
     """Try paced flows where a plan is far from its bound; returns the fastest plan.
 
     Args:
         bound_s: Seconds that no plan is below: near it there is little to gain.
+        most: Most flows that are tried.
     """
     if not is_paced(found.step) or found.step_s <= (1 + _FAR) * bound_s:
         return found
-    made = best_paced(found.step, below_s=found.step_s)
+    made = best_paced(found.step, below_s=found.step_s, most=most)
     return found if made is None or made.step_s >= found.step_s else made
 
 
@@ -460,15 +461,19 @@ def is_paced(step: StepProblem) -> bool:
 
 
 def best_paced(
-    step: StepProblem, first: tuple[Pace, PacedFlow] | None = None, below_s: float = float("inf")
+    step: StepProblem,
+    first: tuple[Pace, PacedFlow] | None = None,
+    below_s: float = float("inf"),
+    most: int = len(_PACES),
 ) -> Found | None:
     """Make the fastest plan of paced flows, also with transfers scheduled for a faster or slower step.
 
     Args:
         first: First flow of the step where it is known.
         below_s: Seconds that a plan has to be below to be of use.
+        most: Most flows that are tried.
     """
-    best = min(paced(step, first, below_s), key=lambda made: made.step_s, default=None)
+    best = min(paced(step, first, below_s, most), key=lambda made: made.step_s, default=None)
     if best is None or len(step.graph.ops) > _REPACED_OPS:
         return best
     step, again = best.step, [best]
@@ -481,7 +486,10 @@ def best_paced(
 
 
 def paced(
-    step: StepProblem, first: tuple[Pace, PacedFlow] | None = None, below_s: float = float("inf")
+    step: StepProblem,
+    first: tuple[Pace, PacedFlow] | None = None,
+    below_s: float = float("inf"),
+    most: int = len(_PACES),
 ) -> Iterator[Found]:
     """Yield the plans of paced flows, each scheduled again by its simulated times.
 
@@ -491,12 +499,13 @@ def paced(
     Args:
         first: First flow of the step where it is known.
         below_s: Seconds that a plan has to be below to be of use.
+        most: Most flows that are tried.
     """
     left, most_s = max(2, _LOWERED // len(step.graph.ops)), below_s / (1 + _LOST)
     iterations, planned = 0, False
     first = first or first_flow(step)
     others = [pace for pace in (*(_FINE if first[0] in _FINE else ()), *_PACES[1:]) if pace != first[0]]
-    for number, pace in enumerate((first[0], *others)):
+    for number, pace in enumerate((first[0], *others)[:most]):
         if left <= 0 or (planned and iterations >= _ITERATIONS):
             return
         flow = _flow(step, pace) if number else first[1]

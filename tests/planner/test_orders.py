@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from tests.planner.steps import captured
 
 from lading.errors import PlanInfeasible
 from lading.ir.reporting import SILENT
-from lading.planner import orders
+from lading.planner import orders, residency
 from lading.planner.orders import Ordered, sharpened
-from lading.planner.residency import Found, StepProblem
+from lading.planner.residency import Found, ResidencySearch, StepProblem
 
 
 def step_with_bound(seconds: float) -> StepProblem:
@@ -98,3 +99,26 @@ def test_a_form_without_a_plan_does_not_end_the_search(monkeypatch: pytest.Monke
     monkeypatch.setattr(orders, "best_order", lambda *_: best_order(forms[0], (), None))
     with pytest.raises(PlanInfeasible):
         orders.searched_forms(forms, [float("inf"), float("inf")], {}, SILENT)
+
+
+def test_a_search_ends_when_plans_in_a_row_gain_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_with_bound(1.0)
+    plans = [found_in(step, seconds) for seconds in (3.0, 2.9, 2.899, 2.898, 2.897, 2.0)]
+    monkeypatch.setattr(residency, "_candidates", lambda _: iter(plans))
+    patient, short = ResidencySearch(step, ()), ResidencySearch(step, ())
+    assert short.searched(1.0, lambda share, doing: None, 3) is plans[4]
+    assert patient.searched(1.0, lambda share, doing: None, float("inf")) is plans[5]
+
+
+def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, asked = [step_with_bound(1.0) for _ in range(3)], list[int]()
+
+    def first_flow(step: StepProblem) -> tuple[None, SimpleNamespace]:
+        asked.append(id(step))
+        return None, SimpleNamespace(seconds=2.0)
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "first_flow", first_flow)
+    monkeypatch.setattr(orders, "best_paced", lambda step, flow: found_in(step, 3.0))
+    assert list(orders.paced_forms(forms, [2.0, 3.1, 2.9])) == [0, 2]
+    assert asked == [id(forms[0]), id(forms[2])]

@@ -185,3 +185,17 @@ def test_both_states_of_a_parameter_are_of_one_class_and_rounded_one_by_one() ->
     for number, each in enumerate(flow_of.classes):
         assert len({problem.candidates[i].size_bytes for i in each.members}) == 1
         assert sorted(solved.folding.seat[list(each.members)].tolist()) == list(range(counts[number]))
+
+
+def test_a_flow_that_reserves_bytes_is_the_flow_of_less_memory() -> None:
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    size, less = step.arena_bytes, step.arena_bytes // 20
+    once, fresh = PacedFlow(problem, size, 16), PacedFlow(problem, size - less, 16)
+    assert once.solved() is not None  # with columns settled, which have to be free again
+    again = once.reserving(np.full(problem.num_ops, less))
+    assert again is not None
+    assert fresh.first is not None
+    assert once.first is not None
+    assert np.dot(once.costs, again) == pytest.approx(np.dot(fresh.costs, fresh.first), rel=1e-6)
+    assert np.dot(once.costs, again) > np.dot(once.costs, once.first) * (1 + 1e-6)

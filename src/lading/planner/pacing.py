@@ -205,7 +205,7 @@ class PacedFlow(FlowProgram):
         Args:
             extra: [position]: bytes to reserve, from the solution before on; None solves what ``first`` is of.
         """
-        first = self.first if extra is None else self._reserving(extra)
+        first = self.first if extra is None else self.reserving(extra)
         if first is None:
             return None
         values = self._settle(first)
@@ -217,7 +217,7 @@ class PacedFlow(FlowProgram):
         pace = np.where(computing_s > 0, seconds / np.where(computing_s > 0, computing_s, 1.0), 1.0)
         return PacedResidency(self.relaxed(values), tuple(pace[self.window].tolist()), self._folding())
 
-    def _reserving(self, extra: np.ndarray) -> np.ndarray | None:
+    def reserving(self, extra: np.ndarray) -> np.ndarray | None:
         """Solve with nothing settled and bytes reserved; values of all columns, or None."""
         self.room = self.whole_room - extra
         for column in self.settled:

@@ -434,8 +434,6 @@ _ITERATIONS, _NO_LIMIT = 40_000, float("inf")
 #: How many times slower than its flow says the step of the fastest plan is taken to be in turn, and the most operations
 #: of a step for which that is tried.
 _OTHER_PACES, _REPACED_OPS = (1.2, 0.8), 2000
-#: Share by which a plan of a flow takes longer than it at least. Measured in the zoo: 3 to 10%.
-_LOST = 0.02
 #: Share by which a flow may take longer than the least before it, to be planned.
 _PACED_REACH = 0.03
 #: Share of the bound from which on a plan is worth paced flows.
@@ -501,7 +499,7 @@ def paced(
         below_s: Seconds that a plan has to be below to be of use.
         most: Most flows that are tried.
     """
-    left, most_s = max(2, _LOWERED // len(step.graph.ops)), below_s / (1 + _LOST)
+    left, most_s = max(2, _LOWERED // len(step.graph.ops)), below_s
     iterations, planned = 0, False
     first = first or first_flow(step)
     others = [pace for pace in (*(_FINE if first[0] in _FINE else ()), *_PACES[1:]) if pace != first[0]]

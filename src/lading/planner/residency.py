@@ -126,7 +126,8 @@ _REPAIRS = 6
 _LOWERED, _FEWEST_TRIES = 15_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
-#: Plans in a row that gain less than this share end the search of a step that is too large to change single choices.
+#: Plans in a row that gain less than this share end the search of a step that is too large to change single choices,
+#: but not where transfers have to be given less room.
 _PATIENCE, _LEAST_GAIN = 3, 2e-3
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
@@ -386,8 +387,8 @@ class ResidencySearch:
         if self.best is None and not (self.step.sparing or self.step.is_hopeless):
             tell(self.num_candidates / (self.num_candidates + 1), "plans with less room for transfers, as none fits")
             again = ResidencySearch(dataclasses.replace(self.step, sparing=True), ())
-            # a small step has single choices changed from the first plan on
-            self.best = again.searched(bound_s, tell, 0 if small else _PATIENCE)
+            # a small step has single choices changed from the first plan on; of a large one all are looked at
+            self.best = again.searched(bound_s, tell, 0 if small else float("inf"))
         if self.best is None:
             self.best = _smallest(self.step)
         return self.best

@@ -8,7 +8,7 @@ from tests.planner.steps import captured, tiny, within
 from lading.ir.plan import Option
 from lading.memory.verify import verify
 from lading.planner.orders import best_order, deferred_step, evicting
-from lading.planner.residency import Relaxations, ResidencySearch
+from lading.planner.residency import Relaxations, ResidencySearch, residency_problem, smallest_bytes
 from lading.planner.streaming import moving
 
 
@@ -47,3 +47,21 @@ def test_moving_whatever_waits_is_left_out_where_reading_alone_takes_too_long() 
     (slowest, *_) = sorted(moving(step), key=lambda found: -found.step_s)
     assert not list(moving(step, lambda: 1e-9))
     assert list(moving(step, lambda: 2 * slowest.step_s))
+
+
+def test_small_storages_may_move_where_what_is_alive_anyway_leaves_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lading.planner.residency._SMALLEST_SHARE", 0.04)
+    step = captured("gpt", num_layers=1)
+    most = step.needs({})
+    for size in range(most, 0, -most // 200):
+        tight = within(step, size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lading.planner.residency._LITTLE_ROOM", -1.0)
+            usual = residency_problem(tight)
+        if usual.base.max() > 0.98 * tight.arena_bytes:
+            break
+    smallest = smallest_bytes(tight.arena_bytes)
+    assert min(candidate.size_bytes for candidate in usual.candidates) >= smallest
+    assert min(candidate.size_bytes for candidate in residency_problem(tight).candidates) < smallest
+    roomy = within(step, most)
+    assert min(c.size_bytes for c in residency_problem(roomy).candidates) >= smallest_bytes(roomy.arena_bytes)

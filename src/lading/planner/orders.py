@@ -53,8 +53,8 @@ from lading.planner.residency import (
     lower_bound_s,
     polished,
     smallest_budget_bytes,
-    tries,
 )
+from lading.planner.single_changes import tries
 from lading.planner.streaming import moving, persistent_away
 
 Choices = dict[tuple[int, int], Option]

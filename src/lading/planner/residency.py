@@ -10,12 +10,6 @@ A transfer waits for those before it on its stream, and a storage keeps its plac
 both directions of a tier are busy all the time, each delay adds to the next. What a plan can rely on lies between two
 beliefs: that a tier reaches all of its rates, or only a part of them. Which is nearer depends on the step, so several
 are tried and simulated (``aims``).
-
-[Note: local search]
-Rounding and the room left to transfers make a relaxation's plan a little slower than it has to be. ``improve`` changes
-one choice of the plan at a time, or two, while lowering and simulating says that this makes the step shorter. The work
-is limited, so that it matters on small steps and costs little on large ones; on chains that can be enumerated it brings
-the plan to within a few percent of the best (tests/planner/test_enumerate.py).
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -43,6 +37,7 @@ from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
+from lading.planner.single_changes import improve, tries
 from lading.sim.device_step import simulate, step_times
 from lading.units import format_bytes, format_seconds
 
@@ -135,8 +130,9 @@ GOOD_ENOUGH = 0.005
 MOST_RETIMED, _WAITING = 3, 0.01
 #: Operations scheduled again for one plan: that is done once at least.
 _RETIMED_OPS = 15_000
-#: Gaps of storages smaller than this share of the arena are always kept.
-_SMALLEST_SHARE = 1 / 4000
+#: Gaps of storages smaller than this share of the arena are always kept, unless what is alive anyway leaves less than
+#: that share of it.
+_SMALLEST_SHARE, _LITTLE_ROOM = 1 / 4000, 0.02
 
 
 @dataclass(frozen=True)
@@ -469,6 +465,8 @@ def residency_problem(
     """Collect the choices of a step within its budgets, small storages left out; the options are those of ``build``."""
     least, (graph, costs) = smallest_bytes(step.arena_bytes), (step.graph, step.costs)
     problem = build(graph, step.lives, step.machine, costs, least, every=every, moving=moving, across=across)
+    if problem.base.max(initial=0) > (1 - _LITTLE_ROOM) * step.arena_bytes:  # then small storages are much of the rest
+        problem = build(graph, step.lives, step.machine, costs, PAGE_BYTES, every=every, moving=moving, across=across)
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
     taken = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.host_storages)
     capacity = {t: size - (taken if t == step.machine.host_tier else 0) for t, size in step.budgets.items()}
@@ -743,68 +741,3 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered | Lowering) ->
 
 #: A share that is none.
 _NONE = 1e-9
-
-
-Choices = dict[tuple[int, int], Option]
-#: Choices tried times operations of the step.
-_WORK = 10_000
-#: Where fewer tries than this are left by that, none is made.
-_FEWEST = 20
-
-
-def tries(num_ops: int) -> int:
-    """Number of choices that may be tried in a step of so many operations; 0 where they would be too few to matter."""
-    allowed = _WORK // num_ops
-    return allowed if allowed >= _FEWEST else 0
-
-
-def improve(
-    choices: Choices, step_s: float, problem: ResidencyProblem, seconds_of: Callable[[Choices], float | None]
-) -> Choices:
-    """Improve choices by changing single ones, largest storage first, while the step gets shorter.
-
-    Where none is left that helps, two are changed at once, if there are few enough pairs to try them all: what makes
-    room and what uses it may help together only.
-
-    Args:
-        choices: Choices to start from.
-        step_s: Seconds that they take.
-        seconds_of: Predicted step time of choices; None where they do not fit.
-    """
-    left = tries(problem.num_ops)
-    candidates = sorted(problem.candidates, key=lambda c: (-c.size_bytes, c.gap.storage, c.gap.start))
-    singles = [((c.gap.storage, c.gap.start), option) for c in candidates for option in c.options]
-    pairs = list(combinations(singles, 2)) if len(singles) * (len(singles) - 1) // 2 <= left else []
-    tried = {_key(choices)}
-    changed = True
-    while changed:
-        changed = False
-        for changes in chain(((single,) for single in singles), pairs):
-            if changed and len(changes) > 1:
-                break  # single ones may help again
-            made = choices
-            for key, option in changes:
-                made = _changed(made, key, option)
-            if _key(made) in tried:
-                continue
-            if left <= 0:
-                return choices
-            tried.add(_key(made))
-            left -= 1
-            seconds = seconds_of(made)
-            if seconds is not None and seconds < step_s * (1 - 1e-9):
-                choices, step_s, changed = made, seconds, True
-    return choices
-
-
-def _key(choices: Choices) -> frozenset[tuple[tuple[int, int], Option]]:
-    return frozenset((key, option) for key, option in choices.items() if option != Option.KEEP)
-
-
-def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:
-    """Copy choices with one changed; a storage has a place in one tier only, so its other gaps follow to a new one."""
-    changed = {**choices, key: option}
-    here = (Option.KEEP, Option.RECOMPUTE)
-    if option in here:
-        return changed
-    return {k: option if k[0] == key[0] and o not in here else o for k, o in changed.items()}

@@ -21,7 +21,7 @@ from lading.cli.main import main
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.permissions import Permissions, granting
-from lading.planner import residency
+from lading.planner import residency, single_changes
 from lading.units import MiB
 from tests.machines import small_machine
 
@@ -105,7 +105,7 @@ def _script(log: Path, path: Path) -> None:
 
 def shorten_search(patch: Callable[[object, str, object], None]) -> None:
     """Take the first plan of at most twice the least time, and do not change it choice by choice."""
-    patch(residency, "_WORK", 0)
+    patch(single_changes, "_WORK", 0)
     patch(residency, "GOOD_ENOUGH", 1.0)
 
 
@@ -113,7 +113,7 @@ def set_up(log: Path) -> None:
     """Set a process up as tests/conftest.py does theirs, and write its output to ``log``."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-    residency._WORK = 0
+    single_changes._WORK = 0
     os.environ["COLUMNS"] = "500"  # what this is forked from may be older than the test
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -111,6 +112,7 @@ def shorten_search(patch: Callable[[object, str, object], None]) -> None:
 
 def set_up(log: Path) -> None:
     """Set a process up as tests/conftest.py does theirs, and write its output to ``log``."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have had ignored
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     single_changes._WORK = 0

@@ -416,8 +416,10 @@ def test_what_is_printed_to_a_terminal_that_is_gone_goes_nowhere(monkeypatch: py
     request = StopRequest(tells=False)
     monkeypatch.setattr(request, "_terminals", [writes])
     os.close(reads)  # writing would now fail, as to a terminal that is gone
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have had ignored
     with request:
         signal.raise_signal(signal.SIGHUP)
         os.write(writes, b"step 2")
+    signal.signal(signal.SIGHUP, before)
     os.close(writes)
     assert request.number == signal.SIGHUP

@@ -72,6 +72,7 @@ def test_a_run_imports_no_code(
     stranger: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, where: str
 ) -> None:
     changed(stranger, old, new)
+    (stranger / "text").write_text("Some text to train on. " * 1000)
     for command in ("train", "plan", "simulate", "fit"):
         code, error = said(capsys, command, f"{stranger}/run.toml")
         assert (code, where in error) == (2, True), error

@@ -221,10 +221,10 @@ from lading.runtime.data import TextDataset
 def resident(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
-data = lambda: TextDataset(DataConfig(source=sys.argv[1], sequence_length=8, batch_size=2), Path(sys.argv[2]), seed=0)
-data().batch(0, 0)
+small = DataConfig(source=sys.argv[1], format="text", sequence_length=8, batch_size=2)
+TextDataset(small, Path(sys.argv[2]), seed=0).batch(0, 0)
 before = resident("RssAnon"), resident("RssFile")
-big = DataConfig(source=sys.argv[3], sequence_length=4096, batch_size=64)
+big = DataConfig(source=sys.argv[3], format="text", sequence_length=4096, batch_size=64)
 data = TextDataset(big, Path(sys.argv[2]), seed=0)
 for step in range(300):
     data.batch(step, 0)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from lading.ir.action import CALLER, Action, ActionKind
-from lading.ir.expand import expand
+from lading.ir.expand import PART_ELEMENTS, expand
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
 from lading.ir.machine import Device, Machine, Tier
 from lading.ir.plan import Option
@@ -95,10 +95,12 @@ def eager_run(
 
 
 @cache
-def graph_of(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: Any) -> StepGraph:
-    """The whole step of a model on ``batches_of``, captured once."""
-    model = model_of(name, **sizes)
-    return expand(capture(model, batches_of(1, 1)[0][0], loss_fn, accumulation=micro), clip_norm=clip)
+def graph_of(
+    name: str, *, micro: int = 1, clip: float = 0.0, part_elements: int = PART_ELEMENTS, **sizes: Any
+) -> StepGraph:
+    """The whole step of a model on ``batches_of``, captured once; its updates in parts of so many elements."""
+    captured = capture(model_of(name, **sizes), batches_of(1, 1)[0][0], loss_fn, accumulation=micro)
+    return expand(captured, clip_norm=clip, part_elements=part_elements)
 
 
 def program_of(

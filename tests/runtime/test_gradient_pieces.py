@@ -12,13 +12,14 @@ import torch
 from tests.machines import small_machine
 from tests.runtime.cases import (
     OPTIMIZER,
-    Batch,
+    RATES,
     assert_equals_eager,
     at_random,
     batches_of,
     differing,
     disk_always,
     eager_run,
+    graph_of,
     load,
     loss_fn,
     model_of,
@@ -29,7 +30,7 @@ from lading.errors import ConfigError
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.gradient_pieces import pieced_gradients, with_gradient_pieces
-from lading.ir.graph import Ref, Role, StepGraph
+from lading.ir.graph import Ref, Role
 from lading.ir.loss_parts import with_loss_parts
 from lading.ir.plan import Plan
 from lading.memory.restore import restore_program
@@ -37,18 +38,10 @@ from lading.planner.api import make_plan
 from lading.runtime.executor import Executor
 from lading.tracing.trace import capture
 
-RATES = [1e-3, 5e-4, 2e-3]
 #: A vocabulary that is not a whole number of vectors.
 WIDE = {"vocab_size": 1003}
 #: Elements of the parts of updates: 16 rows of 64.
 PART = 1024
-
-
-def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> StepGraph:
-    """Whole step of a model, its updates in small parts."""
-    batch: Batch = batches_of(1, 1)[0][0]
-    captured = capture(model_of(name, **sizes), batch, loss_fn, accumulation=micro)
-    return expand(captured, clip_norm=clip, part_elements=PART)
 
 
 @pytest.mark.long
@@ -65,7 +58,7 @@ def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> St
 def test_equals_plain_pytorch(
     tmp_path: Path, name: str, micro: int, clip: float, loss_parts: int, share: float, evict: str | None
 ) -> None:
-    whole, _ = with_loss_parts(stepped(name, micro=micro, clip=clip, **WIDE), loss_parts)
+    whole, _ = with_loss_parts(graph_of(name, micro=micro, clip=clip, part_elements=PART, **WIDE), loss_parts)
     graph, origins = with_gradient_pieces(whole, 4 * 64 * 160)
     cut = {gradient.name for gradient in pieced_gradients(whole, 4 * 64 * 160)}
     assert cut == ({"tokens.weight"} if name == "gpt" else {"tokens.weight", "head.weight"})
@@ -81,7 +74,7 @@ def test_equals_plain_pytorch(
 def test_late_products_equal_plain_pytorch(tmp_path: Path, micro: int, clip: float, share: float) -> None:
     """A tied weight's product runs right before its sum, by what it reads, and nothing else changes its place."""
     sizes, piece = {**WIDE, "dim": 128}, 4 * 128 * 160
-    whole = stepped("gpt", micro=micro, clip=clip, **sizes)
+    whole = graph_of("gpt", micro=micro, clip=clip, part_elements=PART, **sizes)
     early, _ = with_gradient_pieces(whole, piece)
     graph, origins = with_gradient_pieces(whole, piece, late_products=True)
     assert sorted(map(str, graph.ops)) == sorted(map(str, early.ops))
@@ -101,7 +94,7 @@ def test_late_products_equal_plain_pytorch(tmp_path: Path, micro: int, clip: flo
 
 def test_products_of_as_many_tokens_as_half_the_width_are_not_late() -> None:
     """32 tokens, and a width of 64: what the product reads is more than half of the gradient."""
-    whole, piece = stepped("gpt", **WIDE), 4 * 64 * 160
+    whole, piece = graph_of("gpt", part_elements=PART, **WIDE), 4 * 64 * 160
     assert with_gradient_pieces(whole, piece, late_products=True) == with_gradient_pieces(whole, piece)
 
 
@@ -154,7 +147,7 @@ def test_what_is_not_understood_stays_whole() -> None:
     scaled = expand(capture(built(scaled=True), batch, loss_fn), part_elements=PART)
     assert pieced_gradients(scaled, 4 * 64 * 160) == ()
     assert with_gradient_pieces(scaled, 4 * 64 * 160)[0] is scaled
-    plain = stepped("gpt", **WIDE)
+    plain = graph_of("gpt", part_elements=PART, **WIDE)
     (tied,) = (p for p in plain.parameters if len(p.names) > 1)
     assert tied.gradient is not None
     given = dataclasses.replace(plain, losses=(*plain.losses, tied.gradient))
@@ -164,7 +157,7 @@ def test_what_is_not_understood_stays_whole() -> None:
 
 def test_gradients_of_gradients_stay_whole() -> None:
     """A product that makes one large gradient reads another."""
-    whole, piece_bytes = stepped("llama", **WIDE), 4 * 64 * 48
+    whole, piece_bytes = graph_of("llama", part_elements=PART, **WIDE), 4 * 64 * 48
     cut = {gradient.name for gradient in pieced_gradients(whole, piece_bytes)}
     first = next(p.gradient for p in whole.parameters if p.names[0] == "head.weight")
     later = next(p.gradient for p in whole.parameters if p.names[0] in cut and p.names[0].startswith("layers.0."))
@@ -178,7 +171,7 @@ def test_gradients_of_gradients_stay_whole() -> None:
 
 def test_no_piece_is_there_with_another_where_each_is_used_up_at_once() -> None:
     """The updates of a head stand behind the piece that they read, and no operation has the gradient whole."""
-    whole = stepped("llama", **WIDE)
+    whole = graph_of("llama", part_elements=PART, **WIDE)
     graph, _ = with_gradient_pieces(whole, 4 * 64 * 160)
     head = next(p for p in whole.parameters if p.names[0] == "head.weight")
     assert head.gradient is not None

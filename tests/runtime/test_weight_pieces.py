@@ -10,13 +10,14 @@ import torch
 from tests.machines import small_machine
 from tests.runtime.cases import (
     OPTIMIZER,
+    RATES,
     TIERED,
-    Batch,
     assert_equals_eager,
     at_random,
     batches_of,
     disk_always,
     eager_run,
+    graph_of,
     host_always,
     loss_fn,
     model_of,
@@ -28,7 +29,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.gradient_pieces import with_gradient_pieces
-from lading.ir.graph import OpKind, StepGraph
+from lading.ir.graph import OpKind
 from lading.ir.plan import Plan
 from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.restore import restore_program
@@ -38,20 +39,12 @@ from lading.runtime.executor import Executor
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
 
-RATES = [1e-3, 5e-4, 2e-3]
 #: A vocabulary that is not a whole number of vectors.
 WIDE = {"vocab_size": 1003}
 #: Elements of the parts of updates, a page of them, and least bytes of a piece.
 PART, PIECE = 1024, 1 << 14
 #: A table of 8 MiB, of which an update reads all, and runs of pieces of it.
 TABLE = {"vocab_size": 8192, "dim": 256, "num_heads": 2, "num_layers": 1}
-
-
-def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> StepGraph:
-    """Whole step of a model, its updates in small parts."""
-    batch: Batch = batches_of(1, 1)[0][0]
-    captured = capture(model_of(name, **sizes), batch, loss_fn, accumulation=micro)
-    return expand(captured, clip_norm=clip, part_elements=PART)
 
 
 @pytest.mark.long
@@ -68,7 +61,7 @@ def stepped(name: str, *, micro: int = 1, clip: float = 0.0, **sizes: int) -> St
 def test_equals_plain_pytorch(
     tmp_path: Path, name: str, micro: int, clip: float, share: float, evict: str | None
 ) -> None:
-    whole = stepped(name, micro=micro, clip=clip, **WIDE)
+    whole = graph_of(name, micro=micro, clip=clip, part_elements=PART, **WIDE)
     graph = with_weight_pieces(with_gradient_pieces(whole, 4 * 64 * 160)[0], PIECE)
     assert graph.runs
     graph.validate()
@@ -81,7 +74,7 @@ def test_equals_plain_pytorch(
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "micro", "clip"), [("llama", 1, 0.0), ("gpt", 2, 1.0)])
 def test_equals_plain_pytorch_through_two_tiers(tmp_path: Path, name: str, micro: int, clip: float) -> None:
-    graph = with_weight_pieces(stepped(name, micro=micro, clip=clip, **WIDE), PIECE)
+    graph = with_weight_pieces(graph_of(name, micro=micro, clip=clip, part_elements=PART, **WIDE), PIECE)
     for pick in (host_always, at_random(3)):
         program = program_of(graph, pick, TIERED)
         with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
@@ -89,7 +82,7 @@ def test_equals_plain_pytorch_through_two_tiers(tmp_path: Path, name: str, micro
 
 
 def test_pieces_are_cut_where_updates_begin_and_nothing_else_changes() -> None:
-    whole = stepped("gpt", **WIDE)
+    whole = graph_of("gpt", part_elements=PART, **WIDE)
     graph = with_weight_pieces(whole, PIECE)
     table = next(p for p in whole.parameters if p.names[0] == "tokens.weight")
     run = graph.run_of(graph.storage_of(table.tensor))

@@ -178,8 +178,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     rows, fitting = _plain_policies(step, free, whole_bytes, policies)
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
-        progress.update(0.9, "plans with the largest weights in pieces")
-        chosen = chosen if _is_given(step, settings) else with_weight_pieces_tried(chosen, step)
+        chosen = chosen if _is_given(step, settings) else with_weight_pieces_tried(chosen, step, progress)
         chosen = _improved(chosen, step, progress, on_device=homes is not None or guesses)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""

@@ -20,8 +20,8 @@ from lading.ir.action import ActionKind
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM
 from lading.planner.residency import GOOD_ENOUGH, Found
+from lading.planner.single_changes import Choices
 
-Choices = dict[tuple[int, int], Option]
 #: Gaps that are changed together, in turn.
 _TOGETHER = (32, 8, 2)
 #: A change that makes the step shorter by less than this share is not taken.

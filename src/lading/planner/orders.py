@@ -54,10 +54,9 @@ from lading.planner.residency import (
     polished,
     smallest_budget_bytes,
 )
-from lading.planner.single_changes import tries
+from lading.planner.single_changes import Choices, tries
 from lading.planner.streaming import moving, persistent_away
 
-Choices = dict[tuple[int, int], Option]
 _TINY_S = 1e-9
 #: A run that takes this many times the step without a budget is given up: it makes the same again and again.
 _THRASHING = 20
@@ -502,7 +501,7 @@ def of_all_forms(made: Sequence[Ordered], forms: Sequence[StepProblem], fitting:
     )
 
 
-def with_weight_pieces_tried(chosen: Ordered, step: StepProblem) -> Ordered:
+def with_weight_pieces_tried(chosen: Ordered, step: StepProblem, progress: PlanProgress = SILENT) -> Ordered:
     """Try the form that was chosen with large weights in pieces, where the plan is far from its bound.
 
     Args:
@@ -515,10 +514,11 @@ def with_weight_pieces_tried(chosen: Ordered, step: StepProblem) -> Ordered:
     near = chosen.found.step_s <= (1 + _FAR_FROM_BOUND) * chosen.bound_s
     if near or planned.weight_pieces or not is_paced(planned):
         return chosen
+    progress.update(0.9, "plans with the largest weights in pieces")
     for form in weight_pieces(planned, step):
         bound_s = min(chosen.bound_s, lower_bound_s(form) or chosen.bound_s)
         chosen = dataclasses.replace(chosen, bound_s=bound_s, orders=(*chosen.orders, form) if chosen.orders else ())
-        made = best_paced(form)
+        made = best_paced(form, below_s=chosen.found.step_s)
         if made is not None and made.step_s < chosen.found.step_s:
             deferred = 0 if form.head_parts else chosen.deferred
             chosen = dataclasses.replace(chosen, step=form, found=made, deferred=deferred, paced=True)

@@ -130,8 +130,8 @@ GOOD_ENOUGH = 0.005
 MOST_RETIMED, _WAITING = 3, 0.01
 #: Operations scheduled again for one plan: that is done once at least.
 _RETIMED_OPS = 15_000
-#: Gaps of storages smaller than this share of the arena are always kept, unless what is alive anyway leaves less than
-#: that share of it.
+#: Gaps of storages smaller than the first share of the arena are always kept, unless what is alive anyway leaves less
+#: than the second.
 _SMALLEST_SHARE, _LITTLE_ROOM = 1 / 4000, 0.02
 
 

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.machines import small_machine
-from tests.runtime.cases import OPTIMIZER, assert_equals_eager, at_random, disk_always, graph_of, program_of
+from tests.runtime import cases
+from tests.runtime.cases import (
+    OPTIMIZER,
+    assert_equals_eager,
+    at_random,
+    batches_of,
+    disk_always,
+    graph_of,
+    model_of,
+    program_of,
+)
+from torch.nn import functional as F
 
 from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.cross_entropy import cast_losses, cross_entropies
 from lading.ir.defer import defer, updates
+from lading.ir.expand import expand
 from lading.ir.graph import Role, StepGraph
-from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.loss_parts import with_loss_parts
 from lading.ir.plan import Plan
 from lading.memory.restore import restore_program
 from lading.planner.api import make_plan
 from lading.runtime.executor import Executor
+from lading.tracing.trace import capture
 
 RATES = [1e-3, 5e-4, 2e-3]
 #: A vocabulary that is not a whole number of vectors.
 WIDE = {"vocab_size": 1003}
+
+
+def narrow_loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Cross-entropy in float32 of logits in 16 bits, one target of which does not count."""
+    targets = batch["y"].flatten().index_fill(0, torch.tensor([3]), -100)
+    return F.cross_entropy(model(batch["x"]).bfloat16().float().flatten(0, 1), targets)
 
 
 def largest_bytes(graph: StepGraph) -> int:
@@ -90,6 +113,44 @@ def test_logits_that_something_else_reads_stay_whole() -> None:
     assert cross_entropies(used) == ()
     with pytest.raises(ConfigError, match="expected a cross-entropy whose logits nothing else reads, found none"):
         with_loss_parts(used, 4)
+
+
+@pytest.mark.parametrize(("name", "micro", "clip", "parts"), [("gpt", 1, 0.0, 5), ("llama", 2, 1.0, 32)])
+def test_the_loss_of_narrow_logits_equals_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, micro: int, clip: float, parts: int
+) -> None:
+    monkeypatch.setattr(cases, "loss_fn", narrow_loss)
+    captured = capture(model_of(name, **WIDE), batches_of(1, 1)[0][0], narrow_loss, accumulation=micro)
+    whole = expand(captured, clip_norm=clip)
+    graph, origins = with_loss_parts(whole, parts)
+    assert len(cast_losses(whole)) == micro
+    assert {whole.ops[i].name for i in origins} == {op.name for op in whole.ops}
+    with Executor(program_of(graph), optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **WIDE)
+
+
+def test_only_narrow_logits_are_whole() -> None:
+    whole = expand(capture(model_of("gpt", vocab_size=2048), batches_of(1, 1)[0][0], narrow_loss))
+    parts, _ = with_loss_parts(whole, 16)
+    (cast,) = cast_losses(whole)
+    narrow = whole.storages[cast.narrow].size_bytes
+    assert [parts.storages[s].size_bytes for s in (cast.loss.logits, cast.loss.scores, cast.loss.gradient)] == [0, 0, 0]
+    assert parts.storages[cast.narrow].size_bytes == narrow
+    assert parts.storages[cast.narrow_gradient].size_bytes == 0
+    assert max(s.size_bytes for s in parts.storages[len(whole.storages) :]) == 2 * narrow // 16
+
+
+def test_narrow_logits_that_something_else_reads_are_cast_whole() -> None:
+    def twice(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        narrow = model(batch["x"]).bfloat16()
+        return F.cross_entropy(narrow.float().flatten(0, 1), batch["y"].flatten()) + narrow.float().square().mean()
+
+    def scaled(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss = narrow_loss(model, batch)
+        return loss * loss.detach()
+
+    for loss_of in (twice, scaled):
+        assert cast_losses(expand(capture(model_of("gpt"), batches_of(1, 1)[0][0], loss_of))) == ()
 
 
 @pytest.mark.long

@@ -5,16 +5,18 @@
 both run on a few rows at a time, each into a small storage of its own that is then copied over the rows it was made
 of: the logits become their log-probabilities, and those become the gradient of the logits, in one place. Kernels are
 the same and see whole rows, so the numbers are the same to the bit; what it costs is two copies of the logits.
+Of logits in 16 bits whose loss is computed in float32, only these are whole (``lading.ir.cast_losses``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from math import prod
 
 from lading.errors import ConfigError
+from lading.ir.cast_losses import with_cast_losses
+from lading.ir.cross_entropy import CrossEntropy, cross_entropies, given_storages, whole_rows
 from lading.ir.defer import moved_blocks
 from lading.ir.graph import (
     DTYPE_BYTES,
@@ -31,54 +33,8 @@ from lading.ir.graph import (
     row_major,
 )
 
-_FORWARD, _BACKWARD = "aten._log_softmax.default", "aten._log_softmax_backward_data.default"
-_LOSS, _LOSS_BACKWARD = "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"
-#: Reductions of ``nll_loss`` whose gradient is one number: the mean and the sum.
-_TO_ONE = (1, 2)
 #: Most parts of a loss.
 MOST_PARTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """Cross-entropy of a step, by the positions of its operations.
-
-    Attributes:
-        forward, loss_backward, backward: ``log_softmax``, and the backward of ``nll_loss`` and of ``log_softmax``.
-        logits, scores, chosen, gradient: Storages of the logits, of their log-probabilities, of the gradient of these
-            and of the gradient of the logits: as many bytes each.
-    """
-
-    forward: int
-    loss_backward: int
-    backward: int
-    logits: int
-    scores: int
-    chosen: int
-    gradient: int
-
-
-def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
-    """Find the cross-entropies of a step that can be computed in parts: those whose storages nothing else uses."""
-    uses, given = graph.storage_uses, _given(graph)
-    found: list[CrossEntropy] = []
-    for forward, op in enumerate(graph.ops):
-        if op.name != _FORWARD or op.args[2] is not False or not _whole_rows(graph, op.inputs[0], op.outputs[0]):
-            continue
-        logits, scores = graph.storage_of(op.inputs[0]), graph.storage_of(op.outputs[0])
-        rest = uses[scores][1:]
-        if [graph.ops[i].name for i in rest] != [_LOSS, _LOSS_BACKWARD, _BACKWARD]:
-            continue
-        loss_backward, backward = rest[1:]
-        first, last = graph.ops[loss_backward], graph.ops[backward]
-        chosen, gradient = graph.storage_of(first.outputs[0]), graph.storage_of(last.outputs[0])
-        ends = uses[logits][-1] == forward and len(uses[logits]) == 2 and logits in graph.op_writes[uses[logits][0]]
-        alike = _whole_rows(graph, first.inputs[1], first.outputs[0]) and _whole_rows(graph, *last.inputs[:2])
-        alike = alike and _whole_rows(graph, last.inputs[0], last.outputs[0])
-        alone = uses[chosen] == [loss_backward, backward] and uses[gradient][0] == backward
-        if ends and alike and alone and first.args[4] in _TO_ONE and not given & {logits, scores, chosen, gradient}:
-            found.append(CrossEntropy(forward, loss_backward, backward, logits, scores, chosen, gradient))
-    return tuple(found)
 
 
 def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: Set[int]) -> dict[int, int]:
@@ -95,22 +51,9 @@ def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: S
         alone = uses[storage] == [made, index] and graph.storages[storage].role not in PERSISTENT
         fresh = storage in {graph.storage_of(t) for t in graph.ops[made].outputs} and made not in found
         last = uses[out][0] == index and not given & {storage, out}
-        if alone and fresh and last and _whole_rows(graph, into.tensor, op.args[1].tensor, op.outputs[0]):
+        if alone and fresh and last and whole_rows(graph, into.tensor, op.args[1].tensor, op.outputs[0]):
             found[index] = into.tensor
     return found
-
-
-def _given(graph: StepGraph) -> frozenset[int]:
-    """Storages whose value something outside of the step's operations needs."""
-    return graph.persistent | {graph.storage_of(tensor) for tensor in graph.results}
-
-
-def _whole_rows(graph: StepGraph, *tensors: int) -> bool:
-    """Whether tensors are matrices of one shape and dtype, each row by row and all of its storage."""
-    first, *rest = (graph.tensors[t] for t in tensors)
-    alike = all((t.shape, t.dtype) == (first.shape, first.dtype) for t in rest)
-    whole = all(t.is_row_major and t.spans(graph.storages[t.storage].size_bytes) for t in (first, *rest))
-    return len(first.shape) == 2 and alike and whole
 
 
 def with_loss_parts(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int, ...]]:
@@ -127,13 +70,14 @@ def with_loss_parts(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int,
     """
     if parts < 2:
         return graph, tuple(range(len(graph.ops)))
-    losses = cross_entropies(graph)
-    if not losses:
+    if not cross_entropies(graph):
         raise ConfigError(
             f"the plan computes the loss in {parts} parts: expected a cross-entropy whose logits nothing else reads, "
             "found none; plan again"
         )
-    return _LossParts(graph, losses, parts).result()
+    narrow, first = with_cast_losses(graph, parts)
+    made, second = _LossParts(narrow, cross_entropies(narrow), parts).result()
+    return made, tuple(first[index] for index in second)
 
 
 class _LossParts:
@@ -142,7 +86,7 @@ class _LossParts:
     def __init__(self, graph: StepGraph, losses: tuple[CrossEntropy, ...], parts: int) -> None:
         self.graph, self.losses, self.parts = graph, losses, parts
         self.storages, self.ops, self.came_from = list(graph.storages), list[Op](), list[int]()
-        self.sums = _sums_in_place(graph, graph.storage_uses, _given(graph))
+        self.sums = _sums_in_place(graph, graph.storage_uses, given_storages(graph))
         place = {old: loss.logits for loss in losses for old in (loss.scores, loss.gradient)}
         for index, tensor in self.sums.items():
             place[graph.storage_of(tensor)] = graph.storage_of(graph.ops[index].outputs[0])

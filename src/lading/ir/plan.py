@@ -31,7 +31,7 @@ from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 15
+PLAN_FORMAT = 16
 
 
 class PlanKind(StrEnum):

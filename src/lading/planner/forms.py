@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from itertools import islice
 
 from lading.cost.compute import device_costs
+from lading.ir.cross_entropy import cross_entropies
 from lading.ir.gradient_pieces import with_gradient_pieces
 from lading.ir.graph import Role, StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.head_parts import heads, with_head_parts
 from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
-from lading.ir.loss_parts import cross_entropies, with_loss_parts
+from lading.ir.loss_parts import with_loss_parts
 from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.lifetime import lifetimes
 from lading.planner.residency import StepProblem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_embeddings_and_their_gradients_are_those_of_fp32_weights() -> None:
         ("tp2,mb1,gb1", {}),
     ],
 )
-def test_activations_have_16_bits_elsewhere(layout: str, settings: dict[str, object]) -> None:
+def test_activations_have_16_bits_elsewhere(layout: str, settings: dict[str, Any]) -> None:
     found, _ = block(layout, **settings)
     assert not copies(found, Stage.FORWARD)
     assert {found.tensors[t].dtype for t in found.enters} == {"bfloat16"}

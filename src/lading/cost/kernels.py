@@ -207,7 +207,7 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
         wide = device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s
         if isinstance(detail, Attention) and (stack.attention == "masked" or wide):
-            whole = replace(detail, causal=detail.causal and stack.attention != "masked")
+            whole = _in_tiles(replace(detail, causal=detail.causal and stack.attention != "masked"))
             return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(replace(kernel, detail=whole), device)
         return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):

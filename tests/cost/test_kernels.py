@@ -272,3 +272,31 @@ def test_products_left_out_of_the_fit_are_predicted():
     off = products.left_out(found, load_machine("a100-pcie").device, "ampere", lambda p: p.n)
     assert median(map(abs, off)) < 0.04
     assert sorted(map(abs, off))[int(0.9 * len(off))] < 0.12
+
+
+@pytest.mark.parametrize(("name", "rate"), [("a100", 19.18e12), ("h100", 52.0e12), ("b200", 66.24e12)])
+def test_large_products_in_fp32_are_as_measured(name: str, rate: float):
+    # zzc0721/torch-performance-test-data database.md @9d828276, without TF32
+    product = Product(10240, 10240, 10240)
+    assert product_s(product, "float32", device(name)) == pytest.approx(product.flops / rate, rel=0.05)
+
+
+def test_attention_in_fp32_takes_three_products_in_tf32_for_each():
+    for causal in (False, True):
+        shape = Attention(2, 32, 32, 4096, 4096, 128, 128, causal, False)
+        wide = attention_s(shape, "float32", device("h100"), "flash2")
+        # The memory-efficient kernel, which alone takes fp32, has the rates of "masked".
+        halves = attention_s(replace(shape, causal=False), "bfloat16", device("h100"), "masked", sustained=0.0)
+        assert wide == pytest.approx(6 * halves * (0.53 if causal else 1), rel=0.1)
+    kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.FORWARD, "attn", "bfloat16", 0, 0, (), (), shape)
+    board, stack = device("rtxpro6000"), stack_by_name("eager-torch")
+    ratio = kernel_s(replace(kernel, dtype="float32"), board, stack) / kernel_s(kernel, board, stack)
+    assert ratio > 6
+
+
+def test_heads_of_96_columns_fill_tiles_of_128_where_a_product_makes_their_rows():
+    for backward, factor in ((False, (96 + 128) / (2 * 96)), (True, (2 * 96 + 3 * 128) / (5 * 96))):
+        for columns, longer in ((96, factor), (64, 1.0), (128, 1.0)):
+            shape = Attention(2, 32, 32, 8192, 8192, columns, columns, False, backward)
+            masked, flash = (attention_s(shape, "bfloat16", device("a100"), name) for name in ("masked", "flash1"))
+            assert masked / flash == pytest.approx(longer, rel=0.01)

@@ -216,3 +216,40 @@ def test_gpt_3_of_mlperf_has_no_dropout(tmp_path: Path) -> None:
         for source in ("MLPerf training v4.0", "a report, 2024")
     ]
     assert rates == [0.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "parts"),
+    [
+        ("GPT-2 XL", "PyTorch Lightning, transformers", ("gelu",)),
+        ("GPT-J 6B", "transformers", ("gelu",)),
+        ("GPT-NeoX 20B", "transformers", ()),
+        ("GPT-2 XL", "PyTorch DDP", ()),
+        ("GPT-2 XL", "transformers, torch.compile", ()),
+    ],
+)
+def test_models_of_transformers_with_gelu_new_run_it_in_operations(
+    tmp_path: Path, name: str, framework: str, parts: tuple[str, ...]
+) -> None:
+    row = row_of(tmp_path, "a report, 2023", model={"name": name}, layout={"framework": framework, "compile": False})
+    assert software_of(row, said(row), []).unfused == parts
+
+
+@pytest.mark.parametrize(
+    ("source", "autocast"), [("a report, 2025: DDP", True), ("JAX, 2025", False), ("llm.c, 2025", False)]
+)
+def test_software_that_is_not_pytorch_has_activations_in_16_bits(tmp_path: Path, source: str, autocast: bool) -> None:
+    row = row_of(tmp_path, source, layout={"tp": 1, "pp": 1, "ep": 1, "compile": False})
+    assert software_of(row, said(row), []).autocast is autocast
+
+
+@pytest.mark.parametrize(
+    ("precision", "task", "expected"),
+    [("bf16-true", "QLoRA r8", "fp32"), ("bf16 mixed", "QLoRA r8", "bf16"), ("bf16-true", "LoRA r8", "bf16")],
+)
+def test_4_bit_products_get_fp32_without_autocast(tmp_path: Path, precision: str, task: str, expected: str) -> None:
+    layout = {"precision": precision, "task": task, "framework": "transformers, PyTorch, PEFT", "compile": False}
+    row = row_of(tmp_path, "a report, 2025", "bitsandbytes nf4", layout={"tp": 1, "pp": 1, "ep": 1, **layout})
+    request = request_of(row)
+    assert request.layout.precision == expected
+    assert any("Linear4bit" in sentence for sentence in request.assumed) is (expected == "fp32")

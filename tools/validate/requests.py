@@ -192,7 +192,9 @@ def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
     kinds = ("eager-torch", "compiled-torch")
     if not mixed or stack.kind not in kinds or stack.master_weights or task_of(row.layout, []) in ("lora", "qlora"):
         return {}
-    return {} if stack.parameters_dtype else {"parameters_dtype": "float32", "gradient_dtype": "float32"}
+    return (
+        {} if stack.parameters_dtype else {"parameters_dtype": "float32", "gradient_dtype": "float32", "autocast": True}
+    )
 
 
 def _padding(row: Row, stack: Stack) -> int:
@@ -312,9 +314,24 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
         recompute=mode,
         recompute_layers=layers,
         recompute_modules=modules,
-        precision=precision_of(stated, assumed, unread),
+        precision=_precision(row, stack, assumed, unread),
         **offload_of(stated, text, int(row.model["layers"]), assumed, unread),
     )
+
+
+def _precision(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> str:
+    """Number format of products; fp32 where 4-bit ones of bitsandbytes get fp32 activations.
+
+    ``prepare_model_for_kbit_training`` (PEFT utils/other.py) makes norms, embeddings and head fp32, and Linear4bit
+    computes in its input's format if that is fp32 or bf16, whatever ``bnb_4bit_compute_dtype`` says
+    (bitsandbytes nn/modules.py, ``set_compute_type``); under autocast the input has 16 bits.
+    """
+    named = precision_of(row.layout, assumed, unread)
+    wide = task_of(row.layout, []) == "qlora" and stack.quantizer == "nf4" and not stack.adapter_autocast
+    if not wide or named == "fp32":
+        return named
+    assumed.append("products in fp32: without autocast norms of a 4-bit model give fp32, in which Linear4bit computes")
+    return "fp32"
 
 
 def _degrees(row: Row, assumed: list[str]) -> dict[str, int]:

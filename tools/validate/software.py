@@ -41,6 +41,9 @@ _PADDED = (
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
+#: Models of transformers whose GELU is written in operations of PyTorch (``hidden_act`` "gelu_new" of their
+#: configurations, or BloomGelu); others have one of torch's kernels.
+_GELU_IN_PARTS = r"\bgpt-?2\b|\bgpt-?j\b|\bgpt-?neo\b|codegen|\bphi-?(?:1|2)\b|\bbloom"
 #: JAX's software whose attention is that of its own layers.
 _XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
@@ -49,9 +52,10 @@ _PADDLE_FLASH2 = 2023
 _BIASED = 2024
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
+_JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
-    r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
+    rf"{_JAX}"
 )
 #: Software without Python in a step: kernels of its own, launched from compiled code.
 CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
@@ -134,6 +138,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"no[-_ ](?:fusion of )?gradient[-_ ]accumulation(?:[-_ ]fusion)?\b", {"unfused": ("gradients",)}),
+    # Activations in 16 bits throughout: software that is not PyTorch's.
+    (rf"{_JAX}|{CODE}", {"autocast": False}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (
         r"(?:parameters|weights)\b[^;|.]{0,30}\bin (?:bf16|bfloat16)\b[^;|]{0,20}\bno (?:other |fp32 )?masters",
@@ -192,7 +198,18 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
         if rule.family or 0 < rule.until < year_of(row):
             assumed.append(f"software of a family, of which no step was seen: its switches are those of {stack.name}")
             stack = dataclasses.replace(stack, framework="", fitted=())
-    return dataclasses.replace(stack, **stated_switches(row, text, stack))
+    stack = dataclasses.replace(stack, **stated_switches(row, text, stack))
+    return dataclasses.replace(stack, **_gelu(row, text, stack, assumed))
+
+
+def _gelu(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """GELU in parts, of models of transformers that have ``gelu_new`` or a GELU of their own."""
+    if stack.fusion != "eager" or not re.search(_TRANSFORMERS, text.lower()):
+        return {}
+    if not re.search(_GELU_IN_PARTS, str(row.model.get("name", "")).lower()):
+        return {}
+    assumed.append("GELU in operations of PyTorch: transformers activations.py, NewGELUActivation")
+    return {"unfused": tuple(dict.fromkeys((*stack.unfused, "gelu")))}
 
 
 def _present(name: str, assumed: list[str]) -> str:

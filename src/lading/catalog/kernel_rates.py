@@ -32,6 +32,7 @@ class ProductRates:
         fixed_s: Least time of a product.
         group_s: Host's time for each group, where the groups of a grouped product are launched one by one.
         group_reach: Rate of a grouped product's tiles over that of one product's.
+        float32_reach: Share of the peak of fp32 without tensor cores that large products reach.
         unaligned: How many times longer computing takes where rows of operands or output start at multiples of 2, 4, 8
             and 16 bytes only; () where that was not measured.
         flops_per_joule: FLOP of products with a joule at the power limit, by dtype of the operands; none where power
@@ -50,6 +51,7 @@ class ProductRates:
     group_reach: float
     flops_per_joule: dict[str, float]
     unaligned: tuple[float, ...] = ()
+    float32_reach: float = 1.0
 
     def unaligned_at(self, row_bytes: int) -> float:
         """Factor for rows of so many bytes: that of the largest power of two that divides them."""

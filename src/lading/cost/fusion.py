@@ -31,7 +31,7 @@ from lading.cost.libraries import by_libraries, cast_once, looked_for
 from lading.errors import ConfigError
 from lading.ir.graph import PERSISTENT, OpKind, Role
 from lading.ir.stack import FUSIONS, Stack
-from lading.ir.work import Attention, Form, Kernel, LocalTensor, Product, RankSegment, Stage
+from lading.ir.work import AUTOCAST, Attention, Form, Kernel, LocalTensor, Product, RankSegment, Stage
 
 #: Kinds that may be parts of a group, the one that a group is named after first.
 _FUSIBLE = (
@@ -49,6 +49,20 @@ _LOSS_PASSES = 1.67
 _NORM_FORWARD = ((2, 4), (4, 4), (4, 0), (4, 4), (4, 2), (2, 2))
 _NORM_BACKWARD = (
     (2, 2), (4, 2), (2, 0), (2, 4), (4, 4), (8, 4), (4, 0), (4, 4), (8, 4), (8, 4), (4, 2),
+)  # fmt: skip
+#: The same where it is given fp32, which nothing makes of it or back.
+_NORM_WIDE_FORWARD = ((4, 4), (4, 0), (4, 4), (4, 4))
+_NORM_WIDE_BACKWARD = ((4, 4), (8, 4), (4, 0), (4, 4), (8, 4), (4, 0), (4, 4), (8, 4), (8, 4))
+#: Bytes read and written of each element by 0.5 x (1 + tanh(c (x + 0.044715 x^3))) in operations of PyTorch, and by
+#: what autograd makes of it: all in 16 bits, or under autocast, which has ``pow`` in fp32 and so all that it feeds.
+_GELU_FORWARD = ((2, 2), (2, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2))
+_GELU_BACKWARD = (
+    (4, 2), (4, 2), (2, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2), (4, 2), (4, 2),
+)  # fmt: skip
+_GELU_WIDE_FORWARD = ((2, 4), (4, 4), (4, 4), (6, 4), (4, 4), (4, 4), (4, 4), (2, 2), (6, 4), (4, 2))
+_GELU_WIDE_BACKWARD = (
+    (2, 4), (8, 4), (4, 2), (6, 4), (2, 2), (8, 4), (4, 4), (4, 2), (4, 4), (4, 4), (4, 4), (8, 4), (4, 2),
+    (4, 2), (4, 2),
 )  # fmt: skip
 #: Passes over scores, forward and backward, each with bytes read and written of a score: by Megatron's kernels, and by
 #: operations of PyTorch as transformers has them (``eager_attention_forward``: scale, mask, softmax in float32, back to
@@ -86,6 +100,9 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
         kernels = cast_once(kernels, segment)
     if stack.low_scaling == "tensorwise":
         kernels = looked_for(kernels, segment, compiled=stack.fusion == "compiled")
+    if "gelu" in stack.unfused and stack.fusion == "eager":
+        wide = any(kernel.name == AUTOCAST for kernel in kernels)
+        kernels = tuple(part for kernel in kernels for part in eager_gelu(kernel, wide=wide))
     if not stack.eager_norms:
         return kernels
     return tuple(part for kernel in kernels for part in eager_norm(kernel))
@@ -116,6 +133,8 @@ def fuse(
         kernels = tuple(_fused(segment, level, fused_loss, unfused_parts))
     if level == "fused" and not fused_loss:
         kernels = tuple(_megatron_loss(kernel) for kernel in kernels)
+    if level == "compiled":
+        kernels = _compiled_loss(kernels)
     if attention != "unfused":
         return kernels
     return tuple(
@@ -135,6 +154,25 @@ def _megatron_loss(kernel: Kernel) -> Kernel:
         return kernel
     read, written = (round(size * _LOSS_PASSES) for size in (kernel.bytes_read, kernel.bytes_written))
     return replace(kernel, bytes_read=read, bytes_written=written)
+
+
+def _compiled_loss(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """Kernels whose log-softmax is made again in backward from the logits, and never written.
+
+    Source: torch/_functorch/partitioners.py, min_cut_rematerialization_partition, keeps the least bytes from which
+    pointwise operations can be made again: logits and two sums a row.
+    """
+    found: list[Kernel] = []
+    logits = 0
+    for kernel in kernels:
+        if not is_loss(kernel) or "log_softmax" not in kernel.name:
+            found.append(kernel)
+        elif kernel.stage is Stage.FORWARD:
+            logits = kernel.bytes_read
+            found.append(replace(kernel, bytes_written=0))
+        else:
+            found.append(replace(kernel, bytes_read=logits or kernel.bytes_read))
+    return tuple(found)
 
 
 def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Sequence[str]) -> list[Kernel]:
@@ -460,15 +498,39 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
     """The operations of an RMSNorm written in Python in fp32, and of their backward; any other kernel is itself."""
     if "rms_norm" not in kernel.name:
         return (kernel,)
+    backward, wide = kernel.stage is not Stage.FORWARD, kernel.dtype == "float32"
+    elements = (kernel.bytes_read + kernel.bytes_written) / ((6 if backward else 4) * (2 if wide else 1))
+    forward = _NORM_WIDE_FORWARD if wide else _NORM_FORWARD
+    return _apart(
+        kernel, "eager_norm", elements, (_NORM_WIDE_BACKWARD if wide else _NORM_BACKWARD) if backward else forward
+    )
+
+
+def eager_gelu(kernel: Kernel, *, wide: bool) -> tuple[Kernel, ...]:
+    """The operations of a GELU written in Python by its tanh, and of its backward; any other kernel is itself.
+
+    Args:
+        wide: Most are in fp32, as under autocast (``lading.parallel.autocast``); what comes and goes has 16 bits.
+    """
+    if not kernel.name.startswith("aten.gelu"):
+        return (kernel,)
     backward = kernel.stage is not Stage.FORWARD
     elements = (kernel.bytes_read + kernel.bytes_written) / (6 if backward else 4)
+    forward = _GELU_WIDE_FORWARD if wide else _GELU_FORWARD
+    return _apart(
+        kernel, "eager_gelu", elements, (_GELU_WIDE_BACKWARD if wide else _GELU_BACKWARD) if backward else forward
+    )
+
+
+def _apart(kernel: Kernel, name: str, elements: float, passes: Sequence[tuple[int, int]]) -> tuple[Kernel, ...]:
+    """A kernel as operations that read and write so many bytes of each of its elements."""
 
     def of(index: int, moved: tuple[int, int]) -> Kernel:
         read, written = (round(elements * size) for size in moved)
         kind = OpKind.REDUCTION if written == 0 else OpKind.ELEMENTWISE
-        return replace(kernel, name=f"eager_norm.{index}", kind=kind, bytes_read=read, bytes_written=written)
+        return replace(kernel, name=f"{name}.{index}", kind=kind, bytes_read=read, bytes_written=written)
 
-    return tuple(of(i, moved) for i, moved in enumerate(_NORM_BACKWARD if backward else _NORM_FORWARD))
+    return tuple(of(i, moved) for i, moved in enumerate(passes))
 
 
 def unfused(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:

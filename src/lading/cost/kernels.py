@@ -29,7 +29,9 @@ memory-efficient kernel of xFormers, which leaves no block out (pytorch pull 104
 (facebookresearch/xformers issue 712, NVIDIA/cutlass pull 992: 16 heads, 8192 tokens), 1.15 times the first
 FlashAttention. Assumption: reading the mask takes that again. FlexAttention reaches 90% of FlashAttention-2 forward and
 85% backward on an A100, 1.25 and 1.03 times its rates on an H100 (pytorch.org/blog/flexattention); Blackwell is taken
-for the former.
+for the former. In fp32 it is the memory-efficient kernel in any case, on tensor cores from compute capability 8.0 on,
+by three products in TF32 for each (gemm_kernel_utils.h, DefaultGemmType: OpMultiplyAddFastF32), which go half as fast
+as in 16 bits: a sixth of the 16-bit rate.
 """
 
 from __future__ import annotations
@@ -72,6 +74,10 @@ _SERVED = {
 _LIKE = {"masked": "flash1", "flex": "flash2"}
 _LONGER = {"flex": {"hopper": (1 / 1.25, 1 / 1.03), "": (1 / 0.9, 1 / 0.85)}, "": {"": (1.0, 1.0)}}
 _SMOOTH = 4.0
+#: Columns of the memory-efficient kernel's widest tile of a head.
+_HEAD_TILE = 128
+#: Times that attention in fp32 takes beside the same kernel in 16 bits ([Note: attention of PyTorch]).
+_WIDE_S = 6.0
 #: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
 #: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
 _EFFICIENT_S = 0.6575 / 0.2954
@@ -107,18 +113,26 @@ def seconds(
     assert gpu is not None
     if kernel == "masked":
         attention = replace(attention, causal=False)
+    if dtype == "float32":
+        dtype, device, kernel = "bfloat16", _in_fp32(device), "masked"
     on = _LONGER.get(kernel, _LONGER[""])
     longer = on.get(rates.architecture, on[""])[attention.backward]
     found = _pass_rates(rates, _LIKE.get(kernel, kernel), attention.backward)
     peak = peak_flops(device, dtype)
     slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * found.power_share
-    total, longest = _work(attention, found)
+    total, longest = _work(_in_tiles(attention) if kernel == "masked" else attention, found)
     reach = found.reach_at((attention.qk_dim + attention.v_dim) / 2)
     rate = peak * gpu.speed * reach / slow * found.exponentials ** log2(gpu.exponentials)
     memory = _bytes(attention, dtype) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
     longest *= gpu.num_sms
     parts = ((total + found.tail * longest) / rate, longest / rate, memory)
     return longer * sum(part**_SMOOTH for part in parts) ** (1 / _SMOOTH) + rates.memory.fixed_s
+
+
+def _in_fp32(device: Device) -> Device:
+    """The device with the 16-bit peak that attention in fp32 has."""
+    peaks = device.peak_flops_per_s
+    return replace(device, peak_flops_per_s={**peaks, "bfloat16": peaks["bfloat16"] / _WIDE_S})
 
 
 def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
@@ -130,6 +144,20 @@ def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
             "products and a softmax, not one kernel"
         )
     return rates.attention[name]["backward" if backward else "forward"]
+
+
+def _in_tiles(attention: Attention) -> Attention:
+    """Attention as the memory-efficient kernel computes it: products that make rows of a head fill whole tiles.
+
+    Heads of more than 64 columns and at most 128 have tiles of 128 (PyTorch mem_eff_attention/kernels/cutlassF.h,
+    64x128_rf), which the sum over columns alone does not fill: one product of two forward, three of five backward do.
+    """
+    columns = attention.v_dim
+    if not _HEAD_TILE // 2 < columns < _HEAD_TILE or attention.qk_dim != columns:
+        return attention
+    if not attention.backward:
+        return replace(attention, v_dim=_HEAD_TILE)
+    return replace(attention, v_dim=(2 * columns + 3 * _HEAD_TILE - 3 * columns) // 2)
 
 
 def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
@@ -177,8 +205,10 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         parts = unfused(kernel, wide=stack.fusion == "eager")
         return sum(kernel_s(part, device, stack, precision) for part in parts)
     if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
-        if isinstance(detail, Attention) and stack.attention == "masked":
-            return _EFFICIENT_S * curve_s(replace(kernel, detail=replace(detail, causal=False)), device)
+        wide = device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s
+        if isinstance(detail, Attention) and (stack.attention == "masked" or wide):
+            whole = _in_tiles(replace(detail, causal=detail.causal and stack.attention != "masked"))
+            return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(replace(kernel, detail=whole), device)
         return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)

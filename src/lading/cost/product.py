@@ -30,6 +30,7 @@ so all the time, which is what is assumed unless told otherwise.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -119,7 +120,7 @@ def floor_s(
         raise ConfigError(f"expected a device whose kernels were measured, got {device.name}")
     rates = kernel_rates(gpu.architecture)
     peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
-    own, grouped = rates.product, product.groups > 1
+    own, grouped = _rates_of(gpu.architecture, operand), product.groups > 1
     bandwidth = device.memory_bandwidth_bytes_per_s * own.memory_share
     outputs = float(product.groups * product.m * product.n)
     written = outputs * element * (2.0 if product.accumulates else 1.0)
@@ -155,7 +156,20 @@ def _known(
     architecture: str,
 ) -> float:
     """Layers have equal products, and so have layouts that are compared."""
-    return seconds(product, element_bytes, peak, bandwidth, num_sms, kernel_rates(architecture).product)
+    return seconds(product, element_bytes, peak, bandwidth, num_sms, _rates_of(architecture, element_bytes[0]))
+
+
+@lru_cache(maxsize=64)
+def _rates_of(architecture: str, operand_bytes: float) -> ProductRates:
+    """Rates of an architecture's products: those of fp32, without tensor cores, reach another share of their peak.
+
+    Assumption: smaller tiles lose as much as in 16 bits beside the largest, of which ``float32_reach`` is.
+    """
+    rates = kernel_rates(architecture).product
+    if operand_bytes < _SUM_BYTES:
+        return rates
+    least = min(1 + rates.operand_columns * (1 / rows + 1 / columns) for rows, columns in rates.tiles)
+    return replace(rates, reach=rates.float32_reach * least)
 
 
 def unaligned(product: Product, operand_bytes: float, rates: ProductRates, *, of_weight: bool = False) -> float:

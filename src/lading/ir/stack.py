@@ -37,7 +37,7 @@ FACTORS = (
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
 #: Parts of a block that "fused" software may run operation by operation all the same.
-PARTS = ("rope", "swiglu", "gradients")
+PARTS = ("rope", "swiglu", "gradients", "gelu")
 #: How software is known on an architecture: steps were seen; its switches are named, or only its class.
 FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
 
@@ -86,6 +86,8 @@ class Stack:
             times more than one fused kernel does; other rules and updates on the host have passes of their own.
         moments_dtype: Number format of these.
         parameters_dtype: Number format of the parameters themselves: "float32" where autocast casts them in every use.
+        autocast: Where fp32 parameters are whole, activations are in the formats of torch.autocast: the residual stream
+            and norms in fp32 (``lading.parallel.autocast``).
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
         bucket_elements, bucket_elements_per_rank: Parameters whose gradients are reduced together beside backward: so
             many, or so many for each rank that they are reduced over, whichever is more; 0 for a block's each.
@@ -184,6 +186,7 @@ class Stack:
     foreach: bool = False
     moments_dtype: str = "float32"
     parameters_dtype: str = ""
+    autocast: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     bucket_elements: float = 0.0

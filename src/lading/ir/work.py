@@ -11,6 +11,9 @@ from functools import cached_property
 
 from lading.ir.graph import OpKind, Role
 
+#: Name of kernels that copy an activation from one number format to another under autocast.
+AUTOCAST = "autocast"
+
 
 class Stage(StrEnum):
     """Part of a micro-batch that a kernel belongs to: pipelines may put the last two at different times."""

@@ -19,6 +19,7 @@ from lading.ir.graph import DTYPE_BYTES, OpKind
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, Product, RankSegment, Stage
+from lading.parallel.autocast import with_autocast
 
 #: Stage of ZeRO from which on gradients or parameters are cut, and nothing passes over whole ones.
 CUT = 2
@@ -41,6 +42,8 @@ def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> Ra
     wide, adds = weight_passes(layout, stack)
     if not (wide or adds) or segment.trained_elements is not None or not segment.kernels:
         return segment
+    if wide and stack.autocast and layout.tp == layout.cp == layout.ep == 1:
+        segment = with_autocast(segment)
     before = tuple(_casts(segment, Stage.FORWARD, 4, _HALF)) if wide else ()
     behind = tuple(_casts(segment, Stage.BACKWARD_WEIGHT, _HALF, 4)) if wide else ()
     if adds:

@@ -73,6 +73,13 @@ _WIDE: tuple[tuple[_Pass, ...], tuple[_Pass, ...]] = (
         ("scale_backward", OpKind.ELEMENTWISE, 2, 2),
     ),
 )
+#: Bytes an element that each operation of a GELU in Python reads and writes in 16 bits (transformers activations.py,
+#: NewGELUActivation): pow, times 0.044715, plus, times, tanh, plus 1, half of x, times; and by autograd of each.
+_GELU_FORWARD = ((2, 2), (2, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2))
+_GELU_BACKWARD = (
+    *((4, 2), (4, 2), (2, 2), (4, 2), (2, 2), (2, 2)),  # both factors, half, tanh, both constants
+    *((2, 2), (2, 2), (4, 2), (4, 2), (4, 2)),  # 3 x^2 times what comes, and the three gradients of x added up
+)
 #: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
 _SMALL_BYTES = 1 << 16
 
@@ -86,9 +93,12 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
         kernels = cast_once(kernels, segment)
     if stack.low_scaling == "tensorwise":
         kernels = looked_for(kernels, segment, compiled=stack.fusion == "compiled")
-    if not stack.eager_norms:
-        return kernels
-    return tuple(part for kernel in kernels for part in eager_norm(kernel))
+    if stack.eager_norms:
+        kernels = tuple(part for kernel in kernels for part in eager_norm(kernel))
+    if stack.eager_gelu:
+        wide = stack.parameters_dtype == "float32"
+        kernels = tuple(part for kernel in kernels for part in eager_gelu(kernel, wide=wide))
+    return kernels
 
 
 def fuse(
@@ -469,6 +479,31 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
         return replace(kernel, name=f"eager_norm.{index}", kind=kind, bytes_read=read, bytes_written=written)
 
     return tuple(of(i, moved) for i, moved in enumerate(_NORM_BACKWARD if backward else _NORM_FORWARD))
+
+
+def eager_gelu(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:
+    """The operations of a GELU through a tanh written in Python, and of their backward; any other kernel is itself.
+
+    Args:
+        wide: Under autocast, whose ``pow`` is fp32, and so is all after it until the next product casts it.
+    """
+    if not kernel.name.startswith(("aten.gelu.", "aten.gelu_backward.")):
+        return (kernel,)
+    backward = kernel.stage is not Stage.FORWARD
+    elements = (kernel.bytes_read + kernel.bytes_written) / (6 if backward else 4)
+    passes = _GELU_BACKWARD if backward else _GELU_FORWARD
+    if wide:
+        passes = (*((2 * read, 2 * written) for read, written in passes), (4, 2))
+    return tuple(
+        replace(
+            kernel,
+            name=f"eager_gelu.{index}",
+            kind=OpKind.ELEMENTWISE,
+            bytes_read=round(elements * read),
+            bytes_written=round(elements * written),
+        )
+        for index, (read, written) in enumerate(passes)
+    )
 
 
 def unfused(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:

@@ -93,6 +93,7 @@ def test_flash_attention_4_is_a_kernel_of_blackwell(rows: dict[str, Row]) -> Non
         ("fms-mistral-full-bs4", {"attention": "flash2", "eager_gelu": False, "parameters_dtype": ""}),
         ("dle-bert-v100-1-128", {"attention": "unfused", "update_passes": 5.0, "foreach": False}),
         ("bmtrain-13b-bs8", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "float16"}),
+        ("xtuner-tp2-ep8-pp8", {"cuda_graphs": False}),
         ("jaxtoolbox-llama7b-8", {"attention": "cudnn"}),
         ("ao-h100-tensorwise", {"gather_dtype": "float8_e4m3fn"}),
         ("ao-h100-rowwise", {"gather_dtype": ""}),

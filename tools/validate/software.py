@@ -76,6 +76,9 @@ _NOT_COMPILED = re.compile(
     r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
 )
 _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
+_NO_GRAPHS = re.compile(
+    r"\b(?:no|without|w/o|disabled?) cuda[- ]graphs?\b|cuda[- ]graphs? (?:are |is )?(?:off|disabled)", re.I
+)
 #: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
 #: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
 #: (Megatron-Bridge skills and docs/performance-summary.md, release 26.04).
@@ -487,6 +490,8 @@ def _graphs(text: str, stack: Stack) -> dict[str, Any]:
 
 def _cuda_graphs(text: str) -> bool | None:
     """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
+    if _NO_GRAPHS.search(text):
+        return False
     if match := re.search(r"CUDA graphs ([^;.]*)", text):
         scope = match[1]
         return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))

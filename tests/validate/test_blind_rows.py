@@ -13,9 +13,11 @@ from tools.validate.scoring import Outcome, step_pairs
 
 from lading.catalog.architectures import architecture_table
 from lading.catalog.load import load_machine
+from lading.cost.curves import product_curve_s
 from lading.ir.graph import OpKind
 from lading.ir.request import Prediction, StepRequest
 from lading.ir.stack import GUESSED
+from lading.ir.work import Product
 from lading.sim.simulate import simulate
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "validation" / "blind_frameworks_4.jsonl"
@@ -125,6 +127,14 @@ def test_a_gelu_in_parts_moves_more(rows: dict[str, Row]) -> None:
     fused = dataclasses.replace(request, stack=dataclasses.replace(request.stack, eager_gelu=False))
     slow, fast = (simulate(one).step.shares_s["memory-bound"] for one in (request, fused))
     assert 1.1 * fast < slow < 2 * fast
+
+
+def test_scores_of_every_head_come_and_go_no_faster_than_memory_takes_them() -> None:
+    device = load_machine("a10g").device
+    scores = Product(512, 512, 32, 160)
+    assert product_curve_s(scores, scores.flops, None, "bfloat16", device, "scores") > 2 * 160 * 512 * 512 / 600e9
+    one = Product(4096, 4096, 4096)
+    assert product_curve_s(one, one.flops, None, "bfloat16", device, "one") > one.flops / 70e12
 
 
 def test_a_board_at_an_untold_limit_of_power_is_slower_never_faster(rows: dict[str, Row]) -> None:

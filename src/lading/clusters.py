@@ -90,7 +90,7 @@ def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> t
         other = simulate(*step_of(replace(request, layout=layout, devices=0, global_batch=0)))
         runs.append(KnownRun(measured_s / other.step.step_s, other.causes))
         told.append({"layout": str(other.request.layout), "measured_s": measured_s, "step_s": other.step.step_s})
-    evidence = simulated.request.stack.evidence_on(simulated.machine.device.architecture)
+    evidence = simulated.evidence
     shift = shift_of(simulated.causes, runs, evidence)
     step_s, spread = simulated.step.step_s * shift.factor, exp(shift.narrowed(simulated.spread))
     sentences = [

@@ -161,10 +161,12 @@ def test_batched_and_grouped_products_are_judged_by_one_matrix() -> None:
 
 def test_matrices_of_a_batch_fill_a_gpu_together() -> None:
     efficiency = Curve(size=(2e3, 2e6), rate=(0.1, 1.0))
-    device = dataclasses.replace(FLAT, kind="cuda", product_efficiency=efficiency)
+    device = dataclasses.replace(FLAT, kind="cuda", product_efficiency=efficiency, memory_bandwidth_bytes_per_s=1e12)
     flops = 2 * 64 * 10**3
     batched = graph("aten.bmm.default", [tensor(64, 10, 10), tensor(64, 10, 10)], [tensor(64, 10, 10)], flops=flops)
     assert seconds(batched, device) == pytest.approx(1e-3 + flops / (1e10 * efficiency.at(flops)))
+    slow = dataclasses.replace(device, memory_bandwidth_bytes_per_s=1e6)
+    assert seconds(batched, slow) == pytest.approx(1e-3 + 4 * 64 * 3 * 100 / 1e6), "no faster than memory takes them"
 
 
 def test_a_dtype_without_a_peak_is_refused_by_name() -> None:

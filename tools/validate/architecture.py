@@ -28,11 +28,17 @@ _ATTENTION_WORDS = re.compile(
     r"\b(?:gqa|mqa|mha|mla|multi-head|multi-query|grouped-query|grouped|query|latent|attention|causal|full|self|standard|"
     r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|torch|pytorch|hopper|cutedsl|rope|rotary|alibi|learned|"
     r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
-    r"global|every|other|layers?|tokens?|size|ratio|[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
+    r"global|every|other|layers?|tokens?|size|ratio|bidirectional|non-?causal|encoder|xformers|"
+    r"memory[-_ ]efficient|beta|cudnn(?:_flash)?(?:_te)?|"
+    r"[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
     re.IGNORECASE,
 )
 #: Ways to write FlashAttention and its number.
-_FLASH = re.compile(r"\bflash[-_ ]?att(?:entio)?n(?:[-_ ]?v?\d(?:\.\d+)*)?|\bfa-?[123]\b", re.IGNORECASE)
+_FLASH = re.compile(r"\bflash[-_ ]?att(?:entio)?n(?:[-_ ]?v?\d(?:\.\d+)*)?|\bfa-?[1234]\b", re.IGNORECASE)
+#: Words of attention without a causal mask: every token sees all.
+_SEES_ALL = re.compile(
+    r"bidirectional|non-?causal|\bencoder\b(?!-)|\bbert\b|masked[- ](?:language|lm)|\bmlm\b", re.IGNORECASE
+)
 _NO_SOFTMAX = re.compile(
     r"linear attention|lightning|retention|retnet|rwkv|deltanet|hyena|sparse attention|\bdsa\b|\bnsa\b|block-sparse",
     re.IGNORECASE,
@@ -79,6 +85,8 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         )
     if "mamba_heads" in model or "mamba" in text.lower():
         symbols |= _state_space(model)
+    if _SEES_ALL.search(f"{model.get('kind', '')} {model.get('attention', '')}"):
+        symbols["whole"] = 1
     if window := _window(model, notes):
         symbols["window"] = window
     if _is_diffusion(model):
@@ -165,7 +173,9 @@ def unread_of_model(model: Mapping[str, Any]) -> list[str]:
         _ATTENTION_WORDS.sub(" ", re.sub(r"\([^)]*\d[^)]*\)", " ", _FLASH.sub("flash", attention))),
     )
     unread = [f"model.attention: {' '.join(left.split())!r} in {attention!r}"] if left.strip() else []
-    if kind and not re.search(r"dense|moe|expert|dit|diffusion|hybrid|mamba|ssm|decoder|gpt|llama|causal", kind):
+    if kind and not re.search(
+        rf"dense|moe|expert|dit|diffusion|hybrid|mamba|ssm|decoder|gpt|llama|causal|{_SEES_ALL.pattern}", kind
+    ):
         unread.append(f"model.kind {kind!r}: simulated as a causal decoder of these sizes")
     if re.search(r"\b(?:gqa|mqa|grouped|multi-query)", attention, re.IGNORECASE) and not model.get("kv_heads"):
         unread.append(f"model.attention {attention!r}, but model.kv_heads is not stated: as many as heads")

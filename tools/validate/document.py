@@ -88,7 +88,7 @@ def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
         row, prediction, request = outcome.row, outcome.prediction, outcome.request
-        line: dict[str, Any] = {"id": row.id, "family": row.family, "tier": row.tier, "measured_s": row.step_s}
+        line: dict[str, Any] = {"id": row.id, "family": row.family, "tier": row.tier, "measured_s": outcome.measured_s}
         if request is not None:
             line |= {"machine": request.machine, "stack": request.stack.name, "layout": str(request.layout)}
         if prediction is None:

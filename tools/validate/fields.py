@@ -25,7 +25,7 @@ _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
-    r"training|gemms?|products|linears?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
+    r"training|gemms?|products|linears?|all-?gathers?|gathers?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
     r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from)\b|\b\d+x\d+\b"
 )
 #: Schedule whose two directions each hold the whole model; it is simulated as half as many ranks of DualPipe-V.
@@ -143,15 +143,19 @@ _OTHER_TASKS = (
 )
 _METHOD_FIELDS = ("offload", "optimizer", "pp_schedule", "sharding", "framework", "task")
 _ADAM = r"adam"
+#: Times that LAMB goes over a parameter's element more than Adam does: it writes its update, reads it and the parameter
+#: for their norms, and reads both again to apply it (apex csrc/multi_tensor_lamb.cu, two stages and two norms).
+_LAMB_PASSES = 5.0
 _OPTIMIZERS = (
     (r"^(sgd)\b", "sgd"),
+    (r"lamb\b", "lamb"),
     *((rf"\b{name}w?\b", name) for name in ("lion", "adafactor", "muon", "shampoo", "soap")),
     (_ADAM, "adamw"),
 )
 #: Words of an optimizer that are read, or that change nothing here.
 _OPTIMIZER_READ = re.compile(
     r"\b(?:(?:torch|optim|fused|apex|bnb|bitsandbytes|cpu|deepspeed|distributed|decoupled|megatron|te|hf|"
-    r"transformer engine|paged|hybrid|flash)\.? ?)*(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap)\b|"
+    r"transformer engine|paged|hybrid|flash)\.? ?)*(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap|lamb)\b|"
     r"\b(?:8 ?-?b(?:it)?|int8|fp32|float32|bf16|bfloat16|fp16|float16|16-bit|32-?bit|32b|pure|full|only|memory|"
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
@@ -183,6 +187,10 @@ _NOT_PRICED = (
     (
         r"(?:images?|videos?|audio)[^;|.]{0,24}(?:decoded|augmented)|streamed from the (?:hub|internet|web)",
         "data that the host makes or fetches while training",
+    ),
+    (
+        r"\bbinned\b|\bbin[-_ ]size\b|(?:bucketed|grouped) by length|group[-_ ]by[-_ ]length|of up to \d+ tokens",
+        "sequences of fewer tokens than the longest",
     ),
     (r"tp[-_]linear[-_]async[-_]communication[ =:]+true", "tensor-parallel transfers beside products"),
     (r"\beplb\b|redundant experts?", "experts that are held twice to even their load"),
@@ -346,7 +354,7 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         return "adamw", {}
     settings: dict[str, Any] = {}
     apart = re.sub(
-        r"(?<=[a-z])(?=adam|sgd)|(?<=adam)(?=[w\d])(?!w\b)|(?<=adamw)(?=\d)|"
+        r"(?<=[a-z])(?=adam|sgd|lamb)|(?<=adam)(?=[w\d])(?!w\b)|(?<=adamw)(?=\d)|"
         r"(?<=[a-z])(?=offload|optimizer)|(?<=offload)(?=[a-z])(?!e[dr]|ing)",
         " ",
         words,
@@ -356,6 +364,9 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
         unread.append(f"layout.optimizer {words!r}: {' '.join(left)!r}")
     if named == "sgd":
         return "adamw", {"moments": int("moment" in words)}
+    if named == "lamb":  # Adam's states; its update is written, normed beside the parameter, and read again
+        settings["update_passes"] = _LAMB_PASSES
+        named = "adamw"
     if re.search(r"8 ?-?bit|\b8b\b|int8", words):
         settings["moments_dtype"] = "uint8"
     elif re.search(r"bf16|bfloat16", words):
@@ -382,8 +393,10 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     lowered = words.lower().replace("_", " ")
     if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math)\b", lowered):
         return {"attention": "unfused"}
-    if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([123])(?:\.\d+)*\b", lowered):
+    if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
+    if re.search(r"\bcudnn\b", lowered):
+        return {} if stack_attention.startswith("cudnn") else {"attention": "cudnn"}
     if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", lowered):
         return {"attention": "triton" if "triton" in lowered else "flash1"}
     if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|fused|cudnn", lowered):
@@ -394,6 +407,8 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
 def dtypes_of(row_words: str) -> dict[str, Any]:
     """Settings of the stack that words on number formats and copies of what is kept replace."""
     words, settings = row_words.lower(), dict[str, Any]()
+    if re.search(r"\btf32\b", words):
+        settings["tf32"] = True
     if re.search(
         r"(?:no|without|w/o)(?: fp32| float32)? (?:master|cop(?:y|ies))|pure[ _](?:bf|fp)16|(?:bf|fp)16[- ]only|"
         r"(?:bf|fp)16 \(?pure|full[- ](?:bf|fp)16|16-true|memory[- ]efficient[- ](?:bf|fp)16",
@@ -503,6 +518,8 @@ def modules_of(detail: str, text: str) -> tuple[str, ...]:
     """Parts of a block that are recomputed, as a row lists them; () where it lists none."""
     named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
     words = re.sub(r"['\"]", "", named[1] if named else detail)
+    listed = re.match(r"(?:-*recompute[-_ ])?modules[ =:]+(?=\w)", words.strip())  # Megatron's list has blanks
+    words = re.sub(r"[\s,]+", ",", words.strip()[listed.end() :].strip("[]()")) if listed else words
     parts = [part.strip() for part in re.split(r"[,+/]|\band\b", words.strip("[]() ")) if part.strip()]
     parts = [next((name for pattern, name in _PARTS if re.fullmatch(pattern, part.lower())), part) for part in parts]
     if not parts or any(not re.fullmatch(r"\w+", part) for part in parts):

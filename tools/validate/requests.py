@@ -108,6 +108,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         assumed=(*assumed, *said_unread),
         unread=tuple(unread),
         unstated=tuple(_unstated(row, text, assumed)),
+        clocks_untold=bool(_limits(row, machine)),
     )
 
 
@@ -155,14 +156,19 @@ _OF_FAMILY = (
 _WHOLE_RUN = r"\bgpu[- ]?hours|whole run|entire (?:run|training)|wall[- ]?clock (?:days|hours)"
 
 
-def _unread(row: Row, machine: str) -> list[str]:
-    """Fields of a row, and words of its device and model, that no rule reads."""
+def _limits(row: Row, machine: str) -> list[str]:
+    """Words of a row on a limit of power that its board has not."""
     gpu, words = load_machine(machine).device.gpu, str(row.hardware.get("gpu", ""))
     limited = re.search(r"limited to \d{2,3} ?w\b|power[- ]limit\w* (?:of |to |at )?\d{2,3} ?w\b", row.notes.lower())
+    notes = [f"notes say {limited[0]!r}: clocks at a power limit"] if limited else []
+    return [*notes, *unread_of_gpu(words, gpu.power_w if gpu else 0.0)]
+
+
+def _unread(row: Row, machine: str) -> list[str]:
+    """Fields of a row, and words of its device and model, that no rule reads."""
     return [
         *row.unread,
-        *([f"notes say {limited[0]!r}: clocks at a power limit"] if limited else []),
-        *unread_of_gpu(words, gpu.power_w if gpu else 0.0),
+        *_limits(row, machine),
         *unread_of_model(row.model),
         *unread_methods(row.notes),
         *not_priced("; ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))),
@@ -188,7 +194,10 @@ def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
 
     Parameters and their gradients stay in fp32, and each use casts them (torch.amp); weights under adapters do not.
     """
-    mixed = re.search(r"\bmixed|\bamp\b|autocast", str(row.layout.get("precision", "")).lower())
+    words = str(row.layout.get("precision", "")).lower()
+    mixed = re.search(r"\bmixed|\bamp\b|autocast", words)
+    if stack.name == "hf-transformers" and re.fullmatch(r"fp16|float16|half", words):
+        mixed = True  # transformers training_args.py: fp16 is "16-bit (mixed) precision training"; pure fp16 has none
     kinds = ("eager-torch", "compiled-torch")
     if not mixed or stack.kind not in kinds or stack.master_weights or task_of(row.layout, []) in ("lora", "qlora"):
         return {}

@@ -118,6 +118,17 @@ class Row:
             return float(self.measured["iteration_s"])
         return self.implied_step_s
 
+    def step_s_of(self, global_batch: int) -> float | None:
+        """Measured seconds of a step; where only a rate is printed and no batch is stated, of the given one.
+
+        Args:
+            global_batch: Sequences of the step that is predicted.
+        """
+        rate, devices, tokens = self.measured.get("tokens_per_s_per_gpu"), self.hardware["gpus"], self.model["seq_len"]
+        if self.step_s is not None or not rate or not self.layout.get("micro_batch"):
+            return self.step_s
+        return global_batch * tokens / (rate * devices)
+
     @property
     def implied_step_s(self) -> float | None:
         """Seconds of a step by tokens/s, the batch and the devices; None if one of them is not known."""

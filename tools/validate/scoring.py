@@ -31,6 +31,11 @@ class Outcome:
     prediction: Prediction | None = None
     reason: str = ""
 
+    @property
+    def measured_s(self) -> float | None:
+        """Measured seconds of a step, of the predicted batch where a rate is printed and no batch is stated."""
+        return self.row.step_s_of(self.request.layout.global_batch) if self.request else self.row.step_s
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -120,12 +125,12 @@ def _age(row: Row) -> tuple[int, int, int]:
 
 def step_pairs(outcomes: Iterable[Outcome], tier: str = "A") -> list[Pair]:
     """Seconds of a step, one pair for each configuration of the tier."""
-    chosen = [o for o in outcomes if o.row.tier == tier and o.prediction is not None and o.row.step_s is not None]
+    chosen = [o for o in outcomes if o.row.tier == tier and o.prediction is not None and o.measured_s is not None]
     return [_step_pair(outcome) for outcome in newest(chosen)]
 
 
 def _step_pair(outcome: Outcome) -> Pair:
-    prediction, measured = outcome.prediction, outcome.row.step_s
+    prediction, measured = outcome.prediction, outcome.measured_s
     assert prediction is not None
     assert measured is not None
     return Pair(outcome, measured, prediction.step_s, prediction.low_s, prediction.high_s)

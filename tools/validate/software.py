@@ -29,6 +29,11 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 #: "SDPA is used by default for torch>=2.1.1" (transformers, pages of its models); forks of
 #: Megatron have their own.
 _NUMBERED = 2024
+#: Year of PyTorch 2.0 (15 March 2023), the first with ``scaled_dot_product_attention``.
+_FUSED = 2023
+#: Models that had no fused attention in transformers for longer than others, and until when: year and month of the
+#: release (pulls 40370, 31172 and 28802).
+_UNFUSED_MODELS = ((r"\besm-?2?\b", (2025, 8)), (r"\bgpt-?2\b", (2024, 6)), (r"\bbert\b", (2024, 4)))
 #: Models of transformers had no fused attention by themselves before 4.36 (11 December 2023), and from 4.38 to 4.40
 #: (21 February to 17 May 2024) gave it a mask that is a tensor, which FlashAttention does not take
 #: (huggingface/transformers pulls 26572, 30070 and 30314); a padded batch has one at any time. Year and month of
@@ -73,6 +78,9 @@ _NOT_COMPILED = re.compile(
     r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
 )
 _MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
+_NO_GRAPHS = re.compile(
+    r"\b(?:no|without|w/o|disabled?) cuda[- ]graphs?\b|cuda[- ]graphs? (?:are |is )?(?:off|disabled)", re.I
+)
 #: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
 #: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
 #: (Megatron-Bridge skills and docs/performance-summary.md, release 26.04).
@@ -100,6 +108,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"(?:\bamp|opt_level|\blevel)[-_ =:\"']*o2\b",
         {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
     ),
+    # BMTrain's README: parameters of torch.half, and a fused optimizer "for mixed-precision training".
+    (r"\bbmtrain\b", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "float16"}),
     # PyTorch's optimizers keep moments in the parameters' number format.
     (
         r"pure (?:bf16|bfloat16)|\bbf16-true",
@@ -206,10 +216,14 @@ def _gelu(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, An
     """GELU in parts, of models of transformers that have ``gelu_new`` or a GELU of their own."""
     if stack.fusion != "eager" or not re.search(_TRANSFORMERS, text.lower()):
         return {}
-    if not re.search(_GELU_IN_PARTS, str(row.model.get("name", "")).lower()):
+    if not re.search(_GELU_IN_PARTS, _name(row)):
         return {}
     assumed.append("GELU in operations of PyTorch: transformers activations.py, NewGELUActivation")
     return {"unfused": tuple(dict.fromkeys((*stack.unfused, "gelu")))}
+
+
+def _name(row: Row) -> str:
+    return str(row.model.get("name", "")).lower()
 
 
 def _present(name: str, assumed: list[str]) -> str:
@@ -338,7 +352,7 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
     if stack.framework == "transformers":
         settings |= _attention_of_transformers(row, text.lower(), assumed)
-    if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])?\b", stated)):
+    if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])?\b", stated)):
         settings["attention"] = f"flash{named[1] or 2}"
         assumed.append(f"attention {settings['attention']}: the notes say {named[0]!r}")
     return settings
@@ -367,6 +381,11 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
         return {}
     if (month[0] and month <= _UNFUSED_UNTIL) or (not month[0] and 0 < year < _UNFUSED_UNTIL[0]):
         assumed.append("attention in parts: transformers before 4.36 has no other by default")
+        return {"attention": "unfused"}
+    name = _name(row)
+    until = next((until for words, until in _UNFUSED_MODELS if re.search(words, name)), (0, 0))
+    if (month[0] and month <= until) or (not month[0] and 0 < year < until[0]):
+        assumed.append(f"attention in parts: transformers' {name} has no other before {until[0]}-{until[1]:02d}")
         return {"attention": "unfused"}
     if _MASKED[0] <= month <= _MASKED[1] or re.search(_PADDED, lowered):
         assumed.append(
@@ -403,12 +422,14 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "cudnn"}
     if re.search(r"flex[- _]?attention", lowered):
         return {"attention": "flex"}
-    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([123])\b", lowered):
+    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
     if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
         return {"attention": "flash1"}
     if re.search(_XLA, lowered):
         return _attention_of_xla(lowered, assumed)
+    if stack.kind == "compiled-torch" and 0 < year_of(row) < _FUSED:
+        return {"attention": "unfused"}
     if stack.kind == "compiled-torch" and 0 < year_of(row) < _NUMBERED:
         return {"attention": "flash1"}  # scaled_dot_product_attention of PyTorch 2.0 and 2.1
     if "paddle" in lowered and re.search(r"flash[- _]?att", lowered) and (year_of(row) or _NUMBERED) >= _PADDLE_FLASH2:
@@ -481,6 +502,8 @@ def _graphs(text: str, stack: Stack) -> dict[str, Any]:
 
 def _cuda_graphs(text: str) -> bool | None:
     """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
+    if _NO_GRAPHS.search(text):
+        return False
     if match := re.search(r"CUDA graphs ([^;.]*)", text):
         scope = match[1]
         return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))

@@ -12,7 +12,7 @@ from math import prod
 
 from lading.catalog.tables import StoredTable, family_symbols, stored_table, table_families
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind
+from lading.ir.graph import Op, OpKind
 from lading.ir.request import Architecture
 from lading.ir.table import ModelTable, Segment
 
@@ -44,7 +44,7 @@ def architecture_table(
     runs = [(_blocks(families[places[kind][0]])[places[kind][1]], kind, count) for kind, count in model.blocks]
     if base == "wan":
         runs = _last_apart(runs, families[base])
-    segments = tuple(_biased(_windowed(segment, kind, model), model) for segment, kind, _ in runs)
+    segments = tuple(_biased(_masked(segment, kind, model), model) for segment, kind, _ in runs)
     counts = (1, *(count for *_, count in runs), *(1 for _ in range(ahead)), 1)
     shift = len(counts) - len(stored.segments)
     missing = model.predict_ahead - ahead
@@ -143,8 +143,10 @@ def _last_apart(runs: list[tuple[Segment, str, int]], stored: StoredTable) -> li
     return [*before, *rest, (_blocks(stored)[-1], kind, 1)]
 
 
-def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
-    """Make a block's attention see a window of tokens, if the kind says so."""
+def _masked(segment: Segment, kind: str, model: Architecture) -> Segment:
+    """Make a block's attention see all tokens, as an encoder's does, or a window of them, if the kind says so."""
+    if model.symbols.get("whole"):
+        return dataclasses.replace(segment, ops=tuple(map(_unmasked, segment.ops)))
     if kind != "window":
         return segment
     if not model.symbols.get("window"):
@@ -155,6 +157,14 @@ def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
         for op in segment.ops
     )
     return dataclasses.replace(segment, name="window", ops=ops)
+
+
+def _unmasked(op: Op) -> Op:
+    """The operation without a causal mask, where it is an attention."""
+    if op.kind is not OpKind.ATTENTION:
+        return op
+    kept = tuple((key, value) for key, value in op.settings if key != "is_causal")
+    return dataclasses.replace(op, settings=(*kept, ("is_causal", False)))
 
 
 def _biased(segment: Segment, model: Architecture) -> Segment:

@@ -13,7 +13,7 @@ from typing import Any
 from lading.errors import ConfigError, did_you_mean
 from lading.files import read_toml
 from lading.ir.reading import read_as
-from lading.ir.stack import Stack
+from lading.ir.stack import GUESSED, SWITCHES, Stack
 
 _FOLDER = Path(__file__).parent / "stacks"
 DEFAULT = "default"
@@ -45,6 +45,21 @@ def stack_by_name(name: str) -> Stack:
     if not path.is_file():
         raise ConfigError(f"expected a software stack ({', '.join(stack_names())}) or a TOML file, got {name!r}")
     return _read(path, stack_by_name(DEFAULT).in_situ)
+
+
+def evidence_on(stack: Stack, architecture: str) -> str:
+    """How software is known on an architecture: FITTED, SWITCHES or GUESSED.
+
+    Switches are known by name where kernels are the same for all software. On GPUs on which no step of any software
+    was seen, its libraries are others (ROCm's products, attention and collectives), so there it is guessed.
+    """
+    known = stack.evidence_on(architecture)
+    return GUESSED if known == SWITCHES and architecture != "cpu" and architecture not in _seen() else known
+
+
+@cache
+def _seen() -> frozenset[str]:
+    return frozenset(architecture for name in stack_names() for architecture in stack_by_name(name).fitted)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Seconds of one operation alone on a device by the rates that were measured there, launch not included.
 
-    product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k)
+    product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k); of many
+                 matrices on a GPU no less than these take to come and go
     attention    flops done / rate(flops done for one head)
     the rest     bytes / rate(bytes)
 
@@ -20,7 +21,7 @@ Rates hold for one operation at a time with whatever of its operands is in cache
 from __future__ import annotations
 
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind
+from lading.ir.graph import DTYPE_BYTES, OpKind
 from lading.ir.machine import EVEN_COLUMNS, ODD_COLUMNS, VECTOR, Curve, Device
 from lading.ir.opkinds import base_name
 from lading.ir.work import Attention, Kernel, Product, Stage
@@ -99,7 +100,17 @@ def product_curve_s(
     for dim in (product.m, product.k, product.n):
         share *= dim / (dim + device.skinny_dim) if dim else 1.0
     share *= _columns_share(product.n, device) if dtype == "float32" else 1.0
-    return flops / (device.peak_flops_per_s[dtype] * share)
+    seconds = flops / (device.peak_flops_per_s[dtype] * share)
+    heads = device.kind == "cuda" and product.groups > 1
+    return max(seconds, _operands_s(product, dtype, device)) if heads else seconds
+
+
+def _operands_s(product: Product, dtype: str, device: Device) -> float:
+    """Least time of reading operands and writing results: a product of every head has few FLOP for its bytes."""
+    m, n, k = product.m, product.n, product.k
+    size = DTYPE_BYTES[dtype] * product.groups * (m * k + k * n + m * n)
+    rate = device.rates.get(OpKind.ELEMENTWISE.value)
+    return size / (rate.at(size) if rate else device.memory_bandwidth_bytes_per_s)
 
 
 def _columns_share(columns: int, device: Device) -> float:

@@ -32,6 +32,9 @@ FlashAttention. Assumption: reading the mask takes that again. FlexAttention rea
 for the former. In fp32 it is the memory-efficient kernel in any case, on tensor cores from compute capability 8.0 on,
 by three products in TF32 for each (gemm_kernel_utils.h, DefaultGemmType: OpMultiplyAddFastF32), which go half as fast
 as in 16 bits: a sixth of the 16-bit rate.
+
+FlashAttention-4 goes at the rates of cuDNN from 9.2x on: it is up to 1.3 times as fast on a B200 as cuDNN 9.13, which
+the rates of "cudnn" are nearest to, and makes up to 1613 TFLOP/s (arXiv 2603.05451); on Hopper it is FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ _SERVED = {
     "triton": {"blackwell": "cudnn"},
     "flash2": {"blackwell": "cudnn"},
     "flash3": {"ampere": "flash2", "blackwell": "cudnn"},
+    "flash4": {"ampere": "flash2", "hopper": "flash3", "blackwell": "cudnn9"},
     "cudnn": {"ampere": "flash2"},
     "cudnn9": {"ampere": "flash2", "hopper": "cudnn"},
     "cudnn9-mxfp8": {"ampere": "flash2", "hopper": "cudnn"},
@@ -209,6 +213,9 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         if isinstance(detail, Attention) and (stack.attention == "masked" or wide):
             whole = _in_tiles(replace(detail, causal=detail.causal and stack.attention != "masked"))
             return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(replace(kernel, detail=whole), device)
+        if isinstance(detail, Product) and stack.tf32 and kernel.dtype == "float32":
+            times = peak_flops(device, "bfloat16") / peak_flops(device, "tf32") if _has_tf32(device) else 0.0
+            return times * curve_s(replace(kernel, dtype="bfloat16"), device) if times else curve_s(kernel, device)
         return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
     if isinstance(detail, Attention):
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)
@@ -218,6 +225,11 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
         return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
+
+
+def _has_tf32(device: Device) -> bool:
+    """Whether tensor cores take fp32 operands, as those do that have bf16."""
+    return peak_flops(device, "tf32") > device.peak_flops_per_s["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +303,7 @@ def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> t
     if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT and "gradients" not in stack.unfused:
         product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
     used = precision if runs_low(kernel, precision) else kernel.dtype
+    used = "tf32" if stack.tf32 and used == "float32" else used
     wide = product.accumulates and stack.gradient_dtype == "float32"
     return product, used, 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
 

@@ -43,7 +43,7 @@ from lading.ir.work import Product
 
 #: Bytes of an operand's element by precision: block scales (one byte for 32 or 16 elements) included.
 OPERAND_BYTES = {
-    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0,
+    "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0,
     "fp8": 1.0, "float8_e4m3fn": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16,
 }  # fmt: skip
 #: Key of ``peak_flops_per_s`` by precision.
@@ -67,6 +67,8 @@ def peak_flops(device: Device, precision: str) -> float:
         ConfigError: the device has none.
     """
     key = _PEAK.get(precision, precision)
+    if precision == "tf32":
+        return _tf32_flops(device)
     if key not in device.peak_flops_per_s:
         known = ", ".join(sorted(device.peak_flops_per_s))
         raise ConfigError(
@@ -74,6 +76,11 @@ def peak_flops(device: Device, precision: str) -> float:
             "add it to the machine file or choose another precision"
         )
     return device.peak_flops_per_s[key]
+
+
+def _tf32_flops(device: Device) -> float:
+    """Peak of fp32 operands on tensor cores in TF32: half that of bf16, where there are such (from Ampere on)."""
+    return max(device.peak_flops_per_s["float32"], device.peak_flops_per_s.get("bfloat16", 0.0) / 2)
 
 
 def product_s(

@@ -25,8 +25,9 @@ class Architecture:
         family: Family of tables in the catalog: "gpt", "llama", "moe", "mla-moe", "nemotron", "dit", "wan", "mamba2",
             ...
         symbols: Sizes by the tables' names: h, f, n, k, d, v, e, a, g, fs, qr, kr, dn, dr, dv; "window" for tokens that
-            a windowed attention sees; "latent" for the width experts work in, if not h; "biased" (1) where experts have
-            biases and clamped gates; ms, mh, md, mg for the state, heads, head size and groups of a state-space block.
+            a windowed attention sees; "whole" (1) where attention has no causal mask, as an encoder's; "latent" for the
+            width experts work in, if not h; "biased" (1) where experts have biases and clamped gates; ms, mh, md, mg
+            for the state, heads, head size and groups of a state-space block.
         blocks: Runs of equal blocks from first to last: ("block", 32), or ("dense", 3), ("moe", 58), or kinds of a
             hybrid ("mamba", "attention", "mlp", "moe"); "window" and "full" where attention alternates.
         tied: Embedding and head are one parameter.
@@ -186,6 +187,8 @@ class StepRequest:
             those of blocks, and AdamW the rest.
         assumed: What the source does not say and was taken for granted.
         unread: Fields and words of the source that were not understood; each widens the interval.
+        clocks_untold: The devices run at a limit of power that is not their boards', so slower than predicted by an
+            unknown factor.
         unstated: What a step depends on and the source does not say; each widens the interval alike.
     """
 
@@ -214,6 +217,7 @@ class StepRequest:
     assumed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
+    clocks_untold: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

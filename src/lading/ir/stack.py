@@ -12,7 +12,10 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import ARCHITECTURES
 
 FUSIONS = ("eager", "fused", "compiled")
-ATTENTIONS = ("unfused", "masked", "flash1", "triton", "flash2", "flex", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
+ATTENTIONS = (
+    *("unfused", "masked", "flash1", "triton", "flash2", "flex", "flash3", "flash4"),
+    *("cudnn", "cudnn9", "cudnn9-mxfp8"),
+)
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
 #: Passes of torch/optim/adamw.py, ``_multi_tensor_adamw`` (decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 #: addcdiv 4), beyond the seven of one kernel.
@@ -53,7 +56,7 @@ class Stack:
             ("fused"), or all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax, "masked" PyTorch's memory-efficient
             kernel under a mask that is a tensor, "triton" the first FlashAttention in Triton, "flex" FlexAttention,
-            "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
+            "flash4" FlashAttention-4, "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
         launch_s: Seconds the host takes to launch one kernel, framework included.
         collective_launch_s: Seconds the host takes to launch a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
@@ -73,6 +76,8 @@ class Stack:
             embedding, gate times value of a gated MLP, and gradients of weights, which a pass adds up where products
             do not.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
+        tf32: Products of fp32 operands run on tensor cores, which round these to TF32
+            (``torch.backends.cuda.matmul.allow_tf32``).
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.
         gradient_dtype: In which gradients are accumulated and reduced.
@@ -175,6 +180,7 @@ class Stack:
     gradient_placeholders: bool = False
     unfused: tuple[str, ...] = ()
     eager_norms: bool = False
+    tf32: bool = False
     launch_blocking: bool = False
     cuda_graphs: bool = False
     gradient_dtype: str = "float32"

@@ -20,7 +20,7 @@ POINTWISE = frozenset({OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL})
 #: Words for parts of a block that are no module's name; see ``recomputed``.
 CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS = "core_attn", "layernorm", "act", "mla_up_proj", "op"
 _DISCARDED = frozenset({NORMS, ACTIVATIONS, UP_PROJECTIONS})
-_ALIASES = {"moe_act": ACTIVATIONS, "mlp_act": ACTIVATIONS, "norm": NORMS}
+_ALIASES = {"moe_act": ACTIVATIONS, "mlp_act": ACTIVATIONS, "norm": NORMS, "moe": "experts"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
     Args:
         mode: "none", "selective" or "full".
         modules: With "selective", parts instead of attention's core: ``core_attn``, ``layernorm``, ``act`` (or
-            ``moe_act``), ``mla_up_proj``, ``op`` (torchtitan's choice by operation: all but attention, scatters and
-            every other product), or names of modules.
+            ``moe_act``), ``moe`` (routed experts), ``mla_up_proj``, ``op`` (torchtitan's choice by operation: all but
+            attention, scatters and every other product), or names of modules.
         early_stop: Stop as soon as all is there that backward reads, as torch's checkpoint does; Megatron's runs the
             whole segment or part again.
 

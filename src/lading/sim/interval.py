@@ -15,6 +15,12 @@ wrong independently:
 - of software that is not known, models of few columns: their kernels are short, and what lies between kernels counts;
 - words of a source that were not understood, and what it does not say.
 
+Updates on the host err as often one way as the other, so there the interval reaches as far down as up.
+
+A board at a limit of power that is not its own is slower, never faster: products go at what is computed of a joule
+(``lading.cost.product``), and boards may be limited to half of their power or less. So there the interval reaches
+further up alone, as far as half of the power takes it.
+
 The constants are those that hold nine of ten steps of software that was left out of everything (``python -m
 tools.validate --left-out``): by maximum likelihood of Student's t on these errors, all of one source counted as one
 row, then times one factor, so that nine of ten lie in the interval. Updates on the host vary by 2.2, as published
@@ -26,7 +32,7 @@ made from (``benchmarks/validation``, November 2026), each source counted once, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp, log, sqrt
+from math import exp, hypot, log, sqrt
 
 from lading.ir.stack import FITTED, GUESSED, SWITCHES
 
@@ -35,12 +41,13 @@ _SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.13}
 _DATA_SHEET = 0.2
 #: Columns of a model up to which kernels of software that is not known are short, and what that adds.
 _FEW_COLUMNS, _SHORT_KERNELS = 1024, 0.165
+_ON_HOST = "updates on the host"
 #: Half width that a step of one cause alone would have, by words of the cause; the first that fits counts.
 _CAUSES = {
     "launches": 0.65,
     "waiting in blocks": 0.43,
     "copies": 0.5,
-    "updates on the host": log(2.2),
+    _ON_HOST: log(2.2),
     "host": 0.43,
     "communication": 0.5,
     "attention": 0.28,
@@ -57,6 +64,8 @@ _KERNELS = 0.115
 _LOW = "low-precision"
 #: Half of an interval that holds nine of ten normal values, in standard deviations.
 NINE_OF_TEN = 1.645
+#: How much longer a step takes, in logarithms, at half of the board's power, where all of it is products.
+_HALF_THE_POWER = log(2.0)
 #: For each word or field of a source that was not understood, and each thing that a step depends on and it leaves out.
 _UNTOLD = log(1.1)
 
@@ -80,27 +89,35 @@ def half_width(
     return sqrt(sum(part**2 for part in parts) + untold * _UNTOLD**2)
 
 
+def either_way(evidence: str, shares: Mapping[str, float]) -> float:
+    """What of a half width is of updates on the host; arguments as ``half_width``."""
+    return _longer(_LEFT[evidence] * _CAUSES[_ON_HOST], shares.get(_ON_HOST, 0.0))
+
+
 def _longer(width: float, share: float) -> float:
     """Logarithm of how much longer a step is whose share of a cause takes ``exp(width)`` times as long."""
     return log(1 + min(1.0, max(0.0, share)) * (exp(width) - 1))
 
 
-def bounds(evidence: str, half: float) -> tuple[float, float]:
+def bounds(evidence: str, half: float, *, either_way: float = 0.0, clocks_untold: bool = False) -> tuple[float, float]:
     """Bounds of the interval as factors of the predicted seconds.
 
     Args:
         evidence: How the software is known.
         half: Half width, as of ``half_width``.
+        either_way: What of it is of causes that err as often one way as the other, as of ``either_way``.
+        clocks_untold: Whether the board's power is limited, nobody says to what.
     """
     below, above = _SIDES.get(evidence, (1.0, 1.0))
-    return exp(-below * half), exp(above * half)
+    down = hypot(below * half, sqrt(1 - below**2) * either_way)
+    return exp(-down), exp(hypot(above * half, _HALF_THE_POWER if clocks_untold else 0.0))
 
 
 def causes_of(shares: Mapping[str, float], *, updates_on_host: bool) -> dict[str, float]:
     """Shares of a step by cause, as intervals know them: an optimizer on the host is another cause than on a device."""
     causes = dict(shares)
     if updates_on_host:
-        causes["updates on the host"] = causes.pop("optimizer", 0.0)
+        causes[_ON_HOST] = causes.pop("optimizer", 0.0)
     return causes
 
 

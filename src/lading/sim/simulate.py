@@ -14,6 +14,7 @@ from math import prod
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
 from lading.catalog.networks import node_size, with_network, with_node
+from lading.catalog.stacks import evidence_on
 from lading.cost.collective import assumed_of_links
 from lading.cost.fusion import merge_siblings
 from lading.cost.hosting import assumed_of_offload
@@ -32,7 +33,7 @@ from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import has_parts
 from lading.parallel.scores import with_dropout, with_scores
 from lading.parallel.weight_passes import with_weight_passes
-from lading.sim.interval import bounds, causes_of, half_width
+from lading.sim.interval import bounds, causes_of, either_way, half_width
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
@@ -110,7 +111,7 @@ class Simulated:
     @property
     def evidence(self) -> str:
         """How the software is known on the device's architecture."""
-        return self.request.stack.evidence_on(self.machine.device.architecture)
+        return evidence_on(self.request.stack, self.machine.device.architecture)
 
     @property
     def spread(self) -> float:
@@ -124,7 +125,8 @@ class Simulated:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the interval that holds nine of ten steps, as factors of the predicted seconds."""
-        return bounds(self.evidence, self.spread)
+        hosts = either_way(self.evidence, self.causes)
+        return bounds(self.evidence, self.spread, either_way=hosts, clocks_untold=self.request.clocks_untold)
 
     @property
     def causes(self) -> dict[str, float]:
@@ -180,13 +182,20 @@ def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     """Sentences on what is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
-    evidence = stack.evidence_on(machine.device.architecture)
+    evidence = evidence_on(stack, machine.device.architecture)
     told: list[str] = []
-    if evidence == GUESSED:
+    if evidence == GUESSED and stack.framework:
+        told.append(
+            f"software stack {stack.name} on {machine.device.name}: no step of any software was seen there, so its "
+            "libraries are taken for unknown"
+        )
+    elif evidence == GUESSED:
         told.append(f"software that is not known: {stack.title}; what is not stated is the default of {stack.kind}")
     if gpu is None:
         return tuple(told)
     if request.layout.precision == "fp32":
+        if stack.tf32:
+            told.append("TF32: products take half of the device's rate in 16 bits; none was measured")
         told.append("fp32: products and attention take the device's fp32 rate; no attention in fp32 was measured")
     if evidence == SWITCHES:
         told.append(

@@ -6,11 +6,13 @@ import random
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.beside import assert_trains_as_plain
 from tests.capture.parity import assert_equals_eager, squares, values
 from tools.replay import Replay
 from torch import nn
@@ -93,6 +95,36 @@ def _transposed(_: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_equals_eager(forward: Forward) -> None:
     assert_equals_eager(around(forward), batch(), squares)
+
+
+def _under_autocast(model: nn.Module, data: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.huber_loss(model(data["x"]), data["x"])
+
+
+NORMS: list[Callable[[], nn.Module]] = [
+    lambda: nn.LayerNorm(4),
+    lambda: nn.GroupNorm(2, 4),
+    lambda: nn.BatchNorm1d(4),
+    lambda: nn.BatchNorm1d(4, track_running_stats=False),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_halves_with_whole_weights_equal_eager(norm: Callable[[], nn.Module]) -> None:
+    """Autocast gives a norm bfloat16 beside its float32 weight; its statistics are then float32."""
+    model = around(lambda self, x: self.norm(x), norm=norm())
+    assert_equals_eager(model, batch(), _under_autocast)
+
+
+@pytest.mark.parametrize("norm", NORMS[:3])
+def test_norms_of_halves_with_whole_weights_train_as_in_plain_pytorch(
+    norm: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def built() -> nn.Module:
+        return around(lambda self, x: self.norm(x), norm=norm())
+
+    assert_trains_as_plain(built, lambda _: batch(), _under_autocast, tmp_path, steps=2)
 
 
 def _masked(model: nn.Module, data: Any) -> torch.Tensor:

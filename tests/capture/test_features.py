@@ -102,6 +102,30 @@ def _under_autocast(model: nn.Module, data: Any) -> torch.Tensor:
         return F.huber_loss(model(data["x"]), data["x"])
 
 
+class Twice(nn.Module):
+    """One module under three paths, with a norm whose buffers change, and a weight tied besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.two = nn.Sequential(self.one, nn.Tanh(), self.one[0])
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.one[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.two(self.one(x)))
+
+
+def test_a_module_under_several_paths_keeps_its_values(tmp_path: Path) -> None:
+    model = Twice()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert_equals_eager(Twice(), batch(), squares)
+    capture(model, batch(), squares)
+    assert all(now is parameters[name] for name, now in model.named_parameters(remove_duplicate=False))
+    assert all(parameter.grad is None for parameter in parameters.values())
+    assert_trains_as_plain(Twice, lambda _: batch(), squares, tmp_path)
+
+
 NORMS: list[Callable[[], nn.Module]] = [
     lambda: nn.LayerNorm(4),
     lambda: nn.GroupNorm(2, 4),

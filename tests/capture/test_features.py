@@ -107,10 +107,11 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.two = nn.Sequential(self.one, nn.Tanh(), self.one[0])
+        line = nn.Linear(4, 4)
+        self.one = nn.Sequential(line, nn.BatchNorm1d(4))
+        self.two = nn.Sequential(self.one, nn.Tanh(), line)
         self.tied = nn.Linear(4, 4)
-        self.tied.weight = self.one[0].weight
+        self.tied.weight = line.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tied(self.two(self.one(x)))

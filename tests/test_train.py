@@ -380,6 +380,70 @@ def test_a_source_that_is_not_there_is_told_before_planning(
     assert "got 'none.txt', which does not exist" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("rows.jsonl", '{"text": "a"}\n{"text": ', "expected a JSON object"),
+        ("rows.parquet", "no Parquet", "expected a Parquet file"),
+        ("short.txt", "few words", "expected at least 33 tokens of text, got 9"),
+    ],
+)
+def test_data_that_cannot_be_used_are_told_before_planning(
+    made: tuple[Path, Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("lading.prepare.plan_run", lambda *_, **__: pytest.fail("planned"))
+    source = tmp_path / name
+    source.write_text(text)
+    code, message = failure(
+        capsys, "train", str(made[0]), *SHORT, f"out={tmp_path / 'out'}", f"data.source={source}", "--trust"
+    )
+    assert code == 2, message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "kept", "total", "evaluated", "there", "most"),
+    [
+        (0, 2, 0, 10, 0, [], 1),  # at the end
+        (2, 2, 0, 10, 0, [], 3),  # one more than stay while the last is written
+        (2, 2, 4, 20, 0, [], 6),  # 4, 8, 12, 16, 20, and 18
+        (2, 2, 4, 20, 5, [], 8),  # and two best ones
+        (2, 2, 4, 20, 0, [4, 8, 10], 6),
+        (10, 5, 0, 20, 10, [], 4),  # 10 and 20 beside two best ones
+        (0, 1, 0, 10, 3, [], 2),  # the best, and the next best; then the last
+        (0, 1, 0, 10, 10, [], 2),
+    ],
+)
+def test_how_many_checkpoints_are_there_at_once(
+    made: tuple[Path, Plan],
+    every: int,
+    keep: int,
+    kept: int,
+    total: int,
+    evaluated: int,
+    there: list[int],
+    most: int,
+) -> None:
+    more = ["validation.share=0.1", f"validation.every_steps={evaluated}"] if evaluated else []
+    run = load_run(
+        made[0],
+        [
+            f"optimization.steps={total}",
+            f"checkpoint.every_steps={every}",
+            f"checkpoint.keep={keep}",
+            f"checkpoint.keep_every_steps={kept}",
+            *more,
+        ],
+    )
+    assert run.most_checkpoints(max(there, default=0), there, has_best=False) == most
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_and_a_second_run(
     made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int

@@ -6,10 +6,12 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lading.checkpoint.store import open_checkpoint
 from lading.errors import ConfigError, StorageError
@@ -113,6 +115,17 @@ def test_a_loop_of_ones_own(planned: tuple[Plan, StepGraph], tmp_path: Path) -> 
     loss_fn(model, batch(0)).backward()  # it is an ordinary module again
     assert model.up.weight.grad is not None
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")])
+def test_a_model_without_values_is_refused(
+    planned: tuple[Plan, StepGraph], mode: AbstractContextManager[object]
+) -> None:
+    made, graph = planned
+    with mode:
+        model = net()
+    with pytest.raises(ConfigError, match=r"expected a model with values, found tensors without any \(up\.weight"):
+        Trainer(made, graph, model)
 
 
 def every_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lading import __version__
 from lading.errors import ConfigError, check_rate
@@ -113,7 +114,7 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
     """Return the model if it is the captured one.
 
     Raises:
-        ConfigError: it is another, or another Trainer has its values.
+        ConfigError: it is another, or another Trainer has its values, or it has none.
 
     Warns where parameters have gradients of before: they are left as they are.
     """
@@ -121,6 +122,11 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
         raise ConfigError(
             f"expected a model with its values, found that another Trainer has them ({first_few(elsewhere)}); "
             "close that one first"
+        )
+    if empty := [name for name, tensor in tensors_of(model) if tensor.is_meta or isinstance(tensor, FakeTensor)]:
+        raise ConfigError(
+            f"expected a model with values, found tensors without any ({first_few(empty)}); build it outside of "
+            "torch.device('meta') and FakeTensorMode, or give model=None and trainer.set_value each of them"
         )
     wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
     wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}

@@ -128,16 +128,16 @@ def space_of(request: Request) -> Space:
 
 
 def _check_pins(pins: Mapping[str, Any]) -> None:
-    """Refuse what only pipelines have where no pipeline is asked for: layouts without one would be said to have it.
+    """Refuse what only pipelines have beside ``pp=1``; without ``pp`` it leaves pipelines to choose from.
 
     Raises:
-        ConfigError: says which choice to fix, too.
+        ConfigError: both are pinned.
     """
     pipelined = pins.get("vpp", 1) > 1 or pins.get("schedule", ALONE.schedule) != ALONE.schedule
-    if pipelined and pins.get("pp", 1) == 1:
+    if pipelined and pins.get("pp") == 1:
         raise ConfigError(
             "--pin: expected pp above 1 beside a schedule or chunks of a rank (vpp), which only a pipeline has, got "
-            f"{', '.join(f'{key}={value}' for key, value in pins.items())}; add --pin pp=4, or leave them out"
+            f"{', '.join(f'{key}={value}' for key, value in pins.items())}; leave pp out, or them"
         )
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -506,6 +506,37 @@ class RunConfig:
         best = self.validation is not None and self.validation.keep_best
         saved, every = self.checkpoint, self.checkpoint.keep_every_steps
         return saved.keep * saved.saves + (self.optimization.steps // every if every else 0) + best
+
+    def most_checkpoints(self, first: int, newest: Collection[int], *, has_best: bool) -> int:
+        """Count the checkpoints that are there at once, at most, in the rest of a run; one that is being written, too.
+
+        Args:
+            first: Steps that were done before.
+            newest: Steps of the checkpoints that are there, but the best.
+            has_best: Whether a best one is there.
+        """
+        saved, total = self.checkpoint, self.optimization.steps
+        each = saved.every_steps or total + 1
+        due = range((first // each + 1) * each, total + 1, each)
+        at_end = {total} - set(due[-1:]) if saved.at_end and first < total else set[int]()
+        stay = self._staying(newest, due, set(), saved.keep)
+        most = self._staying(newest, due, at_end, saved.keep + 1)  # while the last is written
+        if self.validation is None or not self.validation.keep_best:
+            return max(most, len(newest)) + has_best
+        evaluations = -(-total // self.validation.every_steps) - first // self.validation.every_steps
+        best = min(has_best + evaluations, 2)  # the next one is written before the last is deleted
+        return max(most + min(best, 1), stay + best, len(newest) + has_best)
+
+    def _staying(self, newest: Collection[int], due: range, at_end: set[int], keep: int) -> int:
+        """Count the checkpoints among those there and those to come that are the ``keep`` newest, or kept for good."""
+        every = self.checkpoint.keep_every_steps
+        last = {*newest, *due[-keep:], *at_end}
+        stays = set(sorted(last)[-keep:])
+        if not every:
+            return len(stays)
+        kept = {step for step in newest if step % every == 0} | {step for step in at_end if step % every == 0}
+        first = -(-due.start // every) * every
+        return len(stays | kept | set(range(first, due.stop, every)))
 
     @property
     def num_threads(self) -> int:

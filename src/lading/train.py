@@ -23,7 +23,15 @@ import torch
 
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
-from lading.checkpoint.store import BEST, NEWEST, Checkpoint, checkpoint_folders, latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import (
+    BEST,
+    NEWEST,
+    Checkpoint,
+    checkpoint_folders,
+    latest_checkpoint,
+    open_checkpoint,
+    step_of,
+)
 from lading.clipping_watch import ClippingWatch
 from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
 from lading.errors import BudgetExceeded, ConfigError, LadingError, StorageError
@@ -135,7 +143,7 @@ def begun(
                 return resumed_path(run, None, ranks, resume=resume, resume_from=back)
 
             ranks.by_first(early)
-            prepared = _planned(run, cache=cache)
+            prepared = _planned(run, ranks, cache=cache)
         else:
             prepared = prepare_plan(what, to_run=True)
         check_available(prepared.plan.request.machine_table["device"]["kind"])
@@ -214,11 +222,17 @@ def opened_data(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Datase
     return dataset_of(run, model), dataset_of(run, model, held_out=True) if run.validation else None
 
 
-def _planned(run: RunConfig, *, cache: bool) -> Prepared:
+def _planned(run: RunConfig, ranks: RunRanks, *, cache: bool) -> Prepared:
+    """Plan a run whose data can be read: what is wrong with them is told before minutes of planning."""
     from lading.prepare import plan_run  # a saved plan needs no planner
 
     with planning_progress() as progress:
-        return plan_run(run, cache=cache, progress=progress)
+        progress.update(0.0, "reading the data")
+        initial = defer(lambda: build(run.model, run.optimization.precision))
+        ranks.by_first(lambda: opened_data(run, initial.model) and "")
+        machine = machine_of(run)
+        progress.update(0.0, "capturing the model")
+        return plan_run(run, machine, capture_run(run, machine, initial), cache=cache, progress=progress)
 
 
 def _trained(
@@ -260,8 +274,7 @@ def _trained(
         if ranks.is_first:
             keep_figures(out, trainer.steps)
         first = trainer.steps
-        if ranks.count == 1:
-            _check_room(prepared, first)
+        ranks.by_first(lambda: _check_room(prepared, first) or "")
         validation = None if held_out is None else _Validation(trainer, run, held_out, meta, ranks)
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
@@ -424,18 +437,18 @@ def _check_room(prepared: Prepared, first: int) -> None:
     Raises:
         StorageError: says how much is missing; nothing was trained.
     """
-    run, saved, size = prepared.run, prepared.run.checkpoint, prepared.program.graph.saved_bytes
-    total = run.optimization.steps
-    every = saved.every_steps or total
-    coming = (total // every - first // every + (saved.at_end and total % every > 0)) * saved.saves
-    there = len(checkpoint_folders(Path(run.out) / NEWEST))
-    most = min(coming, max(1, saved.keep + 1 - there))  # one more than stay, while the last is written
+    run, size = prepared.run, prepared.step.graph.saved_bytes  # whole, whatever ranks have of it
+    there = [step_of(path) for path in checkpoint_folders(Path(run.out) / NEWEST)]
+    bests = len(checkpoint_folders(Path(run.out) / BEST))
+    most = run.most_checkpoints(first, there, has_best=bests > 0) - len(there) - bests
     missing = most * size - shutil.disk_usage(run.out).free
-    if coming and missing > 0:
+    if most > 0 and missing > 0:
+        every = run.checkpoint.keep_every_steps
+        fewer = f"checkpoint.keep = {run.checkpoint.keep}" + (f", keep_every_steps = {every}" if every else "")
         raise StorageError(
             f"{run.out}: expected room for checkpoints of {format_bytes(size)}, {most} of them beside those there are, "
             f"found {format_bytes(missing)} too little; nothing was trained: free some space, choose another folder "
-            f"(out), or keep fewer (checkpoint.keep = {saved.keep})"
+            f"(out), or keep fewer ({fewer})"
         )
 
 

@@ -231,6 +231,13 @@ def test_memory_that_a_step_changes_under_two_names_is_refused() -> None:
         capture(follows, batch, squares)
 
 
+def test_expanded_memory_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("scale", torch.ones(1).expand(4))
+    with pytest.raises(CaptureError, match=r"scale: expected memory of its own for each element.* \(0,\); register"):
+        capture(model, torch.ones(2, 4), lambda model, batch: (model(batch) * model.scale).sum())
+
+
 def test_memory_that_is_apart_or_does_not_change_may_be_shared() -> None:
     batch = {"x": torch.ones(3, 4)}
     columns, base = Pair(), torch.randn(4, 8)

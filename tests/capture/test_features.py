@@ -6,11 +6,13 @@ import random
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.beside import assert_trains_as_plain
 from tests.capture.parity import assert_equals_eager, squares, values
 from tools.replay import Replay
 from torch import nn
@@ -93,6 +95,61 @@ def _transposed(_: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_equals_eager(forward: Forward) -> None:
     assert_equals_eager(around(forward), batch(), squares)
+
+
+def _under_autocast(model: nn.Module, data: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.huber_loss(model(data["x"]), data["x"])
+
+
+class Twice(nn.Module):
+    """One module under three paths, with a norm whose buffers change, and a weight tied besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        line = nn.Linear(4, 4)
+        self.one = nn.Sequential(line, nn.BatchNorm1d(4))
+        self.two = nn.Sequential(self.one, nn.Tanh(), line)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = line.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.two(self.one(x)))
+
+
+def test_a_module_under_several_paths_keeps_its_values(tmp_path: Path) -> None:
+    model = Twice()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert_equals_eager(Twice(), batch(), squares)
+    capture(model, batch(), squares)
+    assert all(now is parameters[name] for name, now in model.named_parameters(remove_duplicate=False))
+    assert all(parameter.grad is None for parameter in parameters.values())
+    assert_trains_as_plain(Twice, lambda _: batch(), squares, tmp_path)
+
+
+NORMS: list[Callable[[], nn.Module]] = [
+    lambda: nn.LayerNorm(4),
+    lambda: nn.GroupNorm(2, 4),
+    lambda: nn.BatchNorm1d(4),
+    lambda: nn.BatchNorm1d(4, track_running_stats=False),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_halves_with_whole_weights_equal_eager(norm: Callable[[], nn.Module]) -> None:
+    """Autocast gives a norm bfloat16 beside its float32 weight; its statistics are then float32."""
+    model = around(lambda self, x: self.norm(x), norm=norm())
+    assert_equals_eager(model, batch(), _under_autocast)
+
+
+@pytest.mark.parametrize("norm", NORMS[:3])
+def test_norms_of_halves_with_whole_weights_train_as_in_plain_pytorch(
+    norm: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def built() -> nn.Module:
+        return around(lambda self, x: self.norm(x), norm=norm())
+
+    assert_trains_as_plain(built, lambda _: batch(), _under_autocast, tmp_path, steps=2)
 
 
 def _masked(model: nn.Module, data: Any) -> torch.Tensor:

@@ -17,8 +17,11 @@ from lading.cli.options import ModelOptions
 from lading.cli.plan_command import PlanCommand
 from lading.cli.simulate_command import SimulateCommand
 from lading.cli.train_command import TrainCommand
+from lading.clusters import space_of
 from lading.errors import ConfigError
 from lading.ir.plan import Plan
+from lading.ir.request import Request
+from lading.planner.space import parse_pins
 
 ASKED = ("--model", "llama3-8b", "--machine", "h100", "--devices", "8", "--global-batch", "16", "--seq", "4096")
 
@@ -148,6 +151,16 @@ def test_settings_may_stand_on_both_sides_of_a_flag() -> None:
 
 
 @pytest.mark.parametrize("pin", ["vpp=2", "schedule=zero-bubble"])
-def test_what_a_pipeline_has_is_not_pinned_without_one(pin: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *ASKED, "--pin", pin]) == 2
-    assert f"which only a pipeline has, got {pin}; add --pin pp=4" in " ".join(capsys.readouterr().err.split())
+def test_what_a_pipeline_has_is_not_pinned_beside_none(pin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ASKED, "--pin", pin, "--pin", "pp=1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"which only a pipeline has, got {pin}, pp=1; leave pp out, or them" in said
+
+
+@pytest.mark.parametrize("pin", ["vpp=2", "schedule=zero-bubble"])
+def test_what_a_pipeline_has_leaves_pipelines_to_choose_from(pin: str) -> None:
+    space = space_of(Request(model="llama3-8b", machine="h100", devices=8, global_batch=16, pins=parse_pins((pin,))))
+    pipes = space.pipes(partial=False)
+    key, value = pin.split("=")
+    assert {pipe.pp for pipe in pipes} == {2, 4, 8}
+    assert all(str(getattr(pipe, key)) == value for pipe in pipes)

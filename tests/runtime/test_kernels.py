@@ -12,6 +12,7 @@ import transformers
 from tests.runtime.cases import loss_fn, model_of
 from torch.nn import functional as F
 
+from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, StepGraph
 from lading.runtime import kernel_calls
 from lading.runtime.host_arena import view_of
@@ -381,3 +382,15 @@ def test_parts_of_attention_keep_the_threads_as_busy_as_the_whole(batch: int, he
 
 def _ranges(count: int, step: int) -> list[range]:
     return [range(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def test_a_result_that_would_be_rounded_is_refused() -> None:
+    """A kernel that gives another dtype than was captured is an error, not another number."""
+    op = Op("aten.norm.Scalar", Phase.FORWARD, (Ref(0),), (), (0,), (1,), (1,), (), "layer", OpKind.REDUCTION)
+    place = torch.zeros(2, dtype=torch.bfloat16)
+    copy = kernel_calls._copying(op, place)
+    copy(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ProgramError, match=r"in layer: expected a result in torch\.bfloat16"):
+        copy(torch.ones(2))
+    kernel_calls._copying(op, torch.zeros(2))(torch.ones(2, dtype=torch.bfloat16))
+    assert place.tolist() == [1, 1]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError, did_you_mean
-from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout
+from lading.ir.layout import ALONE, PRECISIONS, RECOMPUTES, SCHEDULES, Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
 from lading.ir.schedules import V_SHAPED
@@ -352,11 +352,16 @@ class Space:
     def pipes(self, *, partial: bool) -> list[Pipe]:
         """List the pipelines that some replicas of all devices can have.
 
+        Chunks of a rank or another schedule, where they are pinned, leave out layouts without a pipeline.
+
         Args:
             partial: Whether only some layers of a chunk may be recomputed.
         """
         pipes: list[Pipe] = []
-        for pp in self._pinned("pp", [n for n in divisors(self.asked.devices) if n <= self.layers]):
+        pins = self.asked.pins
+        pipelined = pins.get("vpp", 1) > 1 or pins.get("schedule", ALONE.schedule) != ALONE.schedule
+        depths = [n for n in divisors(self.asked.devices) if n <= self.layers and (n > 1 or not pipelined)]
+        for pp in self._pinned("pp", depths):
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
                     continue

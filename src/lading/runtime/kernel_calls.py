@@ -380,15 +380,30 @@ def _functional(call: _Call) -> Call:
         and call.outs[0] is not None
         and not isinstance(call.overload._schema.returns[0].type, torch.ListType)
     ):
-        copy = call.outs[0].copy_
+        copy = _copying(call.op, call.outs[0])
         return lambda: copy(function())
-    places = tuple((i, out.copy_) for i, out in enumerate(call.outs) if out is not None)
+    places = tuple((i, _copying(call.op, out)) for i, out in enumerate(call.outs) if out is not None)
 
     def run() -> None:
         results = list(_flat(function()))
         for index, copy in places:
             if results[index] is not None:  # attention that was asked for no weights; their fake is a tensor
                 copy(results[index])
+
+    return run
+
+
+def _copying(op: Op, out: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Make a function that copies a result of ``op`` to its place, and refuses one that would be rounded there."""
+    copy, dtype = out.copy_, out.dtype
+
+    def run(result: torch.Tensor) -> object:
+        if result.dtype is not dtype and torch.promote_types(result.dtype, dtype) is not dtype:
+            raise ProgramError(
+                f"{op.name} in {op.module or '(loss)'}: expected a result in {dtype}, as it was captured, the kernel "
+                f"gives {result.dtype}; convert its inputs to one dtype"
+            )
+        return copy(result)
 
     return run
 

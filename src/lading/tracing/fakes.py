@@ -54,7 +54,7 @@ class FakeRunner:
                     made = tuple(None if r is None else _make(mode, r, tensors) for r in known)
                     return list(made) if func._schema.returns[0].type.kind() == "ListType" else made
                 return _make(mode, known, tensors)
-        out = _run_rule(func, args, kwargs)
+        out = _of_real_dtypes(func, args, kwargs, tensors, _run_rule(func, args, kwargs))
         if key is not None:
             out = _corrected(func, args, kwargs, tensors, out)
         if key is not None and (described := _describe(out, tensors)) is not None:
@@ -107,6 +107,21 @@ def _append(parts: list[Any], arg: Any) -> bool:
         parts.append((kind, arg))  # 1, 1.0 and True are equal, but not the same argument
         return True
     return False
+
+
+def _of_real_dtypes(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
+    """Give results the dtypes that the kernel really gives, where inputs are of several."""
+    if len({t.dtype for t in tensors if t.is_floating_point()}) < 2:
+        return out
+    outs, storages = list(flat_tensors(out)), {t.untyped_storage()._cdata for t in tensors}
+    if any(type(t) is not FakeTensor or t.untyped_storage()._cdata in storages for t in outs):
+        return out
+    with unset_fake_temporarily():
+        dtypes = real_dtypes(func, args, kwargs, outs)
+    if dtypes is None or all(t.dtype is dtype for t, dtype in zip(outs, dtypes, strict=True)):
+        return out
+    made = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=dtype) for t, dtype in zip(outs, dtypes, strict=True)}
+    return type(out)(made.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else made[id(out)]
 
 
 def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
@@ -205,6 +220,45 @@ def real_strides(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]
     if len(flat) != len(outs):
         return None
     return [_as_ordered(t, tuple(out.shape), tuple(out.stride())) for t, out in zip(flat, outs, strict=True)]
+
+
+def real_dtypes(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[torch.dtype] | None:
+    """Dtypes of the results ``outs`` as the CPU kernel gives them on small stand-ins; None where that is not found.
+
+    Torch's fake rules say that statistics of a norm of bfloat16 with a float32 weight, as autocast makes, are bfloat16:
+    the kernel gives float32. Where the kernel refuses the stand-ins the rule is believed: the executor compares.
+
+    To be called with no mode active.
+    """
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if random or func.namespace != "aten" or (func._schema.is_mutable and kind_of(str(func)) is not OpKind.NORM):
+        return None
+    if "group_norm" in func._schema.name:
+        small, named = _one_of_each_channel(args, backward="backward" in func._schema.name), kwargs
+    else:
+        small, named = [_stand_in(a, False) for a in args], {k: _stand_in(a, False) for k, a in kwargs.items()}
+    try:
+        flat = list(flat_tensors(func(*small, **named)))
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    return [t.dtype for t in flat] if len(flat) == len(outs) else None
+
+
+def _one_of_each_channel(args: Sequence[Any], *, backward: bool) -> list[Any]:
+    """Arguments of a group norm of one sample with one place, as stand-ins for others of as many channels."""
+    first = next(i for i, arg in enumerate(args) if type(arg) is int)  # samples, channels, places, groups
+    channels, groups = args[first + 1], args[first + 3]
+
+    def shape(number: int, arg: torch.Tensor) -> tuple[int, ...]:
+        if backward and number in (2, 3):  # mean and reciprocal deviation
+            return (1, groups)
+        return (channels,) if arg.dim() == 1 else (1, channels, 1)
+
+    made = [
+        torch.zeros(shape(number, arg), dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg
+        for number, arg in enumerate(args[:first])
+    ]
+    return [*made, 1, channels, 1, groups, *args[first + 4 :]]
 
 
 def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...] | None:

@@ -23,8 +23,14 @@ def check_apart(model: torch.nn.Module, batch: Any, graph: StepGraph) -> None:
     One object under several names is one parameter. What no step changes may be shared.
 
     Raises:
-        CaptureError: the step changes one of them; names both.
+        CaptureError: the step changes one of them, and names both; or one is expanded, so that its elements are one.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(length > 1 and not stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise CaptureError(
+                f"{name}: expected memory of its own for each element, found an expanded tensor, whose strides are "
+                f"{tuple(tensor.stride())}; register its contiguous()"
+            )
     written = {graph.storage_of(tensor) for op in graph.ops for tensor in op.mutates}
     changed = {name for p in graph.parameters if p.gradient is not None for name in p.names}
     changed |= {name for name, tensor in graph.buffers if graph.storage_of(tensor) in written}

@@ -209,7 +209,7 @@ def traced(
         module_paths(model, tracer),
         WholeKernels() if whole else nullcontext(),
     ):
-        losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, 1, fakes), tied=False)
+        losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, 1, fakes))
     return tracer.graph(fakes, inputs, losses), views, _tied_pairs(model)
 
 

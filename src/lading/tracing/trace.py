@@ -246,17 +246,20 @@ class _Step(torch.nn.Module):
 
 
 def call_on(
-    model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any, *, tied: bool = True
+    model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any
 ) -> dict[str, torch.Tensor]:
-    """Call ``loss(model, batch)`` with the model's parameters and buffers exchanged for ``fakes``.
+    """Call ``loss(model, batch)`` with the model's parameters and buffers exchanged for ``fakes``, of every name.
 
-    Args:
-        tied: Parameters with several names have one tensor.
+    A module that has several paths is given its tensors by one: torch would put the fakes that it finds by the second
+    back in the place of the model's own.
     """
-    named = {f"model.{name}": tensor for name, tensor in fakes.items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parts = {name: name.rpartition(".") for name in fakes}
+    slots = {(modules[path], attribute): name for name, (path, _, attribute) in parts.items()}
+    named = {f"model.{name}": fakes[name] for name in slots.values()}
     step = _Step(model, loss)
     step.training = model.training  # train() would also switch submodules that are in another mode on purpose
-    return torch.func.functional_call(step, named, (batch,), tie_weights=tied)
+    return torch.func.functional_call(step, named, (batch,), tie_weights=False)
 
 
 def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:

@@ -122,3 +122,38 @@ def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytes
     monkeypatch.setattr(orders, "best_paced", lambda step, flow: found_in(step, 3.0))
     assert list(orders.paced_forms(forms, [2.0, 3.1, 2.9])) == [0, 2]
     assert asked == [id(forms[0]), id(forms[2])]
+
+
+@pytest.mark.parametrize(("bounds", "flow_s", "plan_s", "planned", "taken"), [
+    ((3.0, 4.0), 2.0, 3.2, True, True),  # no plan of the forms takes much less
+    ((3.0, 4.0), 2.0, 3.4, True, False),
+    ((3.0, 4.0), 3.1, 2.9, False, False),
+    ((0.0, 3.0), 2.0, 2.9, True, True),  # the first form has no plan
+])  # fmt: skip
+def test_forms_that_cannot_beat_weights_in_pieces_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+    bounds: tuple[float, ...],
+    flow_s: float,
+    plan_s: float,
+    *,
+    planned: bool,
+    taken: bool,
+) -> None:
+    forms, pieces = [step_with_bound(seconds) for seconds in bounds], step_with_bound(1.5)
+    asked = list[StepProblem]()
+
+    def best_paced(step: StepProblem, flow: object, below_s: float) -> Found:
+        asked.append(step)
+        assert below_s == pytest.approx(3.3)
+        return found_in(step, plan_s)
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "weight_pieces", lambda planned, step: [pieces] if planned is forms[0] else [])
+    monkeypatch.setattr(orders, "first_flow", lambda _: (None, SimpleNamespace(seconds=flow_s)))
+    monkeypatch.setattr(orders, "best_paced", best_paced)
+    made = orders.ahead_of_forms(forms, forms[0])
+    assert asked == ([pieces] if planned else [])
+    assert (made is not None) == taken
+    if made is not None:
+        assert (made.found.step_s, made.bound_s, made.paced) == (plan_s, 1.5, True)
+        assert [id(step) for step in made.orders] == [id(step) for step in (pieces, *forms)]

@@ -15,7 +15,7 @@ from tests.planner.steps import NO_LIMIT, bytes_machine, captured, needs, random
 from tests.programs import GraphBuilder
 
 from lading.ir.action import ActionKind
-from lading.ir.graph import Phase, Role
+from lading.ir.graph import OpKind, Phase, Role
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.planner.linear import Relaxation, facets, solve
@@ -323,3 +323,28 @@ def test_what_all_blocks_share_is_made_again_with_a_block_if_that_takes_little(b
     (second,) = (c for c in problem.candidates if c.gap.storage == scores[1])
     assert (Option.RECOMPUTE in second.options) == offered
     assert second.recompute_s == pytest.approx(1e-3 + bias_s if offered else 0.0)
+
+
+@pytest.mark.parametrize("updated_first", [False, True])
+def test_what_an_update_would_have_to_wait_for_is_not_recomputed_for_a_plan(updated_first: bool) -> None:
+    """What a weight makes is read once more behind the weight's update, or in front of it."""
+    made = GraphBuilder()
+    batch = made.storage("x", 64 * PAGE_BYTES, Role.INPUT)
+    weight = made.storage("w", 64 * PAGE_BYTES, Role.PARAMETER)
+    output = made.storage("y", 64 * PAGE_BYTES, Role.ACTIVATION)
+    loss = made.storage("loss", 4, Role.ACTIVATION)
+    gradient = made.storage("g", 64 * PAGE_BYTES, Role.GRADIENT)
+    last = made.storage("z", 64 * PAGE_BYTES, Role.ACTIVATION)
+    made.losses.append(loss)
+    made.op([batch, weight], [output])
+    made.op([batch], [loss])
+    made.op([batch, loss], [gradient])
+    ends = [lambda: made.op([gradient], mutates=[weight], kind=OpKind.STEP), lambda: made.op([output, batch], [last])]
+    for end in ends if updated_first else reversed(ends):
+        end()
+    graph = made.graph()
+    step = step_of(graph, small_machine(), StepCosts((1e-3,) * len(graph.ops), (0,) * len(graph.ops)))
+    for every, offered in ((False, not updated_first), (True, True)):  # a bound is below plans that do
+        problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=every, across=True)
+        (gap,) = (c for c in problem.candidates if c.gap.storage == output)
+        assert (Option.RECOMPUTE in gap.options) == offered

@@ -47,6 +47,7 @@ from lading.planner.lower import StepCosts
 from lading.planner.orders import (
     REACH,
     Ordered,
+    ahead_of_forms,
     best_of_forms,
     best_order,
     deferred_step,
@@ -629,6 +630,9 @@ def _chosen_form(
         if not forms:
             raise
         exactly = error
+    ahead = ahead_of_forms(forms, step)
+    if ahead is not None:
+        return ahead
     try:
         return best_of_forms(forms, [*map(_first_plan_s, forms)], fitting, progress)
     except PlanInfeasible as error:

@@ -5,7 +5,6 @@ Also what the process takes besides tensors (``overhead_bytes``).
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,16 @@ from lading.ir.program import (
     Homes,
     Program,
     read_stream,
+    slot_bytes,
     slot_sizes,
     stream_of,
     write_stream,
 )
 from lading.memory.lifetime import Lifetimes
-from lading.memory.packing import Buffer, Packing, pack
+from lading.memory.packing import Buffer, pack
 from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
-from lading.planner.schedule import Stretched, base_profile, filled, stretch, wrapped
+from lading.planner.roomier import LEAST_OPS, Placed, roomier
+from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 
 def connect(
@@ -439,16 +440,6 @@ class Lowering:
                 above = middle
         return attempt
 
-    def _filled(self, placed: PackedEmission) -> PackedEmission:
-        """Give transfers the room that their own addresses leave."""
-        packing, owners = placed.packed
-        sizes = slot_sizes(self.graph)
-        stretched = filled(
-            placed.emission, placed.stretched, [packing.offsets[owner] for owner in owners],
-            [sizes[stay.storage] for stay in placed.emission.residencies],
-        )  # fmt: skip
-        return dataclasses.replace(placed, stretched=stretched)
-
     def within(self, arena: int, *, sparing: bool) -> PackedEmission:
         """Find addresses in ``arena`` bytes, or as near to them as they can be, in the way that ``lower`` says."""
         peak = self.peak_bytes
@@ -466,7 +457,10 @@ class Lowering:
             if attempt.size_bytes > arena:
                 spared = self.placed(int(share * peak), arena)
                 attempt = min(attempt, spared, key=lambda placed: placed.size_bytes)
-        return self._filled(attempt) if attempt.size_bytes <= arena else attempt
+        if attempt.size_bytes > arena:
+            return attempt
+        placed = attempt.placed if len(self.graph.ops) >= LEAST_OPS else attempt.placed.pinned
+        return PackedEmission(attempt.emission, *roomier(attempt.emission, attempt.stretched, placed, arena))
 
     def smallest_arena_bytes(self) -> int:
         """Smallest arena, to within 2%, that ``within`` finds addresses in if it spares room."""
@@ -524,12 +518,12 @@ class PackedEmission:
 
     emission: Emission
     stretched: Stretched
-    packed: tuple[Packing, list[int]]
+    placed: Placed
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the arena that they need."""
-        return self.packed[0].size_bytes
+        return self.placed.size_bytes
 
 
 def unlimited_bytes(graph: StepGraph, machine: Machine, costs: StepCosts, emission: Emission) -> int:
@@ -537,7 +531,7 @@ def unlimited_bytes(graph: StepGraph, machine: Machine, costs: StepCosts, emissi
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
     network = _network_seconds(graph, costs, emission)
     cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, _NO_LIMIT, network_seconds=network))
-    return _pack(graph, cut, stretched, _NO_LIMIT)[0].size_bytes
+    return _pack(graph, cut, stretched, _NO_LIMIT).size_bytes
 
 
 def _one_tier(choices: Choices, machine: Machine) -> Choices:
@@ -598,12 +592,8 @@ def _at_home(lives: Lifetimes, choices: Choices) -> Choices:
 
 def _pack(
     graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int, homes: Homes | None = None
-) -> tuple[Packing, list[int]]:
-    """Find addresses; a storage that is there at both ends of the step is one buffer, as it comes back to its place.
-
-    Returns:
-        The packing, and the number of the buffer of each residency.
-    """
+) -> Placed:
+    """Find addresses; a storage that is there at both ends of the step is one buffer, as it comes back to its place."""
     spans: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
     owners: list[int] = []
@@ -621,7 +611,11 @@ def _pack(
         sizes.append(graph.storages[stay.storage].size_bytes)
     items = [Buffer(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
     fixed = {home[storage]: offset for storage, offset in homes.resident.items()} if homes is not None else {}
-    return pack(items, limit_bytes, fixed, _runs(graph, emission, stretched, owners)), owners
+    runs = _runs(graph, emission, stretched, owners)
+    packing = pack(items, limit_bytes, fixed, runs)
+    together = {buffer for run in runs for buffer in run}
+    slots = tuple(map(slot_bytes, sizes))
+    return Placed(packing.offsets, slots, tuple(owners), frozenset(together | fixed.keys()), packing.size_bytes)
 
 
 def _runs(graph: StepGraph, emission: Emission, stretched: Stretched, owners: Sequence[int]) -> list[dict[int, int]]:
@@ -674,15 +668,15 @@ def _program(
     costs: StepCosts,
     homes: Homes | None,
 ) -> Program:
-    emission, stretched, (packing, owners) = placed.emission, placed.stretched, placed.packed
-    offsets = [packing.offsets[owner] for owner in owners]
+    emission, stretched = placed.emission, placed.stretched
+    offsets = [placed.placed.offsets[owner] for owner in placed.placed.owners]
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
     staged = partial(_staged, graph, emission, costs, seconds)
     slots = _tier_slots(graph, machine, emission, staged, budgets, homes)
     return Program(
         graph=graph,
         ranks=(connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),),
-        arena_bytes=packing.size_bytes,
+        arena_bytes=placed.size_bytes,
         workspace_bytes=max(costs.workspace_bytes, default=0),
         resident=tuple(
             (r.storage, offset) for r, offset in zip(emission.residencies, offsets, strict=True) if r.initial

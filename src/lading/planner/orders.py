@@ -301,7 +301,7 @@ _BEHIND = 1.5
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less; but for
 #: steps so small that single choices are changed.
 _OVERTAKEN = 0.1
-#: Share of its bound above which a plan is tried with its largest weights in pieces.
+#: Share of its bound above which a plan is tried with its largest weights in pieces, and within which these are taken.
 _FAR_FROM_BOUND = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
@@ -523,6 +523,26 @@ def with_weight_pieces_tried(chosen: Ordered, step: StepProblem, progress: PlanP
             deferred = 0 if form.head_parts else chosen.deferred
             chosen = dataclasses.replace(chosen, step=form, found=made, deferred=deferred, paced=True)
     return chosen
+
+
+def ahead_of_forms(forms: Sequence[StepProblem], step: StepProblem) -> Ordered | None:
+    """Plan the first form that may fit with large weights in pieces; None where plans of the forms may be much faster.
+
+    Of a form whose bound is near such a plan, or above it, all that is tried would be in vain, or nearly so.
+
+    Args:
+        forms: Forms of ``step``.
+    """
+    open_ = [form for form in forms if not form.is_hopeless]
+    bound_s = min((lower_bound_s(form) or float("inf") for form in open_), default=0.0)
+    near_s = (1 + _FAR_FROM_BOUND) * bound_s
+    for form in weight_pieces(open_[0], step) if bound_s and is_paced(open_[0]) else []:
+        flow = first_flow(form)
+        made = best_paced(form, flow, below_s=near_s) if flow[1].seconds < bound_s else None
+        if made is not None and made.step_s <= near_s:
+            least_s = min(bound_s, lower_bound_s(form) or bound_s)
+            return Ordered(0, form, made, least_s, (form, *open_), paced=True)
+    return None
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:

@@ -506,6 +506,8 @@ def paced(
     for number, pace in enumerate((first[0], *others)[:most]):
         if left <= 0 or (planned and iterations >= _ITERATIONS):
             return
+        if planned and pace in _FINE:  # within 1% of the other one, and several times the work
+            continue
         flow = _flow(step, pace) if number else first[1]
         flow_s = flow.seconds
         if flow_s == float("inf") or flow_s > most_s:

@@ -217,6 +217,10 @@ class _Offers:
         on_network = [stream_of(graph, op) == NETWORK_STREAM for op in range(len(graph.ops))]
         self.network_s = np.where(np.array(on_network, dtype=bool), costs.op_seconds, 0.0)
         self.clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)]) * offered.moving
+        self.updates: dict[int, list[int]] = {}  # of what lasts over the step
+        for op, written in enumerate(graph.op_writes):
+            for storage in graph.persistent.intersection(written):
+                self.updates.setdefault(storage, []).append(op)
         self.tiers = tuple(Option(tier.name) for tier in machine.tiers)
 
     def add(self, gap: Gap) -> None:
@@ -233,6 +237,8 @@ class _Offers:
         held = taken[Option.RECOMPUTE]
         back = held[0][0] if held else gap.end
         again = self._recomputed(gap, back)
+        if not every and away and self._holds_up(again, gap):
+            again = ()
         options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
         if len(options) == 1:
             return
@@ -287,6 +293,14 @@ class _Offers:
         seconds = self.costs.op_seconds
         led_s = sum(seconds[op] for op in again if items[op] not in ("", items[producer]))
         return () if across and led_s > _LED_ON * sum(seconds[op] for op in again) else again
+
+    def _holds_up(self, again: Sequence[int], gap: Gap) -> bool:
+        """Whether updates would have to wait for what runs again at a gap's end, as it reads values from before them.
+
+        Their gradients would wait with them, of which the program knows nothing.
+        """
+        read = ((op, storage) for op in again for storage in self.graph.op_reads[op])
+        return any(op < update < gap.end for op, storage in read for update in self.updates.get(storage, ()))
 
     def _away(
         self, gap: Gap, size: int, version: tuple[int, int] | None

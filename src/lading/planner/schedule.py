@@ -11,7 +11,7 @@ computing does not wait for its place.
 
 [Note: holes] Addresses are given once transfers have their room. What is freed where nothing of its size follows is a
 hole, so the room that a stretch may take is less than the arena, and a transfer that had to wait for room by its bytes
-may have had an address all along: ``filled`` stretches again, each residency as far as its own addresses are free.
+may have had an address all along: stays are stretched again with their addresses known (``lading.planner.roomier``).
 
 [Note: over the boundary] The step repeats, so time is a circle: what is needed first may be fetched while the step
 before ends, and what is written last may leave while the next step begins. Such a storage is on the device when a step
@@ -117,33 +117,6 @@ def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretch
     rows += [(stay, first, count - 1, first, count - 1) for stay, first, _ in early]
     stays, *columns = zip(*rows, strict=True) if rows else ((), (), (), (), ())
     return dataclasses.replace(emission, residencies=list(stays)), Stretched(*columns)
-
-
-def filled(emission: Emission, stretched: Stretched, offsets: Sequence[int], sizes: Sequence[int]) -> Stretched:
-    """Give transfers more of their time, where what lies at their own addresses leaves some.
-
-    Packing leaves holes, so what fits by its bytes alone does not always have a place ([Note: holes]).
-
-    Args:
-        offsets, sizes: Address and bytes of each residency.
-    """
-    stays = emission.residencies
-    low = np.asarray(offsets, dtype=np.int64)
-    high = low + np.asarray(sizes, dtype=np.int64)
-    first, last = np.asarray(stretched.first, dtype=np.int64), np.asarray(stretched.last, dtype=np.int64)
-    storage = np.asarray([stay.storage for stay in stays], dtype=np.int64)
-    inside = [i for i, stay in enumerate(stays) if not (stay.initial or stay.final)]
-    leaving = [i for i in inside if stays[i].to_tier and stretched.late[i] > last[i]]
-    for index in sorted(leaving, key=lambda i: (stays[i].last, i)):
-        near = ((low < high[index]) & (high > low[index])) | (storage == storage[index])
-        after = first[near & (first > last[index])]
-        last[index] = min(int(after.min(initial=stretched.late[index] + 1)) - 1, stretched.late[index])
-    coming = [i for i in inside if stays[i].tier and stretched.early[i] < first[i]]
-    for index in sorted(coming, key=lambda i: (stays[i].first, i)):
-        near = ((low < high[index]) & (high > low[index])) | (storage == storage[index])
-        before = last[near & (last < first[index])]
-        first[index] = max(int(before.max(initial=-1)) + 1, stretched.early[index], stays[index].since)
-    return dataclasses.replace(stretched, first=tuple(first.tolist()), last=tuple(last.tolist()))
 
 
 def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -> list[float]:

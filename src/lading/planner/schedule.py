@@ -261,7 +261,13 @@ class _Stretcher:
         return self.last[indices[at - 1]] + 1 if at else 0
 
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
-        return MARGIN * move_seconds(self.sizes[index], self.tiers[tier], direction)
+        """Seconds that a move is given: with a margin, and no less than beside the tier's other direction.
+
+        A disk that serves one direction after another writes at a third of its rate while it reads.
+        """
+        size, served = self.sizes[index], self.tiers[tier]
+        both = served.mixed_read_bytes_per_s if direction == "read" else served.mixed_write_bytes_per_s
+        return max(MARGIN * move_seconds(size, served, direction), served.latency_s + size / both)
 
     def _wire(self, tier: str) -> str:
         """Name the wire that a tier's transfers wait for each other on; the tier itself where it has none."""

@@ -53,7 +53,12 @@ def test_what_is_there_at_an_end_of_the_step_stays_as_it_is() -> None:
 
 
 def roomed(
-    stays: list[Residency], soft_bytes: int = 100 * GiB, mixed_bytes_per_s: float = 1e9, write_bytes_per_s: float = 1e9
+    stays: list[Residency],
+    soft_bytes: int = 100 * GiB,
+    mixed_bytes_per_s: float = 1e9,
+    write_bytes_per_s: float = 1e9,
+    *,
+    both_ways: bool = False,
 ) -> Stretched:
     """Give room to stays of three storages of a GiB each, over ten items of a second, on a disk of 1 GB/s.
 
@@ -77,7 +82,7 @@ def roomed(
         for tier in machine.tiers
     )
     machine = dataclasses.replace(machine, tiers=(disk,))
-    return stretch(graph, machine, emission, [1.0] * 10, soft_bytes, repeats=False)
+    return stretch(graph, machine, emission, [1.0] * 10, soft_bytes, repeats=False, both_ways=both_ways)
 
 
 def test_write_backs_follow_one_another() -> None:
@@ -93,14 +98,17 @@ def test_fetches_follow_one_another() -> None:
 @pytest.mark.parametrize(("mixed", "last", "first"), [(0.9e9, 2, 7), (0.5e9, 3, 6), (0.25e9, 5, 4)])
 def test_a_transfer_has_the_time_that_it_takes_beside_the_other_direction(mixed: float, last: int, first: int) -> None:
     """Its margin, 1.34 s, or 2.15 s at half of the rate, or 4.3 s at a quarter."""
-    made = roomed([Residency(0, 0, 0, to_tier="disk"), Residency(1, 9, 9, tier="disk")], mixed_bytes_per_s=mixed)
+    stays = [Residency(0, 0, 0, to_tier="disk"), Residency(1, 9, 9, tier="disk")]
+    made, alone = (roomed(stays, mixed_bytes_per_s=mixed, both_ways=both_ways) for both_ways in (True, False))
     assert (made.last[0], made.first[1]) == (last, first)
+    assert (alone.last[0], alone.first[1]) == (2, 7)
 
 
 def test_a_fast_write_has_the_time_that_it_takes_beside_reads() -> None:
     """Four times as fast alone, 0.34 s with its margin, and no faster than reads beside them."""
-    alone = roomed([Residency(0, 0, 0, to_tier="disk")], mixed_bytes_per_s=4e9, write_bytes_per_s=4e9)
-    beside = roomed([Residency(0, 0, 0, to_tier="disk")], mixed_bytes_per_s=0.5e9, write_bytes_per_s=4e9)
+    written = [Residency(0, 0, 0, to_tier="disk")]
+    alone = roomed(written, mixed_bytes_per_s=4e9, write_bytes_per_s=4e9, both_ways=True)
+    beside = roomed(written, mixed_bytes_per_s=0.5e9, write_bytes_per_s=4e9, both_ways=True)
     assert (alone.last, beside.last) == ((1,), (3,))
 
 

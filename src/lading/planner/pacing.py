@@ -609,6 +609,7 @@ def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found 
     Returns:
         The plan, None where there is none, and how often it lowered.
     """
+    step = dataclasses.replace(step, both_ways=True)  # a flow keeps directions of a tier busy side by side
     least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     tried, fitting = 0, list[Found]()
     for attempt in range(_REPAIRS):

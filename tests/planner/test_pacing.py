@@ -10,6 +10,8 @@ import pytest
 from tests.machines import small_machine
 from tests.planner.steps import captured, needs, slower_disk, within
 
+from lading.ir.machine import Tier
+from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
 from lading.memory.verify import verify
@@ -41,6 +43,24 @@ def test_a_paced_flow_takes_longer_than_the_bound_and_its_pace_adds_up() -> None
     paced_s = sum(pace * seconds for pace, seconds in zip(solved.pace, problem.op_seconds, strict=True))
     paced_s += sum(solved.pace[c.gap.end] * share * c.recompute_s for c, share in again)
     assert paced_s == pytest.approx(solved.relaxed.step_s, rel=1e-3)
+
+
+def test_what_transfers_take_from_computing_makes_a_flow_longer() -> None:
+    """Each byte takes its share of the seconds of what computes beside it, and less of products."""
+    step = half()
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    (disk,) = step.machine.tiers
+    slowing = dataclasses.replace(disk, read_slowdown=0.3, write_slowdown=0.3)
+    of_passes = dataclasses.replace(slowing, read_slowdown_of_passes=0.9, write_slowdown_of_passes=0.9)
+    preparing = dataclasses.replace(slowing, latency_s=1e-4, latency_slowdown=0.8)
+    products = np.array([op.kind in PRODUCT_KINDS for op in step.graph.ops])
+
+    def seconds(tier: Tier, products: np.ndarray | None = None) -> float:
+        return PacedFlow(dataclasses.replace(problem, tiers=(tier,)), step.arena_bytes, 16, 4, products).seconds
+
+    assert seconds(disk) < seconds(slowing) < seconds(of_passes, products) < seconds(of_passes)
+    assert seconds(slowing) < seconds(preparing)
+    assert seconds(slowing, products) == pytest.approx(seconds(slowing)), "all operations are slowed alike"
 
 
 def test_large_storages_move_whole_or_not_at_all() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.planner.steps import bytes_machine
 
@@ -16,14 +18,37 @@ from lading.units import GiB
 SHARD, WHOLE, OTHER = range(3)
 
 
-def roomed(stays: list[Residency], soft_bytes: int = 100 * GiB) -> Stretched:
-    """Give room to stays of three storages of a GiB each, over ten items of a second, on a disk of 1 GB/s."""
+def roomed(
+    stays: list[Residency],
+    soft_bytes: int = 100 * GiB,
+    mixed_bytes_per_s: float = 1e9,
+    write_bytes_per_s: float = 1e9,
+    *,
+    both_ways: bool = False,
+) -> Stretched:
+    """Give room to stays of three storages of a GiB each, over ten items of a second, on a disk of 1 GB/s.
+
+    Args:
+        mixed_bytes_per_s: Rate of either direction while the other one is busy.
+        write_bytes_per_s: Rate of writing alone.
+    """
     storages = tuple(Storage(f"s{n}", GiB, Role.ACTIVATION) for n in range(3))
     tensors = tuple(Tensor(n, "uint8", (GiB,), (1,)) for n in range(3))
     ops = tuple(_op("aten.add_.Tensor", (0,), mutates=(0,)) for _ in range(10))
     emission = Emission([Item(ActionKind.COMPUTE, op=n) for n in range(10)], stays)
     graph = StepGraph(storages, tensors, ops, (), (), ((),), ())
-    return stretch(graph, bytes_machine(), emission, [1.0] * 10, soft_bytes, repeats=False)
+    machine = bytes_machine()
+    (disk,) = (
+        dataclasses.replace(
+            tier,
+            write_bytes_per_s=write_bytes_per_s,
+            mixed_read_bytes_per_s=mixed_bytes_per_s,
+            mixed_write_bytes_per_s=mixed_bytes_per_s,
+        )
+        for tier in machine.tiers
+    )
+    machine = dataclasses.replace(machine, tiers=(disk,))
+    return stretch(graph, machine, emission, [1.0] * 10, soft_bytes, repeats=False, both_ways=both_ways)
 
 
 def test_write_backs_follow_one_another() -> None:
@@ -34,6 +59,23 @@ def test_write_backs_follow_one_another() -> None:
 def test_fetches_follow_one_another() -> None:
     """Both are needed at 9.0 s: one begins at 7.66 and the other at 6.32."""
     assert roomed([Residency(n, 9, 9, tier="disk") for n in range(2)]).first == (7, 6)
+
+
+@pytest.mark.parametrize(("mixed", "last", "first"), [(0.9e9, 2, 7), (0.5e9, 3, 6), (0.25e9, 5, 4)])
+def test_a_transfer_has_the_time_that_it_takes_beside_the_other_direction(mixed: float, last: int, first: int) -> None:
+    """Its margin, 1.34 s, or 2.15 s at half of the rate, or 4.3 s at a quarter."""
+    stays = [Residency(0, 0, 0, to_tier="disk"), Residency(1, 9, 9, tier="disk")]
+    made, alone = (roomed(stays, mixed_bytes_per_s=mixed, both_ways=both_ways) for both_ways in (True, False))
+    assert (made.last[0], made.first[1]) == (last, first)
+    assert (alone.last[0], alone.first[1]) == (2, 7)
+
+
+def test_a_fast_write_has_the_time_that_it_takes_beside_reads() -> None:
+    """Four times as fast alone, 0.34 s with its margin, and no faster than reads beside them."""
+    written = [Residency(0, 0, 0, to_tier="disk")]
+    alone = roomed(written, mixed_bytes_per_s=4e9, write_bytes_per_s=4e9, both_ways=True)
+    beside = roomed(written, mixed_bytes_per_s=0.5e9, write_bytes_per_s=4e9, both_ways=True)
+    assert (alone.last, beside.last) == ((1,), (3,))
 
 
 def test_a_transfer_takes_no_room_that_there_is_not() -> None:

@@ -14,7 +14,7 @@ from tests.runtime.cases import OPTIMIZER, assert_equals_eager, at_random, graph
 from lading.errors import ConfigError
 from lading.ir.defer import defer, updates
 from lading.ir.graph import OpKind, Phase, StepGraph
-from lading.ir.late_updates import even_moves, paced_moves, with_late_updates
+from lading.ir.late_updates import covered_moves, even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import with_loss_parts
 from lading.ir.plan import Choices
 from lading.memory.restore import apply_choices
@@ -81,6 +81,34 @@ def test_updates_are_spread_over_the_next_forward_too() -> None:
     shares = [sum(written[a:b]) / sum(written) for a, b in itertools.pairwise(quarters)]
     assert min(shares) > 0.12, shares
     assert max(shares) < 0.4, shares
+
+
+def covered(graph: StepGraph) -> tuple[StepGraph, int]:
+    moves, count = covered_moves(graph, [1.0] * len(graph.ops))
+    return defer(with_late_updates(graph, moves)[0], count)[0], count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "micro"), [("gpt", 1), ("llama", 2)])
+def test_updates_with_cover_equal_plain_pytorch(tmp_path: Path, name: str, micro: int) -> None:
+    graph, count = covered(graph_of(name, micro=micro))
+    assert 0 < count < len(updates(graph_of(name, micro=micro)))
+    program = program_of(graph, at_random(4))
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
+        assert_equals_eager(executor, name, micro=micro, rates=RATES)
+
+
+def test_updates_of_what_is_read_at_once_are_not_deferred() -> None:
+    """The embedding is read first; of what is read later about the share of the forward waits."""
+    whole = graph_of("gpt", num_layers=8)
+    graph, count = covered(whole)
+    assert 0 < count < len(updates(whole)) / 2
+    names = {graph.storages[s].name for op in graph.deferred for s in graph.op_writes[op]}
+    assert not any(name.startswith(("tokens.", "positions.")) for name in names), names
+    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
+    assert layers & {1, 2, 3}, "of early layers some wait"
+    assert layers & {5, 6, 7}, "and of late ones"
+    assert covered_moves(whole, [1.0] * len(whole.ops), 0.0) == ((), 0)
 
 
 def test_updates_behind_all_others_are_left_where_they_are() -> None:

@@ -12,12 +12,18 @@ gradients are final at an even pace over B and parameters are read at an even pa
 first. To run as many updates in each second of both, F / (B + F) of the updates of every layer have to wait for the
 next forward, and the others run evenly over B. So ``paced_moves`` picks parameters of about that share of the bytes,
 evenly, and puts their updates behind all others, where ``lading.ir.defer`` takes them from.
+
+[Note: updates with cover] What is read again at once has no time to wait: the states of an embedding, updated last and
+read first, would all move at the beginning of the forward. ``covered_moves`` defers a share of those updates alone
+whose parameters are read again so late that, one after another at the pace of all updates around the step, they are
+done by then. The others run as soon as their gradients are final, so that these take no place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence, Set
+from itertools import accumulate
 
 from lading.errors import ConfigError
 from lading.ir.defer import moved_blocks, updates
@@ -151,11 +157,59 @@ def paced_moves(graph: StepGraph, op_seconds: Sequence[float]) -> tuple[tuple[Mo
     return (tuple(sorted(moves)), len(waiting)) if waiting else ((), 0)
 
 
-def _all_read(graph: StepGraph, groups: Sequence[Sequence[int]], free: Set[int]) -> int:
-    """First operation at which everything that the updates write has been read again."""
+def covered_moves(graph: StepGraph, op_seconds: Sequence[float], part: float = 1.0) -> tuple[tuple[Move, ...], int]:
+    """Put a share of the updates that have time to run in the next forward behind all others.
+
+    [Note: updates with cover] says which.
+
+    Args:
+        op_seconds: Seconds of each operation.
+        part: Part of the share by which all updates would run evenly over the whole step.
+
+    Returns:
+        Moves for ``with_late_updates``, and how many updates, then the last ones, are to be deferred; ((), 0) where
+        none has the time or is to wait.
+    """
+    groups = updates(graph)
+    free = {op for group in groups for op in group}
+    began_s = [0.0, *accumulate(0.0 if op in free else seconds for op, seconds in enumerate(op_seconds))]
+    again_s = began_s[_all_read(graph, groups, free)]
+    around_s = max(again_s + began_s[-1] - began_s[min(free, default=-1)], 1e-12)
+    size = {group: sum(graph.ops[op].bytes_written for op in group) for group in groups}
+    share, pace = part * again_s / around_s, sum(size.values()) / around_s
+    first = _first_read(graph, free)
+    until_s = {
+        group: min((began_s[first[s]] for s in _written(graph, group) if s in first), default=0.0) for group in groups
+    }
+    wanted = waiting_bytes = 0.0
+    waiting: list[tuple[int, ...]] = []
+    for group in sorted(groups, key=lambda group: (until_s[group], group)):
+        if waiting_bytes + size[group] > pace * until_s[group]:
+            continue
+        wanted += share * size[group]
+        if waiting_bytes + size[group] / 2 <= wanted:
+            waiting.append(group)
+            waiting_bytes += size[group]
+    deferred = {op for group in waiting for op in group}
+    end = max((i for i in range(len(graph.ops)) if i not in deferred), default=-1)
+    return tuple((op, end) for op in sorted(deferred) if op < end), len(waiting)
+
+
+def _written(graph: StepGraph, group: Sequence[int]) -> set[int]:
+    return {storage for op in group for storage in graph.op_writes[op]}
+
+
+def _first_read(graph: StepGraph, free: Set[int]) -> dict[int, int]:
+    """First operation but updates that reads each storage."""
     first: dict[int, int] = {}
     for index, reads in enumerate(graph.op_reads):
         for storage in reads if index not in free else ():
             first.setdefault(storage, index)
+    return first
+
+
+def _all_read(graph: StepGraph, groups: Sequence[Sequence[int]], free: Set[int]) -> int:
+    """First operation at which everything that the updates write has been read again."""
+    first = _first_read(graph, free)
     touched = ({s for op in group for s in graph.op_reads[op] if s in first} for group in groups)
     return max((min(first[s] for s in storages) for storages in touched if storages), default=-1) + 1

@@ -244,7 +244,8 @@ class FlowProgram:
             self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
             self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
-    def _flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:
+    def flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:
+        """List the classes that may move to a tier, with the columns of that."""
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.classes, self.flows, strict=True) if option in f]
 
@@ -255,7 +256,7 @@ class FlowProgram:
         """
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
         for tier, a, b in parts:
-            for each, gap_columns in self._flows_to(tier):
+            for each, gap_columns in self.flows_to(tier):
                 flows = (gap_columns.reads, gap_columns.first_read, a), (gap_columns.writes, gap_columns.first, b)
                 for columns, first, per_byte in flows:
                     for step, column in enumerate(columns if per_byte else ()):
@@ -266,7 +267,7 @@ class FlowProgram:
             self.add_row(0.0, np.inf, columns, values)
 
     def _add_tier(self, tier: Tier) -> None:
-        flows = self._flows_to(tier)
+        flows = self.flows_to(tier)
         read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
         for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
             self._add_limit([(tier, a, b)])

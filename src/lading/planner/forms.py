@@ -16,7 +16,7 @@ from lading.ir.gradient_pieces import with_gradient_pieces
 from lading.ir.graph import Role, StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.head_parts import heads, with_head_parts
-from lading.ir.late_updates import Move, even_moves, paced_moves, with_late_updates
+from lading.ir.late_updates import Move, covered_moves, even_moves, paced_moves, with_late_updates
 from lading.ir.loss_parts import with_loss_parts
 from lading.ir.weight_pieces import with_weight_pieces
 from lading.memory.lifetime import lifetimes
@@ -35,6 +35,8 @@ _LARGE_WEIGHT, _WEIGHT_OF_ARENA = 0.1, 32
 _HEAD_PARTS = (8, 16, 32)
 #: How many times faster than evenly late updates run.
 _HURRIES = (1.0, 2.0)
+#: Parts of an even share of the updates that are deferred where only those are that have the time.
+_COVERED = (0.7,)
 
 
 def lesser_forms(step: StepProblem) -> list[StepProblem]:
@@ -106,15 +108,19 @@ def head_forms(step: StepProblem) -> list[StepProblem]:
 
 
 def weight_pieces(planned: StepProblem, step: StepProblem) -> list[StepProblem]:
-    """Form that has been planned with its largest weights in pieces; [] where these are small or cannot be cut.
+    """Forms that have been planned with their largest weights in pieces; [] where these are small or cannot be cut.
 
     Where the head is in parts, its gradient is made behind all of them (late products): its weight may go by then.
+    Elsewhere a second form has late products, where the planned one has none, and its loss in parts: the weight then
+    goes and comes by pieces with its states, and no gradient does.
 
     Args:
         planned: Form of ``step``.
     """
     if not planned.head_parts:
-        return _weight_pieces(planned)
+        forms = _weight_pieces(planned)
+        late = [] if planned.late_products or not forms else _gradient_pieces(_loss_parts(step) or step)[1:]
+        return [*forms, *(form for each in late for form in _weight_pieces(each))]
     parts = planned.head_parts
     head = dataclasses.replace(_rewritten(step, *with_head_parts(step.graph, parts)), head_parts=parts)
     return _weight_pieces((_gradient_pieces(head) or [head])[-1])
@@ -131,6 +137,7 @@ def late_forms(step: StepProblem) -> list[StepProblem]:
     seconds = step.costs.op_seconds
     paces = [(even_moves(step.graph, seconds, hurry), 0) for hurry in _HURRIES]
     paces.insert(1, paced_moves(step.graph, seconds))
+    paces += [covered_moves(step.graph, seconds, part) for part in _COVERED]
     return [_paced(step, moves, deferrals) for moves, deferrals in paces if moves and not (guesses and deferrals)]
 
 

@@ -395,6 +395,7 @@ class Lowering:
         emission: Items and residencies.
         peak_bytes: Bytes resident at once if every transfer took no time: no arena is smaller.
         peak_item: Number of the item at which that is.
+        both_ways: As of ``planner.schedule.stretch``.
     """
 
     def __init__(
@@ -409,6 +410,7 @@ class Lowering:
     ) -> None:
         """Emit choices; the arguments are those of ``lower``."""
         self.graph, self.machine, self.costs, self.homes = graph, machine, costs, lives.homes
+        self.both_ways = False
         self.emission = emit(graph, lives, _one_tier(_at_home(lives, choices), machine), machine.host_tier)
         self.seconds = [_item_seconds(graph, machine, costs, item) for item in self.emission.items]
         if item_seconds:
@@ -424,7 +426,7 @@ class Lowering:
         """Give transfers ``soft_bytes`` of room, and find addresses: within the arena, or as low as they can be."""
         room = stretch(
             self.graph, self.machine, self.emission, self.seconds, soft_bytes,
-            repeats=self.homes is None, network_seconds=self._network,
+            repeats=self.homes is None, both_ways=self.both_ways, network_seconds=self._network,
         )  # fmt: skip
         cut, stretched = wrapped(self.emission, room)
         return PackedEmission(cut, stretched, _pack(self.graph, cut, stretched, arena_bytes, self.homes))
@@ -485,6 +487,7 @@ def lower(  # noqa: PLR0913  all that decides a Program
     item_seconds: Sequence[float] | None = None,
     pace: Sequence[float] = (),
     sparing: bool = False,
+    both_ways: bool = False,
 ) -> Lowered:
     """Lower choices to a Program: emit, stretch, pack and connect.
 
@@ -500,8 +503,10 @@ def lower(  # noqa: PLR0913  all that decides a Program
             nothing, what is recomputed like the operation before it; () for once.
         sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
             that end where nothing else begins leave holes. It takes several packings where nothing fits.
+        both_ways: As of ``planner.schedule.stretch``.
     """
     lowering = Lowering(graph, lives, machine, costs, choices, item_seconds, pace)
+    lowering.both_ways = both_ways
     arena, emission, peak_item = budgets[DEVICE] - fixed_bytes(machine, costs), lowering.emission, lowering.peak_item
     if lowering.peak_bytes > arena:
         return Lowered(None, emission, lowering.peak_bytes - arena, peak_item, lowering.peak_bytes)

@@ -520,7 +520,8 @@ def with_weight_pieces_tried(chosen: Ordered, step: StepProblem, progress: PlanP
         chosen = dataclasses.replace(chosen, bound_s=bound_s, orders=(*chosen.orders, form) if chosen.orders else ())
         made = best_paced(form, below_s=chosen.found.step_s)
         if made is not None and made.step_s < chosen.found.step_s:
-            deferred = 0 if form.head_parts else chosen.deferred
+            again = form.head_parts or form.late_products != planned.late_products  # made of the step as it is
+            deferred = 0 if again else chosen.deferred
             chosen = dataclasses.replace(chosen, step=form, found=made, deferred=deferred, paced=True)
     return chosen
 

@@ -9,6 +9,7 @@ by a step that waited begin as late as in that step. So the flow is solved once 
                             from the window's begin on, or until its end                             _terms
     recomputation           takes the seconds of all that runs again, in the window of the use, and holds its place
                             from where the backward enters the block (``planner.relaxation``)        parts_of, add_times
+    compute in window k     T_k >= sum_ops c + what its transfers take from computing                _add_slowdowns
     transfers               only in the last windows before a use, and the first after one            most_reads
     weights                 are back where what is recomputed reads them                             _add_needs
     large storages          are moved whole or not at all: the largest half of the split ones is      _settle
@@ -31,6 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.plan import Option
 from lading.planner.fluid import FlowProgram, Stretch, counted, cut_windows
 from lading.planner.relaxation import Candidate, Folding, RelaxedResidency, ResidencyProblem, seated
@@ -80,12 +82,21 @@ class PacedFlow(FlowProgram):
 
     most_writes = 6
 
-    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int, parts: int = 4) -> None:
+    def __init__(
+        self,
+        problem: ResidencyProblem,
+        budget_bytes: int,
+        windows: int,
+        parts: int = 4,
+        products: np.ndarray | None = None,
+    ) -> None:
         """Collect all columns and rows but those of memory; the other arguments are those of ``planner.fluid.flow``.
 
         Args:
             parts: Parts of a window that memory is counted in; with one, all takes its place all through a window.
+            products: [position]: whether the operation is a product; None is none of them.
         """
+        self.products = np.zeros(problem.num_ops, dtype=bool) if products is None else products
         self.ended = _ended(problem, windows)
         self.part = np.minimum((self.ended * parts).astype(int), parts - 1)
         near = max((tier.read_bytes_per_s for tier in problem.tiers), default=0.0)
@@ -243,9 +254,41 @@ class PacedFlow(FlowProgram):
                 columns, values = terms[int(self.window[each.leader.gap.end])]
                 columns.append(again)
                 values.append(-each.again_s)
+        self._add_slowdowns(terms)
         for (columns, values), seconds in zip(terms, compute.tolist(), strict=True):
             self.add_row(seconds, np.inf, columns, values)
         self.add_transfers()
+
+    def _add_slowdowns(self, terms: Sequence[tuple[list[int], list[float]]]) -> None:
+        """Add what transfers take from computing beside them, by the bytes and the latency of each move.
+
+        Args:
+            terms: Columns and values of the row of each window's seconds.
+        """
+        seconds = self.problem.op_seconds
+        of_all, of_products = (
+            np.bincount(self.window, weights=each, minlength=self.windows)
+            for each in (seconds, seconds * self.products)
+        )
+        share = of_products / np.maximum(of_all, _TINY)  # of products in each window
+        for tier in self.problem.tiers:
+            rates = {True: tier.read_bytes_per_s, False: tier.write_bytes_per_s}
+            ways = {
+                read: (tier.slowdown(read=read, product=False), tier.slowdown(read=read, product=True))
+                for read in rates
+            }
+            preparing_s = tier.latency_s * tier.latency_slowdown
+            if not (preparing_s or any(map(any, ways.values()))):
+                continue
+            for each, moves in self.flows_to(tier):
+                for read, first, columns in ((True, moves.first_read, moves.reads), (False, moves.first, moves.writes)):
+                    for step, column in enumerate(columns):
+                        window = (first + step) % self.windows
+                        other, product = ways[read]
+                        slower = (other + share[window] * (product - other)) * each.size_bytes / rates[read]
+                        if of_all[window]:
+                            terms[window][0].append(column)
+                            terms[window][1].append(-slower - preparing_s * len(each.members))
 
     def stretches(self, number: int) -> Iterator[Stretch]:
         """Yield ranges of positions inside gaps, cut where one begins, ends, or has what is recomputed back."""
@@ -426,6 +469,14 @@ _PACES = (
 )
 #: Finer windows for where those have no solution, as what moves in one of their windows needs more than there is.
 _FINE = (Pace(0.95, 0.7, 64, 1, 0.0), Pace(0.95, 0.7, 128, 1, 0.0))
+#: The same of a machine without memory of a host as a tier, such as a CPU with a disk: what its one tier takes from
+#: computing is in the flow, and windows are finer, as weights and states take their turns in a few milliseconds.
+_PACES_ALONE = (
+    Pace(1.0, 1.0, 32, 4, 0.03),
+    Pace(1.0, 1.0, 64, 2, 0.02),
+    Pace(0.9, 0.9, 32, 4, 0.03),
+)
+_FINE_ALONE = (Pace(1.0, 1.0, 64, 1, 0.0), Pace(1.0, 1.0, 128, 1, 0.0))
 #: How often a flow is solved again with what its lowering missed reserved, and operations lowered for one step, but for
 #: the first plan.
 _REPAIRS, _LOWERED = 4, 24_000
@@ -502,7 +553,8 @@ def paced(
     left, most_s = max(2, _LOWERED // len(step.graph.ops)), below_s
     iterations, planned = 0, False
     first = first or first_flow(step)
-    others = [pace for pace in (*(_FINE if first[0] in _FINE else ()), *_PACES[1:]) if pace != first[0]]
+    paces, fine = _paces_of(step)
+    others = [pace for pace in (*(fine if first[0] in fine else ()), *paces[1:]) if pace != first[0]]
     for number, pace in enumerate((first[0], *others)[:most]):
         if left <= 0 or (planned and iterations >= _ITERATIONS):
             return
@@ -525,12 +577,18 @@ def paced(
 
 def first_flow(step: StepProblem) -> tuple[Pace, PacedFlow]:
     """Build the first flow that is planned from, with finer windows where it does not fit with coarse ones."""
-    pace, flow = _PACES[0], _flow(step, _PACES[0])
-    for finer in _FINE:
+    paces, fine = _paces_of(step)
+    pace, flow = paces[0], _flow(step, paces[0])
+    for finer in fine:
         if flow.seconds < float("inf"):
             break
         pace, flow = finer, _flow(step, finer)
     return pace, flow
+
+
+def _paces_of(step: StepProblem) -> tuple[tuple[Pace, ...], tuple[Pace, ...]]:
+    """Settings of the flows of a step, and of those with finer windows."""
+    return (_PACES, _FINE) if step.machine.host_tier else (_PACES_ALONE, _FINE_ALONE)
 
 
 def _flow(step: StepProblem, pace: Pace) -> PacedFlow:
@@ -539,7 +597,8 @@ def _flow(step: StepProblem, pace: Pace) -> PacedFlow:
     slow = dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=tiers))
     problem = residency_problem(slow, across=pace.across)
     problem = dataclasses.replace(problem, folding=None)
-    return PacedFlow(problem, int(step.arena_bytes * (1 - pace.reserve)), pace.windows, pace.parts)
+    products = np.array([op.kind in PRODUCT_KINDS for op in step.graph.ops], dtype=bool)
+    return PacedFlow(problem, int(step.arena_bytes * (1 - pace.reserve)), pace.windows, pace.parts, products)
 
 
 def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found | None, int]:
@@ -552,6 +611,7 @@ def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found 
     Returns:
         The plan, None where there is none, and how often it lowered.
     """
+    step = dataclasses.replace(step, both_ways=True)  # a flow keeps directions of a tier busy side by side
     least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     tried, fitting = 0, list[Found]()
     for attempt in range(_REPAIRS):

@@ -141,6 +141,7 @@ class StepProblem:
 
     Attributes:
         sparing: Give transfers less room than is free where what they lead to cannot be packed (``planner.lower``).
+        both_ways: Give each transfer the time that it takes beside the other direction of its tier.
         defers: Whether updates may wait for the next step.
         loss_parts, head_parts: Parts in which ``graph`` computes loss and head (``lading.ir``); 0 where they are whole.
         gradient_pieces, late_products, weight_pieces: As of the passes of these names; 0 where all is whole.
@@ -154,6 +155,7 @@ class StepProblem:
     costs: StepCosts
     budgets: dict[str, int]
     sparing: bool = False
+    both_ways: bool = False
     defers: bool = True
     loss_parts: int = 0
     head_parts: int = 0
@@ -228,7 +230,7 @@ class StepProblem:
     ) -> Lowered:
         return lower(
             self.graph, self.lives, self.machine, self.costs, choices, self.budgets,
-            item_seconds=seconds, pace=pace, sparing=self.sparing,
+            item_seconds=seconds, pace=pace, sparing=self.sparing, both_ways=self.both_ways,
         )  # fmt: skip
 
     def retimed(self, found: Found, most: int) -> Found:

@@ -78,15 +78,18 @@ def stretch(
     soft_bytes: int,
     *,
     repeats: bool = True,
+    both_ways: bool = False,
     network_seconds: Mapping[int, float] = MappingProxyType({}),
 ) -> Stretched:
     """Give every transfer as much of its time as ``soft_bytes`` of the arena leave room for.
 
     Args:
+        both_ways: Whether each direction of a tier is taken to be busy while the other one moves.
         network_seconds: Seconds of what the network carries, by item.
         repeats: Whether the next step is this one again, so that transfers may cross the boundary.
     """
     worker = _Stretcher(graph, machine, emission, item_seconds, soft_bytes, repeats)
+    worker.both_ways = both_ways
     if network_seconds:
         worker.network(network_seconds)
     worker.write_backs()
@@ -147,7 +150,7 @@ class _Stretcher:
         self.start = np.concatenate([[0.0], np.cumsum(np.asarray(item_seconds, dtype=np.float64))])
         self.count, self.end = len(emission.items), float(self.start[-1])
         self.profile = base_profile(graph, emission)
-        self.soft = soft_bytes
+        self.soft, self.both_ways = soft_bytes, False
         self.first = [stay.first for stay in self.stays]
         self.last = [stay.last for stay in self.stays]
         self.early, self.late = list(self.first), list(self.last)
@@ -234,7 +237,15 @@ class _Stretcher:
         return self.last[indices[at - 1]] + 1 if at else 0
 
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
-        return MARGIN * move_seconds(self.sizes[index], self.tiers[tier], direction)
+        """Seconds that a move is given: with a margin, and no less than beside the other direction if that is busy.
+
+        A disk that serves one direction after another writes at a third of its rate while it reads.
+        """
+        size, served = self.sizes[index], self.tiers[tier]
+        if not self.both_ways:
+            return MARGIN * move_seconds(size, served, direction)
+        both = served.mixed_read_bytes_per_s if direction == "read" else served.mixed_write_bytes_per_s
+        return max(MARGIN * move_seconds(size, served, direction), served.latency_s + size / both)
 
     def _wire(self, tier: str) -> str:
         """Name the wire that a tier's transfers wait for each other on; the tier itself where it has none."""

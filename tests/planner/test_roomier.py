@@ -11,7 +11,7 @@ import pytest
 from lading.ir.program import PAGE_BYTES
 from lading.memory.packing import Buffer, pack
 from lading.planner.emission import Emission, Residency
-from lading.planner.roomier import Placed, roomier
+from lading.planner.roomier import BufferPlaces, roomier
 from lading.planner.schedule import Stretched
 
 #: Three stays, of which the first two lie at one address one after another.
@@ -20,7 +20,7 @@ BEFORE, AFTER, BESIDE = Residency(0, 0, 2), Residency(1, 6, 7), Residency(2, 0, 
 
 def ends(stays: list[Residency], early: tuple[int, ...], late: tuple[int, ...]) -> list[tuple[int, int]]:
     stretched = Stretched(tuple(s.first for s in stays), tuple(s.last for s in stays), early, late)
-    placed = Placed((0, 0, 100), (100, 100, 50), (0, 1, 2), frozenset(), 150)  # smaller than a page: none moves
+    placed = BufferPlaces((0, 0, 100), (100, 100, 50), (0, 1, 2), frozenset(), 150)  # smaller than a page: none moves
     made, after = roomier(Emission(residencies=stays), stretched, placed, 150)
     assert after == placed
     return list(zip(made.first, made.last, strict=True))
@@ -58,7 +58,7 @@ def stretched_by(stays: list[Residency], early: tuple[int, ...], late: tuple[int
 @pytest.mark.parametrize(("fixed", "first", "place"), [((), 0, 1), ((0,), 0, 1), ((0, 1), 3, 0)])
 def test_what_is_in_the_way_of_a_fetch_lies_elsewhere(fixed: tuple[int, ...], first: int, place: int) -> None:
     stays = [BEFORE, Residency(1, 6, 7, tier="host")]  # where the first one is fixed, the fetch itself moves
-    placed = Placed((0, 0), (PAGE_BYTES, PAGE_BYTES), (0, 1), frozenset(fixed), PAGE_BYTES)
+    placed = BufferPlaces((0, 0), (PAGE_BYTES, PAGE_BYTES), (0, 1), frozenset(fixed), PAGE_BYTES)
     made, after = roomier(Emission(residencies=stays), stretched_by(stays, (0, 0), (2, 7)), placed, 2 * PAGE_BYTES)
     assert (made.first, made.last) == ((0, first), (2, 7))
     assert abs(after.offsets[0] - after.offsets[1]) == place * PAGE_BYTES
@@ -68,12 +68,12 @@ def test_what_is_in_the_way_of_a_fetch_lies_elsewhere(fixed: tuple[int, ...], fi
 def test_a_write_has_as_much_of_its_time_as_there_is_a_place_for() -> None:
     written = Residency(0, 0, 2, to_tier="host")
     stays = [written, Residency(1, 3, 9), Residency(2, 7, 9)]  # from item 7 on nothing is free
-    placed = Placed((0, 0, PAGE_BYTES), (PAGE_BYTES,) * 3, (0, 1, 2), frozenset((1, 2)), 2 * PAGE_BYTES)
+    placed = BufferPlaces((0, 0, PAGE_BYTES), (PAGE_BYTES,) * 3, (0, 1, 2), frozenset((1, 2)), 2 * PAGE_BYTES)
     made, after = roomier(Emission(residencies=stays), stretched_by(stays, (0, 3, 7), (9,) * 3), placed, 2 * PAGE_BYTES)
     assert (made.last[0], after.offsets[0]) == (6, PAGE_BYTES)
 
 
-def random_stays(rng: np.random.Generator) -> tuple[list[Residency], Stretched, Placed]:
+def random_stays(rng: np.random.Generator) -> tuple[list[Residency], Stretched, BufferPlaces]:
     """Stays of twenty storages over forty items, packed, each of which may want more time than it has."""
     stays: list[Residency] = []
     for storage in range(20):
@@ -90,7 +90,11 @@ def random_stays(rng: np.random.Generator) -> tuple[list[Residency], Stretched, 
     early = tuple(int(rng.integers(0, stay.first + 1)) if stay.tier else stay.first for stay in stays)
     late = tuple(int(rng.integers(stay.last, 40)) if stay.to_tier else stay.last for stay in stays)
     fixed = frozenset(rng.choice(41, 5, replace=False).tolist())
-    return stays, stretched_by(stays, early, late), Placed(packing.offsets, sizes, owners, fixed, packing.size_bytes)
+    return (
+        stays,
+        stretched_by(stays, early, late),
+        BufferPlaces(packing.offsets, sizes, owners, fixed, packing.size_bytes),
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

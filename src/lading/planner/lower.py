@@ -34,7 +34,7 @@ from lading.ir.program import (
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, pack
 from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
-from lading.planner.roomier import LEAST_OPS, Placed, roomier
+from lading.planner.roomier import LEAST_OPS, BufferPlaces, roomier
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 
@@ -523,7 +523,7 @@ class PackedEmission:
 
     emission: Emission
     stretched: Stretched
-    placed: Placed
+    placed: BufferPlaces
 
     @property
     def size_bytes(self) -> int:
@@ -597,7 +597,7 @@ def _at_home(lives: Lifetimes, choices: Choices) -> Choices:
 
 def _pack(
     graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int, homes: Homes | None = None
-) -> Placed:
+) -> BufferPlaces:
     """Find addresses; a storage that is there at both ends of the step is one buffer, as it comes back to its place."""
     spans: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
@@ -620,7 +620,7 @@ def _pack(
     packing = pack(items, limit_bytes, fixed, runs)
     together = {buffer for run in runs for buffer in run}
     slots = tuple(map(slot_bytes, sizes))
-    return Placed(packing.offsets, slots, tuple(owners), frozenset(together | fixed.keys()), packing.size_bytes)
+    return BufferPlaces(packing.offsets, slots, tuple(owners), frozenset(together | fixed.keys()), packing.size_bytes)
 
 
 def _runs(graph: StepGraph, emission: Emission, stretched: Stretched, owners: Sequence[int]) -> list[dict[int, int]]:

@@ -558,7 +558,7 @@ def paced(
     for number, pace in enumerate((first[0], *others)[:most]):
         if left <= 0 or (planned and iterations >= _ITERATIONS):
             return
-        if planned and pace in _FINE:  # within 1% of the other one, and several times the work
+        if planned and pace in fine:  # within 1% of the other one, and several times the work
             continue
         flow = _flow(step, pace) if number else first[1]
         flow_s = flow.seconds

@@ -30,7 +30,7 @@ LEAST_OPS = 200
 
 
 @dataclass(frozen=True)
-class Placed:
+class BufferPlaces:
     """Addresses of buffers, and the residencies that each has.
 
     Attributes:
@@ -47,12 +47,14 @@ class Placed:
     size_bytes: int
 
     @property
-    def pinned(self) -> Placed:
+    def pinned(self) -> BufferPlaces:
         """The same with all buffers fixed."""
         return dataclasses.replace(self, fixed=frozenset(range(len(self.sizes))))
 
 
-def roomier(emission: Emission, stretched: Stretched, placed: Placed, arena_bytes: int) -> tuple[Stretched, Placed]:
+def roomier(
+    emission: Emission, stretched: Stretched, placed: BufferPlaces, arena_bytes: int
+) -> tuple[Stretched, BufferPlaces]:
     """Move buffers so that transfers get more of their time; returns the stays with it, and their addresses.
 
     Args:
@@ -67,7 +69,7 @@ def roomier(emission: Emission, stretched: Stretched, placed: Placed, arena_byte
 class _Mover:
     """State of the moves: arrays of [residency] with first and last item, lowest and highest byte and buffer."""
 
-    def __init__(self, emission: Emission, stretched: Stretched, placed: Placed, arena_bytes: int) -> None:
+    def __init__(self, emission: Emission, stretched: Stretched, placed: BufferPlaces, arena_bytes: int) -> None:
         self.stays, self.stretched, self.arena = emission.residencies, stretched, arena_bytes // PAGE_BYTES * PAGE_BYTES
         self.placed, self.sizes = placed, placed.sizes
         self.owner = np.asarray(placed.owners, dtype=np.int64)
@@ -80,7 +82,7 @@ class _Mover:
         for index, owner in enumerate(placed.owners):
             self.of_buffer.setdefault(owner, []).append(index)
 
-    def result(self) -> tuple[Stretched, Placed]:
+    def result(self) -> tuple[Stretched, BufferPlaces]:
         """Stays, and addresses of all buffers."""
         offsets = list(self.placed.offsets)
         for buffer, stays in self.of_buffer.items():

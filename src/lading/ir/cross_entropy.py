@@ -107,7 +107,7 @@ def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
 
 
 def token_loss(graph: StepGraph, loss: CrossEntropy) -> TokenLoss | None:
-    """What makes the gradient of a loss token by token; None where that needs more than its targets."""
+    """Find how the gradient of a loss is made token by token; None where that needs more than its targets."""
     total = graph.storage_uses[loss.scores][1]
     seed = seed_of(graph, graph.ops[loss.loss_backward].inputs[0], loss.forward)
     targets = {graph.storage_of(graph.ops[total].inputs[1])}

@@ -48,7 +48,7 @@ class BufferPlaces:
 
     @property
     def pinned(self) -> BufferPlaces:
-        """The same with all buffers fixed."""
+        """Places of which none may change."""
         return dataclasses.replace(self, fixed=frozenset(range(len(self.sizes))))
 
 

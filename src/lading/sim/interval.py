@@ -90,7 +90,7 @@ def half_width(
 
 
 def either_way(evidence: str, shares: Mapping[str, float]) -> float:
-    """What of a half width is of updates on the host; arguments as ``half_width``."""
+    """Half width that updates on the host have on either side; arguments as ``half_width``."""
     return _longer(_LEFT[evidence] * _CAUSES[_ON_HOST], shares.get(_ON_HOST, 0.0))
 
 

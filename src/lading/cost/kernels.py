@@ -212,7 +212,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         wide = device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s
         if isinstance(detail, Attention) and (stack.attention == "masked" or wide):
             whole = _in_tiles(replace(detail, causal=detail.causal and stack.attention != "masked"))
-            return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(replace(kernel, detail=whole), device)
+            low = replace(kernel, detail=whole, dtype="bfloat16" if wide else kernel.dtype)
+            return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(low, device)
         if isinstance(detail, Product) and stack.tf32 and kernel.dtype == "float32":
             times = peak_flops(device, "bfloat16") / peak_flops(device, "tf32") if _has_tf32(device) else 0.0
             return times * curve_s(replace(kernel, dtype="bfloat16"), device) if times else curve_s(kernel, device)

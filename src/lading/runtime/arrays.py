@@ -30,7 +30,7 @@ import torch
 
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
-from lading.files import parse_json, write_aside, write_text
+from lading.files import make_durable_folder, parse_json, write_aside, write_text
 from lading.inputs import Input, parse_input
 from lading.runtime.data import Batch, Sampler, check_part, from_the_beginning, split_spans, whole
 from lading.runtime.documents import files_of, fingerprint_of
@@ -204,7 +204,7 @@ class ArrayDataset:
         """Copy every row; the description is written last."""
         digest, count = hashlib.sha256(), 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_durable_folder(folder)
             with write_aside(self._path) as file:
                 for path in files:
                     for rows in _read(path, self._columns):

@@ -23,7 +23,7 @@ import numpy as np
 
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
-from lading.files import parse_json, read_bytes, write_aside, write_text
+from lading.files import make_durable_folder, parse_json, read_bytes, write_aside, write_text
 from lading.runtime.documents import PIECE_BYTES, TextPiece, files_of, fingerprint_of, pieces
 from lading.runtime.framing import Specials
 
@@ -177,7 +177,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labell
     store = _opened(path, tokenizer.specials)
     if store is None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_durable_folder(folder)
             _write(path, pieces(files, config, labelled=labelled), tokenizer)
         except OSError as error:
             raise StorageError(f"cannot copy the text of {config.source!r} to {folder}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tests.runtime.cases import (
     batches_of,
     disk_always,
     graph_of,
+    load,
     model_of,
     program_of,
 )
 from torch.nn import functional as F
 
-from lading.errors import ConfigError, PlanInfeasible
+from lading.errors import ConfigError, PlanInfeasible, ProgramError
+from lading.ir.cast_losses import VECTOR_BYTES
 from lading.ir.cross_entropy import cast_losses, cross_entropies
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
@@ -40,10 +43,10 @@ RATES = [1e-3, 5e-4, 2e-3]
 WIDE = {"vocab_size": 1003}
 
 
-def narrow_loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+def narrow_loss(model: torch.nn.Module, batch: Mapping[str, Any], ignored: int = -100) -> torch.Tensor:
     """Cross-entropy in float32 of logits in 16 bits, one target of which does not count."""
-    targets = batch["y"].flatten().index_fill(0, torch.tensor([3]), -100)
-    return F.cross_entropy(model(batch["x"]).bfloat16().float().flatten(0, 1), targets)
+    targets = batch["y"].flatten().index_fill(0, torch.tensor([3]), ignored)
+    return F.cross_entropy(model(batch["x"]).bfloat16().float().flatten(0, 1), targets, ignore_index=ignored)
 
 
 def largest_bytes(graph: StepGraph) -> int:
@@ -115,12 +118,16 @@ def test_logits_that_something_else_reads_stay_whole() -> None:
         with_loss_parts(used, 4)
 
 
-@pytest.mark.parametrize(("name", "micro", "clip", "parts"), [("gpt", 1, 0.0, 5), ("llama", 2, 1.0, 32)])
+@pytest.mark.parametrize(
+    ("name", "micro", "clip", "parts", "ignored"),
+    [("gpt", 1, 0.0, 5, -100), ("gpt", 1, 0.0, 5, 2000), ("llama", 2, 1.0, 32, 7)],  # no words, and one
+)
 def test_the_loss_of_narrow_logits_equals_plain_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, micro: int, clip: float, parts: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, micro: int, clip: float, parts: int, ignored: int
 ) -> None:
-    monkeypatch.setattr(cases, "loss_fn", narrow_loss)
-    captured = capture(model_of(name, **WIDE), batches_of(1, 1)[0][0], narrow_loss, accumulation=micro)
+    loss = partial(narrow_loss, ignored=ignored)
+    monkeypatch.setattr(cases, "loss_fn", loss)
+    captured = capture(model_of(name, **WIDE), batches_of(1, 1)[0][0], loss, accumulation=micro)
     whole = expand(captured, clip_norm=clip)
     graph, origins = with_loss_parts(whole, parts)
     assert len(cast_losses(whole)) == micro
@@ -138,6 +145,28 @@ def test_only_narrow_logits_are_whole() -> None:
     assert parts.storages[cast.narrow].size_bytes == narrow
     assert parts.storages[cast.narrow_gradient].size_bytes == 0
     assert max(s.size_bytes for s in parts.storages[len(whole.storages) :]) == 2 * narrow // 16
+
+
+@pytest.mark.parametrize("words", [1003, 1006, 1024])
+def test_rows_of_a_part_begin_at_vectors_as_the_whole_does(words: int) -> None:
+    """Kernels of GPUs add up a row in an order that depends on its address."""
+    whole = expand(capture(model_of("gpt", vocab_size=words), batches_of(1, 1)[0][0], narrow_loss))
+    parts, _ = with_loss_parts(whole, 32)  # as many as tokens
+    (cast,) = cast_losses(whole)
+    reads = [parts.tensors[op.inputs[0]] for op in parts.ops if op.name == whole.ops[cast.cast].name]
+    first = {tensor.offset * 4 for tensor in reads if tensor.storage == cast.narrow}  # bytes in float32
+    assert len(first) == {1003: 8, 1006: 16, 1024: 32}[words]
+    assert all(place % VECTOR_BYTES == 0 for place in first)
+
+
+def test_a_target_that_is_no_word_is_refused_as_in_plain_pytorch(tmp_path: Path) -> None:
+    (batch,) = batches_of(1, 1)[0]
+    graph, _ = with_loss_parts(expand(capture(model_of("gpt"), batch, narrow_loss)), 4)
+    with Executor(program_of(graph), optimizer=OPTIMIZER, folder=tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        for wrong in (80, -3):
+            with pytest.raises(ProgramError, match=f"Target {wrong} is out of bounds"):
+                executor.step([{**batch, "y": torch.full_like(batch["y"], wrong)}], lr=1e-3)
 
 
 def test_narrow_logits_that_something_else_reads_are_cast_whole() -> None:

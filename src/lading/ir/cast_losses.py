@@ -4,15 +4,23 @@ Mixed precision casts the logits, whose float32 copy is as large as two of them,
 as well, before the last is cast back. By parts of the tokens each is a few rows; the gradient of the logits, in 16 bits
 again, is written over the rows that it was made of. Kernels are the same and see whole rows, so the numbers are the
 same to the bit.
+
+[Note: alignment of rows] Kernels of GPUs read a row by vectors of 16 bytes, from an address that these divide, so the
+order in which they add up a row depends on where it begins. Each part therefore begins at a row that in the whole
+logits lies on such an address, as the first row of the part's own storage does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from math import gcd, lcm
 
 from lading.ir.cross_entropy import CastLoss, cast_losses
-from lading.ir.graph import OpKind, Ref, StepGraph, Tensor, row_major
+from lading.ir.graph import DTYPE_BYTES, OpKind, Ref, StepGraph, Tensor, row_major
 from lading.ir.row_parts import RowParts
+
+#: Bytes of the vectors that kernels of GPUs read.
+VECTOR_BYTES = 16
 
 
 def with_cast_losses(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int, ...]]:
@@ -31,7 +39,8 @@ class _CastLosses(RowParts[CastLoss]):
     def __init__(self, graph: StepGraph, found: tuple[CastLoss, ...], parts: int) -> None:
         losses = [cast.loss for cast in found]
         unused = [s for loss in losses for s in (loss.logits, loss.scores, loss.chosen, loss.gradient)]
-        super().__init__(graph, found, parts, [*unused, *(cast.narrow_gradient for cast in found)])
+        multiple = lcm(*(_aligned_rows(graph, cast) for cast in found))
+        super().__init__(graph, found, parts, [*unused, *(cast.narrow_gradient for cast in found)], multiple)
         place = {cast.narrow_gradient: cast.narrow for cast in found}
         self.tensors = [dataclasses.replace(t, storage=place.get(t.storage, t.storage)) for t in self.tensors]
 
@@ -54,3 +63,10 @@ class _CastLosses(RowParts[CastLoss]):
             mutates=(into,), flops=0,
         )  # fmt: skip
         self._add(copy, found.cast_back)
+
+
+def _aligned_rows(graph: StepGraph, found: CastLoss) -> int:
+    """Number of rows of the logits that are whole vectors together ([Note: alignment of rows])."""
+    scores = graph.tensors[graph.ops[found.total].inputs[0]]
+    elements = VECTOR_BYTES // DTYPE_BYTES[scores.dtype]
+    return elements // gcd(elements, scores.shape[1])

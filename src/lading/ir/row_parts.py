@@ -33,10 +33,13 @@ class RowParts(ABC, Generic[_Found]):
         found: Losses that run in parts.
         parts: Number of parts.
         unused: Storages that parts take the place of.
+        multiple: Number that the tokens of a part, but of the last one, are a multiple of.
     """
 
-    def __init__(self, graph: StepGraph, found: Sequence[_Found], parts: int, unused: Sequence[int]) -> None:
-        self.graph, self.found, self.parts = graph, found, parts
+    def __init__(
+        self, graph: StepGraph, found: Sequence[_Found], parts: int, unused: Sequence[int], multiple: int = 1
+    ) -> None:
+        self.graph, self.found, self.parts, self.multiple = graph, found, parts, multiple
         self.storages, self.tensors = list(graph.storages), list(graph.tensors)
         self.ops, self.came_from = list[Op](), list[int]()
         for storage in unused:
@@ -79,9 +82,9 @@ class RowParts(ABC, Generic[_Found]):
         target, ignored = total.inputs[1], cast("int", total.args[4])
         tokens, words = self.graph.tensors[target].shape[0], self.graph.tensors[total.inputs[0]].shape[1]
         dtype = self.graph.tensors[total.inputs[0]].dtype
-        counted, asked, known = self._targets(found.total, target, ignored, dtype)
+        counted, asked, known = self._targets(found.total, target, ignored, dtype, words)
         scores = self._fresh("scores of targets", dtype, (tokens, 1))
-        step = -(-tokens // self.parts)
+        step = -(-tokens // self.parts // self.multiple) * self.multiple
         for first in range(0, tokens, step):
             rows = (first, min(first + step, tokens))
             logits = self._logits(found, rows, words)
@@ -100,8 +103,12 @@ class RowParts(ABC, Generic[_Found]):
         else:
             self._add(op, index)
 
-    def _targets(self, index: int, target: int, ignored: int, dtype: str) -> tuple[int, int, int]:
-        """Number of tokens that count; what is asked of scores of one word; and targets that are a row's column."""
+    def _targets(self, index: int, target: int, ignored: int, dtype: str, words: int) -> tuple[int, int, int]:
+        """Number of tokens that count; what is asked of scores of one word; and targets that are a row's column.
+
+        A target to be ignored may be no word at all, below the first or above the last one, and any column does for it;
+        what is no word and counts is refused by the backward of ``nll_loss``.
+        """
         of = self.tensors[target]
         valid = self._each(
             index, "aten.ne.Scalar", (Ref(target), ignored), self._fresh("counted targets", "bool", of.shape)
@@ -119,9 +126,8 @@ class RowParts(ABC, Generic[_Found]):
         asked = self._each(
             index, "aten.mul.Tensor", (Ref(less), -_IGNORED), self._fresh("asked targets", of.dtype, of.shape)
         )
-        known = self._each(
-            index, "aten.clamp.default", (Ref(target), 0), self._fresh("columns of targets", of.dtype, of.shape)
-        )
+        columns = self._fresh("columns of targets", of.dtype, of.shape)
+        known = self._each(index, "aten.clamp.default", (Ref(target), 0, words - 1), columns)
         return counted, asked, known
 
     def _score(self, found: _Found, logits: int, rows: tuple[int, int], dtype: str) -> int:

@@ -105,6 +105,16 @@ def test_steps_of_several_shapes_give_plain_pytorchs_bits(tmp_path: Path) -> Non
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+def test_micro_batches_of_two_shapes_are_refused_with_what_to_change() -> None:
+    model = words()
+    graph, short = (capture(model, batch(0, shape), loss_fn, accumulation=2) for shape in ((4, 16), (3, 16)))
+    made = plan(graph, MACHINE, budget="100%")
+    with Trainer(made, graph, model, shapes=[short]) as trainer:
+        for rows in ((4, 3), (3, 4)):
+            with pytest.raises(ConfigError, match="pad or cut it: the micro-batches of one step are of one shape"):
+                trainer.step([batch(0, (count, 16)) for count in rows])
+
+
 def test_another_step_is_no_shape_of_it() -> None:
     model = words()
     graph, larger = (capture(model, batch(0, shape), loss_fn) for shape in ((4, 16), (4, 32)))

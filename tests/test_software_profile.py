@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,34 @@ def test_a_block_is_a_module_that_keeps_its_input_s_shape(tmp_path: Path, body: 
     software = UserSoftware(script_of(tmp_path, f"from torch import nn\ndef block(width):\n    {body}\n"))
     with pytest.raises(ConfigError, match=said):
         software.block(64)
+
+
+def test_advice_on_training_is_for_what_the_script_does_as_it_is_read(tmp_path: Path) -> None:
+    begins = "so put what begins to train under"
+    with pytest.raises(ConfigError, match=rf"raised RuntimeError in line 2: .*{begins}"):
+        UserSoftware(script_of(tmp_path, "x = 1\nraise RuntimeError('no data')\n"))
+    software = UserSoftware(script_of(tmp_path, "def block(width):\n    raise KeyError('no size')\n"))
+    for read in (lambda: software.block(64), lambda: UserSoftware(script_of(tmp_path, "def block("))):
+        with pytest.raises(ConfigError) as refused:
+            read()
+        assert begins not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"block\(64\) raised KeyError in line 2: 'no size'; mend it there"):
+        software.block(64)
+
+
+def test_a_signal_that_ends_the_process_is_no_fault_of_the_script_that_runs(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n")
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["probe", "--software", str(script), "--machine", str(machine_of(tmp_path)), "--out", f"{tmp_path}/o.toml"]
+        )
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_blocks_that_are_no_more_than_the_head_are_refused_with_what_was_expected(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "from torch import nn\ndef block(width):\n    return nn.Linear(width, width)\n")
+    with pytest.raises(ConfigError, match="found no run of equal ones"):
+        profile_to(tmp_path / "mine.toml", script, machine_of(tmp_path), seconds=1)
 
 
 def test_the_machine_file_is_of_processors_of_this_host(tmp_path: Path) -> None:

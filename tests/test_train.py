@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from lading import prepare
+from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import STATE, latest_checkpoint, open_checkpoint
 from lading.cli.main import main
 from lading.config import load_run, lr_at, run_from_dict
@@ -442,6 +444,18 @@ def test_how_many_checkpoints_are_there_at_once(
         ],
     )
     assert run.most_checkpoints(max(there, default=0), there, has_best=False) == most
+
+
+def test_a_busy_folder_is_refused_before_anything_is_planned_or_written(
+    made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(prepare, "plan_run", lambda *_, **__: pytest.fail("it was planned"))
+    with run_lock(out):
+        code, message = failure(capsys, "train", str(made[0]), f"out={out}")
+        assert code == 2
+        assert f"expected {out} to be free, found process {os.getpid()} training there" in message
+        assert [path.name for path in out.iterdir()] == ["run.lock"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])

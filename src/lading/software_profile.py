@@ -199,7 +199,9 @@ class _Bench:
             ) from error
         if len(table.counts) != 3:
             raise ConfigError(
-                f"{self.software.path}: expected block({case.width}) to make equal blocks, got {table.counts} of them"
+                f"{self.software.path}: expected block({case.width}) to make blocks that repeat between an embedding "
+                "and a head, found no run of equal ones; make each of the same operations, and of more than the one "
+                "product that a head is"
             )
         return table
 

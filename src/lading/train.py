@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lading.catalog.models import resolved
-from lading.checkpoint.lock import run_lock
+from lading.checkpoint.lock import check_free, run_lock
 from lading.checkpoint.store import (
     BEST,
     NEWEST,
@@ -138,7 +138,8 @@ def begun(
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
 
-            def early() -> str:  # refuses before it plans
+            def early() -> str:  # refuses before it plans, and before it leaves a copy of the data in the folder
+                check_free(Path(run.out))
                 check_sources(run)
                 return resumed_path(run, None, ranks, resume=resume, resume_from=back)
 

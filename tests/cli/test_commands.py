@@ -282,3 +282,11 @@ def test_the_configuration_given_is_the_configuration_run(train: FakeTrain) -> N
     (run,) = train.calls[0][1]
     assert isinstance(run, RunConfig)
     assert run.machine == "rtx4090"
+
+
+@pytest.mark.long
+def test_software_without_zero_1_is_shown_on_a_layout_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["software", "torch-eager-cpu"]) == 0
+    assert "on h100, dp4,tp2,zero2,gb32, takes" in " ".join(capsys.readouterr().out.split())
+    assert main(["software", "torch-eager-cpu", "--layout", "dp4,tp2,zero1,mb1,gb32"]) == 2
+    assert "choose zero2 or zero3, got zero1" in " ".join(capsys.readouterr().err.split())

@@ -52,6 +52,25 @@ def run_lock(folder: Path, agents: Sequence[str] = (), prepare: Callable[[], obj
         os.close(file)
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder where another run is writing, without taking it; one that cannot be looked at is for the lock.
+
+    Raises:
+        StorageError: another run is writing there.
+    """
+    try:
+        file = os.open(folder / "run.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        _lock(file, folder, fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    finally:
+        os.close(file)
+
+
 def agents_of(folder: Path) -> list[str]:
     """Names of the processes that started the last run in ``folder``, as ``run_lock`` was given them."""
     path = folder / "run.lock"
@@ -152,9 +171,9 @@ def delete_lock(path: Path) -> Iterator[bool]:
         os.close(file)
 
 
-def _lock(file: int, folder: Path) -> None:
+def _lock(file: int, folder: Path, kind: int = fcntl.LOCK_EX) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         owner = os.pread(file, 32, 0).decode(errors="replace").partition("\n")[0] or "unknown"
         raise StorageError(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: What a switch is tried on where nothing is given: a step with each axis that most software cuts.
 _LAYOUT = "dp4,tp2,zero1,mb1,gb32"
+#: The same for software that has no ZeRO-1, as stock PyTorch.
+_SHARDED_LAYOUT = "dp4,tp2,zero2,mb1,gb32"
 _SMALL = 0.0005
 
 
@@ -31,7 +33,7 @@ class SoftwareCommand:
     ] = ""
     model: Annotated[str, optional("NAME", MODEL_HELP.format("llama3-8b, gpt3-175b"))] = "llama3-8b"
     machine: Annotated[str, optional("NAME|FILE", "Machine that the step runs on: h100, a100, ...")] = "h100"
-    layout: Annotated[str, optional("LAYOUT", "Layout of the step, as of lading simulate.")] = _LAYOUT
+    layout: Annotated[str | None, optional("LAYOUT", "Layout of the step, as of lading simulate.")] = None
     seq: Annotated[int | None, optional("N", "Tokens of a sequence.")] = None
 
     def run(self) -> None:
@@ -43,18 +45,16 @@ class SoftwareCommand:
             return
         stack = stack_by_name(self.name)
         print(fitted(switches_text(stack), hang=4))
-        print(fitted(self._effects(), hang=4))
+        print(fitted(self._effects(self.layout or (_SHARDED_LAYOUT if stack.drops_gradients else _LAYOUT)), hang=4))
 
-    def _effects(self) -> str:
+    def _effects(self, layout: str) -> str:
         from lading.clusters import step_of
         from lading.ir.request import Request
         from lading.sim.simulate import simulate
         from lading.sim.switches import effects_of
         from lading.units import format_seconds
 
-        asked = Request(
-            model=self.model, machine=self.machine, layout=self.layout, seq_len=self.seq or 0, stack=self.name
-        )
+        asked = Request(model=self.model, machine=self.machine, layout=layout, seq_len=self.seq or 0, stack=self.name)
         request, table = step_of(asked)
         figures = simulate(request, table).prediction
         lines = [

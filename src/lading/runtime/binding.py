@@ -692,9 +692,11 @@ def checked_batches(
             t, leaf = graph.tensors[tensor], batch[name]
             got = (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
             if got != (t.dtype, t.shape):
+                unlike = len({tuple(each[name].shape) for each in batches if name in each}) > 1
+                alone = "pad or cut the batch, or give the Trainer a capture of this shape in shapes="
                 raise ConfigError(
                     f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {got[0]} {got[1]}; "
-                    "pad or cut the batch, or give the Trainer a capture of this shape in shapes="
+                    f"{'pad or cut it: the micro-batches of one step are of one shape' if unlike else alone}"
                 )
             if leaf.layout is not torch.strided or leaf.is_meta:
                 kind = "a tensor without values (meta)" if leaf.is_meta else str(leaf.layout)

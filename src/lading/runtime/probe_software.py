@@ -30,9 +30,11 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -61,6 +63,8 @@ _LAYOUTS = ("zero0", "zero2", "zero3")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkl::_mkl_linear", "mkldnn::_linear_pointwise",
              "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_grouped_mm")  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product"
+#: Codes with which a signal ends this process, whatever code it runs at that moment.
+_SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 _FEWEST, _MOST, _PROFILED = 5, 60, 3
 #: Bytes of the gathered tensor; rows, columns and depth of the product in 8 bits.
 GATHERED_BYTES = 8 << 20
@@ -170,7 +174,10 @@ class UserSoftware:
         self.path = path
         if not path.is_file():
             raise ConfigError(f"--software: expected a Python file with a function block(width), got {str(path)!r}")
-        names = self._called("the script itself", lambda: runpy.run_path(str(path), run_name="lading_software"))
+        hint = (
+            'it is run with __name__ other than "__main__", so put what begins to train under if __name__ == "__main__"'
+        )
+        names = self._called("the script itself", lambda: runpy.run_path(str(path), run_name="lading_software"), hint)
         self.functions: dict[str, Callable[..., Any]] = {name: names[name] for name in _FUNCTIONS if name in names}
         for name, function in self.functions.items():
             if not callable(function):
@@ -207,16 +214,25 @@ class UserSoftware:
         missing = [name for name in _FUNCTIONS if name not in self.functions]
         return f"{self.path}: read {', '.join(self.functions)}; torch's own for {', '.join(missing) or 'nothing'}"
 
-    def _called(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call something of the script; what it raises becomes an error that names it."""
+    def _called(self, what: str, call: Callable[[], Any], hint: str = "") -> Any:
+        """Call something of the script; what it raises becomes an error that names it, and its line.
+
+        Args:
+            hint: What to change, where it is another thing than the line says.
+        """
         try:
             return call()
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code in _SIGNALLED:
+                raise
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(self.path)]
+            where = f" in line {lines[-1]}" if lines else ""
+            advice = hint if hint and not isinstance(error, SyntaxError) else "mend it there"
             raise ConfigError(
-                f"{self.path}: {what} raised {type(error).__name__}: {error!s:.300}; it is run with __name__ other "
-                'than "__main__", so put what begins to train under if __name__ == "__main__"'
+                f"{self.path}: {what} raised {type(error).__name__}{where}: {error!s:.300}; {advice}"
             ) from error
 
     def block(self, width: int) -> nn.Module:

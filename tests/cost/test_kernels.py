@@ -291,7 +291,7 @@ def test_attention_in_fp32_takes_three_products_in_tf32_for_each():
     kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.FORWARD, "attn", "bfloat16", 0, 0, (), (), shape)
     board, stack = device("rtxpro6000"), stack_by_name("eager-torch")
     masked = kernel_s(kernel, board, replace(stack, attention="masked"))
-    whole = replace(kernel, dtype="float32", detail=replace(shape, causal=False))  # as with a mask, no block is left out
+    whole = replace(kernel, dtype="float32", detail=replace(shape, causal=False))
     assert kernel_s(whole, board, stack) == pytest.approx(6 * masked, rel=0.01), "not by the peak of fp32 as well"
 
 

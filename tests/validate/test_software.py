@@ -236,11 +236,12 @@ def test_models_of_transformers_with_gelu_new_run_it_in_operations(
 
 
 @pytest.mark.parametrize(
-    ("source", "autocast"), [("a report, 2025: DDP", True), ("JAX, 2025", False), ("llm.c, 2025", False)]
+    ("source", "autocast"),
+    [("a report, 2025: DDP", True), ("JAX, 2025", False), ("llm.c, 2025", False), ("PaddlePaddle, 2023", False)],
 )
 def test_software_that_is_not_pytorch_has_activations_in_16_bits(tmp_path: Path, source: str, autocast: bool) -> None:
-    row = row_of(tmp_path, source, layout={"tp": 1, "pp": 1, "ep": 1, "compile": False})
-    assert software_of(row, said(row), []).autocast is autocast
+    row = row_of(tmp_path, source, layout={"tp": 1, "pp": 1, "ep": 1, "compile": False, "precision": "fp16 (AMP)"})
+    assert request_of(row).stack.autocast is autocast
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tools.validate.fields import (
 from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
-from tools.validate.software import CODE, software_of, stated_switches
+from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
 from tools.validate.words import machine_of
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -201,9 +201,10 @@ def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
     kinds = ("eager-torch", "compiled-torch")
     if not mixed or stack.kind not in kinds or stack.master_weights or task_of(row.layout, []) in ("lora", "qlora"):
         return {}
-    return (
-        {} if stack.parameters_dtype else {"parameters_dtype": "float32", "gradient_dtype": "float32", "autocast": True}
-    )
+    if stack.parameters_dtype:
+        return {}
+    own = re.search(OUTSIDE, said(row).lower()) is not None
+    return {"parameters_dtype": "float32", "gradient_dtype": "float32", "autocast": not own}
 
 
 def _padding(row: Row, stack: Stack) -> int:

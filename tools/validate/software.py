@@ -64,6 +64,9 @@ _COMPILED = (
 )
 #: Software without Python in a step: kernels of its own, launched from compiled code.
 CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
+#: Software that is not PyTorch's: activations have 16 bits throughout. PaddlePaddle's BERTs list layer_norm, softmax
+#: and gelu among what AMP runs so (NVIDIA/DeepLearningExamples run_squad.py, PaddleNLP: custom_white_list).
+OUTSIDE = rf"{_JAX}|{CODE}|paddle"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
@@ -148,8 +151,7 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"no[-_ ](?:fusion of )?gradient[-_ ]accumulation(?:[-_ ]fusion)?\b", {"unfused": ("gradients",)}),
-    # Activations in 16 bits throughout: software that is not PyTorch's.
-    (rf"{_JAX}|{CODE}", {"autocast": False}),
+    (OUTSIDE, {"autocast": False}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (
         r"(?:parameters|weights)\b[^;|.]{0,30}\bin (?:bf16|bfloat16)\b[^;|]{0,20}\bno (?:other |fp32 )?masters",

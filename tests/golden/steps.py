@@ -38,6 +38,8 @@ from lading.tracing.trace import capture
 SCRATCH_BYTES = 8192
 #: Tokens, and sequences of a micro-batch.
 TOKENS, SEQUENCES = 32, 4
+#: First line of what is told of a plan that its choices alone do not give: a flow says, too, when each move begins.
+_OF_A_FLOW = "of a flow"
 
 
 def _host_alone(machine: Machine) -> Machine:
@@ -120,7 +122,10 @@ def planned_text(name: str) -> str:
     lines += [f"parts {choices.loss_parts}"] if choices.loss_parts else []
     lines += [f"late {op} {after}" for op, after in choices.late_updates]
     lines += [f"choice {c.storage} {c.start} {c.end} {c.option}" for c in choices.gaps]
-    return "\n".join(lines) + "\n" + program_text(made.program)
+    body = program_text(made.program)
+    text = "\n".join(lines) + "\n" + body
+    alone = _lowered(name, text)
+    return text if alone is not None and program_text(alone) == body else f"{_OF_A_FLOW}\n{text}"
 
 
 def program_text(program: Program) -> str:
@@ -140,7 +145,13 @@ def _pairs(pairs: tuple[tuple[int, int], ...]) -> str:
 
 
 def made_again(name: str, text: str) -> Program:
-    """The Program of the choices that stand in ``planned_text``, without a search."""
+    """The Program of the choices that stand in ``planned_text``, without a search unless they are a flow's."""
+    program = planned(name).program if text.startswith(_OF_A_FLOW) else _lowered(name, text)
+    assert program is not None
+    return program
+
+
+def _lowered(name: str, text: str) -> Program | None:
     graph, machine = graph_of(name), CASES[name].machine()
     parts = re.search(r"^parts (\d+)$", text, re.MULTILINE)
     late = tuple((int(op), int(after)) for op, after in re.findall(r"^late (\d+) (\d+)$", text, re.MULTILINE))
@@ -153,9 +164,7 @@ def made_again(name: str, text: str) -> Program:
     step = hosted_step(step, tuple(map(int, hosted[1].split())))
     rows = re.findall(r"^choice (\d+) (\d+) \d+ (\w+)$", text, re.MULTILINE)
     choices = {(int(storage), int(start)): Option(option) for storage, start, option in rows}
-    program = step.lower(choices, _number(text, "retimed")).program
-    assert program is not None
-    return program
+    return step.lower(choices, _number(text, "retimed")).program
 
 
 def _number(text: str, key: str) -> int:

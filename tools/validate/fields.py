@@ -405,8 +405,8 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     return {}
 
 
-#: Ways to say that products of fp32 operands are not rounded to TF32, and that they are (``torch.backends.cuda.matmul``,
-#: ``torch.set_float32_matmul_precision``, ``TrainingArguments.tf32``).
+#: Ways to say that products of fp32 operands are not rounded to TF32, and that they are (torch.backends.cuda.matmul,
+#: torch.set_float32_matmul_precision, TrainingArguments.tf32).
 _NO_TF32 = re.compile(
     r"\b(?:no|not|without|w/o|non)[- ](?:use of |using )?tf32|tf32 ?\)?(?: is| was|:|=)* ?(?:off|disabled|false|0\b)|"
     r"matmul_precision[^;|.]{0,6}highest"

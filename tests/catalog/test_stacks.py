@@ -104,6 +104,11 @@ def test_switches_set_behind_a_name() -> None:
     assert stack.evidence_on("blackwell") == FITTED
 
 
+@pytest.mark.parametrize("words", ["gelu+rope", "[gelu+rope]"])
+def test_a_switch_that_is_a_list_is_set_in_plain_words(words: str) -> None:
+    assert stack_by_name(f"eager-torch,unfused={words}").unfused == ("gelu", "rope")
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -72,4 +72,5 @@ def test_what_each_switch_does_to_a_step() -> None:
         - 1
     )
     assert (changes["fusion", "eager"] or 0) > 0 > (changes["hidden.tp", 1.0] or 0)
+    assert (changes["unfused", ("rope",)] or 0) > 0
     assert [abs(e.change or 0) for e in effects] == sorted((abs(e.change or 0) for e in effects), reverse=True)

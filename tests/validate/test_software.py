@@ -254,3 +254,47 @@ def test_4_bit_products_get_fp32_without_autocast(tmp_path: Path, precision: str
     request = request_of(row)
     assert request.layout.precision == expected
     assert any("Linear4bit" in sentence for sentence in request.assumed) is (expected == "fp32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "notes", "rounds"),
+    [
+        ("tf32", "", True),
+        ("fp32", "allow_tf32=True", True),
+        ("fp32", "TF32 enabled", True),
+        ("fp32", "torch.set_float32_matmul_precision('high')", True),
+        ("fp32", "torch.set_float32_matmul_precision('highest')", False),
+        ("fp32 (no TF32)", "", False),
+        ("fp32", "allow_tf32=False", False),
+        ("fp32", "TF32 is disabled", False),
+        ("single precision", "", False),
+    ],
+)
+def test_tf32_is_what_words_say_of_it(tmp_path: Path, precision: str, notes: str, rounds: bool) -> None:
+    layout = {"tp": 1, "pp": 1, "ep": 1, "compile": False, "precision": precision}
+    request = request_of(row_of(tmp_path, "a report, 2025: DDP", notes, layout=layout))
+    assert (request.layout.precision, request.stack.tf32, request.unread) == ("fp32", rounds, ())
+
+
+@pytest.mark.parametrize("words", ["bf16 without autocast", "bf16, no AMP"])
+def test_products_without_autocast_have_parameters_of_16_bits(tmp_path: Path, words: str) -> None:
+    layout = {"tp": 1, "pp": 1, "ep": 1, "compile": False, "precision": words}
+    stack = request_of(row_of(tmp_path, "a report, 2025: DDP", layout=layout)).stack
+    assert (stack.autocast, stack.parameters_dtype) == (False, "")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"attention": "bi-directional"},
+        {"attention": "no causal mask"},
+        {"kind": "encoder-only transformer"},
+        {"kind": "RoBERTa"},
+        {"kind": "vision transformer"},
+    ],
+)
+def test_words_of_an_encoder(tmp_path: Path, model: dict[str, Any]) -> None:
+    row = row_of(tmp_path, "a report, 2025: DDP", model=model, layout={"tp": 1, "pp": 1, "ep": 1, "compile": False})
+    request = request_of(row)
+    assert request.model.symbols["whole"] == 1
+    assert request.unread == ()

@@ -28,7 +28,7 @@ _ATTENTION_WORDS = re.compile(
     r"\b(?:gqa|mqa|mha|mla|multi-head|multi-query|grouped-query|grouped|query|latent|attention|causal|full|self|standard|"
     r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|torch|pytorch|hopper|cutedsl|rope|rotary|alibi|learned|"
     r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
-    r"global|every|other|layers?|tokens?|size|ratio|bidirectional|non-?causal|encoder|xformers|"
+    r"global|every|other|layers?|tokens?|size|ratio|bi-?directional|non-?causal|encoder|masks?|only|without|xformers|"
     r"memory[-_ ]efficient|beta|cudnn(?:_flash)?(?:_te)?|"
     r"[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
     re.IGNORECASE,
@@ -37,7 +37,9 @@ _ATTENTION_WORDS = re.compile(
 _FLASH = re.compile(r"\bflash[-_ ]?att(?:entio)?n(?:[-_ ]?v?\d(?:\.\d+)*)?|\bfa-?[1234]\b", re.IGNORECASE)
 #: Words of attention without a causal mask: every token sees all.
 _SEES_ALL = re.compile(
-    r"bidirectional|non-?causal|\bencoder\b(?!-)|\bbert\b|masked[- ](?:language|lm)|\bmlm\b", re.IGNORECASE
+    r"bi-?directional|non-?causal|\b(?:no|not|without)(?: an?)? causal|\bencoder\b(?!-)|\bencoder-only\b|"
+    r"\b\w*bert\w*\b|masked[- ](?:language|lm)|\bmlm\b|vision transformer|\bvi-?t\b",
+    re.IGNORECASE,
 )
 _NO_SOFTMAX = re.compile(
     r"linear attention|lightning|retention|retnet|rwkv|deltanet|hyena|sparse attention|\bdsa\b|\bnsa\b|block-sparse",

@@ -18,6 +18,7 @@ _PRECISION_WORDS = (
     *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),
     *(("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")),
     *(("float16", "fp16"), ("half", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("float32", "fp32")),
+    *(("single precision", "fp32"), ("single-precision", "fp32")),
     *(("16-mixed", "fp16"), ("16-true", "fp16"), ("32-true", "fp32"), ("nf4", "bf16")),
 )
 #: Words of a number format that are read, or that change nothing here.
@@ -26,7 +27,7 @@ _PRECISION_READ = re.compile(
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
     r"training|gemms?|products|linears?|all-?gathers?|gathers?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
-    r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from)\b|\b\d+x\d+\b"
+    r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from|single|off|disabled|enabled)\b|\b\d+x\d+\b"
 )
 #: Schedule whose two directions each hold the whole model; it is simulated as half as many ranks of DualPipe-V.
 DUALPIPE = "dualpipe"
@@ -404,11 +405,31 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     return {}
 
 
+#: Ways to say that products of fp32 operands are not rounded to TF32, and that they are (torch.backends.cuda.matmul,
+#: torch.set_float32_matmul_precision, TrainingArguments.tf32).
+_NO_TF32 = re.compile(
+    r"\b(?:no|not|without|w/o|non)[- ](?:use of |using )?tf32|tf32 ?\)?(?: is| was|:|=)* ?(?:off|disabled|false|0\b)|"
+    r"matmul_precision[^;|.]{0,6}highest"
+)
+_TF32 = re.compile(r"tf32\b|matmul_precision[^;|.]{0,6}(?:high\b|medium)")
+
+
+def rounds_to_tf32(words: str) -> bool | None:
+    """Whether words say that products of fp32 operands run in TF32; None where they do not say.
+
+    Args:
+        words: In lower case.
+    """
+    if _NO_TF32.search(words):
+        return False
+    return True if _TF32.search(words) else None
+
+
 def dtypes_of(row_words: str) -> dict[str, Any]:
     """Settings of the stack that words on number formats and copies of what is kept replace."""
     words, settings = row_words.lower(), dict[str, Any]()
-    if re.search(r"\btf32\b", words):
-        settings["tf32"] = True
+    if (rounds := rounds_to_tf32(words)) is not None:
+        settings["tf32"] = rounds
     if re.search(
         r"(?:no|without|w/o)(?: fp32| float32)? (?:master|cop(?:y|ies))|pure[ _](?:bf|fp)16|(?:bf|fp)16[- ]only|"
         r"(?:bf|fp)16 \(?pure|full[- ](?:bf|fp)16|16-true|memory[- ]efficient[- ](?:bf|fp)16",

@@ -189,13 +189,20 @@ def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
     return dataclasses.replace(stack, **settings), optimizer
 
 
+#: Words that say that there is no automatic mixed precision.
+_NO_AUTOCAST = (
+    r"(?:\bno|without|w/o) (?:torch[. ])?(?:autocast|amp|mixed)\b|"
+    r"(?:autocast|\bamp)(?: is|:|=)* ?(?:off|disabled|false)"
+)
+
+
 def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
     """Number formats of PyTorch's automatic mixed precision, where a set has parameters of 16 bits.
 
     Parameters and their gradients stay in fp32, and each use casts them (torch.amp); weights under adapters do not.
     """
     words = str(row.layout.get("precision", "")).lower()
-    mixed = re.search(r"\bmixed|\bamp\b|autocast", words)
+    mixed = re.search(r"\bmixed|\bamp\b|autocast", re.sub(_NO_AUTOCAST, "", words))
     if stack.name == "hf-transformers" and re.fullmatch(r"fp16|float16|half", words):
         mixed = True  # transformers training_args.py: fp16 is "16-bit (mixed) precision training"; pure fp16 has none
     kinds = ("eager-torch", "compiled-torch")

@@ -16,7 +16,7 @@ from typing import Any
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
-from tools.validate.fields import stage_of
+from tools.validate.fields import rounds_to_tf32, stage_of
 from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
 from tools.validate.words import StackRule, machine_of, stack_rule_of
@@ -152,6 +152,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"no[-_ ](?:fusion of )?gradient[-_ ]accumulation(?:[-_ ]fusion)?\b", {"unfused": ("gradients",)}),
     (OUTSIDE, {"autocast": False}),
+    # Without autocast 16-bit products need parameters of 16 bits.
+    (r"(?:\bno|without|w/o) (?:torch[. ])?(?:autocast|amp)\b", {"parameters_dtype": "", "autocast": False}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
     (
         r"(?:parameters|weights)\b[^;|.]{0,30}\bin (?:bf16|bfloat16)\b[^;|]{0,20}\bno (?:other |fp32 )?masters",
@@ -464,6 +466,8 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
         if re.search(words, lowered):
             apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
             settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
+    if (rounds := rounds_to_tf32(lowered)) is not None:
+        settings["tf32"] = rounds
     settings |= _graphs(text, stack) | _buckets(lowered, settings.get("gradient_dtype", stack.gradient_dtype))
     if str(row.layout.get("optimizer", "")).lower() == "sgd":
         settings["moments"] = 0

@@ -82,7 +82,8 @@ def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
 
 
 def with_switches(stack: Stack, settings: Sequence[str]) -> Stack:
-    """The stack with switches set otherwise, each "KEY=VALUE"; of a table, such as ``hidden``, "hidden.tp=0.6".
+    """The stack with switches set otherwise, each "KEY=VALUE"; of a table, such as ``hidden``, "hidden.tp=0.6";
+    of a list, such as ``unfused``, "unfused=gelu+rope".
 
     Raises:
         ConfigError: no such switch, or no such value of it.
@@ -98,6 +99,8 @@ def with_switches(stack: Stack, settings: Sequence[str]) -> Stack:
             hint = did_you_mean(key, _SWITCHES)
             raise ConfigError(f"software {stack.name}: expected a switch as KEY=VALUE, got {setting!r:.60}{hint}")
         value = _value(words)
+        if isinstance(table[key], list) and isinstance(value, str):  # words without quotes, such as gelu+rope
+            value = [word for word in value.strip("[]").split("+") if word]
         table[key] = {**table[key], inner: value} if dot else value
         table["sources"][key] = "set by the user"
     table["name"] = ",".join((stack.name, *(setting.strip() for setting in settings)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from lading.errors import LadingError
 from lading.ir.request import StepRequest
-from lading.ir.stack import ATTENTIONS, DISPATCHERS, FUSIONS, SCALINGS, Stack
+from lading.ir.stack import ATTENTIONS, DISPATCHERS, FUSIONS, PARTS, SCALINGS, Stack
 from lading.ir.table import ModelTable
 from lading.sim.simulate import simulate
 
@@ -98,4 +98,6 @@ def _values(name: str, value: Any) -> tuple[Any, ...]:
         return (not value,)
     if name == "gathers":
         return tuple(times for times in (2, 3) if times != value)
+    if name == "unfused":
+        return tuple((*value, part) for part in PARTS if part not in value)
     return (0.0,) if isinstance(value, float) and value and name.endswith(("_s", "_bytes")) else ()

@@ -44,7 +44,7 @@ from math import log2
 
 from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.cost.casts import cast_bytes, product_casts
-from lading.cost.curves import curve_s
+from lading.cost.curves import BACKWARD, curve_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import LOOKED, QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (
@@ -85,6 +85,10 @@ _WIDE_S = 6.0
 #: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
 #: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
 _EFFICIENT_S = 0.6575 / 0.2954
+#: Operation of that kernel, and the times that it takes in fp32 beside FlashAttention-2 in 16 bits: median of the two
+#: largest shapes, forward and backward, on an H100 (benchmarks/gpu/results, one_device, alone: 5.4, 6.4, 6.4 and 7.2).
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+_WIDE_FLASH_S = 6.4
 #: Name of the factor of products in fewer than 16 bits, beside the same in their own format where no GPU runs them.
 LOW_KEY = "low-precision products"
 
@@ -209,11 +213,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         parts = unfused(kernel, wide=stack.fusion == "eager")
         return sum(kernel_s(part, device, stack, precision) for part in parts)
     if device.gpu is None and (not runs_low(kernel, precision) or f"{device.architecture}.{LOW_KEY}" in stack.in_situ):
-        wide = device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s
-        if isinstance(detail, Attention) and (stack.attention == "masked" or wide):
-            whole = _in_tiles(replace(detail, causal=detail.causal and stack.attention != "masked"))
-            low = replace(kernel, detail=whole, dtype="bfloat16" if wide else kernel.dtype)
-            return _EFFICIENT_S * (_WIDE_S if wide else 1.0) * curve_s(low, device)
+        if isinstance(detail, Attention):
+            return _attention_by_curve(kernel, detail, device, stack)
         if isinstance(detail, Product) and stack.tf32 and kernel.dtype == "float32":
             times = peak_flops(device, "bfloat16") / peak_flops(device, "tf32") if _has_tf32(device) else 0.0
             return times * curve_s(replace(kernel, dtype="bfloat16"), device) if times else curve_s(kernel, device)
@@ -226,6 +227,18 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
         return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
+
+
+def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, stack: Stack) -> float:
+    """Seconds on a device whose rates are curves: by the kernel's own, or by FlashAttention-2's."""
+    whole = replace(kernel, detail=_in_tiles(replace(attention, causal=False)))
+    if device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s:
+        wide = whole if stack.attention == "masked" else kernel
+        name = _EFFICIENT + (BACKWARD if attention.backward else "")
+        if name in device.rates:  # as ``lading probe`` measures it
+            return curve_s(replace(wide, name=name), device)
+        return _WIDE_FLASH_S * curve_s(replace(wide, dtype="bfloat16"), device)
+    return _EFFICIENT_S * curve_s(whole, device) if stack.attention == "masked" else curve_s(kernel, device)
 
 
 def _has_tf32(device: Device) -> bool:

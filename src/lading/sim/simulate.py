@@ -194,9 +194,10 @@ def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     if gpu is None:
         return tuple(told)
     if request.layout.precision == "fp32":
-        if stack.tf32:
-            told.append("TF32: products take half of the device's rate in 16 bits; none was measured")
-        told.append("fp32: products and attention take the device's fp32 rate; no attention in fp32 was measured")
+        tf32 = "half of the rate in 16 bits (TF32), which was not measured"
+        products = tf32 if stack.tf32 else "the measured share of the peak"
+        kernel = "attention is PyTorch's memory-efficient kernel, at a sixth of its rate in 16 bits"
+        told.append(f"fp32: products take {products}; {kernel}")
     if evidence == SWITCHES:
         told.append(
             f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "

@@ -297,6 +297,18 @@ def test_attention_in_fp32_takes_three_products_in_tf32_for_each():
     assert kernel_s(wide, probed, stack) == pytest.approx(shape.flops / 3e13), "as it was measured on this device"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "batch", "rates"), [(2048, 16, 2, (37.4, 29.1)), (4096, 32, 1, (42.4, 33.5))]
+)
+def test_attention_in_fp32_is_as_measured_on_an_h100(tokens: int, heads: int, batch: int, rates: tuple[float, float]):
+    # benchmarks/gpu/results, one_device, alone: TFLOP/s of what a causal mask leaves, forward and backward
+    for backward, measured in zip((False, True), rates, strict=True):
+        shape = Attention(batch, heads, heads, tokens, tokens, 128, 128, True, backward)
+        flops = 2.0 * tokens**2 * 128 * heads * batch * (2.5 if backward else 1.0)
+        rate = flops / attention_s(shape, "float32", device("h100"), "flash2")
+        assert rate == pytest.approx(measured * 1e12, rel=0.15), backward
+
+
 def test_heads_of_96_columns_fill_tiles_of_128_where_a_product_makes_their_rows():
     for backward, factor in ((False, (96 + 128) / (2 * 96)), (True, (2 * 96 + 3 * 128) / (5 * 96))):
         for columns, longer in ((96, factor), (64, 1.0), (128, 1.0)):

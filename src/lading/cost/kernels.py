@@ -31,7 +31,9 @@ FlashAttention. Assumption: reading the mask takes that again. FlexAttention rea
 85% backward on an A100, 1.25 and 1.03 times its rates on an H100 (pytorch.org/blog/flexattention); Blackwell is taken
 for the former. In fp32 it is the memory-efficient kernel in any case, on tensor cores from compute capability 8.0 on,
 by three products in TF32 for each (gemm_kernel_utils.h, DefaultGemmType: OpMultiplyAddFastF32), which go half as fast
-as in 16 bits: a sixth of the 16-bit rate.
+as in 16 bits: a sixth of the 16-bit rate. Where its own rates in fp32 were measured ("efficient-fp32" of an
+architecture, shares of the 16-bit peak) these count: backward on an H100 it reaches the share that it has on an A100,
+twice the first FlashAttention's there.
 
 FlashAttention-4 goes at the rates of cuDNN from 9.2x on: it is up to 1.3 times as fast on a B200 as cuDNN 9.13, which
 the rates of "cudnn" are nearest to, and makes up to 1613 TFLOP/s (arXiv 2603.05451); on Hopper it is FlashAttention-3.
@@ -82,6 +84,8 @@ _SMOOTH = 4.0
 _HEAD_TILE = 128
 #: Times that attention in fp32 takes beside the same kernel in 16 bits ([Note: attention of PyTorch]).
 _WIDE_S = 6.0
+#: Name of an architecture's measured rates of attention in fp32, as shares of the 16-bit peak.
+_WIDE = "efficient-fp32"
 #: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
 #: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
 _EFFICIENT_S = 0.6575 / 0.2954
@@ -121,11 +125,13 @@ def seconds(
     assert gpu is not None
     if kernel == "masked":
         attention = replace(attention, causal=False)
+    name = _LIKE.get(kernel, kernel)
     if dtype == "float32":
-        dtype, device, kernel = "bfloat16", _in_fp32(device), "masked"
+        dtype, kernel, name = "bfloat16", "masked", _WIDE if _WIDE in rates.attention else _LIKE["masked"]
+        device = device if name == _WIDE else _in_fp32(device)
     on = _LONGER.get(kernel, _LONGER[""])
     longer = on.get(rates.architecture, on[""])[attention.backward]
-    found = _pass_rates(rates, _LIKE.get(kernel, kernel), attention.backward)
+    found = _pass_rates(rates, name, attention.backward)
     peak = peak_flops(device, dtype)
     slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * found.power_share
     total, longest = _work(_in_tiles(attention) if kernel == "masked" else attention, found)

@@ -14,7 +14,7 @@ import pytest
 from lading.catalog.kernel_rates import kernel_rates
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
-from lading.cost.kernels import adam_bytes, attention_s, clip_s, kernel_s, memory_s, step_s
+from lading.cost.kernels import adam_bytes, assumed_of_attention, attention_s, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import groups_launch_s, peak_flops, product_s, seconds
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
@@ -307,6 +307,21 @@ def test_attention_in_fp32_is_as_measured_on_an_h100(tokens: int, heads: int, ba
         flops = 2.0 * tokens**2 * 128 * heads * batch * (2.5 if backward else 1.0)
         rate = flops / attention_s(shape, "float32", device("h100"), "flash2")
         assert rate == pytest.approx(measured * 1e12, rel=0.15), backward
+
+
+def test_before_ampere_the_own_rate_is_the_memory_efficient_kernels():
+    shape = Attention(2, 16, 16, 2048, 2048, 128, 128, True, False)
+    kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.FORWARD, "attn", "float16", 0, 0, (), (), shape)
+    for name in ("v100-32gb", "t4"):
+        board, peaks = device(name), device(name).peak_flops_per_s
+        flash, masked = (replace(stack_by_name("eager-torch"), attention=word) for word in ("flash2", "masked"))
+        causal = kernel_s(kernel, board, flash)
+        assert kernel_s(kernel, board, masked) == pytest.approx(2 * causal, rel=0.15), "what the mask leaves out, too"
+        wide = kernel_s(replace(kernel, dtype="float32"), board, flash)
+        assert wide == pytest.approx(causal * peaks["float16"] / peaks["float32"]), "fp32 has no tensor cores there"
+        (said,) = assumed_of_attention("flash2", board)
+        assert "compute capability 8.0" in said
+        assert assumed_of_attention("masked", board) == assumed_of_attention("flash2", device("a100")) == ()
 
 
 def test_heads_of_96_columns_fill_tiles_of_128_where_a_product_makes_their_rows():

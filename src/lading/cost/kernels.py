@@ -244,7 +244,30 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
         if name in device.rates:  # as ``lading probe`` measures it
             return curve_s(replace(wide, name=name), device)
         return _WIDE_FLASH_S * curve_s(replace(wide, dtype="bfloat16"), device)
+    if before_ampere(device):  # whose own rate is the memory-efficient kernel's; in fp32 it has no tensor cores
+        peaks = device.peak_flops_per_s
+        longer = peaks["float16"] / peaks["float32"] if kernel.dtype == "float32" and "float16" in peaks else 1.0
+        return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
     return _EFFICIENT_S * curve_s(whole, device) if stack.attention == "masked" else curve_s(kernel, device)
+
+
+def before_ampere(device: Device) -> bool:
+    """Whether a GPU of NVIDIA's is of compute capability below 8.0: FlashAttention-2 and bf16 begin there."""
+    return device.kind == "cuda" and "bfloat16" not in device.peak_flops_per_s
+
+
+def assumed_of_attention(attention: str, device: Device) -> tuple[str, ...]:
+    """Sentence on the kernel that stands for one that a device does not run.
+
+    Args:
+        attention: Kernel of the software, as of ``Stack.attention``.
+    """
+    if attention in ("unfused", "masked") or not before_ampere(device):
+        return ()
+    return (
+        f"PyTorch's memory-efficient attention in the place of {attention} on {device.name}: FlashAttention-2 and "
+        "later need compute capability 8.0",
+    )
 
 
 def _has_tf32(device: Device) -> bool:

@@ -18,6 +18,7 @@ from lading.catalog.stacks import evidence_on
 from lading.cost.collective import assumed_of_links
 from lading.cost.fusion import merge_siblings
 from lading.cost.hosting import assumed_of_offload
+from lading.cost.kernels import assumed_of_attention
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
@@ -158,6 +159,7 @@ class Simulated:
                 *_not_simulated(self.request, self.table),
                 *_not_fitted(self.request, self.machine),
                 *(self.updated.assumed if self.updated else ()),
+                *assumed_of_attention(self.request.stack.attention, self.machine.device),
                 *assumed_of_links(self.request.layout, self.machine),
                 *assumed_of_offload(self.request.layout, self.request.stack, self.machine),
             ),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tools.validate.requests import request_of
 from tools.validate.rows import read_rows
-from tools.validate.words import machine_of, stack_rule_of
+from tools.validate.words import machine_of, stack_rule_of, unread_of_name
 
+from lading.catalog.load import load_machine
 from lading.errors import ConfigError
 from lading.ir.request import StepRequest
 from tests.validate.test_rows import FILES, changed
@@ -172,6 +173,10 @@ def test_rows_that_cannot_be_say_why(tmp_path: Path, parts: dict[str, Any], mess
         ("Blackwell SM100 (~184 GiB, GB200/B200-class; exact SKU not stated)", "gb200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("Tesla V100 32GB", "v100-32gb"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie"),
+        ("NVIDIA V100S", "v100s"),
+        ("A800 PCIe 80GB", "a100-pcie"),
+        ("H800 PCIe", "h100-pcie"),
         ("GeForce RTX 4090", "rtx4090"),
         ("A100 SXM 80GB (400 W)", "a100"),
         ("H100 SXM5 80GB, NVLink 900 GB/s", "h100"),
@@ -181,6 +186,40 @@ def test_rows_that_cannot_be_say_why(tmp_path: Path, parts: dict[str, Any], mess
 )
 def test_words_of_gpus(words: str, name: str) -> None:
     assert machine_of(words)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("A100-PCIE-40GB", "1.24 times as fast"),
+        ("H100 NVL 94GB", "2 TB/s where it has 3.9"),
+        ("H200 NVL", "600"),
+        ("H20 141GB", "4.8"),
+        ("B100", "1.29 times its peak"),
+        ("RTX 4090 D", "114"),
+        ("V100-SXM3-32GB", "SXM3"),
+    ],
+)
+def test_another_form_of_a_board_is_said(words: str, said: str) -> None:
+    _, assumed = machine_of(words)
+    assert said in " ".join(assumed)
+
+
+def test_words_of_a_board_that_nobody_reads_widen_the_interval(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for words, unread in (("H100 engineering sample", "engineering sample"), ("RTX PRO 6000 Max-Q", "Max-Q board")):
+        file.write_text(changed(hardware={"gpu": words}))
+        (told,) = [text for text in request_of(read_rows([file])[0][0]).unread if "hardware.gpu" in text]
+        assert unread in told
+    assert not unread_of_name("NVIDIA H100-SXM5-80GB HBM3 (p5.48xlarge)")
+    with pytest.raises(ConfigError, match="a laptop's part"):
+        machine_of("GeForce RTX 4090 Laptop GPU")
+
+
+def test_a_v100_on_pcie_has_no_nvlink() -> None:
+    board, module = load_machine("v100-pcie"), load_machine("v100-32gb")
+    assert [link.name for link in board.links] == ["pcie", "network"]
+    assert board.device.peak_flops_per_s["float16"] < module.device.peak_flops_per_s["float16"]
 
 
 def test_words_of_stacks_are_tried_in_order() -> None:

@@ -176,6 +176,8 @@ def unread_of_gpu(words: str, power_w: float) -> list[str]:
     lowered = words.lower()
     if re.search(r"\bmig\b|\b\dg\.\d+gb\b", lowered):
         raise ConfigError(f"hardware.gpu: expected whole devices, got {words!r}: parts of one (MIG) are not modelled")
+    if re.search(r"\bmax-?q\b", lowered):
+        return [f"hardware.gpu {words!r}: a Max-Q board, which has the chip at half of the power or so"]
     limits = [float(number) for number in re.findall(r"(?<![\w.])(\d{3,4}) ?w\b", lowered)]
     if any(power_w and abs(limit / power_w - 1) > 0.05 for limit in limits):
         return [f"hardware.gpu {words!r}: its power limit, the catalog's board has {power_w:g} W"]

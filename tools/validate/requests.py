@@ -39,7 +39,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
-from tools.validate.words import machine_of
+from tools.validate.words import machine_of, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
 _RECIPES = (
@@ -169,6 +169,7 @@ def _unread(row: Row, machine: str) -> list[str]:
     return [
         *row.unread,
         *_limits(row, machine),
+        *unread_of_name(str(row.hardware.get("gpu", ""))),
         *unread_of_model(row.model),
         *unread_methods(row.notes),
         *not_priced("; ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))),

@@ -10,8 +10,15 @@ from lading.errors import ConfigError
 
 #: (words, catalog machine, what is taken for granted); the first that fits counts.
 _MACHINES: tuple[tuple[str, str, str], ...] = (
-    (r"a800.*pcie|a800.*\b40 ?g", "a100-40gb", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
+    (r"a800.*pcie|pcie.*a800", "a100-pcie", "A800 PCIe: an A100 PCIe, which computes as it"),
+    (r"a800.*\b40 ?g", "a100-40gb", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
     (r"a800", "a800", ""),
+    (
+        r"a100.*pcie.*\b40 ?g|a100.*\b40 ?g.*pcie|pcie.*a100.*\b40 ?g",
+        "a100-pcie",
+        "A100 PCIe of 40 GB: one of 80 GB, whose memory is 1.24 times as fast",
+    ),
+    (r"a100 ?x\b", "a100-pcie", "A100X: an A100 PCIe; its own network port is not counted"),
     (r"a100.*pcie|pcie.*a100", "a100-pcie", ""),
     (r"a100.*\b40 ?g|\b40 ?g.*a100", "a100-40gb", ""),
     (r"a100.*\b64 ?g|\b64 ?g.*a100", "a100", "an A100 of 64 GB: as one of 80 GB"),
@@ -20,18 +27,40 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"gb300", "gb300", ""),
     (r"gb200", "gb200", ""),
     (r"b300", "b300", ""),
-    (r"b200|b100|sm ?100", "b200", ""),
+    (r"b100", "b200", "B100: a B200, which has 1.29 times its peak and may draw 1000 W where it draws 700"),
+    (r"b200|sm ?100", "b200", ""),
+    (r"h200.*nvl\b|nvl\b.*h200", "h200", "H200 NVL: an H200 SXM, which may draw 700 W where it draws 600"),
     (r"h200", "h200", ""),
     (r"h100.*(\b96 ?g|hbm2e|500 ?w)", "h100-96gb", ""),
-    (r"h100.*(pcie|nvl\b)|(pcie|nvl\b).*h100", "h100-pcie", ""),
+    (
+        r"h100.*nvl\b|nvl\b.*h100",
+        "h100-pcie",
+        "H100 NVL: an H100 PCIe, whose memory has 2 TB/s where it has 3.9, and which draws 350 of 400 W",
+    ),
+    (r"h100.*pcie|pcie.*h100", "h100-pcie", ""),
+    (r"h100.*\b64 ?g|\b64 ?g.*h100", "h100", "an H100 of 64 GB: one of 80 GB, whose memory is faster"),
     (r"h100", "h100", ""),
+    (r"h800.*pcie|pcie.*h800", "h100-pcie", "H800 PCIe: an H100 PCIe, which computes as it"),
     (r"h800", "h800", ""),
+    (
+        r"\bh20 ?3e\b|\bh20\b.*\b141 ?g",
+        "h20",
+        "H20 of 141 GB: one of 96 GB, with 4.0 TB/s where it has 4.8",
+    ),
     (r"\bh20\b", "h20", ""),
     (r"mi300x", "mi300x", ""),
     (r"mi325", "mi325x", ""),
     (r"mi350", "mi355x", "MI350X: an MI355X, which may draw 1400 W where it draws 1000"),
     (r"mi355", "mi355x", ""),
+    (r"v100s", "v100s", ""),
+    (
+        r"v100.*pcie.*\b16 ?g|v100.*\b16 ?g.*pcie|pcie.*v100.*\b16 ?g",
+        "v100-pcie",
+        "V100 PCIe of 16 GB: as one of 32 GB",
+    ),
+    (r"v100.*pcie|pcie.*v100", "v100-pcie", ""),
     (r"v100.*\b16 ?g", "v100-16gb", ""),
+    (r"v100.*sxm3", "v100-32gb", "V100 SXM3: a V100 SXM2, which may draw 300 W where it draws 350 or more"),
     (r"v100", "v100-32gb", ""),
     (r"rtx ?6000 ?ada|6000 ada", "rtx6000ada", ""),
     (r"pro ?6000", "rtxpro6000", ""),
@@ -53,11 +82,14 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"3090", "rtx3090", ""),
     (r"\b3080(?! ?ti)", "rtx3080", ""),
     (r"\b3060(?! ?ti)", "rtx3060", ""),
+    (r"4090 ?d\b", "rtx4090", "RTX 4090 D: an RTX 4090, which has 128 multiprocessors where it has 114"),
     (r"4090", "rtx4090", ""),
+    (r"\b4080 ?super", "rtx4080", "RTX 4080 SUPER: an RTX 4080, which has 76 multiprocessors where it has 80"),
     (r"\b4080", "rtx4080", ""),
     (r"\b4070 ?ti ?super", "rtx4070tisuper", ""),
     (r"\b4070(?! ?(?:ti|super))", "rtx4070", ""),
     (r"\b4060(?! ?ti)", "rtx4060", ""),
+    (r"5090 ?d\b", "rtx5090", "RTX 5090 D: an RTX 5090, which computes as it"),
     (r"5090", "rtx5090", ""),
     (r"\b5080", "rtx5080", ""),
     (r"2080 ?ti", "rtx2080ti", ""),
@@ -74,6 +106,26 @@ _OTHERS = (
 )
 
 
+#: Words of GPUs in laptops, whose names are those of other chips' boards.
+_OF_LAPTOPS = r"\blaptop|\bmobile\b|\bnotebook"
+#: Words of a GPU's name that are read, or that change nothing here; what is in brackets is a remark.
+_GPU_READ = re.compile(
+    r"\([^)]*\)|\b(?:nvidia|amd|instinct|radeon|geforce|tesla|quadro|rtx|gtx|titan|pro|hopper|blackwell|ampere|volta|"
+    r"turing|ada|lovelace|generation|workstation|server|edition|founders|gpus?|cards?|accelerators?|tensor|core|"
+    r"dgx|hgx|nvlink\d?|nvl\d*|nvswitch|pci ?e\d?|sxm\d?|oam|ib|infiniband|gcds?|dies?|node|nodes|with|and|of|the|"
+    r"per|each|in|a|x|super|ti|d|3e|max ?q|grace|superchip|hbm\d?e?|gddr\d?x?|sm ?\d+|"
+    r"[vphabgml]?[tg]?[a-z]?\d+[a-z]*|"
+    r"\d+(?:\.\d+)?|[gt]i?b|[gt]b/?s|[gt]bps|w|watts?|limited|power|limit|limits|to)\b"
+)
+
+
+def unread_of_name(gpu: str) -> list[str]:
+    """List the words of a GPU's name that no rule reads."""
+    words = re.sub(r"[-_/,;:]", " ", gpu.lower())
+    left = re.sub(r"[^a-z]+", " ", _GPU_READ.sub(" ", words)).strip()
+    return [f"hardware.gpu {gpu!r}: {left!r}"] if left else []
+
+
 def machine_of(gpu: str) -> tuple[str, list[str]]:
     """Find the catalog machine that a source's words for its GPU mean, and what is taken for granted by it.
 
@@ -81,6 +133,11 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
         ConfigError: no machine of the catalog is meant.
     """
     words = re.sub(r"[-_/]", " ", gpu.lower())
+    if re.search(_OF_LAPTOPS, words):
+        raise ConfigError(
+            f"hardware.gpu: expected a board of the catalog's machines, got {gpu!r}: a laptop's part of that name has "
+            "fewer multiprocessors and less power, and no machine is of one; describe it in a file of its own"
+        )
     if other := next((name for pattern, name in _OTHERS if re.search(pattern, words)), ""):
         raise ConfigError(
             f"hardware.gpu: expected a GPU of the catalog's machines, got {gpu!r}: {other} is not modelled, as neither "

@@ -12,6 +12,7 @@ from tools.validate.requests import request_of, said
 from tools.validate.rows import Row, read_rows
 from tools.validate.software import class_of, framework_of, software_of, year_of
 
+from lading.errors import ConfigError
 from lading.ir.stack import FITTED, GUESSED, KINDS, SWITCHES
 from tests.validate.test_rows import FILES, changed
 
@@ -224,6 +225,10 @@ def test_gpt_3_of_mlperf_has_no_dropout(tmp_path: Path) -> None:
         ("GPT-2 XL", "PyTorch Lightning, transformers", ("gelu",)),
         ("GPT-J 6B", "transformers", ("gelu",)),
         ("GPT-NeoX 20B", "transformers", ()),
+        ("Phi-1.5", "transformers", ("gelu",)),
+        ("Phi-14B", "transformers", ()),
+        ("Cerebras-GPT 2.7B", "transformers", ()),
+        ("facebook/esm2_t33_650M_UR50D", "transformers", ("gelu-erf",)),
         ("GPT-2 XL", "PyTorch DDP", ()),
         ("GPT-2 XL", "transformers, torch.compile", ()),
     ],
@@ -233,6 +238,17 @@ def test_models_of_transformers_with_gelu_new_run_it_in_operations(
 ) -> None:
     row = row_of(tmp_path, "a report, 2023", model={"name": name}, layout={"framework": framework, "compile": False})
     assert software_of(row, said(row), []).unfused == parts
+
+
+def test_a_stated_activation_counts_before_the_models_entry(tmp_path: Path) -> None:
+    layout = {"framework": "transformers", "compile": False}
+    for activation, parts in (("gelu", ()), ("gelu_python", ("gelu-erf",)), ("gelu_new", ("gelu",))):
+        model = {"name": "GPT-2 XL", "activation": activation}
+        row = row_of(tmp_path, "a report, 2023", model=model, layout=layout)
+        assert software_of(row, said(row), []).unfused == parts
+    row = row_of(tmp_path, "a report, 2023", model={"name": "GPT-2 XL", "activation": "gleu"}, layout=layout)
+    with pytest.raises(ConfigError, match="expected an activation of transformers"):
+        software_of(row, said(row), [])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SWITCHES: dict[str, tuple[type, ...]] = {
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "model": {
         **dict.fromkeys(("layers", "hidden", "heads", "seq_len"), _NUMBER),
-        **dict.fromkeys(("name", "kind", "arch", "attention", "note"), _TEXT),
+        **dict.fromkeys(("name", "kind", "arch", "attention", "activation", "note"), _TEXT),
         **dict.fromkeys(("ffn_hidden", "kv_heads", "head_dim", "vocab", "experts", "topk", "params_b"), _NUMBER),
         **dict.fromkeys(("moe_ffn_hidden", "shared_expert_ffn", "first_dense_layers", "moe_latent_size"), _NUMBER),
         **dict.fromkeys(("active_params_b", "mtp_layers", "window", "text_len"), _NUMBER),

@@ -13,6 +13,7 @@ import dataclasses
 import re
 from typing import Any
 
+from lading.catalog.pretrained import activation_part, pretrained_of
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
@@ -31,9 +32,6 @@ _MIDDLE = (("a100", 2023), ("a800", 2023), ("v100", 2022))
 _NUMBERED = 2024
 #: Year of PyTorch 2.0 (15 March 2023), the first with ``scaled_dot_product_attention``.
 _FUSED = 2023
-#: Models that had no fused attention in transformers for longer than others, and until when: year and month of the
-#: release (pulls 40370, 31172 and 28802).
-_UNFUSED_MODELS = ((r"\besm-?2?\b", (2025, 8)), (r"\bgpt-?2\b", (2024, 6)), (r"\bbert\b", (2024, 4)))
 #: Models of transformers had no fused attention by themselves before 4.36 (11 December 2023), and from 4.38 to 4.40
 #: (21 February to 17 May 2024) gave it a mask that is a tensor, which FlashAttention does not take
 #: (huggingface/transformers pulls 26572, 30070 and 30314); a padded batch has one at any time. Year and month of
@@ -46,9 +44,6 @@ _PADDED = (
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
-#: Models of transformers whose GELU is written in operations of PyTorch (``hidden_act`` "gelu_new" of their
-#: configurations, or BloomGelu); others have one of torch's kernels.
-_GELU_IN_PARTS = r"\bgpt-?2\b|\bgpt-?j\b|\bgpt-?neo\b|codegen|\bphi-?(?:1|2)\b|\bbloom"
 #: JAX's software whose attention is that of its own layers.
 _XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
@@ -217,13 +212,18 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
 
 
 def _gelu(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
-    """GELU in parts, of models of transformers that have ``gelu_new`` or a GELU of their own."""
-    if stack.fusion != "eager" or not re.search(_TRANSFORMERS, text.lower()):
+    """GELU in operations of PyTorch: as the row's ``activation`` says, else as the catalog's entry of the model."""
+    stated = str(row.model.get("activation", ""))
+    ran = re.search(_TRANSFORMERS, text.lower()) is not None
+    model = pretrained_of(_name(row)) if ran and not stated else None
+    if stack.fusion != "eager" or not (stated or model):
         return {}
-    if not re.search(_GELU_IN_PARTS, _name(row)):
+    part = activation_part(stated or (model.activation if model else ""))
+    if not part:
         return {}
-    assumed.append("GELU in operations of PyTorch: transformers activations.py, NewGELUActivation")
-    return {"unfused": tuple(dict.fromkeys((*stack.unfused, "gelu")))}
+    why = f"the row's {stated}" if stated else f"{model.activation} of {model.type}: {model.source}" if model else ""
+    assumed.append(f"GELU in operations of PyTorch, {why}")
+    return {"unfused": tuple(dict.fromkeys((*stack.unfused, part)))}
 
 
 def _name(row: Row) -> str:
@@ -386,10 +386,10 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
     if (month[0] and month <= _UNFUSED_UNTIL) or (not month[0] and 0 < year < _UNFUSED_UNTIL[0]):
         assumed.append("attention in parts: transformers before 4.36 has no other by default")
         return {"attention": "unfused"}
-    name = _name(row)
-    until = next((until for words, until in _UNFUSED_MODELS if re.search(words, name)), (0, 0))
-    if (month[0] and month <= until) or (not month[0] and 0 < year < until[0]):
-        assumed.append(f"attention in parts: transformers' {name} has no other before {until[0]}-{until[1]:02d}")
+    model = pretrained_of(_name(row))
+    until = model.unfused if model else (0, 0)
+    if model and ((month[0] and month <= until) or (not month[0] and 0 < year < until[0])):
+        assumed.append(f"attention in parts: transformers' {model.type} had no other until {until[0]}-{until[1]:02d}")
         return {"attention": "unfused"}
     if _MASKED[0] <= month <= _MASKED[1] or re.search(_PADDED, lowered):
         assumed.append(

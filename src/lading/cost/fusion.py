@@ -59,6 +59,10 @@ _GELU_FORWARD = ((2, 2), (2, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2))
 _GELU_BACKWARD = (
     (4, 2), (4, 2), (2, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2), (4, 2), (4, 2),
 )  # fmt: skip
+#: The same of x 0.5 (1 + erf(x / sqrt 2)), which autocast leaves in 16 bits: erf's backward is pow, neg, exp and
+#: products.
+_GELU_ERF_FORWARD = ((2, 2), (2, 2), (2, 2), (2, 2), (4, 2))
+_GELU_ERF_BACKWARD = ((4, 2), (4, 2), (2, 2), (2, 2), (2, 2), (2, 2), (4, 2), (2, 2), (2, 2), (4, 2))
 _GELU_WIDE_FORWARD = ((2, 4), (4, 4), (4, 4), (6, 4), (4, 4), (4, 4), (4, 4), (2, 2), (6, 4), (4, 2))
 _GELU_WIDE_BACKWARD = (
     (2, 4), (8, 4), (4, 2), (6, 4), (2, 2), (8, 4), (4, 4), (4, 2), (4, 4), (4, 4), (4, 4), (8, 4), (4, 2),
@@ -100,9 +104,10 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
         kernels = cast_once(kernels, segment)
     if stack.low_scaling == "tensorwise":
         kernels = looked_for(kernels, segment, compiled=stack.fusion == "compiled")
-    if "gelu" in stack.unfused and stack.fusion == "eager":
+    if stack.fusion == "eager" and {"gelu", "gelu-erf"} & set(stack.unfused):
         wide = any(kernel.name == AUTOCAST for kernel in kernels)
-        kernels = tuple(part for kernel in kernels for part in eager_gelu(kernel, wide=wide))
+        erf = "gelu-erf" in stack.unfused
+        kernels = tuple(part for kernel in kernels for part in eager_gelu(kernel, wide=wide, erf=erf))
     if not stack.eager_norms:
         return kernels
     return tuple(part for kernel in kernels for part in eager_norm(kernel))
@@ -506,20 +511,20 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
     )
 
 
-def eager_gelu(kernel: Kernel, *, wide: bool) -> tuple[Kernel, ...]:
-    """The operations of a GELU written in Python by its tanh, and of its backward; any other kernel is itself.
+def eager_gelu(kernel: Kernel, *, wide: bool, erf: bool = False) -> tuple[Kernel, ...]:
+    """The operations of a GELU written in Python, and of its backward; any other kernel is itself.
 
     Args:
         wide: Most are in fp32, as under autocast (``lading.parallel.autocast``); what comes and goes has 16 bits.
+        erf: It is written by erf, of whose operations autocast has none in fp32, else by its tanh.
     """
     if not kernel.name.startswith("aten.gelu"):
         return (kernel,)
     backward = kernel.stage is not Stage.FORWARD
     elements = (kernel.bytes_read + kernel.bytes_written) / (6 if backward else 4)
-    forward = _GELU_WIDE_FORWARD if wide else _GELU_FORWARD
-    return _apart(
-        kernel, "eager_gelu", elements, (_GELU_WIDE_BACKWARD if wide else _GELU_BACKWARD) if backward else forward
-    )
+    by_tanh = (_GELU_WIDE_FORWARD, _GELU_WIDE_BACKWARD) if wide else (_GELU_FORWARD, _GELU_BACKWARD)
+    forward_passes, backward_passes = (_GELU_ERF_FORWARD, _GELU_ERF_BACKWARD) if erf else by_tanh
+    return _apart(kernel, "eager_gelu", elements, backward_passes if backward else forward_passes)
 
 
 def _apart(kernel: Kernel, name: str, elements: float, passes: Sequence[tuple[int, int]]) -> tuple[Kernel, ...]:

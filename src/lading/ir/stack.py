@@ -40,7 +40,7 @@ FACTORS = (
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
 #: Parts of a block that "fused" software may run operation by operation all the same.
-PARTS = ("rope", "swiglu", "gradients", "gelu")
+PARTS = ("rope", "swiglu", "gradients", "gelu", "gelu-erf")
 #: How software is known on an architecture: steps were seen; its switches are named, or only its class.
 FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
 
@@ -74,7 +74,7 @@ class Stack:
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
         unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary
             embedding, gate times value of a gated MLP, and gradients of weights, which a pass adds up where products
-            do not.
+            do not. In "eager", GELU written in operations of PyTorch: "gelu" by its tanh, "gelu-erf" by erf.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         tf32: Products of fp32 operands run on tensor cores, which round these to TF32
             (``torch.backends.cuda.matmul.allow_tf32``).

@@ -200,6 +200,12 @@ STACK_RULES: tuple[StackRule, ...] = (
         "nemo",
         "NeMo launcher: Megatron-Core with Transformer Engine",
     ),
+    StackRule(
+        r"^(?=.*megatron-deepspeed)(?:[^|]*\|){0,2}[^|]*\b(?:gpt-?neox|glm-130b)\b",
+        "megatron-deepspeed",
+        "GPT-NeoX and GLM-130B trained on forks of Megatron-DeepSpeed of their own",
+        family=True,
+    ),
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
     StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
     StackRule(r"vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),

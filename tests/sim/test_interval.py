@@ -54,7 +54,7 @@ def test_a_prediction_is_in_the_middle_of_the_logarithms_of_software_that_was_se
     figures = [simulate(one, table).prediction for one in (request, seen)]
     below, above = ([abs(math.log(end / one.step_s)) for end in (one.low_s, one.high_s)] for one in figures)
     assert above[1] == pytest.approx(above[0])
-    assert below[1] / below[0] == pytest.approx(1.9 / 0.7)
+    assert below[1] / below[0] == pytest.approx(1.9 / 0.6)
     assert figures[0].high_s / figures[0].step_s > figures[1].high_s / figures[1].step_s
     assert any("software that is not known" in sentence for sentence in figures[0].assumed)
     assert not any("software that is not known" in sentence for sentence in figures[1].assumed)

@@ -3,7 +3,7 @@
 [Note: interval]
 Errors multiply, so the interval is formed in logarithms: from ``step_s / exp(h)`` to ``step_s * exp(h)``. Software of
 which nothing is known is slower than the defaults of its class more often than it is faster, as not all of it was
-tuned: there it is from ``step_s / exp(0.7 h)`` to ``step_s * exp(1.9 h)``. The square of h is a sum of what may be
+tuned: there it is from ``step_s / exp(0.6 h)`` to ``step_s * exp(1.9 h)``. The square of h is a sum of what may be
 wrong independently:
 
 - the software: fitted (steps of it on the architecture were seen), a named set of switches of which no step was seen
@@ -57,7 +57,7 @@ _CAUSES = {
 _LEFT = {FITTED: 0.3, SWITCHES: 0.7, GUESSED: 1.0}
 #: How far an interval reaches below and above, in half widths, where these are not the same: as of published steps of
 #: software that was in no table, most took longer than predicted (``benchmarks/validation``, November 2026).
-_SIDES = {GUESSED: (0.7, 1.9)}
+_SIDES = {GUESSED: (0.6, 1.9)}
 #: Half width, in logarithms, of products beside each other of one software: what kernels of a running step are off by.
 _KERNELS = 0.115
 #: Word of a cause whose kernels are others than those of products in 16 bits.

@@ -73,10 +73,7 @@ def _result(
     while True:
         if not wait([pipe, process.sentinel], max(0.0, end - time.monotonic())):
             raise ConfigError(f"{what}: expected an end within {limit_s:g} s, it still runs, after: {last}; {advice}")
-        try:
-            kind, answer = pipe.recv() if pipe.poll() else ("", None)
-        except EOFError:
-            kind, answer = "", None
+        kind, answer = _received(pipe)
         if kind == _MADE:
             return answer
         if kind == _REFUSED:
@@ -90,6 +87,14 @@ def _result(
             f"{what}: expected a result, but the process that ran it ended ({_how(process.exitcode)}), after: {last}; "
             "leave out what ends it (os._exit, exit, a signal, memory that the host has not)"
         )
+
+
+def _received(pipe: Connection) -> tuple[str, Any]:
+    """What the process sent; "" where it is gone and left nothing."""
+    try:
+        return pipe.recv() if pipe.poll() else ("", None)
+    except EOFError:
+        return "", None
 
 
 def _how(code: int | None) -> str:

@@ -122,7 +122,7 @@ def watch_of(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[ClippingWat
     memory, moved = SimpleNamespace(clipped=share), SimpleNamespace(clip_norm=1.0)
     prepared: Any = SimpleNamespace(run=SimpleNamespace(memory=memory, optimization=moved))
     trainer: Any = SimpleNamespace(gradient_norm=0.0, speculation=None)
-    host = SimpleNamespace(look=lambda: None, advance=lambda _: "", prepared=prepared)
+    host = SimpleNamespace(look=lambda _: None, advance=lambda _: "", prepared=prepared)
     monkeypatch.setattr(clipping_watch, "HostWatch", lambda *_, **__: host)
 
     def in_vain(self: Any, share: float) -> str:
@@ -136,7 +136,7 @@ def watch_of(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[ClippingWat
 def look(watch: ClippingWatch, trainer: Any, norms: list[float]) -> str:
     for norm in norms:
         trainer.gradient_norm = norm
-        watch.look()
+        watch.look(0.1)
     return watch.advance(10**12)
 
 
@@ -150,7 +150,7 @@ def test_a_run_is_planned_again_only_where_the_share_is_another(monkeypatch: pyt
     assert planned == [32.5 / 33, 0.5 / 33]
     trainer.gradient_norm = 2.0
     for _ in range(32):
-        watch.look()
+        watch.look(0.1)
     assert not watch.advance(0)  # nothing left to train
 
 
@@ -159,10 +159,10 @@ def test_a_step_that_ran_twice_says_nothing_of_the_host(monkeypatch: pytest.Monk
     looks: list[int] = []
     host: Any = watch._host
     trainer.speculation = SimpleNamespace(again=0)
-    host.look = lambda: looks.append(trainer.speculation.again)
+    host.look = lambda _: looks.append(trainer.speculation.again)
     for again in (0, 1, 1, 2):
         trainer.speculation.again = again
-        watch.look()
+        watch.look(0.1)
     assert looks == [0, 1]
 
 

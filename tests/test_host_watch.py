@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lading import host_watch, replanning
 from lading.config import RunConfig, load_run
-from lading.host_watch import load_words, speed_words
+from lading.host_watch import HostWatch, load_words, speed_words
 from lading.ir.machine import HostSpeed, Machine
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import Prepared
 from lading.summary import write_run_report
-from lading.train import train_run
+from lading.train import crowded_words, train_run
 from lading.units import KiB
 from tests.runs import write_run
 
@@ -119,6 +122,52 @@ def test_a_saved_plan_is_kept(
     said = one_line("".join(capsys.readouterr()))
     assert "beside the machine file" in said
     assert "planned again" not in said
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> list[str]:
+    """What a watch says after each step, of a run whose steps take so long where 0.1 s were predicted."""
+    plan = SimpleNamespace(step_s=0.1, choices=SimpleNamespace(gaps=(), deferred=(), hosted=()), fingerprint="a")
+    prepared: Any = SimpleNamespace(plan=plan, predicted=None, run=SimpleNamespace(num_threads=1))
+    trainer: Any = SimpleNamespace(plan=plan, program=None)
+    monkeypatch.setattr(host_watch, "measured_speed", lambda *_: HostSpeed(tiers={"disk.read": timelines[-1] / 0.1}))
+    monkeypatch.setattr(host_watch, "load_words", lambda *_: "")
+    watch, said, timelines = HostWatch(prepared, trainer, plans=False), list[str](), list[float]()
+
+    def timeline_of(step_s: float) -> Any:
+        timelines.append(step_s)
+        return SimpleNamespace(timeline=SimpleNamespace(duration_s=step_s))
+
+    for step_s in seconds:
+        trainer.rank_timeline = partial(timeline_of, step_s)
+        watch.look(step_s)
+        said.append(watch.advance(10))
+    return said
+
+
+def test_a_disk_that_is_busy_later_is_told_within_ten_steps_and_once_it_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = watched(monkeypatch, [0.1] * 40 + [0.5] * 40 + [0.1] * 20)
+    told = {number: words for number, words in enumerate(said) if words}
+    assert len(told) == 2
+    first, second = told
+    assert 40 < first < 50
+    assert told[first] == (
+        "steps take 500.0 ms now, 100.0 ms before, 100.0 ms were predicted: beside the machine file, reads of the disk "
+        "5.00 times as long"
+    )
+    assert 80 < second < 90
+    assert told[second] == "steps take 100.0 ms now, 500.0 ms before, 100.0 ms were predicted"
+
+
+def test_a_few_slow_steps_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(watched(monkeypatch, ([0.1] * 10 + [0.5, 0.5]) * 5))
+    assert not any(watched(monkeypatch, [0.1] * 20 + [0.12] * 20))
+
+
+def test_more_threads_than_processors_are_told(asked: RunConfig) -> None:
+    assert not crowded_words(dataclasses.replace(asked, threads=1))
+    assert f"threads = {10_000}, but this process may use" in crowded_words(dataclasses.replace(asked, threads=10_000))
 
 
 def test_words_name_what_differs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def machine_of(folder: Path, **changes: object) -> Path:
 
 def hidden(stack: Stack) -> Stack:
     factors = {f"cpu.{what}": factor for what, factor in HIDDEN.items()} | {"cpu.all_reduce": 2.5}
-    return dataclasses.replace(stack, launch_s=2e-5, parameter_s=3e-5, step_s=4e-4, in_situ=stack.in_situ | factors)
+    host = {"launch_s": 2e-5, "parameter_s": 3e-5, "reduced_parameter_s": 2e-5, "step_s": 4e-4}
+    return dataclasses.replace(stack, **host, product_bytes_per_s=8e9, in_situ=stack.in_situ | factors)
 
 
 @pytest.fixture
@@ -95,6 +97,8 @@ def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulat
     assert profile.stack.launch_s == pytest.approx(2e-5, rel=0.1)
     assert profile.stack.parameter_s == pytest.approx(3e-5, rel=0.1)
     assert profile.stack.step_s == pytest.approx(4e-4, rel=0.15)
+    assert profile.stack.product_bytes_per_s == pytest.approx(8e9, rel=0.15)
+    assert profile.stack.reduced_parameter_s == pytest.approx(2e-5, rel=0.2)
     assert found["cpu.all_reduce"] == pytest.approx(2.5, rel=0.1)
     assert found["cpu.all_gather"] == pytest.approx(3.0, rel=0.01)
     assert max(abs(row.after_s / row.measured_s - 1) for row in profile.rows) < 0.03
@@ -172,13 +176,48 @@ def test_advice_on_training_is_for_what_the_script_does_as_it_is_read(tmp_path: 
         software.block(64)
 
 
+@pytest.mark.long
 def test_a_signal_that_ends_the_process_is_no_fault_of_the_script_that_runs(tmp_path: Path) -> None:
-    script = script_of(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n")
+    script = script_of(tmp_path, "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n")
     with pytest.raises(SystemExit) as ended:
         main(
             ["probe", "--software", str(script), "--machine", str(machine_of(tmp_path)), "--out", f"{tmp_path}/o.toml"]
         )
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "limit", "said"),
+    [
+        (
+            "while True:\n    pass\n",
+            "6",
+            "expected an end within 6 s, it still runs.*give it longer with --limit SECONDS",
+        ),
+        ("import os\nos._exit(0)\n", "60", "the process that ran it ended \\(exit code 0\\).*leave out what ends it"),
+    ],
+)
+def test_a_script_that_never_ends_or_ends_its_process_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, limit: str, said: str
+) -> None:
+    given = ["--machine", str(machine_of(tmp_path)), "--out", f"{tmp_path}/o.toml", "--limit", limit]
+    assert main(["probe", "--software", str(script_of(tmp_path, text)), *given]) == 2
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+@pytest.mark.long
+def test_a_rank_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
+    text = BLOCK + "def prepare(model):\n    import os\n    os._exit(0)\n"
+    with pytest.raises(ConfigError, match="a process that trains ended before that"):
+        measure(script_of(tmp_path, text), small()[:1], ranks=1, threads=1, seconds=0.1)
+
+
+def test_an_empty_file_is_no_software(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match=r"expected switches of software.*got an empty file"):
+        stack_by_name(str(path))
 
 
 def test_blocks_that_are_no_more_than_the_head_are_refused_with_what_was_expected(tmp_path: Path) -> None:
@@ -219,6 +258,8 @@ def block(width):
     [
         (["--software", "{script}"], "expected --machine FILE next to --software"),
         (["--machine", "{script}"], "--machine belongs to --software"),
+        (["--limit", "5"], "--limit belongs to --software"),
+        (["--software", "{script}", "--machine", "cpu", "--limit", "0"], "--limit: expected seconds above 0"),
         (["--software", "{script}", "--machine", "cpu", "--folder", "{folder}"], "--folder is a disk to measure"),
         (["--software", "{folder}/none.py", "--machine", "cpu"], "expected a file measured on this host"),
     ],
@@ -269,7 +310,7 @@ def small() -> tuple[ProfileCase, ...]:
 
 def test_steps_of_a_script_are_timed(tmp_path: Path) -> None:
     found = measure(script_of(tmp_path), small(), ranks=1, threads=1, seconds=0.2)
-    assert len(found.timings) == 5
+    assert len(found.timings) == 6
     for timing in found.timings:
         assert 0 < timing.products_s < timing.pass_s < 5
         assert 0 < timing.update_s < 5

@@ -50,7 +50,7 @@ class ClippingWatch:
         """The run by its plan of now."""
         return self._host.prepared
 
-    def look(self) -> None:
+    def look(self, step_s: float) -> None:
         """Count the step that has just ended; one that ran twice says nothing of the host."""
         norm, limit = self._trainer.gradient_norm, self.prepared.run.optimization.clip_norm
         assert norm is not None, "a step whose gradients are clipped has their norm"
@@ -59,7 +59,7 @@ class ClippingWatch:
         counts = self._trainer.speculation
         again = 0 if counts is None else counts.again
         if again == self._again:
-            self._host.look()
+            self._host.look(step_s)
         self._again = again
 
     def advance(self, steps_left: int) -> str:

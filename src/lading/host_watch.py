@@ -4,11 +4,16 @@ The machine file is from another hour: others use the disk now, or the processor
 their prediction by cause, and what differs is said. A run that moves or recomputes tensors is then planned again for
 this speed, in a process of its own, whose memory is none of the run's, and goes on by the new plan if that is shorter
 at the same speed. Numbers stay the same, as those of any two plans do.
+
+Others may come and go later. Each further step is compared with those first ones: once most of the last steps took
+another time, the next are looked at by cause as the first were, which is told within ten steps.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 
 from lading import replanning
 from lading.catalog.load import machine_from_dict
@@ -27,6 +32,10 @@ _TOLD = 0.15
 #: Seconds of training ahead below which a plan, which takes tens of them, is not made again; share of a step that it
 #: has to save.
 _WORTH_S, _SAVED = 300.0, 0.03
+#: Later: factor by which a step differs from the run's, such steps among so many that make the next be looked at, and
+#: how many are; steps between two such tellings, twice as many after each.
+_CHANGED, _OTHERS, _AMONG, _LOOKED_AT_LATER = 1.3, 3, 5, 4
+_REST_STEPS = 20
 
 
 class HostWatch:
@@ -46,18 +55,39 @@ class HostWatch:
         self._plans = plans and bool(choices.gaps or choices.deferred or choices.hosted)
         self._fingerprint = trainer.plan.fingerprint
         self._seen, self._timelines = 0, list[Timeline]()
+        self._usual_s, self._last = 0.0, deque[bool](maxlen=_AMONG)
+        self._rest_steps, self._rests_until = _REST_STEPS, 0
         self._load = LoadMeter()
 
-    def look(self) -> None:
-        """Take the timeline of the step that has just ended, if it is one that is looked at."""
+    def look(self, step_s: float) -> None:
+        """Take the step that has just ended, and its timeline if it is one that is looked at.
+
+        Args:
+            step_s: Seconds that it took.
+        """
         if self._trainer.plan.fingerprint != self._fingerprint:  # planned again by others: another prediction
-            self._seen = _SKIPPED + _LOOKED_AT + 1
+            self._seen, self._usual_s = _SKIPPED + _LOOKED_AT + 1, 0.0
             self._timelines.clear()
         self._seen += 1
+        if self._usual_s:
+            self._look_later(step_s)
+            return
         if self._seen == _SKIPPED:
             self._load = LoadMeter()
         if _SKIPPED < self._seen <= _SKIPPED + _LOOKED_AT:
             self._timelines.append(self._trainer.rank_timeline().timeline)
+
+    def _look_later(self, step_s: float) -> None:
+        """Take timelines while most of the last steps take another time than the run's did."""
+        if self._seen < self._rests_until:
+            return
+        self._last.append(not 1 / _CHANGED < step_s / self._usual_s < _CHANGED)
+        if sum(self._last) < _OTHERS:
+            self._timelines.clear()
+            return
+        if not self._timelines:
+            self._load = LoadMeter()
+        self._timelines.append(self._trainer.rank_timeline().timeline)
 
     def advance(self, steps_left: int) -> str:
         """Compare, once enough steps have been seen, and plan again where that pays.
@@ -65,15 +95,20 @@ class HostWatch:
         Returns:
             What to say; "" for nothing.
         """
-        if len(self._timelines) < _LOOKED_AT:
+        before_s = self._usual_s
+        if len(self._timelines) < (_LOOKED_AT_LATER if before_s else _LOOKED_AT):
             return ""
         speed = measured_speed(self._trainer.program, self.prepared.predicted, self._timelines)
-        step_s = sorted(each.duration_s for each in self._timelines)[_LOOKED_AT // 2]
+        self._usual_s = step_s = median(each.duration_s for each in self._timelines)
         self._timelines.clear()
-        planned_s = self.prepared.plan.step_s
-        if not (words := speed_words(speed)) and abs(step_s / planned_s - 1) <= _TOLD:
+        planned_s, words = self.prepared.plan.step_s, speed_words(speed)
+        if before_s:
+            self._last.clear()
+            self._rests_until, self._rest_steps = self._seen + self._rest_steps, 2 * self._rest_steps
+        elif not words and abs(step_s / planned_s - 1) <= _TOLD:
             return ""
-        told = f"steps take {format_seconds(step_s)}, {format_seconds(planned_s)} were predicted"
+        took = f" now, {format_seconds(before_s)} before" if before_s else ""
+        told = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
         told = f"{told}: {words}" if words else told
         told += load_words(self._load.share(), self.prepared.run.num_threads)
         if not self._plans or step_s * steps_left < _WORTH_S:
@@ -93,6 +128,9 @@ class HostWatch:
         if plan.step_s > (1 - _SAVED) * now_s:
             return f"planned again for this speed in {took}, which saves nothing: {format_seconds(now_s)} are predicted"
         self.prepared = replanning.go_on_by(plan, before, self._trainer)
+        self._fingerprint = self._trainer.plan.fingerprint
+        self._usual_s = plan.step_s
+        self._rests_until = self._seen + _REST_STEPS
         return (
             f"planned again for this speed in {took}, step predicted {format_seconds(now_s)} -> "
             f"{format_seconds(plan.step_s)}"

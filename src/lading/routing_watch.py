@@ -48,7 +48,7 @@ class RoutingWatch:
         self._known_steps, self._look_steps = inf, _LOOK_STEPS
         self._began, self._chosen, self._steps = time.perf_counter(), dict[str, list[int]](), 0
 
-    def look(self) -> None:
+    def look(self, step_s: float) -> None:
         """Take nothing of the step that has just ended: the trainer counts what was chosen."""
 
     def advance(self, steps_left: int) -> str:

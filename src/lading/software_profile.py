@@ -3,10 +3,12 @@
 [Note: fit of a profile]
 A step is linear in what is sought, and the simulator says how much of each a step has, as it does for any prediction:
 
-    products, attention   measured / predicted, by the profiler's time of these operations
-    the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds
+    products              products * root of seconds^2 + (bytes / product_bytes_per_s)^2, by the profiler's time
+    attention             measured / predicted, by the profiler's time
+    the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds + step_s
     behind backward       optimizer * seconds + parameter_s * tensors + step_s
     on several ranks      step = step of one rank, slower as processes are beside each other + reduction * seconds
+                          + reduced_parameter_s * tensors
 
 Each line is solved by least squares of shares of a step with nothing below 0, factors drawn a little to 1. A factor of
 operations holds for those of the machine file, so a profile belongs to the host and the machine file it was made with.
@@ -19,7 +21,7 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ from lading.runtime.probe_software import (
     cases,
     measure,
 )
+from lading.runtime.supervised import supervised
 from lading.sim.parts import ATTENTION, MEMORY, PRODUCTS
 from lading.sim.simulate import Simulated, machine_of, prices_of, simulate
 from lading.tracing.tabulate import module_table
@@ -61,12 +64,16 @@ _CPU = "cpu"
 #: Seconds of a launch under which launches are counted; least of a launch, as 0 leaves it to the machine file.
 _UNIT_S, _LEAST_LAUNCH_S = 1e-6, 1e-8
 #: Weight of a factor's being 1 beside a case's error as a share of its step.
-_DRAWN = 0.02
+_DRAWN = 0.005
+#: Seconds added to a step whose share an error is: by about a tenth of it steps of a millisecond differ by themselves.
+_JITTER_S = 3e-3
 #: What a stack takes for a factor lies between these.
 _RANGE = (0.11, 9.9)
 #: Cases whose products are large enough to say what products take.
 _OF_KERNELS = ("middle", "large")
 _DIGITS = 4
+#: Rates of products' bytes that are tried.
+_PRODUCT_BYTES_PER_S = tuple(1e9 * 1.5**step for step in range(11))
 #: Share of the time in which one process is measured, where several are too.
 _ALONE = 0.6
 
@@ -99,7 +106,7 @@ class Profile:
 
 
 def profile_to(
-    path: Path, script: Path, machine_file: Path, *, ranks: int = 1, seconds: float = 30.0, progress: Progress = print
+    path: Path, script: Path, machine_file: Path, ranks: int = 1, *, seconds: float = 30.0, progress: Progress = print
 ) -> Profile:
     """Measure the software of a script and write it as a set of switches, which --stack takes.
 
@@ -134,6 +141,22 @@ def profile_to(
     stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, alone))
     write_text(path, stack_to_toml(stack))
     return Profile(stack, tuple(rows))
+
+
+def profile_within(limit_s: float, path: Path, script: Path, machine_file: Path, *, ranks: int = 1) -> Profile:
+    """Profile a script in a process of its own, as it may never end, or end its process; prints each stage.
+
+    Raises:
+        ConfigError: as ``profile_to``, it took longer than ``limit_s``, or the script ended the process.
+    """
+    return supervised(
+        profile_to,
+        *(path, script, machine_file, ranks),
+        limit_s=limit_s,
+        what=str(script),
+        advice="mend what does not end, or give it longer with --limit SECONDS",
+        said=partial(print, flush=True),
+    )
 
 
 def _machine(path: Path, ranks: int) -> Machine:
@@ -233,18 +256,17 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     timings = measured.timings
     found: dict[str, float] = {}
     kernels = [number for number, case in enumerate(bench.asked) if case.name in _OF_KERNELS]
-    for cause in (PRODUCTS, ATTENTION):
-        seen = sum(getattr(timings[number], f"{cause}_s") for number in kernels)
-        said = sum(getattr(counted[number], cause) for number in kernels)
-        if seen and said:
-            found[cause] = seen / said
+    seen = sum(timings[number].attention_s for number in kernels)
+    said = sum(counted[number].attention for number in kernels)
+    if seen and said:
+        found[ATTENTION] = seen / said
+    weights = _weights(timings)
+    found[PRODUCTS], rate = _products(bench, base, np.array([each.products_s for each in timings]), weights)
     if ATTENTION not in found:  # in operations of its own: it is in what is left of the pass
         counted = [replace(one, memory=one.memory + one.attention) for one in counted]
-    weights = np.array([1 / timing.step_s for timing in timings])
     left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
-    columns = [[one.kernels * _UNIT_S, one.memory, one.loss] for one in counted]
-    columns = [[kernels, memory + loss, loss] for kernels, memory, loss in columns]  # the loss: what it takes beyond
-    launches, memory, beyond = _solved(columns, left, weights, drawn=(False, True, False))
+    columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, 1.0] for one in counted]
+    launches, memory, beyond, once_s = _solved(columns, left, weights, drawn=(False, True, False, False))
     found |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
     if ATTENTION not in found:
         found[ATTENTION] = memory
@@ -261,10 +283,29 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
         fitted=tuple(dict.fromkeys((*base.fitted, _CPU))),
         launch_s=_rounded(max(_LEAST_LAUNCH_S, launches * _UNIT_S)),
         parameter_s=_rounded(each * _UNIT_S),
-        step_s=_rounded(step_s),
+        product_bytes_per_s=_rounded(rate),
+        step_s=_rounded(step_s + once_s),
         in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()},
         **_host_update(base, counted[-1], timings[-1], machine),
     )
+
+
+def _weights(timings: Sequence[Timing]) -> Any:
+    """Weights of the cases' equations: an error counts as a share of the step."""
+    return np.array([1 / (timing.step_s + _JITTER_S) for timing in timings])
+
+
+def _products(bench: _Bench, base: Stack, seen: Any, weights: Any) -> tuple[float, float]:
+    """Fit the factor of products, and the rate of their bytes (0 where none is worth it), to seconds of each case."""
+    best, least = (1.0, 0.0), float("inf")
+    for rate in (0.0, *_PRODUCT_BYTES_PER_S):
+        stack = replace(base, product_bytes_per_s=rate)
+        said = [bench.simulated(number, stack).step.shares_s.get(PRODUCTS, 0.0) for number in range(len(bench.asked))]
+        (factor,) = _solved([[seconds] for seconds in said], seen, weights, drawn=(True,))
+        error = float(np.sum(((factor * np.array(said) - seen) * weights) ** 2))
+        if error < least:
+            best, least = (factor, rate), error
+    return best
 
 
 def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
@@ -278,15 +319,15 @@ def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> St
         stack = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.all_gather": _limited(found["all_gather"])})
     op = "all_reduce" if bench.software.layout == "zero0" else "reduce_scatter"
     twice = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.{op}": 2.0})
-    own, reduced, weights = [], [], []
+    hooked = replace(stack, reduced_parameter_s=_UNIT_S)
+    own, columns = [], []
     for number, timing in enumerate(measured.timings):
-        one, two = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice))
+        one, two, hooks = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice, hooked))
         own.append(timing.step_s - (2 * one - two))
-        reduced.append([two - one])
-        weights.append(1 / timing.step_s)
-    found[op] = float(_solved(reduced, np.array(own), np.array(weights), drawn=(True,))[0])
+        columns.append([two - one, hooks - one])
+    found[op], each = _solved(columns, np.array(own), _weights(measured.timings), drawn=(True, False))
     factors = {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()}
-    return replace(stack, in_situ=stack.in_situ | factors)
+    return replace(stack, reduced_parameter_s=_rounded(each * _UNIT_S), in_situ=stack.in_situ | factors)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from lading.checkpoint.store import (
     step_of,
 )
 from lading.clipping_watch import ClippingWatch
-from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, run_to_dict, short_of_peak
+from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, processors, run_to_dict, short_of_peak
 from lading.errors import BudgetExceeded, ConfigError, LadingError, StorageError
 from lading.files import make_folder
 from lading.freezing import Freezing
@@ -178,6 +178,8 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     data, held_out = ranks.opened(partial(opened_data, run, prepared.step.initial.model))
     if (note := short_of_peak(run.optimization)) is not None:
         print(note, flush=True)
+    if words := crowded_words(run):
+        print(fitted(words), flush=True)
     if run.data.kind == "random":
         print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
     path = ranks.by_first(lambda: resumed_path(run, data, ranks, resume=resume))
@@ -193,6 +195,16 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     data, meta = data.continued(position), meta_of(run, data, ranks, position)
     prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks, meta, plans=plans)
     return _checked(_told(ranks, partial(_reported, prepared, job, first, peak)))
+
+
+def crowded_words(run: RunConfig) -> str:
+    """Say that a run has more threads than this process may use processors; "" where it has not."""
+    if run.threads <= (there := processors()):
+        return ""
+    return (
+        f"threads = {run.threads}, but this process may use {there} processors: threads take turns and wait for each "
+        f"other, so steps take longer; leave threads out, or set at most {there}"
+    )
 
 
 def _reported(prepared: Prepared, job: JobTimeline | None, first: int, peak_bytes: int) -> RunResult:
@@ -400,7 +412,7 @@ def _loop(
                 trainer.check_saved()
                 record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
                 mine = trainer.rank_timeline() if trainer.steps == total else None  # an evaluation is no step
-                watch.look()
+                watch.look(record["step_s"])
                 excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
                 record |= {"excess": excess} if excess else {}
                 try:

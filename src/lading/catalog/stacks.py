@@ -73,6 +73,11 @@ def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
     known = {field.name for field in dataclasses.fields(Stack)}
     if unknown := sorted(key[:40] for key in set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
+    if not data:
+        raise ConfigError(
+            f"{path}: expected switches of software, such as title and fusion, got an empty file; write it again with "
+            "lading probe --software, or begin it with like = and the name of a stack"
+        )
     table = json.loads(json.dumps(vars(_PLAIN))) | {"name": path.stem, **data}
     try:
         stack: Stack = read_as(Stack, table, str(path), "src/lading/ir/stack.py has the keys of such a file")

@@ -11,6 +11,9 @@ from tyro.conf import arg
 from lading.cli.options import check_targets, optional
 from lading.errors import ConfigError
 
+#: Seconds in which software is measured at the longest; a minute is usual, a framework that starts slowly takes five.
+_LIMIT_S = 600.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeCommand:
@@ -37,6 +40,11 @@ class ProbeCommand:
         Path | None, optional("FILE", "What lading probe wrote for this host, to measure --software against.")
     ] = None
 
+    limit: Annotated[
+        float | None,
+        optional("SECONDS", "Longest that --software may take, when the script is ended. If not given, 600."),
+    ] = None
+
     def run(self) -> None:
         """Measure and write the file."""
         out = self.out or (Path("machine.toml") if self.software is None else Path(f"{self.software.stem}.toml"))
@@ -52,8 +60,12 @@ class ProbeCommand:
                 raise ConfigError("--folder is a disk to measure, which --software does not; leave it out")
             if num_ranks()[0] > 1:
                 raise ConfigError("--software starts its own ranks: expected --ranks N without torchrun")
-            _measure_software(self.software, self.machine, out, self.ranks)
+            _measure_software(
+                self.software, self.machine, out, self.ranks, _LIMIT_S if self.limit is None else self.limit
+            )
             return
+        if self.limit is not None:
+            raise ConfigError(f"--limit belongs to --software, got it alone: {self.limit:g}; leave it out")
         if self.machine is not None:
             raise ConfigError(f"--machine belongs to --software, got it alone: {self.machine}; leave it out")
         from lading.hosts import probe_to
@@ -63,16 +75,18 @@ class ProbeCommand:
             print(f"wrote {out}")
 
 
-def _measure_software(script: Path, machine: Path | None, out: Path, ranks: int) -> None:
+def _measure_software(script: Path, machine: Path | None, out: Path, ranks: int, limit_s: float) -> None:
     """Measure software and print how well its switches tell the steps that they were made from."""
     if machine is None:
         raise ConfigError(
             "expected --machine FILE next to --software: software is measured against this host's own rates; measure "
             "them first: lading probe --ranks 2 --out machine.toml"
         )
-    from lading.software_profile import HEAD, profile_to
+    if not 0 < limit_s < float("inf"):
+        raise ConfigError(f"--limit: expected seconds above 0, got {limit_s:g}")
+    from lading.software_profile import HEAD, profile_within
 
-    profile = profile_to(out, script, machine, ranks=ranks)
+    profile = profile_within(limit_s, out, script, machine, ranks=ranks)
     print(HEAD)
     for row in profile.rows:
         print(row)

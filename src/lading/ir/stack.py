@@ -62,6 +62,9 @@ class Stack:
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
         module_s: Seconds of the host for each product and attention of a pass, the experts' apart.
+        product_bytes_per_s: Rate at which operands and results of products of a running step come from memory and go
+            there, on processors: a product takes the root of the sum of squares of its own time and of its bytes at
+            this rate. 0 where its own time says all.
         block_wait_s: Seconds of each pass of a block in which the device stands still however far ahead the host is.
         collective_wait_s: Standard deviation of when ranks come to a collective inside a block: all wait for the last.
         experts_s: Seconds of the host for each pass of routed experts: counting tokens, waiting for the counts,
@@ -118,6 +121,8 @@ class Stack:
         fitted: Architectures on which steps of this software were seen.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
+        reduced_parameter_s: Seconds of the host beyond that for each tensor of parameters whose gradient is reduced
+            over processes of one host: DistributedDataParallel's hooks, and the gradient's place in a bucket.
         host_update: Implementation of an update on the host: "fused" (torch's fused AdamW), "cpu-adam" (DeepSpeed's and
             Megatron-Core's: as fast, and the 16-bit copy of the parameters is written beside), or "loop" (torch's
             operations one after another).
@@ -171,6 +176,7 @@ class Stack:
     collective_launch_s: float = 25e-6
     block_s: float = 0.0
     module_s: float = 0.0
+    product_bytes_per_s: float = 0.0
     block_wait_s: float = 0.0
     collective_wait_s: float = 0.0
     experts_s: float = 0.0
@@ -210,6 +216,7 @@ class Stack:
     in_situ: dict[str, float] = field(default_factory=lambda: {})
     fitted: tuple[str, ...] = ()
     parameter_s: float = 0.0
+    reduced_parameter_s: float = 0.0
     host_update: str = "cpu-adam"
     host_optimizer: float = 0.0
     step_s: float = 0.0

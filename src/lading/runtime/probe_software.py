@@ -133,12 +133,15 @@ class Measured:
 
 
 def cases(widths: Sequence[int]) -> tuple[ProfileCase, ...]:
-    """Make the cases: the host's work is most of the first two, the loss's of the third, kernels' of the others."""
+    """Make the cases: the host's work is most of the first two, the loss's of the third, kernels' of the others; in
+    the fourth these find little in cache, as tokens are few beside parameters.
+    """
     small, middle, large = widths
     return (
         ProfileCase("small", small, 6, 1, 16, 64),
         ProfileCase("one block", small, 1, 1, 16, 64),
         ProfileCase("loss", small, 1, 4, 128, 4096),
+        ProfileCase("few tokens", middle, 3, 1, 64, 64),
         ProfileCase("middle", middle, 3, 4, 128, 1024),
         ProfileCase("large", large, 2, 2, 256, 1024),
     )
@@ -355,7 +358,7 @@ def in_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
         run: Called with a rank, the number of ranks, a folder of theirs, and ``given``; what it writes to "refused0" in
             the folder is raised, and the first rank writes "measured".
     Raises:
-        ConfigError: a process refused what it was given.
+        ConfigError: a process refused what it was given, or ended without a word.
     """
     multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import, in seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -366,8 +369,17 @@ def in_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
             if refused:
                 raise ConfigError(refused[0].read_text()) from error
             if not (Path(folder) / "measured").exists():  # else gloo aborted a rank that was done, at its end
-                raise
+                raise _ended(error) from error
+        if not (Path(folder) / "measured").exists():
+            raise _ended("exit code 0")
         return (Path(folder) / "measured").read_text()
+
+
+def _ended(how: object) -> ConfigError:
+    return ConfigError(
+        f"expected steps to be measured, but a process that trains ended before that ({how!s:.300}); leave out what "
+        "ends a process (os._exit, exit, a signal, memory that the host has not)"
+    )
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import hypot
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lading.cost.hosting import copy_s, host_step_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES
 from lading.cost.topology import Group, group_of
-from lading.ir.graph import DTYPE_BYTES
+from lading.ir.graph import DTYPE_BYTES, OpKind
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.stack import Stack
@@ -62,6 +63,12 @@ class MachinePrices:
         seconds = kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
         if is_loss(kernel):
             seconds *= self._measured("loss")
+        if (
+            (rate := self.stack.product_bytes_per_s)
+            and kernel.kind is OpKind.MATMUL
+            and self.machine.device.gpu is None
+        ):
+            seconds = hypot(seconds, (kernel.bytes_read + kernel.bytes_written) / rate)
         return seconds * self.stack.imbalance if kernel.is_experts else seconds
 
     def _measured(self, what: str) -> float:

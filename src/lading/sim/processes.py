@@ -163,7 +163,7 @@ class _HostStep:
 
     @cached_property
     def hooks_s(self) -> float:
-        """Seconds of a step that the host of a rank works beyond launching kernels: FSDP2's hooks, and DTensors'."""
+        """Seconds of a step that a rank's host works beyond launching kernels: hooks of FSDP2 and DDP, and DTensors."""
         layout, each = self.request.layout, self.shared.overhead_s
         passes = 1 if layout.is_pipeline else layout.micro_batches
         longest = 0.0
@@ -172,6 +172,8 @@ class _HostStep:
             units = sum(count for _, count in run) if layout.zero else 0
             cut = sum(count * _cut_modules(self.segments[s], layout.sp) for s, count in run) if layout.tp > 1 else 0
             seconds = passes * (units * each.get("unit", 0.0) + cut * each.get("tensor-parallel", 0.0))
+            if layout.dp > 1:
+                seconds += sum(stage.parameters for stage in held) * self.request.stack.reduced_parameter_s
             longest = max(longest, seconds)
         return longest * self.shared.slower("products", layout.devices)
 

@@ -80,7 +80,7 @@ def home_cache() -> Path | None:
 
 
 def host_cache(beside: Path) -> Path:
-    """Folder for what was measured of this host: ``lading`` in the user's cache, or ``beside`` without one to write to."""
+    """Folder for what was measured of this host: ``lading`` in the user's cache, or ``beside`` where none is."""
     home = home_cache()
     if home is None:
         return beside

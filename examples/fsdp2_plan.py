@@ -1,6 +1,6 @@
 """A plan in your own FSDP2 script: one line where ``fully_shard`` was called block by block.
 
-    lading plan --model fsdp2_plan:Model --machine h100 --devices 2 --global-batch 16 --seq 128 \
+    PYTHONPATH=. lading plan --model fsdp2_plan:Model --machine h100 --devices 2 --global-batch 16 --seq 128 \
         --pin zero=3 --pin pp=1 --pin tp=1 --pin cp=1 --pin mb=4 --out plan.json
     torchrun --nproc-per-node 2 fsdp2_plan.py plan.json
 

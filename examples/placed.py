@@ -1,7 +1,7 @@
 """A model in parts on unlike computers: planned, then trained by stock PyTorch, a process on each.
 
-    lading place --machine two_boxes.toml --model placed:Model --seq 128 --batch 2 --micro-batches 4 --units 8 \
-        --policy chain --out placement.json
+    PYTHONPATH=. lading place --machine two_boxes.toml --model placed:Model --seq 128 --batch 2 --micro-batches 4 \
+        --units 8 --policy chain --out placement.json
     torchrun --nproc-per-node 2 placed.py placement.json
 
 Here both processes run on one computer. On two, start rank 0 on the device of the first part and rank 1 on that of the

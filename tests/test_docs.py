@@ -61,3 +61,12 @@ def test_the_first_run_of_a_stranger_fits_and_goes_on(tmp_path: Path, monkeypatc
     assert main(["train", "run.toml", "optimization.steps=2"]) == 0
     assert main(["train", "run.toml", "--resume", "optimization.steps=4"]) == 0
     assert main(["report", "out/first"]) == 0
+
+
+def test_commands_that_name_a_file_beside_them_find_it() -> None:
+    """The ``lading`` script, unlike ``python -m lading``, has not the working directory on its path."""
+    pages = [*Path(__file__).parents[1].glob("docs/*.md"), *Path(__file__).parents[1].glob("examples/*.py")]
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines()]
+    named = [line for line in lines if re.match(r"(PYTHONPATH=\. )?lading .*(--model |model\.name=)\w+:\w+", line)]
+    assert len(named) >= 4
+    assert [line for line in named if not line.startswith("PYTHONPATH=. ")] == []

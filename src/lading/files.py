@@ -65,7 +65,14 @@ def cannot_read(path: Path, error: OSError) -> StorageError:
 
 
 def home_cache() -> Path | None:
-    """Folder of the user's caches, ``~/.cache``; None for a user without a home directory, as in a container."""
+    """Folder of the user's caches: $XDG_CACHE_HOME, or ``~/.cache`` where that is not absolute.
+
+    Returns:
+        None for a user without either, as in a container.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():
+        return named
     try:
         return Path.home() / ".cache"
     except RuntimeError:
@@ -73,7 +80,7 @@ def home_cache() -> Path | None:
 
 
 def host_cache(beside: Path) -> Path:
-    """Folder for what was measured of this host: ``~/.cache/lading``, or ``beside`` without a home to write to."""
+    """Folder for what was measured of this host: ``lading`` in the user's cache, or ``beside`` where none is."""
     home = home_cache()
     if home is None:
         return beside

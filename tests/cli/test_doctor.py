@@ -80,10 +80,12 @@ def test_a_disk_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "no O_DIRECT" in disk.found
 
 
-def test_the_probe_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["", "cache"], ids=["home", "XDG_CACHE_HOME"])
+def test_the_probe_of_this_host(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / named) if named else "")
     assert "none of this host" in found(tmp_path)["probe"].found
-    cache = tmp_path / ".cache" / "lading"
+    cache = tmp_path / (named or ".cache") / "lading"
     cache.mkdir(parents=True)
     path = cache / f"cpu-2-threads-folder-{tmp_path.stat().st_dev}-torch-{torch.__version__}.toml"
     save_machine(small_machine(), path)
@@ -111,6 +113,7 @@ def test_the_probe_of_a_user_without_a_home_is_kept_with_the_run(
 ) -> None:
     """As in a container: measured once, not a traceback, and not measured in vain."""
     (tmp_path / "file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if home == "none":
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # in no list of users

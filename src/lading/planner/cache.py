@@ -49,13 +49,8 @@ class Asked(TypedDict, total=False):
 
 
 def cache_folder() -> Path | None:
-    """Folder that plans are kept in: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is not absolute.
-
-    Returns:
-        None for a user without a home directory, as in a container: nothing is kept.
-    """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = named if named.is_absolute() else home_cache()
+    """Folder that plans are kept in, ``lading/plans`` in the user's cache; None without one: nothing is kept."""
+    base = home_cache()
     return None if base is None else base / "lading" / "plans"
 
 

@@ -16,7 +16,9 @@ from torch.optim import lr_scheduler
 from lading.checkpoint.store import open_checkpoint
 from lading.cost.compute import op_costs
 from lading.errors import ConfigError
+from lading.ir.machine import Machine
 from lading.memory.restore import program_of, step_of
+from lading.optim.registry import optimizer as rule_named
 from lading.optim.rule import States
 from lading.optim.sgd import SGD
 from lading.optim.torch_update import rule_of_optimizer
@@ -614,3 +616,52 @@ def test_a_group_with_a_tensor_is_refused_by_its_key() -> None:
     optimizer = torch.optim.AdamW(net().parameters(), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
     with pytest.raises(ConfigError, match=r"AdamW, got betas = \(tensor\(0\.9000\), tensor\(0\.9900\)\); tensors"):
         rule_of_optimizer(optimizer)
+
+
+class Rotation(torch.nn.Module):
+    """A complex matrix and a real bias; x_BF -> x_BF."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.randn(32, 32, dtype=torch.complex64) / 6)
+        self.bias = torch.nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.turn).abs() + self.bias
+
+
+def complex_machine() -> Machine:
+    machine = small_machine()
+    peaks = {**machine.device.peak_flops_per_s, "complex64": 1e10}
+    return replace(machine, device=replace(machine.device, peak_flops_per_s=peaks))
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e-2])
+def test_complex_weights_move_and_are_clipped_as_in_plain_pytorch(clip_norm: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours, x = Rotation(), torch.randn(16, 32)
+    theirs = copy.deepcopy(ours)
+    mine, other = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ours, theirs))
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    graph = capture(ours, x, loss)
+    planned = plan(graph, complex_machine(), budget="1GB", optimizer=mine, clip_norm=clip_norm)
+    with Trainer(planned, graph, ours, optimizer=mine, folder=tmp_path) as trainer:
+        for _ in range(3):
+            value = loss(theirs, x)
+            value.backward()
+            norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm or 1e9)
+            other.step()
+            other.zero_grad()
+            assert trainer.step(x) == value.item()
+            assert not clip_norm or trainer.gradient_norm == norm.item() > clip_norm
+    assert all(torch.equal(*each) for each in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "adafactor"])
+def test_rules_that_cannot_move_complex_weights_are_refused_when_planned(rule: str) -> None:
+    graph = capture(Rotation(), torch.randn(16, 32), lambda model, x: model(x).square().mean())
+    with pytest.raises(ConfigError, match=r"turn: expected weights that .* got complex64; .*an optimizer of torch"):
+        plan(graph, complex_machine(), budget="1GB", optimizer=rule_named(rule, lr=1e-3))

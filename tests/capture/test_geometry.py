@@ -108,6 +108,19 @@ def test_other_memory_and_other_shapes_of_what_stays_are_refused(
         capture(Shaped(change), batch(0), squares)
 
 
+def test_a_batch_that_the_loss_changes_in_place_is_told_and_keeps_its_values(tmp_path: Path) -> None:
+    def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(given["x"].mul_(2.0)).square().mean()
+
+    model, given = nn.Linear(F, F), batch(0)
+    with pytest.warns(UserWarning, match="changes batch entry 'x' in place.*keeps its values"):
+        graph = capture(model, given, loss)
+    before = given["x"].clone()
+    with Trainer(plan(graph, "cpu", budget="1GB"), graph, model, folder=tmp_path) as trainer:
+        trainer.step(given)
+    assert torch.equal(given["x"], before)
+
+
 def test_a_batch_that_the_loss_turns_in_place_is_refused() -> None:
     with pytest.raises(CaptureError, match="a tensor of the batch another shape in place"):
         capture(nn.Linear(F, F), batch(0), lambda model, given: model(given["x"].transpose_(0, 1)).sum())

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from tests.ranks import run_ranks
 from tests.runtime.loops import LOOPS, SOME_LOOPS
 from tests.runtime.sharding import FULL, SOME_UNLIKE, UNLIKE, compare_plans, with_units
@@ -22,7 +23,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.plan import Plan
 from lading.ir.request import Architecture, StepRequest
 from lading.planner.unshard import choose_groups, neighbor_peaks, plan_of
-from lading.runtime.apply import _check_plain
+from lading.runtime.apply import _check_plain, _refuse_earlier_optimizers
 
 #: tests.runtime.sharding.SIZES by the table's names.
 SIZES = {"v": 512, "h": 64, "n": 4, "k": 2, "d": 16, "f": 192}
@@ -154,6 +155,39 @@ def test_checkpointing_of_transformers_is_refused_by_name() -> None:
     model[0].gradient_checkpointing = True  # as gradient_checkpointing_enable() sets it
     with pytest.raises(ConfigError, match=r"found '0' with gradient_checkpointing .*gradient_checkpointing_disable"):
         _check_plain(model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_would_be_lost_and_are_refused(register: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    getattr(model[0].weight, register)(lambda _: None)
+    with pytest.raises(ConfigError, match=r"without hooks, found one on '0\.weight'.*afterwards"):
+        _check_plain(model)
+
+
+def test_gradients_from_before_would_be_lost_and_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"found one on '0\.weight' of a backward pass before.*zero_grad"):
+        _check_plain(model)
+    model.zero_grad()
+    _check_plain(model)
+
+
+def test_an_optimizer_from_before_moves_nothing_and_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = list(model.parameters())
+    early, of_kept = torch.optim.SGD(before, lr=0.1), torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model[0].weight = nn.Parameter(torch.ones(2, 2))  # as fully_shard puts a shard there
+    stop = _refuse_earlier_optimizers(before, model)
+    try:
+        with pytest.raises(ConfigError, match=r"made before.*shape \(2, 2\).*after lading\.apply"):
+            early.step()
+        of_kept.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    finally:
+        stop()
+    early.step()
 
 
 @pytest.mark.long

@@ -70,6 +70,8 @@ _UNIT = 1024
 CLIP_EPSILON = 1e-6
 #: Share of a part by which it may be larger so that it has whole rows.
 _ROWS_SHARE = 1 / 64
+#: Dtype of the parts of a complex number.
+_REAL = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 _LOW = frozenset({"bfloat16", "float16"})
 
 
@@ -345,7 +347,7 @@ class _StepBuilder:
         Each gradient's norm is taken as soon as the gradient is final, while it is still at hand.
 
         Args:
-            dtype: Dtype of the gradients.
+            dtype: Dtype of the gradients' norms.
         """
         norms: list[int] = []
         final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
@@ -439,9 +441,10 @@ class _StepBuilder:
         gradient = self.tensors[self.gradients[parameter.tensor]]
         rule = self.optimizer.of_size(self.sizes.get(name, prod(value.shape)))
         if not rule.moves(dtype := self._moved_dtype(parameter)):
+            change = "give an optimizer of torch" if dtype in _REAL else "leave the optimizer's states= out"
             raise ConfigError(
                 f"{name}: expected weights that {name_of(rule)} moves with these settings, got {dtype}; convert the "
-                "model, or leave the optimizer's states= out"
+                f"model, or {change}"
             )
         count = 1 if rule.whole else -(-prod(value.shape) // max(part_elements, _UNIT))
         if count <= 1 or not (value.is_row_major and gradient.is_row_major):
@@ -662,16 +665,17 @@ def _has_master(graph: StepGraph, parameter: Parameter, master_weights: bool) ->
 
 
 def _clipped_dtype(graph: StepGraph, master_weights: bool) -> str:
-    """Find the one dtype of all gradients that are clipped.
+    """Find the one dtype of the norms of all gradients that are clipped; of complex ones that is the real part's.
 
     Raises:
         ConfigError: there are several.
     """
-    dtypes = {
-        "float32" if _has_master(graph, p, master_weights) else graph.tensors[p.gradient].dtype: p.names[0]
+    moved = {
+        p.names[0]: "float32" if _has_master(graph, p, master_weights) else graph.tensors[p.gradient].dtype
         for p in graph.parameters
         if p.gradient is not None
     }
+    dtypes = {_REAL.get(dtype, dtype): name for name, dtype in moved.items()}
     if len(dtypes) > 1:
         raise ConfigError(
             f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in dtypes.items())}; "

@@ -94,7 +94,7 @@ class MomentRule(ParameterRule):
 
     def moves(self, dtype: str) -> bool:
         """Whether it moves weights of a dtype: updates of states with a format of their own are in float32."""
-        return self.states == "auto" or dtype != "float64"
+        return super().moves(dtype) and (self.states == "auto" or dtype != "float64")
 
     def of_size(self, elements: int) -> Self:
         """Rule that moves a parameter of so many elements: states of small ones are kept in float32, not in 8 bits."""

@@ -132,8 +132,8 @@ class ParameterRule(ABC):
         return self.temporaries * elements
 
     def moves(self, dtype: str) -> bool:
-        """Whether it moves weights, a parameter's or its master's, of a dtype."""
-        return True
+        """Whether it moves weights, a parameter's or its master's, of a dtype; one for complex weights overrides it."""
+        return not dtype.startswith("complex")
 
     def of_size(self, elements: int) -> Self:
         """Rule that moves a parameter of so many elements: this one, unless small ones have other planned settings."""

@@ -38,6 +38,10 @@ class SGD(ParameterRule):
                 f"dampening {self.dampening}"
             )
 
+    def moves(self, dtype: str) -> bool:
+        """Whether it moves weights of a dtype: of every one, as it adds and scales."""
+        return True
+
     def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shape of the momentum, if there is one."""
         return {"momentum_buffer": StateSpec(shape)} if self.momentum else {}

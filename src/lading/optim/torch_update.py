@@ -70,6 +70,10 @@ class TorchUpdate(ParameterRule):
     def __post_init__(self) -> None:
         check_code(self.optimizer, "optimizer")  # here, as updates run on threads, which have no grant of a command
 
+    def moves(self, dtype: str) -> bool:
+        """Whether it moves weights of a dtype: the optimizer itself was tried on them."""
+        return True
+
     def state_specs(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Shapes of the states; the number of updates is not among them."""
         cut = {name: StateSpec(shape) for name in self.elementwise.split()}

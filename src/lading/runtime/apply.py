@@ -203,6 +203,7 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.choices.units]
     beside = [unit for unit, _ in _beside(plan, model)]
+    whole_parameters = list(model.parameters())
     modules.update({path: _recompute(model, path) for path in plan.choices.recomputed})
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(plan.choices.gather_dtype), reduce_dtype=_dtype(plan.choices.reduce_dtype)
@@ -230,6 +231,7 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         kept = [sharded[n] for n, group in enumerate(plan.choices.units) if not group.reshard_after_backward]
         removers.append(_MicroBatches(_as_sharded(model), kept, layout.micro_batches).remove)
     removers.append(_watch_sizes(model, MicroBatch(layout.micro_batch, plan.request.seq_len)))
+    removers.append(_refuse_earlier_optimizers(whole_parameters, model))
     model.__dict__[_REMOVERS] = removers
     return model
 
@@ -242,6 +244,30 @@ def _watch_sizes(model: nn.Module, planned: MicroBatch) -> Callable[[], None]:
             planned.check(args, options)
 
     return model.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove
+
+
+def _refuse_earlier_optimizers(before: Sequence[nn.Parameter], model: nn.Module) -> Callable[[], None]:
+    """Refuse steps of optimizers that have parameters from before the model was cut, which move nothing of it.
+
+    Args:
+        before: Parameters that the model had.
+
+    Returns:
+        The call that stops that.
+    """
+    still = {id(parameter) for parameter in model.parameters()}
+    gone = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in still}
+
+    def check(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if id(parameter) in gone and gone[id(parameter)]() is parameter:
+                raise ConfigError(
+                    "expected an optimizer of the model that lading.apply returned, found one that was made before: "
+                    f"its parameters, of shape {tuple(parameter.shape)} and others, are no longer the model's and "
+                    "would be moved in vain; make it after lading.apply"
+                )
+
+    return register_optimizer_step_pre_hook(check).remove
 
 
 def stop_counting(model: nn.Module) -> None:
@@ -271,7 +297,20 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model to which something that a plan does has been done already."""
+    """Refuse a model to which something that a plan does has been done, or whose parameters have what shards lose."""
+    for name, parameter in model.named_parameters():
+        hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))  # pyright: ignore[reportPrivateUsage]
+        if any(hooks):
+            raise ConfigError(
+                f"apply: expected parameters without hooks, found one on {name!r}, which the shard in its place would "
+                "not have; call register_post_accumulate_grad_hook on the parameters afterwards, each of which is then "
+                "this rank's shard"
+            )
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"apply: expected parameters without gradients, found one on {name!r} of a backward pass before, which "
+                "the shard in its place would not have; call model.zero_grad() first"
+            )
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 def check_apart(model: torch.nn.Module, batch: Any, graph: StepGraph) -> None:
     """Refuse parameters and buffers, or entries of a batch, with elements in common, as a plan has each in its place.
 
-    One object under several names is one parameter. What no step changes may be shared.
+    One object under several names is one parameter. What no step changes may be shared. Warns of a batch that the step
+    changes in place.
 
     Raises:
         CaptureError: the step changes one of them, and names both; or one is expanded, so that its elements are one.
@@ -45,6 +47,13 @@ def check_apart(model: torch.nn.Module, batch: Any, graph: StepGraph) -> None:
         raise CaptureError(
             f"batch entry {pair[1]!r}: expected memory of its own, as the step changes {min(changed)!r} in place, "
             f"found elements of {pair[0]!r} in it; clone() one, or change it out of place"
+        )
+    if changed:
+        warnings.warn(
+            f"the step changes batch entry {min(changed)!r} in place: a planned step changes its own copy, so what you "
+            "give keeps its values, where plain PyTorch would leave others in it; change it out of place, if you read "
+            "it or give it again after the step",
+            stacklevel=4,
         )
 
 

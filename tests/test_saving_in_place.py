@@ -70,7 +70,8 @@ def contents(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("clipped", [None, pytest.param(0.1, marks=pytest.mark.long)])
 def test_a_checkpoint_in_place_is_that_of_its_step_to_the_bit(tmp_path: Path, clipped: float | None) -> None:
     """Also with updates on a guess, whose values have two places already."""
-    guess = {} if clipped is None else {"clip_norm": 1.0, "clipped": clipped}
+    guess: dict[str, Any] = {} if clipped is None else {"clip_norm": 1.0, "clipped": clipped}
+    kept = copied = tmp_path
     with trainer_of(tmp_path, **guess) as trainer:
         losses = list[float]()
         for step in range(STEPS):
@@ -144,6 +145,18 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
         assert contents(first) == before
         trainer.save(tmp_path / "saved", in_place=True)
         assert not first.exists()
+
+
+def test_copies_between_them_leave_the_file_its_name(tmp_path: Path) -> None:
+    """A file without a name is given no other, so the newest in place stays beside those that are kept."""
+    with warnings.catch_warnings(), trainer_of(tmp_path) as trainer:
+        warnings.simplefilter("error")
+        for step in range(6):
+            trainer.step(batch_of(step))
+            path = trainer.save(tmp_path / "saved", in_place=step % 3 == 0, keep=1)
+            assert (path / SWAP).exists() == (step % 3 == 0)
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir() if path.is_dir())
+    assert names == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize("name", [SWAP, STATE])

@@ -227,7 +227,8 @@ class Saves:
             self._checked(folder, meta, keep, keep_every_steps)
             give_back()  # what steps freed leaves its room to the buffers of saving
             snapshot.executor.reset_peak()
-            path = save_checkpoint(folder, snapshot.step, snapshot.sources(gathering), meta, keep, keep_every_steps)
+            sources, spared = snapshot.sources(gathering), self._in_place.newest
+            path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps, spared=spared)
         finally:  # the others give all shards, whether or not they can be written
             gathering.end()
         self.newest = str(path)

@@ -75,9 +75,13 @@ def check_in_place(executor: Executor, folder: Path, *, is_alone: bool) -> FileT
 
 @dataclass(eq=False)
 class SavesInPlace:
-    """Checkpoints in place of one trainer, and the thread that makes the checksums of the newest."""
+    """Checkpoints in place of one trainer, and the thread that makes the checksums of the newest.
 
-    _path: Path | None = None
+    Attributes:
+        newest: The newest one; while it is there, the swap file has a name, and can be given another.
+    """
+
+    newest: Path | None = None
     _thread: threading.Thread | None = None
     _is_over: bool = False
     _failure: Exception | None = None
@@ -120,16 +124,16 @@ class SavesInPlace:
         finally:
             gathering.end()
         file.keep()
-        self._path = path
+        self.newest = path
         self._begin()
         return path
 
     def _begin(self) -> None:
         """Begin to make the checksums of the newest checkpoint."""
-        if self._path is None:
+        if self.newest is None:
             return
         self._is_over, self._failure = False, None
-        self._thread = threading.Thread(target=self._run, args=(self._path,), name="lading checksums")
+        self._thread = threading.Thread(target=self._run, args=(self.newest,), name="lading checksums")
         self._thread.start()
 
     def _run(self, path: Path) -> None:
@@ -154,7 +158,7 @@ class SavesInPlace:
         """
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise StorageError(f"cannot make the checksums of checkpoint {self._path}: {failure}") from failure
+            raise StorageError(f"cannot make the checksums of checkpoint {self.newest}: {failure}") from failure
 
     def wait(self) -> None:
         """Return once all checksums are made; raises as ``check``."""

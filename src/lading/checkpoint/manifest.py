@@ -88,7 +88,7 @@ def manifest_bytes(body: Mapping[str, Any]) -> bytes:
     """Write the manifest that has a body, with the checksums of the body's bytes in front."""
     text = json.dumps(body, indent=1).encode()
     sha256, adler32 = checksums_of(text)
-    return (_BEGINNING % (3 if body.get("swap") else 2, adler32, sha256)).encode() + text + _ENDING
+    return (_BEGINNING % (3 if "swap" in body else 2, adler32, sha256)).encode() + text + _ENDING
 
 
 def read_manifest(path: Path) -> Manifest:

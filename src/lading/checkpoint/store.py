@@ -208,6 +208,7 @@ def save_checkpoint(
     keep: int,
     keep_every_steps: int = 0,
     swapped: Swapped | None = None,
+    spared: Path | None = None,
 ) -> Path:
     """Write a checkpoint, then delete all up to this step but the ``keep`` newest.
 
@@ -218,6 +219,7 @@ def save_checkpoint(
         keep_every_steps: Keep every checkpoint of a multiple of so many steps, too; 0 keeps none for that.
         swapped: Further tensors, which stay in a swap file. Earlier checkpoints in that file are deleted, whoever
             reads them.
+        spared: Checkpoint that is not deleted.
 
     Returns:
         The folder of the new checkpoint, which is on disk.
@@ -246,7 +248,7 @@ def save_checkpoint(
         _publish(temporary, final)
         if swapped is not None:
             _remove_earlier(final)
-        _prune(folder, step, keep, keep_every_steps)
+        _prune(folder, step, keep, keep_every_steps, spared)
     except BaseException as error:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)  # or by the next save
@@ -396,13 +398,13 @@ def _publish(temporary: Path, final: Path) -> None:
         _remove(old)
 
 
-def _prune(folder: Path, step: int, keep: int, every: int) -> None:
-    """Delete all but the ``keep`` newest up to ``step``, and those of every so many steps (0: of none).
+def _prune(folder: Path, step: int, keep: int, every: int, spared: Path | None) -> None:
+    """Delete all but the ``keep`` newest up to ``step``, those of every so many steps (0: of none), and ``spared``.
 
     Later ones belong to a run that went further.
     """
     for path in [path for path in checkpoint_folders(folder) if step_of(path) <= step][keep:]:
-        if not every or step_of(path) % every or path.name.endswith(".old"):
+        if path != spared and (not every or step_of(path) % every or path.name.endswith(".old")):
             _remove(path)
 
 

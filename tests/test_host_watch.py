@@ -21,7 +21,7 @@ from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import Prepared
 from lading.summary import write_run_report
-from lading.train import crowded_words, train_run
+from lading.config import crowded_words, train_run
 from lading.units import KiB
 from tests.runs import write_run
 

@@ -130,6 +130,16 @@ def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> f
     return peak * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def crowded_words(run: RunConfig) -> str:
+    """Say that a run has more threads than this process may use processors; "" where it has not."""
+    if run.threads <= (there := processors()):
+        return ""
+    return (
+        f"threads = {run.threads}, but this process may use {there} processors: threads take turns and wait for each "
+        f"other, so steps take longer; leave threads out, or set at most {there}"
+    )
+
+
 def short_of_peak(optimization: Optimization) -> str | None:
     """Note that a run ends within its warm-up; None for any other run."""
     steps, warmup = optimization.steps, optimization.warmup_steps
@@ -411,6 +421,9 @@ class CheckpointConfig:
         at_end: Whether to save when the run ends, and when it is stopped.
         wait: Whether training waits while checkpoints on the way are written. If not, a process writes them beside it,
             where the memory budget has room to stage them; where it has none, training waits, and the run says so.
+        in_place: Whether checkpoints on the way leave what lies in the swap file there, which then takes twice the
+            room: next to nothing is written, and each replaces the one before (``lading.saving_in_place``). Those of
+            ``keep_every_steps`` and the last one are copied.
     """
 
     every_steps: int = 0
@@ -418,6 +431,7 @@ class CheckpointConfig:
     keep_every_steps: int = 0
     at_end: bool = True
     wait: bool = False
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 0)
@@ -429,6 +443,9 @@ class CheckpointConfig:
                 f"be kept, got {self.keep_every_steps}"
             )
 
+        if self.in_place and not self.every_steps:
+            raise ConfigError("in_place: expected every_steps > 0, as it is for checkpoints on the way, got 0")
+
     @property
     def saves(self) -> bool:
         """Whether anything is saved at all."""
@@ -437,7 +454,11 @@ class CheckpointConfig:
     @property
     def stages(self) -> bool:
         """Whether checkpoints on the way are to be written beside training."""
-        return self.every_steps > 0 and not self.wait
+        return self.every_steps > 0 and not (self.wait or self.in_place)
+
+    def is_in_place(self, step: int) -> bool:
+        """Whether the checkpoint of a step on the way is to be in place."""
+        return self.in_place and not (self.keep_every_steps and step % self.keep_every_steps == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ until then (``lading.runtime.fence``). Each rank of a host stages its own shards
 one's saver maps them all, and begins when every rank has noted that its copies are made. Runs of tensor parallel, what
 lies in a file, or has another order in memory, and shards of another host, are gathered by the first rank before
 training goes on, a MiB at a time ([Note: gathering]). Where a rank's budget leaves no room for its staging memory,
-training waits.
+training waits. What lies in a swap file may stay there instead (``lading.saving_in_place``).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from lading.runtime.gathering import Gathering
 from lading.runtime.host import clock_id
 from lading.runtime.named import NamedValues
 from lading.runtime.resident import give_back
+from lading.saving_in_place import SavesInPlace
 from lading.staging_layout import Run, StagingLayout, is_spread, staged_runs
 from lading.units import format_bytes
 
@@ -184,6 +185,7 @@ class Saves:
     newest: str = ""
     _locks: SaveLocks = field(default_factory=SaveLocks)
     _background: _Background = field(default_factory=_Background)
+    _in_place: SavesInPlace = field(default_factory=SavesInPlace)
     _warned: bool = False
     _number: int = 0
     _laid: tuple[StagingLayout, list[str], str] | None = None
@@ -191,6 +193,23 @@ class Saves:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self._background.end)
+
+    def save_in_place(
+        self, snapshot: Snapshot, folder: Path, meta: Mapping[str, Any], keep: int, keep_every_steps: int = 0
+    ) -> Path:
+        """Commit a checkpoint in place (``lading.saving_in_place``); one that cannot be is copied, as by ``save``.
+
+        Returns:
+            Its folder.
+        Raises:
+            StorageError, ConfigError: as ``save``.
+        """
+        self._checked(folder, meta, keep, keep_every_steps)
+        path = self._in_place.save(snapshot, folder, meta, keep, keep_every_steps)
+        if path is None:
+            return self.save(snapshot, folder, meta, keep, keep_every_steps)
+        self.newest = str(path)
+        return path
 
     def save(
         self, snapshot: Snapshot, folder: Path, meta: Mapping[str, Any], keep: int, keep_every_steps: int = 0
@@ -208,7 +227,8 @@ class Saves:
             self._checked(folder, meta, keep, keep_every_steps)
             give_back()  # what steps freed leaves its room to the buffers of saving
             snapshot.executor.reset_peak()
-            path = save_checkpoint(folder, snapshot.step, snapshot.sources(gathering), meta, keep, keep_every_steps)
+            sources, spared = snapshot.sources(gathering), self._in_place.newest
+            path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps, spared=spared)
         finally:  # the others give all shards, whether or not they can be written
             gathering.end()
         self.newest = str(path)
@@ -364,6 +384,7 @@ class Saves:
 
     def check(self) -> None:
         """Raise what a save beside training has failed of, if it is known by now; as ``wait``."""
+        self._in_place.check()
         if not self.is_under_way:
             self.wait()
 
@@ -389,13 +410,16 @@ class Saves:
     def waited(self) -> str:
         """Path of the newest checkpoint, or words for none, once no save is under way; raises as ``wait``."""
         self.wait()
+        self._in_place.wait()
         return self.newest or "nothing is saved"
 
     def close(self) -> None:
         """Wait for the save under way, then give the staging memory back; raises as ``wait``. May be called twice."""
         try:
             self.wait()
+            self._in_place.wait()
         finally:
+            self._in_place.end()
             if self._background.job is not None:  # a signal has ended the wait: so ends the save
                 if self._background.saver is not None:
                     self._background.saver.kill()

@@ -33,7 +33,7 @@ from lading.checkpoint.store import (
     step_of,
 )
 from lading.clipping_watch import ClippingWatch
-from lading.config import CheckpointConfig, FreezeConfig, RunConfig, lr_at, processors, run_to_dict, short_of_peak
+from lading.config import CheckpointConfig, FreezeConfig, RunConfig, crowded_words, lr_at, run_to_dict, short_of_peak
 from lading.errors import BudgetExceeded, ConfigError, LadingError, StorageError
 from lading.files import make_folder
 from lading.freezing import Freezing
@@ -195,16 +195,6 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     data, meta = data.continued(position), meta_of(run, data, ranks, position)
     prepared, first, job, peak = _trained(prepared, data, held_out, newest, ranks, meta, plans=plans)
     return _checked(_told(ranks, partial(_reported, prepared, job, first, peak)))
-
-
-def crowded_words(run: RunConfig) -> str:
-    """Say that a run has more threads than this process may use processors; "" where it has not."""
-    if run.threads <= (there := processors()):
-        return ""
-    return (
-        f"threads = {run.threads}, but this process may use {there} processors: threads take turns and wait for each "
-        f"other, so steps take longer; leave threads out, or set at most {there}"
-    )
 
 
 def _reported(prepared: Prepared, job: JobTimeline | None, first: int, peak_bytes: int) -> RunResult:
@@ -405,6 +395,8 @@ def _loop(
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
     with ranks.recording(Path(run.out), trainer.plan.budgets["device"], trainer.steps, total) as (log, progress, stop):
+        if run.checkpoint.in_place:
+            trainer.check_in_place(Path(run.out) / NEWEST)
         save = partial(_save, trainer, run, meta, log)
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:
@@ -428,7 +420,7 @@ def _loop(
             told = len(trainer.excess)
             _plan_again(freezer, watch, total - trainer.steps, progress)
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
-                path = save(wait=bool(is_broken) or not run.checkpoint.stages or trainer.steps == total)
+                path = save(ends=bool(is_broken) or trainer.steps == total)
                 saved = trainer.steps
                 if is_broken:
                     progress.note(f"saved in {path}; the run goes on")
@@ -483,13 +475,20 @@ def _judge(validation: _Validation, loss: float, log: MetricsLog | None, progres
 
 
 def _save(
-    trainer: Trainer, run: RunConfig, meta: Mapping[str, Any], log: MetricsLog | None, *, wait: bool = True
+    trainer: Trainer, run: RunConfig, meta: Mapping[str, Any], log: MetricsLog | None, *, ends: bool = True
 ) -> Path:
-    """Write a checkpoint, when the records of what led to it are on disk; returns its folder."""
+    """Write a checkpoint, when the records of what led to it are on disk; returns its folder.
+
+    Args:
+        ends: Whether it is the last, or of a run that may not go on: it is written whole, and waited for.
+    """
     if log is not None:
         log.sync()
-    kept = {"keep": run.checkpoint.keep, "keep_every_steps": run.checkpoint.keep_every_steps}
-    return trainer.save(Path(run.out) / NEWEST, meta=meta, **kept, wait=wait)
+    settings = run.checkpoint
+    kept = {"keep": settings.keep, "keep_every_steps": settings.keep_every_steps}
+    in_place = not ends and settings.is_in_place(trainer.steps)
+    wait = ends or not settings.stages
+    return trainer.save(Path(run.out) / NEWEST, meta=meta, **kept, wait=wait, in_place=in_place)
 
 
 def _tell(

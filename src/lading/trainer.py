@@ -67,6 +67,7 @@ from lading.runtime.shard_reads import ReadableValue
 from lading.runtime.update_kernels import check_planned
 from lading.runtime.value_layout import values_here, values_of
 from lading.saving import Saves, Snapshot
+from lading.saving_in_place import check_in_place
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
 
@@ -563,28 +564,28 @@ class Trainer:
         keep: int = 2,
         keep_every_steps: int = 0,
         wait: bool = True,
+        in_place: bool = False,
     ) -> Path:
-        """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
-
-        Of several ranks the first writes all of it, also what is sharded over them; all call this.
+        """Write a checkpoint: every value, the random generator's state and ``meta``. All ranks call this.
 
         Args:
             keep: How many of the newest stay. One that is being read stays until a later save.
             keep_every_steps: Those of every so many steps stay, too; 0 for none.
             wait: False lets training go on meanwhile: values are copied while the next step runs, and a process writes
                 them (``wait_saved``). That takes as much memory as the checkpoint has bytes, of each rank for what it
-                alone has; where a plan's budget leaves less, training waits all the same, and a warning says so. A save
-                under way ends first.
+                alone has; where the budget leaves less, training waits, and a warning says so.
+            in_place: What lies in the swap file stays there, until the next one (``lading.saving_in_place``).
 
         Returns:
-            Its folder, for ``load``; without ``wait`` it is there once it is whole.
-
+            Its folder, for ``load``; without ``wait`` it is there once it is whole. One under way ends first.
         Raises:
             StorageError: the disk is full, another trainer saves there, or the save before failed; older ones stay.
-            ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
+            ConfigError: a step or load left values of two steps, ``meta`` has no JSON form, or ``in_place`` cannot be.
         """
         self._meet("save a checkpoint")
         asked = Path(folder), meta or {}, keep, keep_every_steps
+        if in_place:
+            return self._saves.save_in_place(self._snapshot(), *asked)
         if not wait and (path := self._saves.begin(self._snapshot(), *asked)) is not None:
             return path
         self._saves.newest = self._by_first_rank(
@@ -595,16 +596,16 @@ class Trainer:
         return Path(self._saves.newest)
 
     def wait_saved(self) -> None:
-        """Wait until the checkpoint that is written beside training is whole; all ranks call this.
-
-        Raises:
-            StorageError: it could not be written; older ones are whole.
-        """
+        """Wait until the newest checkpoint is whole, with its checksums; raises as ``save``. All ranks call this."""
         self._by_first_rank("Trainer.wait_saved", self._saves.waited, lambda: None)
 
     def check_saved(self) -> None:
         """Raise what the last save beside training has failed of, if that is known by now; as ``wait_saved``."""
         self._saves.check()
+
+    def check_in_place(self, folder: str | Path) -> None:
+        """Refuse what keeps checkpoints from being saved in place, and reserve their room; raises as ``save``."""
+        check_in_place(self._executor, Path(folder), is_alone=self._replicas is None)
 
     @property
     def is_saving(self) -> bool:
@@ -716,10 +717,7 @@ class Trainer:
         """Go on after ``pause`` by another plan for the same model and optimizer, of any layout.
 
         Values and states go to the ranks that hold them now. Of parameters that were frozen states are dropped, those
-        of parameters that were thawed begin at zero.
-
-        Args:
-            plan, graph, others, shapes: As the class takes them.
+        of parameters that were thawed begin at zero. Arguments are those of the class.
 
         Raises:
             ConfigError: the trainer is not paused, the plan moves parameters by other rules, or as the class; it stays

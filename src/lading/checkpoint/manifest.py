@@ -1,7 +1,8 @@
 """Manifest of a checkpoint: what it holds, where each tensor lies in its state file, and checksums of all of that.
 
-[Note: formats] Format 2 has checksums of chunks, and of the bytes of the manifest itself. Format 1 had one sha256 for
-each tensor: to who reads it, the whole tensor is one chunk. Files of other formats are refused by their number.
+[Note: formats] Format 2 has checksums of chunks, and of the bytes of the manifest itself. Format 3, of a checkpoint in
+place (``lading.checkpoint.swapped``), is else as 2. Format 1 had one sha256 for each tensor: to who reads it, the whole
+tensor is one chunk. Files of other formats are refused by their number.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from lading.checkpoint.state import SavedBytes, SavedTensor, checksums_of, locate_damage
+from lading.checkpoint.swapped import SwapPlaces
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.reading import read_as
 
 #: Raised whenever what a saved checkpoint means changes.
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 MANIFEST = "manifest.json"
 
 _KIND = "lading checkpoint"
 #: A manifest up to its body, whose bytes the checksums are of; and what ends it.
-_BEGINNING = '{"kind": "lading checkpoint", "format": 2, "adler32": "%08x", "sha256": "%s", "body": '
+_BEGINNING = '{"kind": "lading checkpoint", "format": %d, "adler32": "%08x", "sha256": "%s", "body": '
 _BEGINS = re.compile(
-    rb'\{"kind": "lading checkpoint", "format": 2, "adler32": "([0-9a-f]{8})", "sha256": "([0-9a-f]{64})", "body": '
+    rb'\{"kind": "lading checkpoint", "format": [23], "adler32": "([0-9a-f]{8})", "sha256": "([0-9a-f]{64})", "body": '
 )
 _ENDING = b"}\n"
 
@@ -41,6 +43,7 @@ class Manifest:
     Attributes:
         chunk_bytes: Bytes that each checksum is for.
         state_bytes: Size of the state file.
+        swap: Parts of a swap file that follow it, of a checkpoint in place; else None.
     """
 
     step: int
@@ -49,6 +52,12 @@ class Manifest:
     state_bytes: int
     header: SavedBytes
     tensors: tuple[SavedTensor, ...]
+    swap: SwapPlaces | None = None
+
+    @property
+    def end_bytes(self) -> int:
+        """End of the last byte that a tensor may have."""
+        return self.state_bytes + (self.swap.joined_bytes if self.swap is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,11 @@ class _EarlierManifest:
     tensors: tuple[_EarlierTensor, ...]
 
 
-def manifest_bytes(body: Mapping[str, Any]) -> bytes:
-    """Write the manifest that has a body, with the checksums of the body's bytes in front."""
+def manifest_bytes(body: Mapping[str, Any], *, in_place: bool = False) -> bytes:
+    """Write the manifest that has a body, with the checksums of the body's bytes in front; of a checkpoint in place."""
     text = json.dumps(body, indent=1).encode()
     sha256, adler32 = checksums_of(text)
-    return (_BEGINNING % (adler32, sha256)).encode() + text + _ENDING
+    return (_BEGINNING % (3 if in_place else 2, adler32, sha256)).encode() + text + _ENDING
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -96,7 +105,7 @@ def read_manifest(path: Path) -> Manifest:
         raise StorageError(f"{path}: expected a manifest in JSON: {error}") from error
     try:
         if (begins := _BEGINS.match(data)) is not None:
-            body = _parsed(path, _checked_body(path, data, begins))
+            body = {"swap": None, **_parsed(path, _checked_body(path, data, begins))}  # as format 2 has none
             manifest: Manifest = read_as(Manifest, body, str(path), "it was altered")
         else:
             manifest = _earlier(path, data)
@@ -140,9 +149,9 @@ def _earlier(path: Path, data: bytes) -> Manifest:
     number = parsed.get("format")
     if type(number) is not int or not 1 <= number <= CHECKPOINT_FORMAT:
         raise StorageError(
-            f"{path}: expected format 1 or {CHECKPOINT_FORMAT}, found {number!r}: another Lading wrote it"
+            f"{path}: expected format 1 to {CHECKPOINT_FORMAT}, found {number!r}: another Lading wrote it"
         )
-    if number == CHECKPOINT_FORMAT:
+    if number > 1:
         raise StorageError(f"{path}: expected its beginning as it is written, found {data[:40]!r}: it was altered")
     body, expected = parsed.get("body"), parsed.get("sha256")
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -170,14 +179,18 @@ def _check_places(body: Manifest, path: Path) -> None:
         raise StorageError(f"{path}: expected names of tensors that differ, found one twice: it was altered")
     for entry in body.tensors:
         size = prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0) if min(entry.shape, default=0) >= 0 else -1
-        within = header.size_bytes <= entry.start <= body.state_bytes - entry.size_bytes
+        within = header.size_bytes <= entry.start <= body.end_bytes - entry.size_bytes
         if entry.dtype not in DTYPE_BYTES or size != entry.size_bytes or not within:
             raise StorageError(
                 f"{path}: {entry}: expected a known dtype and its bytes inside the file, found {entry.size_bytes} "
                 f"bytes at {entry.start}: it was altered"
             )
+    if body.swap is not None and not body.swap.are_inside:
+        raise StorageError(f"{path}: expected parts inside a swap file of {body.swap.size_bytes} bytes: it was altered")
     for saved in (header, *body.tensors):
         count = -(-saved.size_bytes // body.chunk_bytes)
+        if not saved.sha256 and saved.start >= body.state_bytes:
+            continue  # they are made after the save
         if len(saved.sha256) != count or len(saved.adler32) not in (0, count):
             raise StorageError(
                 f"{path}: {saved}: expected {count} checksums of each kind, found {len(saved.sha256)} and "

@@ -16,10 +16,9 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import DTYPE_BYTES
@@ -44,13 +43,25 @@ TensorSource = tuple[str, str, Sequence[int], Iterable[memoryview]]
 _ADLER = 65521
 
 
+class Readable(Protocol):
+    """Bytes of a file, read from a place on."""
+
+    def seek(self, offset: int, /) -> int:
+        """Go to a byte."""
+        ...
+
+    def readinto(self, target: memoryview, /) -> int | None:
+        """Read up to as much as there is room for; 0 at the end."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
     """Place of a run of bytes in a file, and the checksums of its chunks, in order.
 
     Attributes:
         start: Its first byte in the file.
-        sha256: In hexadecimal digits; one for each chunk.
+        sha256: In hexadecimal digits; one for each chunk, or none where they are not made yet.
         adler32: One for each chunk; none where the file is of format 1.
     """
 
@@ -105,7 +116,7 @@ class Damage:
         return self.words
 
 
-class _Checksums:
+class Checksums:
     """Checksums of a stream of bytes, chunk by chunk."""
 
     def __init__(self) -> None:
@@ -113,6 +124,7 @@ class _Checksums:
         self._digest, self._adler, self._filled = hashlib.sha256(), 1, 0
 
     def update(self, data: memoryview) -> None:
+        """Add the bytes that follow."""
         while data:
             part = data[: CHUNK_BYTES - self._filled]
             self._digest.update(part)
@@ -139,7 +151,7 @@ def checksums_of(data: bytes) -> tuple[str, int]:
     return hashlib.sha256(data).hexdigest(), zlib.adler32(data)
 
 
-def read_chunks(file: FileIO, saved: SavedBytes, chunk_bytes: int) -> Iterator[tuple[memoryview, Damage | None]]:
+def read_chunks(file: Readable, saved: SavedBytes, chunk_bytes: int) -> Iterator[tuple[memoryview, Damage | None]]:
     """Read a run of bytes in pieces of at most ``CHUNK_BYTES``, each with the damage that is known by then.
 
     A piece is valid until the next is asked for. Chunks of at most ``CHUNK_BYTES`` are compared before they are
@@ -167,7 +179,7 @@ def read_chunks(file: FileIO, saved: SavedBytes, chunk_bytes: int) -> Iterator[t
         done += count
         damage = None
         if done == end:
-            if digest.hexdigest() != saved.sha256[number]:
+            if saved.sha256 and digest.hexdigest() != saved.sha256[number]:
                 adler32 = saved.adler32[number] if saved.adler32 else None
                 whole = piece if len(piece) == end - first else None
                 damage = locate_damage(whole, saved.start + first, end - first, saved.sha256[number], adler32)
@@ -175,7 +187,7 @@ def read_chunks(file: FileIO, saved: SavedBytes, chunk_bytes: int) -> Iterator[t
         yield piece, damage
 
 
-def _fill(file: FileIO, target: memoryview) -> int:
+def _fill(file: Readable, target: memoryview) -> int:
     """Read until ``target`` is full or the file ends; returns the bytes read."""
     count = 0
     while count < len(target) and (more := file.readinto(target[count:])):
@@ -325,7 +337,7 @@ def write_state(path: Path, sources: Sequence[TensorSource], step: int) -> dict[
         OSError: as the file system says.
     """
     header = memoryview(_header(sources, step))
-    checksums = _Checksums()
+    checksums = Checksums()
     checksums.update(header)
     output = _Output(path)
     try:
@@ -344,7 +356,7 @@ def write_state(path: Path, sources: Sequence[TensorSource], step: int) -> dict[
 
 def _write_tensor(output: _Output, source: TensorSource) -> SavedTensor:
     name, dtype, shape, chunks = source
-    start, checksums = output.size_bytes, _Checksums()
+    start, checksums = output.size_bytes, Checksums()
     for chunk in chunks:
         if chunk.nbytes:
             data = chunk.cast("B")

@@ -23,9 +23,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
@@ -34,6 +34,9 @@ from typing import TYPE_CHECKING, Any
 from lading.checkpoint.lock import delete_lock, read_lock
 from lading.checkpoint.manifest import MANIFEST, manifest_bytes, read_manifest
 from lading.checkpoint.state import (
+    CHUNK_BYTES,
+    Checksums,
+    Readable,
     SavedBytes,
     SavedTensor,
     TensorSource,
@@ -42,8 +45,17 @@ from lading.checkpoint.state import (
     source_bytes,
     write_state,
 )
+from lading.checkpoint.swapped import SWAP, JoinedFile, Swapped, SwapPlaces
 from lading.errors import ConfigError, DamagedCheckpoint, StorageError
-from lading.files import leftovers, make_durable_folder, name_aside, remove_leftover, rename_file, sync_folder
+from lading.files import (
+    leftovers,
+    make_durable_folder,
+    name_aside,
+    remove_leftover,
+    rename_file,
+    sync_folder,
+    write_text,
+)
 from lading.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +78,7 @@ class Checkpoint:
     Attributes:
         chunk_bytes: Bytes that each checksum is for.
         state_bytes: Size of the state file.
+        swap: Parts of a swap file that follow it, of a checkpoint in place (``lading.checkpoint.swapped``); else None.
         folder: Descriptor of its folder while a lock keeps it from being deleted (``read_checkpoint``); else None.
     """
 
@@ -76,6 +89,7 @@ class Checkpoint:
     header: SavedBytes
     chunk_bytes: int
     state_bytes: int
+    swap: SwapPlaces | None = None
     folder: int | None = None
 
     def read(self, name: str) -> torch.Tensor:
@@ -110,17 +124,17 @@ class Checkpoint:
         part = entry.part(start, end, self.chunk_bytes)
         at = part.start - entry.start
         try:
-            with self._state_file() as file:
+            with self.opened() as file:
                 for chunk, damage in read_chunks(file, part, self.chunk_bytes):
                     if damage is not None:
-                        raise _damaged(self.path, f"{self.path / STATE}: {entry}: {damage}")
+                        raise _damaged(self.path, f"{self._place_of(entry)}: {entry}: {damage}")
                     if wanted := chunk[max(start - at, 0) : max(end - at, 0)]:
                         yield wanted
                     at += len(chunk)
         except StorageError:
             raise
         except OSError as error:
-            raise _damaged(self.path, f"{self.path / STATE}: cannot read {entry}: {error}") from error
+            raise _damaged(self.path, f"{self._place_of(entry)}: cannot read {entry}: {error}") from error
 
     def verify(self) -> None:
         """Read everything once and check its bytes.
@@ -139,22 +153,44 @@ class Checkpoint:
         """
         state = self.path / STATE
         try:
-            with self._state_file() as file:
-                if (size_bytes := os.fstat(file.fileno()).st_size) > self.state_bytes:
-                    yield f"{state}: expected {self.state_bytes} bytes, found {size_bytes}"
+            with self._file(STATE) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes > self.state_bytes:
+                yield f"{state}: expected {self.state_bytes} bytes, found {size_bytes}"
+            with self.opened() as file:
                 for saved in (self.header, *self.tensors.values()):
                     for _, damage in read_chunks(file, saved, self.chunk_bytes):
                         if damage is not None:
-                            yield f"{state}: {saved}: {damage}"
-                            if damage.end > size_bytes:  # all that follows is missing, too
+                            yield f"{self._place_of(saved)}: {saved}: {damage}"
+                            if damage.end > size_bytes and self.swap is None:  # all that follows is missing, too
                                 return
         except OSError as error:
             raise StorageError(f"{state}: cannot read: {error}; check the disk (dmesg)") from error
 
-    def _state_file(self) -> FileIO:
+    def unchecked(self) -> int:
+        """Count the tensors that have no checksums, as their run was killed before those were made."""
+        return sum(1 for entry in self.tensors.values() if entry.size_bytes and not entry.sha256)
+
+    def _place_of(self, saved: SavedBytes) -> Path | str:
+        """File that has a run of bytes."""
+        if self.swap is None or saved.start < self.state_bytes:
+            return self.path / STATE
+        return f"{self.path / SWAP}, whose parts begin at byte {self.state_bytes}"
+
+    def _file(self, name: str) -> FileIO:
         if self.folder is None:
-            return open(self.path / STATE, "rb", buffering=0)
-        return os.fdopen(os.open(STATE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.folder), "rb", buffering=0)
+            return open(self.path / name, "rb", buffering=0)
+        return os.fdopen(os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.folder), "rb", buffering=0)
+
+    @contextmanager
+    def opened(self) -> Iterator[Readable]:
+        """Open what has the bytes of all tensors."""
+        if self.swap is None:
+            with self._file(STATE) as file:
+                yield file
+        else:
+            with JoinedFile(self._file, STATE, self.state_bytes, self.swap) as joined:
+                yield joined
 
     def _entry(self, name: str) -> SavedTensor:
         if name not in self.tensors:
@@ -171,6 +207,8 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep: int,
     keep_every_steps: int = 0,
+    swapped: Swapped | None = None,
+    spared: Path | None = None,
 ) -> Path:
     """Write a checkpoint, then delete all up to this step but the ``keep`` newest.
 
@@ -179,6 +217,9 @@ def save_checkpoint(
 
     Args:
         keep_every_steps: Keep every checkpoint of a multiple of so many steps, too; 0 keeps none for that.
+        swapped: Further tensors, which stay in a swap file. Earlier checkpoints in that file are deleted, whoever
+            reads them.
+        spared: Checkpoint that is not deleted.
 
     Returns:
         The folder of the new checkpoint, which is on disk.
@@ -199,10 +240,15 @@ def save_checkpoint(
         temporary = name_aside(final)
         temporary.mkdir()
         body = write_state(temporary / STATE, sources, step)
+        if swapped is not None:
+            swapped.link(temporary / SWAP)
+            body = _with_swapped(body, swapped)
         _write_manifest(temporary / MANIFEST, {"step": step, "meta": meta, **body})
         sync_folder(temporary)
         _publish(temporary, final)
-        _prune(folder, step, keep, keep_every_steps)
+        if swapped is not None:
+            _remove_earlier(final)
+        _prune(folder, step, keep, keep_every_steps, spared)
     except BaseException as error:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)  # or by the next save
@@ -210,6 +256,52 @@ def save_checkpoint(
             raise _cannot_save(final, sources, error) from error
         raise
     return final
+
+
+def _with_swapped(body: dict[str, Any], swapped: Swapped) -> dict[str, Any]:
+    """Add the tensors that stay in a swap file to a manifest."""
+    end, tensors = body["state_bytes"], [*body["tensors"]]
+    for tensor in swapped.tensors:
+        saved = SavedTensor(end, tensor.size_bytes, (), (), tensor.name, tensor.dtype, tensor.shape)
+        tensors.append(asdict(saved))
+        end += tensor.size_bytes
+    parts = tuple(part for tensor in swapped.tensors for part in tensor.parts)
+    return {**body, "tensors": tensors, "swap": asdict(SwapPlaces(swapped.size_bytes, parts))}
+
+
+def _remove_earlier(final: Path) -> None:
+    """Delete the earlier checkpoints in the swap file of a new one, as steps write over them from now on."""
+    inode = os.stat(final / SWAP).st_ino
+    for path in checkpoint_folders(final.parent):
+        if path != final and (path / SWAP).exists() and os.stat(path / SWAP).st_ino == inode:
+            _remove(path, read_or_not=True)
+
+
+def add_checksums(path: Path, is_over: Callable[[], bool]) -> None:
+    """Make the checksums that a checkpoint in place lacks, unless it is deleted meanwhile.
+
+    Args:
+        is_over: Whether they are no longer wanted; asked after each chunk.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    checkpoint, entries = described_checkpoint(path), list[dict[str, Any]]()
+    with checkpoint.opened() as file:
+        for entry in checkpoint.tensors.values():
+            sums = Checksums()
+            for chunk, damage in () if entry.sha256 else read_chunks(file, entry, checkpoint.chunk_bytes):
+                if damage is not None:
+                    raise StorageError(f"{path / SWAP}: {entry}: {damage}")
+                if is_over():
+                    return
+                sums.update(chunk)
+            entries.append(asdict(entry) | ({} if entry.sha256 else sums.end()))
+    body = {"step": checkpoint.step, "meta": checkpoint.meta, "chunk_bytes": CHUNK_BYTES}
+    body |= {"state_bytes": checkpoint.state_bytes, "header": asdict(checkpoint.header), "tensors": entries}
+    assert checkpoint.swap is not None, "only there checksums are missing"
+    if path.exists():
+        write_text(path / MANIFEST, manifest_bytes({**body, "swap": asdict(checkpoint.swap)}, in_place=True).decode())
 
 
 def check_retention(keep: int, keep_every_steps: int) -> None:
@@ -290,7 +382,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write_manifest(path: Path, body: dict[str, Any]) -> None:
     with open(path, "xb") as file:
-        file.write(manifest_bytes(body))
+        file.write(manifest_bytes(body, in_place="swap" in body))
         file.flush()
         os.fsync(file.fileno())
 
@@ -306,25 +398,25 @@ def _publish(temporary: Path, final: Path) -> None:
         _remove(old)
 
 
-def _prune(folder: Path, step: int, keep: int, every: int) -> None:
-    """Delete all but the ``keep`` newest up to ``step``, and those of every so many steps (0: of none).
+def _prune(folder: Path, step: int, keep: int, every: int, spared: Path | None) -> None:
+    """Delete all but the ``keep`` newest up to ``step``, those of every so many steps (0: of none), and ``spared``.
 
     Later ones belong to a run that went further.
     """
     for path in [path for path in checkpoint_folders(folder) if step_of(path) <= step][keep:]:
-        if not every or step_of(path) % every or path.name.endswith(".old"):
+        if path != spared and (not every or step_of(path) % every or path.name.endswith(".old")):
             _remove(path)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, *, read_or_not: bool = False) -> None:
     """Delete a checkpoint that nobody reads; half deleted, it no longer bears the name of one.
 
-    One that was replaced loses its name in any case: who reads it has its folder open.
+    One that was replaced loses its name in any case (``read_or_not``): who reads it has its folder open.
     """
     doomed = name_aside(path.with_name(path.name.removesuffix(".old")))
     try:
         with delete_lock(path) as free:
-            if free or path.name.endswith(".old"):
+            if free or read_or_not or path.name.endswith(".old"):
                 os.rename(path, doomed)
             if free:
                 remove_leftover(doomed)
@@ -469,7 +561,19 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         raise StorageError(f"{state}: expected {size_bytes} bytes, found {found_bytes}{lost}")
     if damages:
         raise StorageError(f"{state}: {header}: {damages[0]}")
+    if checkpoint.swap is not None:
+        _check_swap(path / SWAP, checkpoint.swap.size_bytes)
     return checkpoint
+
+
+def _check_swap(path: Path, size_bytes: int) -> None:
+    """Refuse a checkpoint in place whose swap file is gone or was cut."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise StorageError(f"{path}: expected a file of {size_bytes} bytes: {error}") from error
+    if stat.st_size != size_bytes:
+        raise StorageError(f"{path}: expected {size_bytes} bytes, found {stat.st_size}")
 
 
 def described_checkpoint(path: Path) -> Checkpoint:
@@ -485,4 +589,4 @@ def described_checkpoint(path: Path) -> Checkpoint:
             f"{body.step}; rename the folder"
         )
     tensors = {entry.name: entry for entry in body.tensors}
-    return Checkpoint(path, body.step, body.meta, tensors, body.header, body.chunk_bytes, body.state_bytes)
+    return Checkpoint(path, body.step, body.meta, tensors, body.header, body.chunk_bytes, body.state_bytes, body.swap)

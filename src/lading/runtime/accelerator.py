@@ -208,10 +208,13 @@ class BouncedTier:
     """A tier that the device cannot reach: each direction goes through two page-locked pieces of host memory.
 
     While the tier works on one piece, the device copies the other.
+
+    Attributes:
+        behind: That tier.
     """
 
     def __init__(self, api: Api, behind: TierBytes) -> None:
-        self._behind, self._memory = behind, PinnedMemory(api, 4 * PIECE_BYTES)
+        self.behind, self._memory = behind, PinnedMemory(api, 4 * PIECE_BYTES)
         pieces = [self._memory.bytes_at(i * PIECE_BYTES, PIECE_BYTES) for i in range(4)]
         self._read = [(piece, api.event()) for piece in pieces[:2]]
         self._write = [(piece, api.event()) for piece in pieces[2:]]
@@ -223,7 +226,7 @@ class BouncedTier:
             place = into[start : start + PIECE_BYTES]
             piece, copied = self._read[turn % 2]
             copied.synchronize()
-            self._behind.read(offset + start, piece[: len(place)])
+            self.behind.read(offset + start, piece[: len(place)])
             place.copy_(piece[: len(place)], non_blocking=True)
             copied.record(self._current())
         for _, copied in self._read:
@@ -238,7 +241,7 @@ class BouncedTier:
                 self._fetch(data, turn + 1)
             piece, copied = self._write[turn % 2]
             copied.synchronize()
-            self._behind.write(offset + start, piece[: min(PIECE_BYTES, len(data) - start)])
+            self.behind.write(offset + start, piece[: min(PIECE_BYTES, len(data) - start)])
 
     def _fetch(self, data: torch.Tensor, turn: int) -> None:
         part = data[turn * PIECE_BYTES : (turn + 1) * PIECE_BYTES]
@@ -248,7 +251,7 @@ class BouncedTier:
 
     def close(self) -> None:
         """Close the tier behind, and give the page-locked memory back."""
-        self._behind.close()
+        self.behind.close()
         self._memory.close()
 
 

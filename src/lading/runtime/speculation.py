@@ -41,10 +41,13 @@ class VersionedTier:
         tier: What has the bytes of both places.
         slots: Start and end of the first place of each value that has two, and the start of the second.
         other: Whether this shows the places that the version does not say.
+
+    Attributes:
+        behind: That tier.
     """
 
     def __init__(self, tier: TierBytes, slots: list[tuple[int, int, int]], version: Version, *, other: bool) -> None:
-        self._tier, self._version, self._other = tier, version, other
+        self.behind, self._version, self._other = tier, version, other
         self._slots = sorted(slots)
         self._starts = [start for start, _, _ in self._slots]
 
@@ -69,10 +72,10 @@ class VersionedTier:
 
     def _prepared(self, offset: int, memory: torch.Tensor, *, reads: bool) -> Callable[[], None]:
         """Prepare a transfer of whichever place a version says when it is made."""
-        first = bound_move(self._tier, offset, memory, reads=reads)
+        first = bound_move(self.behind, offset, memory, reads=reads)
         if self._second(offset) == offset:
             return first
-        second = bound_move(self._tier, self._second(offset), memory, reads=reads)
+        second = bound_move(self.behind, self._second(offset), memory, reads=reads)
         version, other = self._version, self._other
 
         def run() -> None:
@@ -82,15 +85,15 @@ class VersionedTier:
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into``, as ``TierBytes.read``."""
-        self._tier.read(self.place(offset), into)
+        self.behind.read(self.place(offset), into)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Put ``data``, as ``TierBytes.write``."""
-        self._tier.write(self.place(offset), data)
+        self.behind.write(self.place(offset), data)
 
     def close(self) -> None:
         """Give memory, disk space and handles back."""
-        self._tier.close()
+        self.behind.close()
 
 
 class VersionedMemory(VersionedTier):

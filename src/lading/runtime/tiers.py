@@ -14,11 +14,13 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 
 from lading.errors import ConfigError, StorageError
@@ -163,8 +165,15 @@ class FileTier:
     The file has no name once it is open, so however the process ends nothing is left behind; its space is reserved
     at the start, so a full disk is found before the first step. One run per folder, guarded by a lock.
 
+    [Note: two places] Checkpoints in place need the bytes of one state to stay while steps write the next
+    (``lading.saving_in_place``). Once ``reserve_second`` has made the file twice as long, each page has two places.
+    ``keep`` says that the bytes of now stay: from then on a page is written where they are not, and read where it was
+    written last.
+
     Attributes:
         direct: Whether transfers pass the page cache (O_DIRECT).
+        file_bytes: Bytes of the file.
+        is_linkable: Whether the file system gives a file without a name another one.
 
     Raises:
         StorageError: the folder is in use by another run, cannot be written, or lacks the space.
@@ -173,14 +182,15 @@ class FileTier:
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self.folder = folder
         self.capacity_bytes = -(-capacity_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._places: np.ndarray | None = None  # of each page: 0 first, 1 second
+        self._kept: np.ndarray | None = None
+        self._is_linked = False
         self._lock = _lock_folder(folder)
         try:
             with _swapping(folder):
-                self._file, self.direct = _open_unnamed(folder)
+                self._file, self.direct, self.is_linkable = _open_unnamed(folder)
             try:
-                self._reserve()
-                with _swapping(folder):
-                    self._blocks = os.fstat(self._file).st_blocks
+                self._reserve(self.capacity_bytes)
                 self._read_page, self._write_page = Arena(PAGE_BYTES), Arena(PAGE_BYTES)
             except BaseException:
                 os.close(self._file)
@@ -191,18 +201,70 @@ class FileTier:
         if not self.direct:
             warnings.warn(f"{folder} does not take O_DIRECT: transfers go through the page cache", stacklevel=2)
 
-    def _reserve(self) -> None:
-        if not self.capacity_bytes:
-            return
+    def _reserve(self, size_bytes: int) -> None:
         try:
-            os.posix_fallocate(self._file, 0, self.capacity_bytes)
+            if size_bytes:
+                os.posix_fallocate(self._file, 0, size_bytes)
         except OSError as error:
             stat = os.statvfs(self.folder)
             raise StorageError(
-                f"expected {format_bytes(self.capacity_bytes)} ({self.capacity_bytes} bytes) of space in "
+                f"expected {format_bytes(size_bytes)} ({size_bytes} bytes) of space in "
                 f"{self.folder}, found {format_bytes(stat.f_bavail * stat.f_frsize)} free ({error.strerror}); free "
                 "some space, choose another folder or raise the memory budget"
             ) from error
+        with _swapping(self.folder):
+            self.file_bytes, self._blocks = size_bytes, os.fstat(self._file).st_blocks
+
+    def reserve_second(self) -> None:
+        """Make room for a second place of every page, once. See [Note: two places].
+
+        Raises:
+            StorageError: the disk has no room.
+        """
+        if self._places is None:
+            self._reserve(2 * self.capacity_bytes)
+            self._places = np.zeros(self.capacity_bytes // PAGE_BYTES, np.uint8)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all names that the file was given are gone; then it can be given no other."""
+        return self._is_linked and os.fstat(self._file).st_nlink == 0
+
+    def link(self, path: Path) -> None:
+        """Give the file another name, under which it stays when this run is gone, with all bytes on the disk.
+
+        Raises:
+            OSError: as the file system says; EXDEV where ``path`` is on another one.
+        """
+        os.fdatasync(self._file)
+        files = os.open("/proc/self/fd", os.O_RDONLY | os.O_CLOEXEC)
+        try:  # with a folder, link follows what /proc has; without one it does not, on Linux
+            os.link(f"{self._file}", path, src_dir_fd=files, follow_symlinks=True)
+        finally:
+            os.close(files)
+        self._is_linked = True
+
+    def keep(self) -> None:
+        """Leave the bytes of now where they are, until this is called again. Nothing may be moved meanwhile."""
+        assert self._places is not None, "reserve_second has been called"
+        self._kept = self._places.copy()
+
+    def runs(self, offset: int, size_bytes: int, *, writes: bool = False) -> list[tuple[int, int]]:
+        """Find where bytes lie in the file, or are to be written: (first byte, bytes) of each run, in order."""
+        if self._places is None:
+            return [(offset, size_bytes)]
+        pages = slice(offset // PAGE_BYTES, -(-(offset + size_bytes) // PAGE_BYTES))
+        places = 1 - self._kept[pages] if writes and self._kept is not None else self._places[pages]
+        cuts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist(), len(places)]
+        end = offset + size_bytes
+        ranges = [(offset + a * PAGE_BYTES, min(offset + b * PAGE_BYTES, end), a) for a, b in pairwise(cuts) if a < b]
+        return [(low + int(places[a]) * self.capacity_bytes, high - low) for low, high, a in ranges]
+
+    def _written(self, offset: int, size_bytes: int) -> None:
+        """Read bytes from now on where they were written last."""
+        if self._places is not None and self._kept is not None:
+            pages = slice(offset // PAGE_BYTES, -(-(offset + size_bytes) // PAGE_BYTES))
+            self._places[pages] = 1 - self._kept[pages]
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (uint8 in host memory) with the bytes at ``offset``, a whole number of pages.
@@ -211,12 +273,14 @@ class FileTier:
             StorageError: the disk returned an error or fewer bytes.
         """
         self._check_whole()
-        memory = into.numpy().data
-        whole = len(memory) // PAGE_BYTES * PAGE_BYTES
-        self._transfer(os.preadv, "read", offset, memory[:whole])
-        if whole < len(memory):
-            self._transfer(os.preadv, "read", offset + whole, self._read_page.memory)
-            memory[whole:] = self._read_page.memory[: len(memory) - whole]
+        left = into.numpy().data
+        for at, size in self.runs(offset, len(left)):
+            memory, left = left[:size], left[size:]
+            whole = size // PAGE_BYTES * PAGE_BYTES
+            self._transfer(os.preadv, "read", at, memory[:whole])
+            if whole < size:
+                self._transfer(os.preadv, "read", at + whole, self._read_page.memory)
+                memory[whole:] = self._read_page.memory[: size - whole]
 
     def _check_whole(self) -> None:
         """Refuse a file that was cut and written on: its holes read as zeros, and it has fewer blocks than reserved."""
@@ -224,7 +288,7 @@ class FileTier:
             is_whole = self._is_whole()
         if not is_whole:
             raise StorageError(
-                f"the swap file in {self.folder} has lost some of its {self.capacity_bytes} bytes: it was cut from "
+                f"the swap file in {self.folder} has lost some of its {self.file_bytes} bytes: it was cut from "
                 "outside; resume from the last checkpoint"
             )
 
@@ -237,12 +301,15 @@ class FileTier:
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
         """
-        memory = data.numpy().data
-        whole = len(memory) // PAGE_BYTES * PAGE_BYTES
-        self._transfer(os.pwritev, "write", offset, memory[:whole])
-        if whole < len(memory):
-            self._write_page.memory[: len(memory) - whole] = memory[whole:]
-            self._transfer(os.pwritev, "write", offset + whole, self._write_page.memory)
+        left = data.numpy().data
+        for at, size in self.runs(offset, len(left), writes=True):
+            memory, left = left[:size], left[size:]
+            whole = size // PAGE_BYTES * PAGE_BYTES
+            self._transfer(os.pwritev, "write", at, memory[:whole])
+            if whole < size:
+                self._write_page.memory[: size - whole] = memory[whole:]
+                self._transfer(os.pwritev, "write", at + whole, self._write_page.memory)
+        self._written(offset, len(data))
 
     def reading(self, offset: int, into: torch.Tensor) -> Callable[[], None]:
         """Prepare ``read``. See [Note: prepared moves]."""
@@ -252,8 +319,9 @@ class FileTier:
         size = len(pieces[0])
 
         def run() -> None:
+            (at, count), *_ = self.runs(offset, size)
             try:
-                is_done = os.preadv(self._file, pieces, offset) == size and self._is_whole()
+                is_done = count == size == os.preadv(self._file, pieces, at) and self._is_whole()
             except OSError:
                 is_done = False
             if not is_done:  # once more, and what fails again is said
@@ -269,11 +337,14 @@ class FileTier:
         size = len(pieces[0])
 
         def run() -> None:
+            (at, count), *_ = self.runs(offset, size, writes=True)
             try:
-                is_done = os.pwritev(self._file, pieces, offset) == size
+                is_done = count == size == os.pwritev(self._file, pieces, at)
             except OSError:
                 is_done = False
-            if not is_done:
+            if is_done:
+                self._written(offset, size)
+            else:
                 self.write(offset, data)
 
         return run
@@ -288,9 +359,9 @@ class FileTier:
 
     def _transfer(self, call: Callable[..., int], verb: str, offset: int, data: memoryview) -> None:
         """Move every byte in pieces; a short one is continued from its last whole page."""
-        if offset % PAGE_BYTES or offset + len(data) > self.capacity_bytes:
+        if offset % PAGE_BYTES or offset + len(data) > self.file_bytes:
             raise StorageError(
-                f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.capacity_bytes} bytes"
+                f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.file_bytes} bytes"
             )
         done = 0
         while done < len(data):
@@ -377,11 +448,14 @@ def _is_locked(lock: int, folder: Path) -> bool:
     return True
 
 
-def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """Open a new file without a name; returns its descriptor, and whether it is O_DIRECT."""
+def _open_unnamed(folder: Path) -> tuple[int, bool, bool]:
+    """Open a new file without a name; returns its descriptor, and whether it is O_DIRECT and can be given a name."""
     for stale in folder.iterdir():  # left by a run killed between open and unlink; the lock says none is alive
         if _SWAP.match(stale.name):
             stale.unlink()
+    for flags in (os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | os.O_DIRECT, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC):
+        with suppress(OSError):  # not every file system has it; the next way says what is wrong
+            return os.open(folder, flags, 0o600), bool(flags & os.O_DIRECT), True
     path = folder / f"lading-swap-{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -398,4 +472,4 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
     except BaseException:
         os.close(file)
         raise
-    return file, direct
+    return file, direct, False

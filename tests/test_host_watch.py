@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lading import host_watch, replanning
-from lading.config import RunConfig, load_run
+from lading.config import RunConfig, crowded_words, load_run
 from lading.host_watch import HostWatch, load_words, speed_words
 from lading.ir.machine import HostSpeed, Machine
 from lading.ir.plan import Plan
@@ -21,7 +21,7 @@ from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.run import Prepared
 from lading.summary import write_run_report
-from lading.config import crowded_words, train_run
+from lading.train import train_run
 from lading.units import KiB
 from tests.runs import write_run
 

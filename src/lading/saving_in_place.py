@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lading.checkpoint.store import add_checksums, save_checkpoint
 from lading.checkpoint.swapped import Swapped, SwappedTensor
@@ -28,9 +28,7 @@ from lading.runtime.executor import Executor
 from lading.runtime.resident import give_back
 from lading.runtime.speculation import VersionedTier
 from lading.runtime.tiers import FileTier, TierBytes
-
-if TYPE_CHECKING:
-    from lading.saving import Snapshot
+from lading.snapshot import Snapshot
 
 #: Niceness of the thread that makes checksums: steps come first.
 _NICENESS = 15

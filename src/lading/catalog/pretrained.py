@@ -53,7 +53,8 @@ def pretrained_models() -> tuple[PretrainedModel, ...]:
     for entry in data["models"]:
         try:
             year, month = (int(part) for part in entry.pop("unfused", "0-0").split("-"))
-            model = PretrainedModel(**{**entry, "names": tuple(entry["names"])}, unfused=(year, month))
+            names = tuple(entry.pop("names"))
+            model = PretrainedModel(**entry, names=names, unfused=(year, month))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{_FILE}: expected type, names, activation, source, unfused: {error}") from error
         activation_part(model.activation)

@@ -89,16 +89,18 @@ def test_a_power_cut(tmp_path: Path) -> None:
     assert sorted(newest) == [0, 2, 4]
 
 
-def swap_file(process: BaseProcess) -> Path:
-    """The open swap file of a run; it has no name of its own."""
+def swap_file(process: BaseProcess, out: Path) -> Path:
+    """The open swap file of a run, the file in its folder that has no name there."""
     links = Path(f"/proc/{process.pid}/fd").iterdir()
-    return next(link for link in links if "lading-swap-" in os.readlink(link))
+    return next(
+        link for link in links if re.fullmatch(rf"{re.escape(str(out))}/#?[^/]* \(deleted\)", os.readlink(link))
+    )
 
 
 def test_a_truncated_swap_file(made: Plan, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     process = begun(log, out, "--plan", str(saved_plan(made, out)))
-    os.truncate(swap_file(process), 0)
+    os.truncate(swap_file(process, out), 0)
     process.join(60)
     assert process.exitcode == 2
     assert f"the swap file in {out}" in log.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -123,19 +124,25 @@ def test_a_lock_in_a_shared_folder_is_no_link_to_somewhere_else(tmp_path: Path) 
     assert target.read_text() == "precious"
 
 
-def test_nobody_can_wait_for_the_name_of_a_swap_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_nobody_can_wait_for_the_name_of_a_swap_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_unnamed: bool
+) -> None:
+    """It has none where the file system has files without a name, and one that nobody can guess elsewhere."""
     opened: list[str] = []
     right = os.open
 
-    def watched(path: Path, *args: int, **named: int) -> int:
+    def watched(path: Path, flags: int, *args: int, **named: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and not has_unnamed:
+            raise OSError(errno.EOPNOTSUPP, "no files without a name")
         opened.append(str(path))
-        return right(path, *args, **named)
+        return right(path, flags, *args, **named)
 
     monkeypatch.setattr(tiers.os, "open", watched)
     for _ in range(2):
         FileTier(tmp_path, 4096).close()
     names = [Path(path).name for path in opened if "swap" in path]
-    assert len(names) == len(set(names)) == 2
+    assert len(names) == len(set(names)) == (0 if has_unnamed else 2)
     assert all(re.fullmatch(r"lading-swap-\d+-[0-9a-f]{16}", name) for name in names)
     assert list(tmp_path.iterdir()) == []
 

@@ -34,8 +34,8 @@ from lading.errors import BudgetWarning, StorageError
 from lading.runtime.fence import Fence
 from lading.runtime.host import clock_id
 from lading.runtime.resident import give_back
+from lading.saved_values import Snapshot
 from lading.saving_in_place import SavesInPlace
-from lading.snapshot import Snapshot
 from lading.staging_layout import StagingLayout, is_spread
 from lading.units import format_bytes
 

@@ -28,7 +28,7 @@ from lading.runtime.executor import Executor
 from lading.runtime.resident import give_back
 from lading.runtime.speculation import VersionedTier
 from lading.runtime.tiers import FileTier, TierBytes
-from lading.snapshot import Snapshot
+from lading.saved_values import Snapshot
 
 #: Niceness of the thread that makes checksums: steps come first.
 _NICENESS = 15

@@ -66,9 +66,9 @@ from lading.runtime.resident import trim
 from lading.runtime.shard_reads import ReadableValue
 from lading.runtime.update_kernels import check_planned
 from lading.runtime.value_layout import values_here, values_of
+from lading.saved_values import Snapshot
 from lading.saving import Saves
 from lading.saving_in_place import check_in_place
-from lading.snapshot import Snapshot
 from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
 

@@ -210,7 +210,7 @@ class BouncedTier:
     While the tier works on one piece, the device copies the other.
 
     Attributes:
-        behind: That tier.
+        behind: Tier that has the bytes.
     """
 
     def __init__(self, api: Api, behind: TierBytes) -> None:

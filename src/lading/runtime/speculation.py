@@ -43,7 +43,7 @@ class VersionedTier:
         other: Whether this shows the places that the version does not say.
 
     Attributes:
-        behind: That tier.
+        behind: Tier that has the bytes.
     """
 
     def __init__(self, tier: TierBytes, slots: list[tuple[int, int, int]], version: Version, *, other: bool) -> None:

@@ -90,7 +90,7 @@ def _result(
 
 
 def _received(pipe: Connection) -> tuple[str, Any]:
-    """What the process sent; "" where it is gone and left nothing."""
+    """Read what the process sent; "" where it is gone and left nothing."""
     try:
         return pipe.recv() if pipe.poll() else ("", None)
     except EOFError:

@@ -13,11 +13,11 @@ import dataclasses
 import re
 from typing import Any
 
-from lading.catalog.pretrained import activation_part, pretrained_of
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
 from tools.validate.fields import rounds_to_tf32, stage_of
+from tools.validate.pretrained import activation_part, pretrained_of
 from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
 from tools.validate.words import StackRule, machine_of, stack_rule_of

@@ -14,7 +14,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,8 @@ from lading.units import MiB, format_bytes
 
 #: One system call moves at most this much: large enough for full speed, small enough to stop promptly.
 PIECE_BYTES = 8 * MiB
+#: What a file system says that takes no O_DIRECT, or has no files without a name.
+_NOT_TAKEN = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
 _SWAP = re.compile(r"lading-swap-\d+(-[0-9a-f]+)?\Z")
 
 
@@ -454,18 +456,19 @@ def _open_unnamed(folder: Path) -> tuple[int, bool, bool]:
         if _SWAP.match(stale.name):
             stale.unlink()
     for flags in (os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | os.O_DIRECT, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC):
-        with suppress(OSError):  # not every file system has it; the next way says what is wrong
+        try:
             return os.open(folder, flags, 0o600), bool(flags & os.O_DIRECT), True
+        except OSError as error:
+            if error.errno not in _NOT_TAKEN:
+                raise _no_swap_file(folder, error) from error
     path = folder / f"lading-swap-{os.getpid()}-{secrets.token_hex(8)}"  # nobody can wait for it in a shared folder
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         file, direct = os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         path.unlink(missing_ok=True)
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise StorageError(
-                f"cannot create a swap file in {folder}: {error.strerror}; choose another folder"
-            ) from error
+        if error.errno not in _NOT_TAKEN:
+            raise _no_swap_file(folder, error) from error
         file, direct = os.open(path, flags, 0o600), False
     try:
         path.unlink()
@@ -473,3 +476,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool, bool]:
         os.close(file)
         raise
     return file, direct, False
+
+
+def _no_swap_file(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot create a swap file in {folder}: {error.strerror}; choose another folder")

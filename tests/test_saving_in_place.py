@@ -147,6 +147,45 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
         assert not first.exists()
 
 
+def test_a_save_that_fails_behind_its_commit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint stands by its name, so no step may write over its bytes."""
+    with trainer_of(tmp_path) as trainer:
+        for step in range(2):
+            trainer.step(batch_of(step))
+            with monkeypatch.context() as patch:
+                if step:
+                    patch.setattr("lading.checkpoint.store._remove_earlier", failing)
+                    with pytest.raises(StorageError, match="cannot save"):
+                        trainer.save(tmp_path / "saved", in_place=True)
+                else:
+                    trainer.save(tmp_path / "saved", in_place=True)
+        newest = latest_checkpoint(tmp_path / "saved")
+        assert newest is not None
+        assert newest.name == "step-00000002"
+        copied = trainer.save(tmp_path / "copied")
+        for step in range(2, 5):
+            trainer.step(batch_of(step))
+        trainer.wait_saved()
+        assert contents(newest) == contents(copied)
+
+
+def test_a_disk_that_gives_back_nothing_is_told_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lading.saving_in_place.add_checksums", failing)
+    with trainer_of(tmp_path) as trainer:
+        trainer.step(batch_of(0))
+        trainer.save(tmp_path / "saved", in_place=True)
+        monkeypatch.undo()
+        with pytest.raises(StorageError, match="cannot make the checksums .* Input/output error"):
+            trainer.save(tmp_path / "saved", in_place=True)
+        trainer.save(tmp_path / "saved", in_place=True)
+
+
+def failing(*_: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
 def test_copies_between_them_leave_the_file_its_name(tmp_path: Path) -> None:
     """A file without a name is given no other, so the newest in place stays beside those that are kept."""
     with warnings.catch_warnings(), trainer_of(tmp_path) as trainer:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lading.checkpoint.store import add_checksums, save_checkpoint
-from lading.checkpoint.swapped import Swapped, SwappedTensor
+from lading.checkpoint.store import add_checksums, name_of_step, save_checkpoint
+from lading.checkpoint.swapped import SWAP, Swapped, SwappedTensor
 from lading.errors import ConfigError, StorageError
 from lading.ir.action import DEVICE
 from lading.runtime.accelerator import BouncedTier
@@ -109,6 +109,7 @@ class SavesInPlace:
             return None
         file = check_in_place(snapshot.executor, folder, is_alone=snapshot.ranks is None)
         self.end()
+        self.check()
         swapped = _swapped(snapshot, file)
         names = {tensor.name for tensor in swapped.tensors}
         gathering = snapshot.values.gathering()
@@ -117,7 +118,10 @@ class SavesInPlace:
         try:
             path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps, swapped)
         except BaseException:
-            self._begin()  # those of the one before
+            if file.has_name(name_of_step(folder, snapshot.step) / SWAP):  # it failed behind its commit
+                file.keep()
+                self.newest = name_of_step(folder, snapshot.step)
+            self._begin()
             raise
         finally:
             gathering.end()

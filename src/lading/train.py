@@ -284,6 +284,8 @@ def _trained(
         plans = plans and freezer is None and ranks.count == 1
         watch = _watch_over(prepared)(prepared, trainer, plans=plans)
         try:
+            if prepared.run.checkpoint.in_place:
+                trainer.check_in_place(Path(prepared.run.out) / NEWEST)
             stop, mine = _loop(trainer, data, meta, validation, freezer, watch, loggers, ranks)
         except (KeyboardInterrupt, SystemExit):
             print(fitted(f"stopped in step {trainer.steps + 1}; {going_on_words(out)}"), flush=True)
@@ -395,8 +397,6 @@ def _loop(
         print(fitted(shortage), flush=True)
     mine, asked = None, 0.0
     with ranks.recording(Path(run.out), trainer.plan.budgets["device"], trainer.steps, total) as (log, progress, stop):
-        if run.checkpoint.in_place:
-            trainer.check_in_place(Path(run.out) / NEWEST)
         save = partial(_save, trainer, run, meta, log)
         saved, told = trainer.steps, 0
         while trainer.steps < total and not asked:

@@ -232,7 +232,7 @@ def save_checkpoint(
     check_retention(keep, keep_every_steps)
     sources = checked_sources(tensors)
     meta = plain_json(meta)
-    final = folder / f"step-{step:08d}"
+    final = name_of_step(folder, step)
     temporary = None
     try:
         _make_folder(folder)
@@ -302,6 +302,11 @@ def add_checksums(path: Path, is_over: Callable[[], bool]) -> None:
     assert checkpoint.swap is not None, "only there checksums are missing"
     if path.exists():
         write_text(path / MANIFEST, manifest_bytes({**body, "swap": asdict(checkpoint.swap)}, in_place=True).decode())
+
+
+def name_of_step(folder: Path, step: int) -> Path:
+    """Name of the checkpoint of a step in a folder of checkpoints."""
+    return folder / f"step-{step:08d}"
 
 
 def check_retention(keep: int, keep_every_steps: int) -> None:

@@ -232,6 +232,10 @@ class FileTier:
         """Whether all names that the file was given are gone; then it can be given no other."""
         return self._is_linked and os.fstat(self._file).st_nlink == 0
 
+    def has_name(self, path: Path) -> bool:
+        """Whether the file is there by that name."""
+        return path.exists() and os.path.samestat(os.stat(path), os.fstat(self._file))
+
     def link(self, path: Path) -> None:
         """Give the file another name, under which it stays when this run is gone, with all bytes on the disk.
 

@@ -177,7 +177,7 @@ def test_a_disk_that_gives_back_nothing_is_told_by_the_next_save(
         trainer.step(batch_of(0))
         trainer.save(tmp_path / "saved", in_place=True)
         monkeypatch.undo()
-        with pytest.raises(StorageError, match="cannot make the checksums .* Input/output error"):
+        with pytest.raises(StorageError, match=r"cannot make the checksums .* Input/output error"):
             trainer.save(tmp_path / "saved", in_place=True)
         trainer.save(tmp_path / "saved", in_place=True)
 

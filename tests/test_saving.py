@@ -332,7 +332,7 @@ def _peaks(rank: int, model: str, layouts: list[str], out: str) -> None:
         with Trainer(made, graph, build_model(model, **sizes), folder=folder / f"{rank}", threads=1) as trainer:
             for step in range(3):
                 trainer.step(batch_of(2 * step + made.replica(rank)))
-            before = trainer.peak_bytes
+            before, settled = trainer.peak_bytes, trainer._executor.step_peak_bytes
             trainer.save(folder / "saved", wait=False)
             trainer.step(batch_of(6 + made.replica(rank)))
             trainer.wait_saved()
@@ -340,8 +340,10 @@ def _peaks(rank: int, model: str, layouts: list[str], out: str) -> None:
             assert share is not None
             assert share.staging.size_bytes == staged[rank]
             assert bool(share.gathered) is ("tp" in layout)
-            grown = trainer.peak_bytes - before - staged[rank]
-            assert abs(grown) <= 2 * UNSEEN_BYTES, f"{layout}, rank {rank}: {grown / MiB:+.2f} MiB"  # before and after
+            grown = trainer._executor.step_peak_bytes - settled - staged[rank]
+            # Less by up to two buffers of gathers, which gloo has or has not at the peak of an earlier step.
+            assert -4 * UNSEEN_BYTES <= grown <= 2 * UNSEEN_BYTES, f"{layout}, rank {rank}: {grown / MiB:+.2f} MiB"
+            assert most > 12 * UNSEEN_BYTES
             trainer.save(folder / "waited")  # which gathers all that ranks share
             grown = trainer.peak_bytes - before - staged[rank]
             saving = max(0, trainer.program.save_bytes - trainer.program.workspace_bytes)

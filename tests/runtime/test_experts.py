@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tests.machines import small_machine
-from tests.runtime.cases import DISK, MACHINE, OPTIMIZER, at_random, disk_always, load, program_of
+from tests.runtime.cases import DISK, HOST, MACHINE, OPTIMIZER, at_random, disk_always, host_always, load, program_of
 from tests.runtime.expert_cases import USES, Plain, batches_of, loss_fn, model_of, rate_of
+from tests.runtime.fake_accelerator import FakeApi, fake_device
 
 import lading
 from lading.errors import ConfigError
@@ -39,6 +40,10 @@ FAST = dataclasses.replace(
         ),
     ),
 )  # fmt: skip
+#: Memory of the host behind a device, as fast, alone and before that disk.
+NEAR = dataclasses.replace(FAST.tiers[0], name="host", kind=HOST.kind, persistent=False)
+FAST_HOST = dataclasses.replace(MACHINE, tiers=(NEAR,))
+FAST_BOTH = dataclasses.replace(MACHINE, tiers=(NEAR, *FAST.tiers))
 
 
 def graph_of(*, micro: int = 1, clip: float = 0.0, deferred: float = 0.0, **model: Any) -> StepGraph:
@@ -109,6 +114,43 @@ def test_numbers_are_plain_pytorch_s_over_twenty_steps(
         if evict == "all" and seed:
             assert counts.replayed > 0
             assert counts.spared_bytes["disk_read"] > counts.moved_bytes["disk_read"]
+
+
+BEHIND = [  # as PROGRAMS, with what is behind the device
+    (1, 0.0, 0.0, host_always, FAST_HOST, True, "slice"),
+    pytest.param(1, 1.0, 1.0, host_always, FAST_HOST, True, "unbind", marks=pytest.mark.long),
+    pytest.param(2, 1.0, 0.6, at_random(0), FAST_BOTH, True, "slice", marks=pytest.mark.long),
+    pytest.param(1, 1.0, 0.0, disk_always, FAST_BOTH, True, "slice", marks=pytest.mark.long),
+    pytest.param(2, 0.0, 1.0, at_random(1, 0.8), FAST_HOST, False, "mask", marks=pytest.mark.long),
+    pytest.param(1, 1.0, 0.0, None, FAST_HOST, False, "slice", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("micro", "clip", "deferred", "evict", "machine", "is_late", "style"), BEHIND)
+def test_numbers_are_plain_pytorch_s_on_a_device_that_runs_behind_the_host(
+    tmp_path: Path, api: FakeApi, micro: int, clip: float, deferred: float, evict: Any, machine: Any, is_late: bool,
+    style: str,
+) -> None:  # fmt: skip
+    program = program_of(graph_of(micro=micro, clip=clip, deferred=deferred, style=style), evict, machine)
+    program = late(program) if is_late else program
+    plain = Plain(model_of(style), clip)
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, poison=True, experts=True, device=fake_device(api)
+    ) as executor:
+        load(executor, plain.model)
+        for step, batches in enumerate(batches_of(USES, micro)):
+            lr = rate_of(step)
+            assert executor.step(batches, lr=lr) == plain.step(batches, lr)
+            if step == 7:
+                assert differing(executor, plain) == []
+        assert differing(executor, plain) == []
+        assert executor.experts is not None
+        counts = executor.experts.counts
+        assert counts.chosen["layers.0"] == [sum(e in used for used in USES) for e in range(4)]
+        if evict in (host_always, disk_always):
+            tier = program.tiers[0].name if evict is host_always else "disk"
+            assert counts.replayed > 0
+            assert counts.spared_bytes[f"{tier}_read"] > counts.moved_bytes[f"{tier}_read"]
 
 
 def test_an_update_is_made_up_for_where_it_lies(tmp_path: Path) -> None:

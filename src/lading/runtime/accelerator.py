@@ -6,6 +6,7 @@ are threads.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -207,7 +208,8 @@ class DeviceMemory:
 class BouncedTier:
     """A tier that the device cannot reach: each direction goes through two page-locked pieces of host memory.
 
-    While the tier works on one piece, the device copies the other.
+    While the tier works on one piece, the device copies the other. One thread at a time reads, and one writes: updates
+    that an expert missed are made up for beside the streams of a step.
 
     Attributes:
         behind: Tier that has the bytes.
@@ -219,9 +221,19 @@ class BouncedTier:
         self._read = [(piece, api.event()) for piece in pieces[:2]]
         self._write = [(piece, api.event()) for piece in pieces[2:]]
         self._current = api.current
+        self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (uint8 on the device) with the bytes at ``offset`` of the tier, by pieces through the host."""
+        with self._reading:
+            self._read_pieces(offset, into)
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Put ``data`` (uint8 on the device) at ``offset`` of the tier, piece by piece through the host."""
+        with self._writing:
+            self._write_pieces(offset, data)
+
+    def _read_pieces(self, offset: int, into: torch.Tensor) -> None:
         for turn, start in enumerate(range(0, len(into), PIECE_BYTES)):
             place = into[start : start + PIECE_BYTES]
             piece, copied = self._read[turn % 2]
@@ -232,8 +244,7 @@ class BouncedTier:
         for _, copied in self._read:
             copied.synchronize()
 
-    def write(self, offset: int, data: torch.Tensor) -> None:
-        """Put ``data`` (uint8 on the device) at ``offset`` of the tier, piece by piece through the host."""
+    def _write_pieces(self, offset: int, data: torch.Tensor) -> None:
         starts = range(0, len(data), PIECE_BYTES)
         self._fetch(data, 0)
         for turn, start in enumerate(starts):

@@ -285,6 +285,8 @@ class Binder:
         self.where: dict[int, int] = dict(program.resident)
         self.scratch: dict[int, int] = {}
         self.posts: list[tuple[int, Call]] = []
+        self.lanes: Mapping[str, Lane] = {}
+        self.deciding: set[int] = set()
         self._bytes: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[Site, torch.Tensor] = {}
 
@@ -294,6 +296,10 @@ class Binder:
         Raises:
             ProgramError: an action cannot be bound; names it.
         """
+        near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
+        issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
+        lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
+        self.lanes = dict(zip(self.program.streams, lanes, strict=True))
         runs: list[Call | None] = []
         for action in self.program.actions:
             self.where.update(action.places)
@@ -305,11 +311,8 @@ class Binder:
                 ) from error
             if action.kind is ActionKind.FREE and action.source == DEVICE:
                 del self.where[action.storage or 0]
-        near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
-        issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
-        lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
         taken = taken_over(self.program, runs) if self.device.kind == "cpu" else frozenset[int]()
-        bound = queues(self.program, runs, lanes, taken, self.jitter)
+        bound = queues(self.program, runs, lanes, taken, self.jitter, self.deciding)
         regions = tuple(f.region for f in self.fused.values())
         return dataclasses.replace(bound, scratch_bytes=self.scratch, regions=regions, posts=tuple(self.posts))
 
@@ -317,17 +320,19 @@ class Binder:
         """Make the call of an action that experts without tokens make needless, or that chooses experts."""
         if self.experts is None or run is None:
             return run
-        guards = self.experts.guards
+        guards, lane = self.experts.guards, self.lanes[action.stream]
         if action.id in guards.chosen_at:
+            self.deciding.add(action.id)
             router = guards.chosen_at.index(action.id)
             chosen = self.view(guards.routers[router].chosen)
             assert chosen is not None, "the action reads it"
-            return self.experts.noting(run, router, chosen)
+            return self.experts.noting(run, router, chosen, lane)
         if action.id not in guards.actions or action.kind is ActionKind.FREE:
             return run
         zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
         moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
-        return self.experts.guarded(run, action.id, zeros, action.stream, moved)
+        self.deciding.add(action.id)
+        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved))
 
     def _speculating(self, action: Action, run: Call | None) -> Call | None:
         """Make the call of an action that a guess of the coefficient of clipping depends on."""
@@ -563,12 +568,18 @@ def taken_over(program: Program, runs: Sequence[Call | None]) -> frozenset[int]:
 
 
 def queues(
-    program: Program, runs: list[Call | None], lanes: list[Lane], taken: Set[int], jitter: Jitter | None
+    program: Program,
+    runs: list[Call | None],
+    lanes: list[Lane],
+    taken: Set[int],
+    jitter: Jitter | None,
+    deciding: Set[int] = frozenset(),
 ) -> Bound:
     """Split the actions over their streams. An action without work and waits joins the one before it.
 
     Args:
         taken: Actions of the network that the compute stream's queue has (``taken_over``).
+        deciding: Actions whose calls are made on the host, and issue to the lane themselves.
     """
     streams = program.streams
     index = {name: i for i, name in enumerate(streams)}
@@ -592,7 +603,7 @@ def queues(
         call = run or _nothing
         if jitter is not None:
             call = _after(partial(jitter, action), call)
-        if run is not None or jitter is not None:
+        if (run is not None or jitter is not None) and action.id not in deciding:
             call = lanes[stream].bound(call)
         queue.append(Entry(call, waits, count, action.id in awaited, action.id))
     _mark(bound)

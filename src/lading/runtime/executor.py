@@ -148,8 +148,8 @@ class Executor:
             if poison:
                 self._values.poison()
             if experts:
-                check_place(self._device.kind, is_fused=fuse, is_spread=replicas is not None)
-                self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer)))
+                check_place(is_fused=fuse, is_spread=replicas is not None)
+                self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer, self._device)))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,

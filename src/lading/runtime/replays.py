@@ -2,13 +2,19 @@
 
 A router's own action tells which experts got tokens, before anything that depends on them runs. An expert that missed
 steps and is chosen now is brought up to date there, where its values lie between steps.
+
+[Note: who decides] The thread that drives a lane decides, before it issues anything. On a device that runs behind the
+host, the thread of the compute lane therefore waits after each router until the numbers that it chose are in host
+memory, and only then is its action announced: whatever waits for it finds them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +26,7 @@ from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.update_ops import rule_of
 from lading.memory.guards import REPLAY_ELEMENTS, Guards, ReplayedParameter, find_guards, layer_names, replay_bytes
 from lading.optim.rule import ParameterRule
-from lading.runtime.device import Call
+from lading.runtime.device import Call, DeviceDriver, Lane, Mark
 from lading.runtime.host_arena import Arena
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.update_kernels import Rate, parameter_kernel
@@ -74,18 +80,22 @@ class Experts:
         guards: From ``lading.memory.guards.find_guards``.
         values: Values where they lie between steps.
         optimizer: Rule of the run.
+        device: Device that the Program runs on, in whose memory updates are made up for.
 
     Attributes:
         counts: What was chosen so far.
         now, before: Choices that got tokens in the step under way, and in the last whole one.
     """
 
-    def __init__(self, program: Program, guards: Guards, values: Values, optimizer: ParameterRule) -> None:
+    def __init__(
+        self, program: Program, guards: Guards, values: Values, optimizer: ParameterRule, device: DeviceDriver
+    ) -> None:
         self.guards, self.counts = guards, ExpertCounts()
         self.now: set[Expert] = set()
         self.before: set[Expert] = set()
         self._graph, self._values, self._optimizer = program.graph, values, optimizer
-        self._room = Arena(replay_bytes(program, guards))  # whose pages are given back after use
+        self._device, self._settled = device, _Settled(device)
+        self._room = device.arena(replay_bytes(program, guards))
         self._chosen: dict[int, list[int]] = {}
         self._history: list[MissedStep] = []
         self._since: dict[int, int] = {}  # parameter -> first step of the history that it missed
@@ -98,6 +108,7 @@ class Experts:
     def close(self) -> None:
         """Give back the memory in which updates are made up for."""
         self._room.close()
+        self._settled.close()
 
     # while a step runs
 
@@ -105,17 +116,18 @@ class Experts:
         """Begin a run of the Program: nothing is chosen yet."""
         self.now, self._chosen = set(), {}
 
-    def noting(self, run: Call, router: int, chosen: torch.Tensor) -> Call:
-        """Make the call of a router's action that then takes note of what it chose.
+    def noting(self, run: Call, router: int, chosen: torch.Tensor, lane: Lane) -> Call:
+        """Make the call of a router's action that then takes note of what it chose. See [Note: who decides].
 
         Args:
             chosen: Numbers of the chosen experts, where they lie when the action runs.
+            lane: That of the action.
         """
         experts = self.guards.routers[router].experts
+        numbers = self._settled.on_host(run, chosen, lane)
 
         def noted() -> None:
-            run()
-            tokens = torch.bincount(chosen.reshape(-1), minlength=experts).tolist()
+            tokens = torch.bincount(numbers().reshape(-1), minlength=experts).tolist()
             self._chosen[router] = tokens
             used = [(router, expert) for expert, number in enumerate(tokens) if number]
             for parameter in (p for expert in used for p in self._by_expert.get(expert, ())):
@@ -124,14 +136,18 @@ class Experts:
 
         return noted
 
-    def guarded(self, run: Call, action: int, zeros: Sequence[torch.Tensor], stream: str, size_bytes: int) -> Call:
+    def guarded(self, run: Call, action: int, zeros: Sequence[torch.Tensor], lane: Lane, moved: tuple[str, int]) -> Call:
         """Make the call of an action that is left out where its experts got no token.
 
         Args:
             zeros: Tensors that are then set to zero.
-            stream, size_bytes: Of a move; 0 bytes of others.
+            lane: That of the action.
+            moved: Stream and bytes of a move; 0 bytes of others.
         """
         is_idle = self.guards.actions[action].is_idle
+        issue = lane.bound(run)
+        clear = lane.bound(partial(_clear, zeros)) if zeros else None
+        stream, size_bytes = moved
 
         def chosen() -> None:
             idle = is_idle(self.now, self.before)
@@ -139,10 +155,9 @@ class Experts:
                 counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
                 counted[stream] = counted.get(stream, 0) + size_bytes
             if not idle:
-                run()
-                return
-            for tensor in zeros:
-                tensor.zero_()
+                issue()
+            elif clear is not None:
+                clear()
 
         return chosen
 
@@ -206,8 +221,10 @@ class Experts:
         Raises:
             StorageError: a tier failed; the parameter then counts as lost.
         """
-        for parameter in self.guards.replayed:
-            self._replay(parameter)
+        with self._settled.lane.entered():
+            for parameter in self.guards.replayed:
+                self._replay(parameter)
+        self._settled.wait()
         self._history.clear()
 
     def _replay(self, parameter: ReplayedParameter) -> None:
@@ -229,7 +246,8 @@ class Experts:
                 raise
             finally:
                 del self._since[parameter.storage]
-                self._room.discard()
+                if isinstance(self._room, Arena):  # whose pages are given back after use
+                    self._room.discard()
         self.counts.replayed += len(missed)
 
     def _replay_part(self, op: Op, missed: Sequence[MissedStep], parameter: int) -> None:
@@ -241,7 +259,7 @@ class Experts:
             count = min(REPLAY_ELEMENTS, part.elements - start)
             places = self._fetched(part.moved, start, count)
             views = {t: room.view(self._dtype(t))[:count] for t, (room, _) in places.items()}
-            gradient = torch.zeros(count, dtype=self._dtype(part.gradient))
+            gradient = views[part.param].new_zeros(count, dtype=self._dtype(part.gradient))
             number = None if began is None else began.clone()
             self._run(part, views, gradient, number, missed, parameter)
             for tensor, (room, is_copy) in places.items():
@@ -265,7 +283,7 @@ class Experts:
         args = [views[part.param], gradient, *(views[t] for t in part.states), *([] if number is None else [number])]
         named = {} if part.master is None else {"master": views[part.master]}
         run, _ = parameter_kernel(
-            part.op, args, named, "cpu", optimizer=self._optimizer, rate=rate, parameter=parameter
+            part.op, args, named, self._device.kind, optimizer=self._optimizer, rate=rate, parameter=parameter
         )
         with torch.inference_mode():
             for each in missed:
@@ -329,18 +347,72 @@ class _Part:
         self.elements = math.prod(shape)
 
 
-def check_place(kind: str, *, is_fused: bool, is_spread: bool) -> None:
-    """Refuse experts where they cannot be left out: with regions that are one call, on other devices, on ranks.
+def _clear(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+class _Settled:
+    """Waits for a lane of a device, which may run behind the host, and brings small tensors to host memory.
+
+    Attributes:
+        lane: Lane on which updates are made up for; that of computing, once a router's action is bound.
+    """
+
+    def __init__(self, device: DeviceDriver) -> None:
+        self._device, self._memory = device, ExitStack()
+        self._host = device.lane("experts", blocking=True)  # whose thread waits for marks
+        self.lane: Lane = self._host
+        self._mark: Mark | None = None
+
+    def on_host(self, run: Call, tensor: torch.Tensor, lane: Lane) -> Callable[[], torch.Tensor]:
+        """Make the call that issues ``run`` to a lane, waits for it, and gives a tensor that it made in host memory."""
+        self.lane, self._mark = lane, self._mark or lane.mark()
+        issue = lane.bound(run)
+        if self._mark is None:
+
+            def ran() -> torch.Tensor:
+                issue()
+                return tensor
+
+            return ran
+        size = tensor.numel() * tensor.element_size()
+        memory = self._device.host(size)
+        self._memory.callback(memory.close)
+        there = memory.bytes_at(0, size).view(tensor.dtype).view(tensor.shape)
+        copy = lane.bound(partial(there.copy_, tensor, non_blocking=True))
+
+        def brought() -> torch.Tensor:
+            issue()
+            copy()
+            self.wait()
+            return there
+
+        return brought
+
+    def wait(self) -> None:
+        """Return once all that the lane was given has ended."""
+        if self._mark is not None:
+            self._mark.record()
+            self._host.wait((self._mark,))
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._memory.close()
+
+
+def check_place(*, is_fused: bool, is_spread: bool) -> None:
+    """Refuse experts where they cannot be left out: with regions that are one call, on ranks.
 
     Raises:
         ConfigError: says where.
     """
-    if is_fused or is_spread or kind != "cpu":
-        found = "compiled regions" if is_fused else "several ranks" if is_spread else f"a {kind!r} device"
-        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; plan without experts")
+    if is_fused or is_spread:
+        found = "compiled regions" if is_fused else "several ranks"
+        raise ConfigError(f"experts: expected one device without compiled regions, got {found}; plan without experts")
 
 
-def experts_of(program: Program, values: Values, optimizer: ParameterRule) -> Experts:
+def experts_of(program: Program, values: Values, optimizer: ParameterRule, device: DeviceDriver) -> Experts:
     """Find the experts of a Program whose values lie between steps where ``values`` says.
 
     Raises:
@@ -349,4 +421,4 @@ def experts_of(program: Program, values: Values, optimizer: ParameterRule) -> Ex
     guards = find_guards(program)
     if not guards.actions:
         raise ConfigError("experts: expected outputs weighed by a router's weights, found none; plan without experts")
-    return Experts(program, guards, values, optimizer)
+    return Experts(program, guards, values, optimizer, device)

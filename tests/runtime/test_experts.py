@@ -116,21 +116,21 @@ def test_numbers_are_plain_pytorch_s_over_twenty_steps(
             assert counts.spared_bytes["disk_read"] > counts.moved_bytes["disk_read"]
 
 
-BEHIND = [  # as PROGRAMS, with what is behind the device
-    (1, 0.0, 0.0, host_always, FAST_HOST, True, "slice"),
-    pytest.param(1, 1.0, 1.0, host_always, FAST_HOST, True, "unbind", marks=pytest.mark.long),
-    pytest.param(2, 1.0, 0.6, at_random(0), FAST_BOTH, True, "slice", marks=pytest.mark.long),
-    pytest.param(1, 1.0, 0.0, disk_always, FAST_BOTH, True, "slice", marks=pytest.mark.long),
-    pytest.param(2, 0.0, 1.0, at_random(1, 0.8), FAST_HOST, False, "mask", marks=pytest.mark.long),
-    pytest.param(1, 1.0, 0.0, None, FAST_HOST, False, "slice", marks=pytest.mark.long),
+BEHIND = [  # micro-batches, clipping, share of updates deferred, style; what leaves the device; tiers; late reads
+    ((1, 0.0, 0.0, "slice"), host_always, FAST_HOST, True),
+    pytest.param((1, 1.0, 1.0, "unbind"), host_always, FAST_HOST, True, marks=pytest.mark.long),
+    pytest.param((2, 1.0, 0.6, "slice"), at_random(0), FAST_BOTH, True, marks=pytest.mark.long),
+    pytest.param((1, 1.0, 0.0, "slice"), disk_always, FAST_BOTH, True, marks=pytest.mark.long),
+    pytest.param((2, 0.0, 1.0, "mask"), at_random(1, 0.8), FAST_HOST, False, marks=pytest.mark.long),
+    pytest.param((1, 1.0, 0.0, "slice"), None, FAST_HOST, False, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("micro", "clip", "deferred", "evict", "machine", "is_late", "style"), BEHIND)
+@pytest.mark.parametrize(("step_of", "evict", "machine", "is_late"), BEHIND)
 def test_numbers_are_plain_pytorch_s_on_a_device_that_runs_behind_the_host(
-    tmp_path: Path, api: FakeApi, micro: int, clip: float, deferred: float, evict: Any, machine: Any, is_late: bool,
-    style: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, api: FakeApi, step_of: tuple[int, float, float, str], evict: Any, machine: Any, is_late: bool
+) -> None:
+    micro, clip, deferred, style = step_of
     program = program_of(graph_of(micro=micro, clip=clip, deferred=deferred, style=style), evict, machine)
     program = late(program) if is_late else program
     plain = Plain(model_of(style), clip)

@@ -136,7 +136,9 @@ class Experts:
 
         return noted
 
-    def guarded(self, run: Call, action: int, zeros: Sequence[torch.Tensor], lane: Lane, moved: tuple[str, int]) -> Call:
+    def guarded(
+        self, run: Call, action: int, zeros: Sequence[torch.Tensor], lane: Lane, moved: tuple[str, int]
+    ) -> Call:
         """Make the call of an action that is left out where its experts got no token.
 
         Args:

@@ -151,9 +151,9 @@ def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_cannot_leave_out_experts_is_refused(asked: RunConfig, tmp_path: Path) -> None:
     wanted = run_in(asked, tmp_path / "out", experts=True)
     fused = dataclasses.replace(wanted, optimization=dataclasses.replace(wanted.optimization, compile=True))
-    with pytest.raises(ConfigError, match="experts: expected one CPU without compiled regions, got compile=True"):
+    with pytest.raises(ConfigError, match="experts: expected one device without compiled regions, got compile=True"):
         plan_run(fused)
-    with pytest.raises(ConfigError, match="experts: expected one CPU without compiled regions, got several ranks"):
+    with pytest.raises(ConfigError, match="experts: expected one device without compiled regions, got several ranks"):
         plan_run(dataclasses.replace(wanted, layout="dp2"))
     file = write_run(tmp_path)
     settings = [f"out={tmp_path / 'dense'}", "memory.experts=true"]

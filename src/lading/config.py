@@ -340,7 +340,7 @@ class MemoryConfig:
         policy: Name of the planner's policy.
         folder: Folder for the swap file of a tier without a location; "" for the run's own ``out`` folder.
         experts: Leave out of each step the experts that no token chose, and plan again when others are chosen than
-            before. On one CPU, without ``optimization.compile``.
+            before. On one device, without ``optimization.compile``.
         clipped: Share of steps whose gradients are expected to be above ``optimization.clip_norm`` at first. Updates
             then need not wait for the norm of all gradients, and a clipped step runs twice; planned again where another
             share is counted. On one device, without ``optimization.compile`` and validation. None waits.

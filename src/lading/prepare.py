@@ -168,7 +168,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     groups = _other_groups(stock, graph) if stock is not None and spread.devices > 1 else ()
     _check_spread(spread, rule, matrices, others)
-    check_alone(graph, machine, spread.devices, experts, (clipped, clip_norm), compile=compile, others=bool(others))
+    check_alone(graph, spread.devices, experts, (clipped, clip_norm), compile=compile, others=bool(others))
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
@@ -558,7 +558,7 @@ def plan_run(
     step = step or capture_run(run, machine)
     asked, memory = run.optimization, run.memory
     told = (memory.clipped, asked.clip_norm)
-    check_alone(step.captured, machine, ranks, memory.experts, told, compile=asked.compile, others=bool(step.others))
+    check_alone(step.captured, ranks, memory.experts, told, compile=asked.compile, others=bool(step.others))
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]

@@ -330,7 +330,7 @@ def test_shares_of_other_experts_are_refused() -> None:
             lading.plan(graph, small_machine(), budget="100%", experts=shares)
     settings: tuple[dict[str, Any], ...] = ({"compile": True}, {"devices": 2, "layout": "dp2"})
     for setting in settings:
-        with pytest.raises(ConfigError, match="experts: expected one CPU"):
+        with pytest.raises(ConfigError, match="experts: expected one device"):
             lading.plan(graph, small_machine(), budget="100%", experts=True, **setting)
 
 

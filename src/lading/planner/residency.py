@@ -361,7 +361,7 @@ class ResidencySearch:
         idle = 0
         while self.best is None or not (good_enough(self.best, bound_s) or idle >= patience):
             best = "none fits yet" if self.best is None else f"the fastest takes {format_seconds(self.best.step_s)}"
-            done = min(self.looked_at, self.num_candidates)
+            done = min(self.looked_at, self.num_candidates - 1)
             tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
             before_s = self.best_s()
             if not self.advance():

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from lading.cost.compute import placed_costs
 from lading.errors import ConfigError, PlanInfeasible, check_type
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_values
 from lading.ir.graph import StepGraph
 from lading.ir.host_speed import READ, WRITE
-from lading.ir.machine import HostSpeed, Machine
+from lading.ir.machine import MEMORY, HostSpeed, Machine
 from lading.ir.plan import Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
@@ -53,6 +54,9 @@ _NO_EXPERTS = (
 )
 #: Least share of steps that transfers are scheduled for.
 _LEAST_SHARE = 0.05
+#: Launches that a device is idle for, beside the latency of a copy, where its host waits for a router's choice: of the
+#: copy, of the mark behind it, and of the operation after it.
+_LAUNCHES = 3
 
 #: For each router of a micro-batch, by its module, the share of steps in which each expert gets tokens.
 Shares = Mapping[str, Sequence[float]]
@@ -64,7 +68,7 @@ class Maker(Protocol):
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned: ...
 
 
-def check_experts(experts: bool | Shares, graph: StepGraph, machine: Machine, ranks: int, *, compile: bool) -> None:
+def check_experts(experts: bool | Shares, graph: StepGraph, ranks: int, *, compile: bool) -> None:
     """Refuse experts where they cannot be left out, before anything is planned.
 
     Args:
@@ -77,9 +81,9 @@ def check_experts(experts: bool | Shares, graph: StepGraph, machine: Machine, ra
         return
     if experts is not True:
         check_type("experts", experts, Mapping, "True, False, or shares of steps by the router's module")
-    if machine.device.kind != "cpu" or ranks > 1 or compile:
-        found = "several ranks" if ranks > 1 else "compile=True" if compile else f"a {machine.device.kind!r} device"
-        raise ConfigError(f"experts: expected one CPU without compiled regions, got {found}; leave experts out")
+    if ranks > 1 or compile:
+        found = "several ranks" if ranks > 1 else "compile=True"
+        raise ConfigError(f"experts: expected one device without compiled regions, got {found}; leave experts out")
     if not find_routers(graph):
         raise ConfigError(_NO_EXPERTS)
 
@@ -101,17 +105,19 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     first = make(policy, budget, machine)
     allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
-    plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, first)]
+    plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, machine, first)]
     if shares and policy == POLICIES[-1]:
         plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
     each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
     return min(each, key=lambda made: made[0])[1]
 
 
-def _with_room(make: Callable[[int], Planned], allowed_bytes: int, made: Planned | None = None) -> Planned:
+def _with_room(
+    make: Callable[[int], Planned], allowed_bytes: int, machine: Machine, made: Planned | None = None
+) -> Planned:
     """Plan a step such that its budget has room to make up for updates."""
     made = made or make(allowed_bytes)
-    more = _more_bytes(made.program)
+    more = _more_bytes(made.program, machine)
     return make(allowed_bytes - more) if more else made
 
 
@@ -161,7 +167,7 @@ class _KeptExperts:
         often = max(_LEAST_SHARE, sum(fetched) / len(fetched)) if fetched else 1.0
         speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
         make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops))
-        made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes)
+        made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes, self.machine)
         steps = zip(made.plan.others, made.others, self.first.plan.others, strict=True)
         others = tuple(_for_machine(*each, self.machine) for each in steps)
         plan = dataclasses.replace(_for_machine(made.plan, made.program, self.first.plan, self.machine), others=others)
@@ -174,7 +180,7 @@ def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) ->
     Args:
         asked: Plan of the same step that was asked for alike, for that machine.
     """
-    timeline, mine = simulate(program, machine), plan.predictions
+    timeline, mine = simulate(program, machine, op_seconds=_op_seconds(program, machine)), plan.predictions
     predictions = dataclasses.replace(
         asked.predictions,
         step_s=timeline.duration_s,
@@ -237,9 +243,11 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
-    chosen = dataclasses.replace(chosen, workspace_bytes=max(chosen.workspace_bytes, room), budgets=budgets)
+    workspace = _workspace_bytes(chosen, room, machine)
+    chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
     verify(chosen)
-    timeline, peak = simulate(chosen, machine), chosen.predicted_bytes
+    timeline = simulate(chosen, machine, op_seconds=_op_seconds(chosen, machine))
+    peak = chosen.predicted_bytes
     before = plan.predictions
     peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
     predictions = dataclasses.replace(
@@ -250,14 +258,21 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
         request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
-        assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room)),
+        assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room), *_waits(guards, machine)),
     )
     return expected_s, dataclasses.replace(made, plan=plan, program=chosen)
 
 
-def _more_bytes(program: Program) -> int:
+def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
+    """Bytes beside the arena: on a CPU the room to make up for updates is given back after use, elsewhere it stays."""
+    scratch = program.workspace_bytes
+    return max(scratch, room) if machine.device.kind == "cpu" else scratch + room
+
+
+def _more_bytes(program: Program, machine: Machine) -> int:
     """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room."""
-    room = max(0, replay_bytes(program, find_guards(with_late_reads(program, _always))) - program.workspace_bytes)
+    asked = replay_bytes(program, find_guards(with_late_reads(program, _always)))
+    room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
     return room if program.predicted_bytes + room > program.budgets[DEVICE] else 0
 
 
@@ -275,6 +290,16 @@ def _sentence(program: Program, guards: Guards, expected_s: float, room: int) ->
         f"step is expected to take {format_seconds(expected_s)}; updates of {len(guards.replayed)} parameters are made "
         f"up for later, in {format_bytes(room)}; numbers are plain PyTorch's as long as no expert's are infinite or NaN"
     )
+
+
+def _waits(guards: Guards, machine: Machine) -> Iterator[str]:
+    """Say what a device waits for its host, in an assumption."""
+    wait_s = host_wait_s(machine)
+    if wait_s:
+        yield (
+            f"the host waits for the choice of {len(guards.routers)} routers a step, and {machine.device.name} for the "
+            f"host {format_seconds(wait_s)} each time: the latency of a copy and {_LAUNCHES} launches, not measured"
+        )
 
 
 def _checked(shares: Shares, program: Program) -> Shares:
@@ -310,6 +335,22 @@ def _made(program: Program, machine: Machine, shares: Shares, bound: float) -> t
     return expected_step_s(made, guards, machine, shares), made, guards
 
 
+def host_wait_s(machine: Machine) -> float:
+    """Least seconds that a device is idle for where its host waits for a router's choice; 0 where it is the host."""
+    if machine.device.kind == "cpu":
+        return 0.0
+    latency_s = min((tier.latency_s for tier in machine.tiers if tier.kind == MEMORY), default=0.0)
+    return latency_s + _LAUNCHES * machine.device.op_overhead_s
+
+
+def _op_seconds(program: Program, machine: Machine) -> list[float]:
+    """Seconds of each operation, of a router's with the wait of the host for what it chose."""
+    seconds, waits_s = [*placed_costs(program.graph, machine)], host_wait_s(machine)
+    for router in find_routers(program.graph):
+        seconds[router.op] += waits_s
+    return seconds
+
+
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
     """Seconds that a step is expected to take, with what is made up for in it.
 
@@ -321,9 +362,13 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     def share(expert: Expert) -> float:
         return shares[names[guards.routers[expert[0]].layer]][expert[1]]
 
+    op_seconds = _op_seconds(program, machine)
     places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
     steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
-    each_s = {used: step_times(program, machine, left_out=guards.left_out(used))[0] for used in dict.fromkeys(steps)}
+    each_s = {
+        used: step_times(program, machine, op_seconds=op_seconds, left_out=guards.left_out(used))[0]
+        for used in dict.fromkeys(steps)
+    }
     made_up_s, homes = 0.0, home_tiers(program)
     tiers = {tier.name: 1 / tier.read_bytes_per_s + 1 / tier.write_bytes_per_s for tier in machine.tiers}
     for parameter in guards.replayed:

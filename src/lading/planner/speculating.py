@@ -16,7 +16,6 @@ from lading.errors import ConfigError, PlanInfeasible, check_number
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.guess import update_names
-from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import LINE_BYTES, Program
 from lading.memory.values_before import on_device_alone
@@ -63,7 +62,6 @@ def check_clipped(
 
 def check_alone(
     captured: StepGraph,
-    machine: Machine,
     ranks: int,
     experts: bool | Shares,
     clipped: tuple[float | None, float],
@@ -78,7 +76,7 @@ def check_alone(
     Raises:
         ConfigError: says why.
     """
-    check_experts(experts, captured, machine, ranks, compile=compile)
+    check_experts(experts, captured, ranks, compile=compile)
     check_clipped(*clipped, ranks, compile=compile, others=others, experts=experts is not False)
 
 

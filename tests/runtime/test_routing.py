@@ -1,0 +1,86 @@
+"""Plans of steps that leave out experts, for a device behind a link: trained on a stand-in, equal to plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.machines import machine_with_host, small_machine
+from tests.runtime.cases import OPTIMIZER
+from tests.runtime.expert_cases import USES, Plain, batches_of, loss_fn, model_of
+
+import lading
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES
+from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.planner.routing import host_wait_s
+
+_WITH_HOST = machine_with_host()
+BESIDE_HOST = dataclasses.replace(
+    _WITH_HOST, device=dataclasses.replace(_WITH_HOST.device, kind="tests.test_open_tiers:stand_in")
+)
+#: Whose host only keeps values, so that all updates run on the device.
+BEFORE_HOST = dataclasses.replace(
+    BESIDE_HOST, host_device=None, tiers=(dataclasses.replace(BESIDE_HOST.tiers[0], host_computes=False),)
+)
+
+
+def all_on_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Move everything that can be to the host's memory whenever it is unused."""
+    found = gaps(graph, lives)
+    return {(gap.storage, gap.start): Option("host") for gap in found if is_movable(graph, gap.storage, PAGE_BYTES)}
+
+
+@pytest.fixture(scope="module")
+def graph() -> StepGraph:
+    return lading.capture(model_of(), batches_of([[0]], 1)[0][0], loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("machine", "policy"),
+    [
+        (BESIDE_HOST, all_on_host),
+        pytest.param(BEFORE_HOST, "residency", marks=pytest.mark.slow),
+        pytest.param(BESIDE_HOST, "residency", marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_behind_a_link_trains_by_plans_that_leave_experts_out(
+    graph: StepGraph, machine: Machine, policy: Any, tmp_path: Path
+) -> None:
+    plain, rate = Plain(model_of(), 0.0), OPTIMIZER.lr
+    settings: dict[str, Any] = {"budget": "45%", "policy": policy, "optimizer": OPTIMIZER, "cache": False}
+    made = lading.plan(graph, machine, experts=True, **settings)
+    assert any(
+        f"the host waits for the choice of {len(plain.model.layers)} routers" in each for each in made.assumptions
+    )
+    with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
+        for step, batches in enumerate(batches_of(USES, 1)):
+            assert [trainer.step(batches[0], lr=rate)] == plain.step(batches, rate)
+            if step == len(USES) // 2:
+                assert trainer.experts is not None
+                before, shares = trainer.experts, trainer.experts.shares()
+                trainer.pause()
+                again = lading.plan(graph, machine, experts=shares, **settings)
+                trainer.resume(again, graph)
+        assert trainer.experts is not None
+        spared = sum(sum(counts.spared_bytes.values()) for counts in (before, trainer.experts))
+        assert spared > 0
+        assert trainer.base_bytes + trainer.peak_bytes <= made.budgets["device"]  # the model's own memory is the host's
+        differing = [n for n, value in plain.values().items() if not torch.equal(trainer.value(n), value)]
+        assert differing == []
+
+
+def test_the_wait_for_a_router_is_in_the_step(graph: StepGraph) -> None:
+    """Where the launches that it takes are longer, the step is so much longer; a CPU does not wait for itself."""
+    everything: dict[str, Any] = {"budget": "1GB", "policy": "keep-all", "cache": False, "optimizer": OPTIMIZER}
+    assert host_wait_s(small_machine()) == 0.0
+    assert host_wait_s(BESIDE_HOST) == pytest.approx(1e-5 + 3 * 2e-6)
+    plain = lading.plan(graph, BESIDE_HOST, **everything)
+    waits = lading.plan(graph, BESIDE_HOST, experts=True, **everything)
+    routers = len(model_of().layers)
+    assert waits.step_s - plain.step_s == pytest.approx(routers * host_wait_s(BESIDE_HOST), rel=1e-6)

@@ -52,12 +52,10 @@ def graph() -> StepGraph:
 def test_a_device_behind_a_link_trains_by_plans_that_leave_experts_out(
     graph: StepGraph, machine: Machine, policy: Any, tmp_path: Path
 ) -> None:
-    plain, rate = Plain(model_of(), 0.0), OPTIMIZER.lr
+    plain, rate, before = Plain(model_of(), 0.0), OPTIMIZER.lr, None
     settings: dict[str, Any] = {"budget": "45%", "policy": policy, "optimizer": OPTIMIZER, "cache": False}
     made = lading.plan(graph, machine, experts=True, **settings)
-    assert any(
-        f"the host waits for the choice of {len(plain.model.layers)} routers" in each for each in made.assumptions
-    )
+    assert any(f"the host waits for the choice of 2 routers" in each for each in made.assumptions)
     with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
         for step, batches in enumerate(batches_of(USES, 1)):
             assert [trainer.step(batches[0], lr=rate)] == plain.step(batches, rate)
@@ -68,6 +66,7 @@ def test_a_device_behind_a_link_trains_by_plans_that_leave_experts_out(
                 again = lading.plan(graph, machine, experts=shares, **settings)
                 trainer.resume(again, graph)
         assert trainer.experts is not None
+        assert before is not None
         spared = sum(sum(counts.spared_bytes.values()) for counts in (before, trainer.experts))
         assert spared > 0
         assert trainer.base_bytes + trainer.peak_bytes <= made.budgets["device"]  # the model's own memory is the host's

@@ -4,7 +4,7 @@
     python benchmarks/out_of_core/saves.py --folder F --only-plan                           a minute
     python benchmarks/out_of_core/saves.py --folder F --json RESULTS.json                   minutes, quiet
 
-Sides train the same model one after another within each turn: ``in place`` and ``copied`` by plans for the same bytes, and
+Sides train the same model one after another within each turn: ``in place`` and ``copied`` by one plan, and
 ``dcp.save``, plain PyTorch with everything in memory that saves by ``torch.distributed.checkpoint``. A turn of a side
 is a save and the steps behind it. The call is the time for which training stops; "behind" is by how much longer the
 steps behind a save take than those of the side before any, in all; bytes are those of ``/proc/self/io`` until the

@@ -121,7 +121,7 @@ class Experts:
 
         Args:
             chosen: Numbers of the chosen experts, where they lie when the action runs.
-            lane: That of the action.
+            lane: The action's.
         """
         experts = self.guards.routers[router].experts
         numbers = self._settled.on_host(run, chosen, lane)
@@ -143,7 +143,7 @@ class Experts:
 
         Args:
             zeros: Tensors that are then set to zero.
-            lane: That of the action.
+            lane: The action's.
             moved: Stream and bytes of a move; 0 bytes of others.
         """
         is_idle = self.guards.actions[action].is_idle

@@ -4,6 +4,7 @@
     python benchmarks/out_of_core/experts.py --folder F --routing skewed        minutes, quiet
     python benchmarks/out_of_core/experts.py --folder F --routing changing --json RESULTS.json
     python benchmarks/out_of_core/experts.py --folder F --routing uniform --json RESULTS.json
+    python benchmarks/out_of_core/experts.py --folder F --machine rtx4090 --only-plan           of any machine
 
 Sides take turns, a step each, on the same batches: ``every`` is Lading's plan, which fetches every expert; ``fixed``
 keeps the same experts of every layer in memory, as many as fit, and fetches all others; ``chosen`` leaves experts out
@@ -42,6 +43,7 @@ from lading.units import MiB
 
 EXPERTS, VOCABULARY = 8, 64
 _SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.05, 0.05, 0.05)
+_ALL = (1.0,) * EXPERTS
 _SHIFT = 3
 
 
@@ -143,6 +145,13 @@ def fixed_plan(graph: StepGraph, machine: Machine, budget: str | float) -> tuple
     raise SystemExit("no fixed set fits this budget")
 
 
+def _expected(graph: StepGraph, machine: Machine, args: argparse.Namespace, shares: tuple[float, ...]) -> list[str]:
+    """Say what a plan expects of routing by these shares, in its assumptions."""
+    rows = {f"layers.{layer}": shares for layer in range(args.layers)}
+    made = lading.plan(graph, machine, budget=args.budget, experts=rows)
+    return [each for each in made.assumptions if "left out" in each or "the host waits" in each]
+
+
 class Side:
     """Trainer of one side, with what its steps took."""
 
@@ -201,10 +210,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     shape = (args.rows, args.columns)
     graph = lading.capture(model, next(batches("uniform", 1, 1, shape)), loss)
     every = lading.plan(graph, machine, budget=args.budget)
-    fixed, count = fixed_plan(graph, machine, args.budget)
     chosen = lading.plan(graph, machine, budget=args.budget, experts=True)
     if args.only_plan:
-        return {"every": every.step_s, "fixed": fixed.step_s, "experts kept": count, "chosen": chosen.step_s}
+        words = {name: _expected(graph, machine, args, row) for name, row in (("skewed", _SHARES), ("uniform", _ALL))}
+        return {"every": every.step_s, "chosen": chosen.step_s, **words}
+    fixed, count = fixed_plan(graph, machine, args.budget)
     reference = copy.deepcopy(model)
     optimizer = lading.AdamW().plain(reference.parameters())
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

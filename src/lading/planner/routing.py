@@ -297,8 +297,8 @@ def _waits(guards: Guards, machine: Machine) -> Iterator[str]:
     wait_s = host_wait_s(machine)
     if wait_s:
         yield (
-            f"the host waits for the choice of {len(guards.routers)} routers a step, and {machine.device.name} for the "
-            f"host {format_seconds(wait_s)} each time: the latency of a copy and {_LAUNCHES} launches, not measured"
+            f"the host waits for a router's choice {len(guards.routers)} times a step, and {machine.device.name} for "
+            f"the host {format_seconds(wait_s)} each time: the latency of a copy and {_LAUNCHES} launches, not measured"
         )
 
 

@@ -336,7 +336,7 @@ def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
 
 
 def _wiring(graph: StepGraph, op: Op) -> tuple[object, ...]:
-    """Say what an operation is and on which storages it works: of a view, as of a part of a table, its size may vary."""
+    """Say what an operation is and on which storages it works: views of them, as of part of a table, may differ."""
     tensors = [tuple(map(partial(_place, graph), ids)) for ids in (op.inputs, op.outputs, op.results, op.mutates)]
     return op.name, op.phase, *tensors, op.module, op.on_host
 

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest

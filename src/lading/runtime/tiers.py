@@ -293,7 +293,9 @@ class FileTier:
         with _swapping(self.folder):
             is_whole = self._is_whole()
         if not is_whole:
-            where = "a checkpoint that is not in place, as those lie in this file" if self._is_linked else "the last one"
+            where = (
+                "a checkpoint that is not in place, as those lie in this file" if self._is_linked else "the last one"
+            )
             raise StorageError(
                 f"the swap file in {self.folder} has lost some of its {self.file_bytes} bytes: it was cut from "
                 f"outside; resume from a checkpoint: {where}"

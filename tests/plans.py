@@ -22,7 +22,7 @@ def some_plan(**changes: Any) -> Plan:
         "budgets": {"device": 10, "disk": 20},
         "settings": {"clip_norm": 0.0},
         "machine": "test",
-        "machine_table": {"name": "test", "tiers": [{"name": "disk"}]},
+        "machine_table": {"name": "test", "tiers": [{"name": "disk", "kind": "file"}]},
         "run": {"model": {"name": "llama"}},
         "gaps": (Choice(1, 2, 3, Option("disk")), Choice(4, 6, 5, Option.RECOMPUTE)),
         "deferred": 1,

@@ -47,7 +47,7 @@ from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, keep_figures, read_steps
 from lading.report.progress import Progress, planning_progress, training_progress
-from lading.report.promises import budget_remedy, limit_words
+from lading.report.promises import budget_remedy, limit_words, wear_words
 from lading.resuming import (
     FREEZING,
     VALIDATION,
@@ -188,7 +188,7 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     if resume:
         print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
-    if words := limit_words(prepared.plan):
+    for words in filter(None, (limit_words(prepared.plan), wear_words(prepared.plan))):
         print(fitted(words), flush=True)
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))

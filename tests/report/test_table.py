@@ -18,7 +18,7 @@ from lading.ir.plan import Choice, Choices, Option, ResourceLimit
 from lading.ir.timeline import Timeline
 from lading.report.figures import coarse, peak_storages, placement, seconds_by_kind
 from lading.report.plan_table import fit_table, limits_table, policy_table, print_plan
-from lading.report.promises import limit_words
+from lading.report.promises import limit_words, wear_words
 from lading.units import MiB, format_bytes
 
 
@@ -141,3 +141,18 @@ def test_the_limit_of_a_step_is_said_by_resource(run: dict[str, Any]) -> None:
     )
     none = dataclasses.replace(plan, predictions=dataclasses.replace(predictions, limits=()))
     assert limit_words(none) == ""
+
+
+def test_what_disks_take_is_said_for_a_step_and_a_day(run: dict[str, Any]) -> None:
+    """A day has 172,800 steps of half a second; memory of the host does not wear."""
+    predictions = dataclasses.replace(run["plan"].predictions, step_s=0.5)
+    moved = {"disk_write": 3 * MiB, "disk_read": 5 * MiB, "host_write": 7 * MiB}
+    name = run["plan"].request.policy
+    rows = tuple(
+        dataclasses.replace(each, moved_bytes=moved if each.policy == name else {}) for each in predictions.policies
+    )
+    plan = dataclasses.replace(run["plan"], predictions=dataclasses.replace(predictions, policies=rows))
+    words = "written: 3.00 MiB a step to disk, 506.25 GiB a day of steps as predicted, checkpoints aside"
+    assert wear_words(plan) == words
+    kept = tuple(dataclasses.replace(each, moved_bytes={}) for each in predictions.policies)
+    assert wear_words(dataclasses.replace(plan, predictions=dataclasses.replace(predictions, policies=kept))) == ""

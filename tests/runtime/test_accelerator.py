@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -219,6 +220,26 @@ def test_batches_and_losses_go_through_page_locked_memory(tmp_path: Path, api: F
         assert len(api.pinned) == before + 2
         wanted = [(model(torch.full((2, 4), float(i))).mean() / 2).item() for i in (1, 2)]
         assert first == wanted
+
+
+def test_batches_of_several_shapes_are_handed_over(tmp_path: Path, api: FakeApi) -> None:
+    """In any order, from memory that is taken once for the largest."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    rows = (3, 1, 2)
+    graphs = [capture(model, {"x": torch.zeros(count, 4)}, lambda m, b: m(b["x"]).mean()) for count in rows]
+    program = program_of(expand(graphs[0]), None, HOST_ONLY)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model)
+        for each in graphs[1:]:
+            executor.add_shape(dataclasses.replace(program, graph=expand(each)))
+        pinned: list[list[int]] = []
+        for number in (2, 0, 1, 0, 2):
+            x = torch.randn(rows[number], 4)
+            (loss,) = executor.step([{"x": x}], lr=0.0, shape=number)
+            assert loss == pytest.approx(model(x).mean().item(), abs=1e-6)
+            pinned.append(list(api.pinned))
+        assert pinned[1:] == pinned[1:2] * 4
 
 
 def test_actions_are_named_on_both_halves(tmp_path: Path, api: FakeApi) -> None:

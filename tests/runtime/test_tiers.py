@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -132,16 +133,31 @@ def test_one_run_per_folder_until_it_is_gone(folder: Path) -> None:
     tier.close()
 
 
-def test_a_file_that_lost_a_part_and_was_written_on_is_refused(folder: Path) -> None:
+def test_a_file_that_lost_a_part_and_is_long_again_is_refused(folder: Path) -> None:
     """What was lost would be read as zeros."""
     tier, arena = FileTier(folder, 64 * PAGE_BYTES), Arena(PAGE_BYTES)
     page = arena.bytes_at(0, PAGE_BYTES)
     os.ftruncate(tier._file, 48 * PAGE_BYTES)  # pyright: ignore[reportPrivateUsage]
-    tier.write(63 * PAGE_BYTES, page)
+    os.ftruncate(tier._file, 64 * PAGE_BYTES)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
         tier.read(50 * PAGE_BYTES, page)
     with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
         tier.reading(50 * PAGE_BYTES, page)()
+    tier.close()
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_no_write_makes_a_file_long_again_that_lost_its_end(folder: Path, is_prepared: bool) -> None:
+    """Of a few pages the blocks say nothing, and once the file is long again they are zeros."""
+    tier, arena = FileTier(folder, 64 * PAGE_BYTES), Arena(PAGE_BYTES)
+    page = arena.bytes_at(0, PAGE_BYTES)
+    write = tier.writing(63 * PAGE_BYTES, page) if is_prepared else partial(tier.write, 63 * PAGE_BYTES, page)
+    write()
+    os.ftruncate(tier._file, 62 * PAGE_BYTES)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(StorageError, match="has lost some of its 262144 bytes"):
+        write()
+    with pytest.raises(StorageError, match="lost some"):
+        tier.read(62 * PAGE_BYTES, page)
     tier.close()
 
 

@@ -467,7 +467,8 @@ def _cannot_save(final: Path, sources: Sequence[TensorSource], error: OSError) -
             f"the disk is full: checkpoint {final} needs {format_bytes(needed)}, {_free(final)} are free; "
             f"free some space or write elsewhere; {kept}"
         )
-    return StorageError(f"cannot save checkpoint {final}: {error}; check the folder and its disk; {kept}")
+    do = "free some memory" if error.errno == errno.ENOMEM else "check the folder and its disk"
+    return StorageError(f"cannot save checkpoint {final}: {error}; {do}; {kept}")
 
 
 def _free(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 from lading.catalog.load import machine_from_dict
@@ -314,14 +315,13 @@ def _smaller(of: Program, graph: StepGraph, choices: Choices) -> Program:
 def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
     """Refuse a step whose operations, or whose lasting values, are not those that were planned, or that is larger."""
     for index, (op, now) in enumerate(zip(planned.ops, other.ops, strict=True)):
-        if _wiring(op) != _wiring(now):
+        if _wiring(planned, op) != _wiring(other, now):
             where, there = op.module or "the loss", now.module or "the loss"
             raise ConfigError(
                 f"shapes: expected operation {index} to be {op.name} of {where}, on the same tensors as planned, found "
                 f"{now.name} of {there}; the model computes this batch in another way: plan for it as one of others"
             )
-    places = [(t.storage, t.dtype) for t in planned.tensors]
-    if places != [(t.storage, t.dtype) for t in other.tensors] or len(planned.storages) != len(other.storages):
+    if _results(planned) != _results(other) or len(planned.storages) != len(other.storages):
         raise ConfigError(
             "shapes: expected tensors on the same storages as planned, found others; plan for it by itself"
         )
@@ -335,8 +335,21 @@ def _check_same_step(planned: StepGraph, other: StepGraph) -> None:
             )
 
 
-def _wiring(op: Op) -> tuple[object, ...]:
-    return op.name, op.phase, op.inputs, op.outputs, op.results, op.mutates, op.module, op.on_host
+def _wiring(graph: StepGraph, op: Op) -> tuple[object, ...]:
+    """Say what an operation is and on which storages it works: views of them, as of part of a table, may differ."""
+    tensors = [tuple(map(partial(_place, graph), ids)) for ids in (op.inputs, op.outputs, op.results, op.mutates)]
+    return op.name, op.phase, *tensors, op.module, op.on_host
+
+
+def _place(graph: StepGraph, tensor: int | None) -> tuple[int, str] | None:
+    """Storage and dtype of a tensor."""
+    return None if tensor is None else (graph.tensors[tensor].storage, graph.tensors[tensor].dtype)
+
+
+def _results(graph: StepGraph) -> tuple[object, ...]:
+    """Storages of what comes in, by name, and of what goes out."""
+    inputs = [[(name, _place(graph, tensor)) for name, tensor in each] for each in graph.inputs]
+    return inputs, [_place(graph, tensor) for tensor in graph.results]
 
 
 def planned_optimizer(plan: Plan) -> ParameterRule:

@@ -35,6 +35,7 @@ from lading.report.promises import (
     remarks,
     sentence_of,
     verdict,
+    wear_words,
 )
 from lading.report.rank_section import RankReport, ranks_section
 from lading.report.svg import el, table, text, unbroken_options
@@ -472,7 +473,8 @@ def _limits(plan: Plan) -> str:
         for each in limits
     ]
     body = table(("resource", "has to move", "at least", "planned above it"), rows, chosen=0, left=(0,))
-    return el("h2", "Limit of a step") + body + el("p", text(sentence_of(limit_words(plan))), class_="under")
+    words = [sentence_of(each) for each in (limit_words(plan), wear_words(plan)) if each]
+    return el("h2", "Limit of a step") + body + el("p", text(" ".join(words)), class_="under")
 
 
 def _placement(plan: Plan, program: Program) -> str:

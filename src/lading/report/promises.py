@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lading.errors import ConfigError
+from lading.ir.machine import FILE
 from lading.ir.plan import Plan
 from lading.units import MiB, format_bytes, format_seconds
 
@@ -131,6 +132,28 @@ def limit_words(plan: Plan) -> str:
     return (
         f"limit of a step in this budget: {first}{beside}; planned {format_seconds(plan.step_s)}, {above:.1%} above it"
     )
+
+
+#: Seconds of a day.
+_DAY_S = 86_400.0
+
+
+def wear_words(plan: Plan) -> str:
+    """Say what a plan writes to disks in a step, and in a day of steps as long as predicted: disks wear by it.
+
+    Returns:
+        One sentence; "" where it writes nothing there.
+    """
+    files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
+    row = next((each for each in plan.policies if each.policy == plan.request.policy), None)
+    written = {name: row.moved_bytes.get(f"{name}_write", 0) for name in files} if row is not None else {}
+    parts = [
+        f"{format_bytes(size)} a step to {name}, {format_bytes(int(size * _DAY_S / plan.step_s))} a day"
+        for name, size in written.items()
+        if size and plan.step_s > 0
+    ]
+    each = ", on each rank" if plan.ranks > 1 else ""
+    return f"written{each}: {'; '.join(parts)} of steps as predicted, checkpoints aside" if parts else ""
 
 
 def _moved(size_bytes: int) -> str:

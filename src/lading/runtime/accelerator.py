@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -278,8 +278,8 @@ class AcceleratorDevice:
         self._api, self._clock = api, clock
         self._lanes: list[AsyncLane | BlockingLane] = []
         self._origin, self._zero_s = api.event(), 0.0
-        self._inbox: dict[tuple[int, str], torch.Tensor] = {}
-        self._pinned = ExitStack()
+        self._before, self._ends = api.event(), list[DeviceEvent]()  # made once, recorded in every step
+        self._inbox: dict[tuple[int, str], PinnedMemory] = {}
 
     def arena(self, size_bytes: int) -> Memory:
         """Allocate ``size_bytes`` on the device, all zeros."""
@@ -304,6 +304,7 @@ class AcceleratorDevice:
         """Make the lane of a stream: one that only issues, or one whose thread waits for the device (``blocking``)."""
         lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
         self._lanes.append(lane)
+        self._ends.append(self._api.event())
         return lane
 
     def meter(self) -> Meter:
@@ -320,20 +321,20 @@ class AcceleratorDevice:
     def _handed(self, micro: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or not tensor.numel():
             return tensor
-        key = (micro, name)
-        if key not in self._inbox:
-            memory = PinnedMemory(self._api, tensor.numel() * tensor.element_size())
-            self._pinned.callback(memory.close)
-            size = tensor.numel() * tensor.element_size()
-            self._inbox[key] = memory.bytes_at(0, size).view(tensor.dtype).view(tensor.shape)
-        return self._inbox[key].copy_(tensor)
+        key, size = (micro, name), tensor.numel() * tensor.element_size()
+        memory = self._inbox.get(key)
+        if memory is None or memory.size_bytes < size:  # the largest of several shapes so far
+            if memory is not None:
+                del self._inbox[key]
+                memory.close()
+            memory = self._inbox[key] = PinnedMemory(self._api, size)
+        return memory.bytes_at(0, size).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def begin(self) -> None:
         """Begin a step: lanes start after what the caller issued. Waits for the device once, to set both clocks."""
-        before = self._api.event()
-        before.record(self._api.current())
+        self._before.record(self._api.current())
         for lane in self._lanes:
-            self._api.wait(lane.stream, before)
+            self._api.wait(lane.stream, self._before)
             if isinstance(lane, AsyncLane):
                 lane.restart()
         self._origin.record(self._api.current())
@@ -342,8 +343,7 @@ class AcceleratorDevice:
 
     def end(self) -> None:
         """Return when the device has done all that the lanes were given."""
-        for lane in self._lanes:
-            done = self._api.event()
+        for lane, done in zip(self._lanes, self._ends, strict=True):
             done.record(lane.stream)
             done.synchronize()
 
@@ -356,6 +356,6 @@ class AcceleratorDevice:
 
     def close(self) -> None:
         """Give back the page-locked memory in which batches were handed over, and what libraries keep for streams."""
-        self._inbox.clear()
-        self._pinned.close()
+        while self._inbox:
+            self._inbox.popitem()[1].close()
         self._api.close()

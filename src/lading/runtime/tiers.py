@@ -289,17 +289,22 @@ class FileTier:
                 memory[whole:] = self._read_page.memory[: size - whole]
 
     def _check_whole(self) -> None:
-        """Refuse a file that was cut and written on: its holes read as zeros, and it has fewer blocks than reserved."""
+        """Refuse a file that was cut, before a write makes it as long again: its holes would read as zeros."""
         with _swapping(self.folder):
             is_whole = self._is_whole()
         if not is_whole:
+            where = (
+                "a checkpoint that is not in place, as those lie in this file" if self._is_linked else "the last one"
+            )
             raise StorageError(
                 f"the swap file in {self.folder} has lost some of its {self.file_bytes} bytes: it was cut from "
-                "outside; resume from the last checkpoint"
+                f"outside; resume from a checkpoint: {where}"
             )
 
     def _is_whole(self) -> bool:
-        return os.fstat(self._file).st_blocks >= self._blocks * 15 // 16
+        """Whether the file is as long as reserved, and has its blocks, of which a file system may join some."""
+        stat = os.fstat(self._file)
+        return stat.st_size >= self.file_bytes and stat.st_blocks >= self._blocks * 15 // 16
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Put ``data`` (uint8 in host memory) at ``offset``, whole pages; the rest of a last partial page is undefined.
@@ -307,6 +312,7 @@ class FileTier:
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
         """
+        self._check_whole()
         left = data.numpy().data
         for at, size in self.runs(offset, len(left), writes=True):
             memory, left = left[:size], left[size:]
@@ -345,7 +351,7 @@ class FileTier:
         def run() -> None:
             (at, count), *_ = self.runs(offset, size, writes=True)
             try:
-                is_done = count == size == os.pwritev(self._file, pieces, at)
+                is_done = self._is_whole() and count == size == os.pwritev(self._file, pieces, at)
             except OSError:
                 is_done = False
             if is_done:

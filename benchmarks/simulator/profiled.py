@@ -284,7 +284,8 @@ def main() -> None:
     for name in (name for name in options.only if pythons[name]):
         found = done.setdefault(name, {})
         if "profile" not in found:
-            found |= profiled(name, pythons[name], machine_file, options.out) | {"rounds": {}}
+            found |= profiled(name, pythons[name], machine_file, options.out)
+            found.setdefault("rounds", {})
             kept.write_text(json.dumps({"measured": done}, indent=1) + "\n")
         for ranks in options.ranks:
             if str(ranks) not in found["rounds"]:

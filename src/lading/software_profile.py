@@ -52,6 +52,7 @@ from lading.runtime.probe import QUIET
 from lading.runtime.probe_software import (
     GATHERED_BYTES,
     TRIES,
+    Group,
     Measured,
     ProbeModel,
     ProfileCase,
@@ -135,19 +136,18 @@ def profile_to(
     bench = _Bench(software, str(machine_file), asked)
     progress(f"captured {len(asked)} models of {software.widths} wide")
     share = _ALONE if ranks > 1 else 1.0
-    progress(f"steps of one process, {share * seconds:.0f} s and what starting and compiling take")
-    threads = max(1, machine.device.num_threads)
-    alone = measure(script, asked, ranks=1, threads=threads, seconds=share * seconds)
-    found = [alone]
-    stack = _of_one(bench, base, alone, machine)
-    rows = _rows(bench, base, stack, alone, 1)
+    groups = [Group(1, max(1, machine.device.num_threads), share * seconds)]
     if ranks > 1:
-        progress(f"steps of {ranks} processes, {(1 - share) * seconds:.0f} s")
-        threads = max(1, machine.with_threads().device.num_threads)
-        together = measure(script, asked, ranks=ranks, threads=threads, seconds=(1 - share) * seconds)
-        found.append(together)
-        stack = _of_ranks(bench, stack, together, ranks)
-        rows += _rows(bench, base, stack, together, ranks)
+        groups.append(Group(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
+    who = f"one process and of {ranks}" if ranks > 1 else "one process"
+    progress(f"steps of {who}, {seconds:.0f} s and what starting and compiling take")
+    found = measure(script, asked, groups)
+    stack = _of_one(bench, base, found[0], machine)
+    if ranks > 1:
+        stack = _of_ranks(bench, stack, found[1], ranks)
+    rows = [
+        row for group, one in zip(groups, found, strict=True) for row in _rows(bench, base, stack, one, group.ranks)
+    ]
     stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, found))
     if (others := max(one.others for one in found)) > QUIET:
         progress(busy_sentence(others))

@@ -6,6 +6,7 @@ The same layout runs at different speeds on Megatron of 2021 and on FSDP under t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
@@ -276,7 +277,7 @@ class Stack:
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         for key, rate in self.fresh_bytes_per_s.items():
-            if not (key.isdecimal() and int(key) > 0 and rate > 0):
+            if not (key.isdecimal() and len(key) < 7 and int(key) > 0 and 0 < rate < inf):
                 raise ConfigError(
                     f"stack {self.name}: fresh_bytes_per_s must have rates above 0 by numbers of processes, such as "
                     f'"1" or "2", got {key[:20]!r} = {rate}'

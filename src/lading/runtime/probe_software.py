@@ -42,6 +42,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -352,24 +353,43 @@ class ScriptTraining:
             )
 
 
-def measure(path: Path, asked: Sequence[ProfileCase], *, ranks: int, threads: int, seconds: float) -> Measured:
+@dataclass(frozen=True)
+class Group:
+    """Processes that train together over gloo.
+
+    Attributes:
+        ranks: How many, >= 1.
+        threads: Threads of each.
+        seconds: Time for their steps; starting, compiling and warming up come on top.
+    """
+
+    ranks: int
+    threads: int
+    seconds: float
+
+
+def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[Group]) -> list[Measured]:
     """Measure the software of a script, each case in processes of its own ([Note: one model in a process]).
 
-    Args:
-        ranks: Processes that train together over gloo, >= 1.
-        threads: Threads of each.
-        seconds: Time for steps; starting, compiling and warming up come on top.
+    Each case trains in all groups one after another, so that a host whose speed drifts is as fast for all of them.
+
+    Returns:
+        What was measured of each group.
     Raises:
         ConfigError: the script is not what it should be, says how.
     """
     order = [*range(len(asked)), *reversed(range(len(asked)))]
-    found: list[list[Measured]] = [[] for _ in asked]
+    found: list[list[list[Measured]]] = [[[] for _ in asked] for _ in groups]
     for turn, number in enumerate(order):
         besides = turn == len(asked)  # what is no step, beside the last case
-        given = (str(path.resolve()), asked[number], besides, threads, seconds / len(order))
-        found[number].append(quietest(lambda given=given: _answer(ranks, given), lambda answer: answer.others))
-    timings = tuple(Timing.mean([one.timings[0] for one in passes]) for passes in found)
-    return replace(found[-1][-1], timings=timings)
+        for group, passes in zip(groups, found, strict=True):
+            given = (str(path.resolve()), asked[number], besides, group.threads, group.seconds / len(order))
+            run = partial(_answer, group.ranks, given)
+            passes[number].append(quietest(run, lambda answer: answer.others))
+    return [
+        replace(passes[-1][-1], timings=tuple(Timing.mean([one.timings[0] for one in both]) for both in passes))
+        for passes in found
+    ]
 
 
 def quietest(run: Callable[[], _Found], others: Callable[[_Found], float]) -> _Found:

@@ -239,10 +239,10 @@ def rows_of(name: str, ranks: int, found: dict[str, Any], machine: Path, out: Pa
     speed = median(step_s for step_s, _ in control) / in_profile_s if in_profile_s else None
     rows: list[ModelRow] = []
     for model, rounds in zip(MODELS, models, strict=True):
-        seconds = [predicted(model, ranks, machine, stack) for stack in (before, after)]
+        before_s, after_s = (predicted(model, ranks, machine, stack) for stack in (before, after))
         steps_s, others = zip(*rounds, strict=True)
         spread = max(steps_s) / min(steps_s) - 1
-        rows.append(ModelRow(name, ranks, str(model), *seconds, median(steps_s), spread, max(others), speed))
+        rows.append(ModelRow(name, ranks, str(model), before_s, after_s, median(steps_s), spread, max(others), speed))
     return rows
 
 

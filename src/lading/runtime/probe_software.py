@@ -522,7 +522,8 @@ def timing_of(training: ScriptTraining, seconds: float) -> Timing:
         steps.append(training.step())
     others = _others(meter, time.process_time() - worked)
     parts = [statistics.median(part) for found in (steps, operations) for part in zip(*found, strict=True)]
-    return Timing(*_slowest(parts), others)
+    pass_s, update_s, products_s, attention_s, profiled_s, events = _slowest(parts)
+    return Timing(pass_s, update_s, products_s, attention_s, profiled_s, events, others)
 
 
 def _others(meter: LoadMeter, worked_s: float) -> float:

@@ -71,9 +71,9 @@ def hidden(stack: Stack) -> Stack:
 def simulated_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Measures what the simulator says of software with factors that the fit does not know.
 
-    Its parameter is the share of the processors that others took.
+    Its parameters are the share of the processors that others took, and how often the engine copies gradients.
     """
-    others: float = getattr(request, "param", 0.0)
+    others, copies = getattr(request, "param", (0.0, 1.0))
     made: list[software_profile._Bench] = []
     kept = software_profile._Bench.__init__
 
@@ -87,7 +87,7 @@ def simulated_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     def measured_of(asked: tuple[ProfileCase, ...], ranks: int) -> Measured:
         bench, timings = made[-1], list[Timing]()
         for number in range(len(asked)):
-            engine = hidden(stack_by_name("torch-eager-cpu"))
+            engine = dataclasses.replace(hidden(stack_by_name("torch-eager-cpu")), gradient_copies=copies)
             step = bench.simulated(number, engine, ranks).step
             plain = bench.simulated(number, dataclasses.replace(engine, gradient_copies=0.0), ranks).step
             shares = step.shares_s
@@ -138,12 +138,15 @@ def test_what_is_written_is_what_is_read_and_runs_nothing(tmp_path: Path, simula
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("simulated_host", [0.34], indirect=True)
-def test_a_profile_that_was_measured_beside_others_says_so(tmp_path: Path, simulated_host: None) -> None:
+@pytest.mark.parametrize("simulated_host", [(0.34, 0.2)], indirect=True)
+def test_a_profile_that_was_measured_beside_others_says_so_and_takes_no_part_of_a_copy_for_one(
+    tmp_path: Path, simulated_host: None
+) -> None:
     said: list[str] = []
     out = tmp_path / "mine.toml"
     profile_to(out, script_of(tmp_path), machine_of(tmp_path), seconds=1, progress=said.append)
     told = "others took 34% of the processors while steps were measured, 3 times in a row"
+    assert stack_by_name(str(out)).gradient_copies == 0  # a fifth of a copy is what steps differ by themselves
     assert told in said[-1]
     assert told in stack_by_name(str(out)).sources["in_situ"]
 

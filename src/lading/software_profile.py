@@ -78,6 +78,8 @@ _DRAWN = 0.005
 _JITTER_S = 3e-3
 #: What a stack takes for a factor lies between these.
 _RANGE = (0.11, 9.9)
+#: Copies of gradients in a step below which there are none: software copies all of them or does not.
+_LEAST_COPIES = 0.5
 #: Cases whose products are large enough to say what products take.
 _OF_KERNELS = ("middle", "large")
 _DIGITS = 4
@@ -279,7 +281,10 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
         counted = [replace(one, memory=one.memory + one.attention) for one in counted]
     left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
     columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, one.copies, 1.0] for one in counted]
-    solved = _solved(columns, left, weights, drawn=(False, True, False, False, False))
+    drawn = (False, True, False, False, False)
+    solved = _solved(columns, left, weights, drawn=drawn)
+    if solved[3] < _LEAST_COPIES:
+        solved = _solved([[*row[:3], 0.0, row[4]] for row in columns], left, weights, drawn=drawn)
     launches, memory, beyond, copies, once_s = solved
     found |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
     if ATTENTION not in found:

@@ -93,7 +93,8 @@ def profiled() -> Stack:
     """Software as a profile writes it."""
     factors = {"cpu.products": 1.1, "cpu.loss": 0.9, "cpu.all_reduce": 1.4}
     base = stack_by_name("torch-eager-cpu")
-    return replace(base, launch_s=1e-5, step_s=2e-4, fitted=("cpu",), in_situ=factors)
+    engine = replace(base, gradient_copies=1.2, fresh_bytes_per_s={"1": 2.6e9, "2": 1.9e9})
+    return replace(engine, launch_s=1e-5, step_s=2e-4, fitted=("cpu",), in_situ=factors)
 
 
 def manifest(folder: Path) -> str:

@@ -9,11 +9,13 @@ Each software is a script of ten lines (``software/*.py``). It is profiled as a 
 where the profile was of GPT blocks. Each is predicted twice: with the switches that the script begins with, and with
 its profile.
 
-Each trains in processes of its own. A host that others share is faster now and slower then. So a model of the profile
-trains before and after them, and the table says how long it took beside its time in the profile: the last column is the
-error at that speed. The host is
-probed first unless ``--machine`` names its file; 12 minutes for all on a quiet host. What is done is kept in OUT.json
-and beside it: started again, the command goes on where it stopped.
+Each trains in processes of its own, ``ROUNDS`` times, of which the median counts: two runs of one program here differ
+by 10% and more. What others on the host took of the processors meanwhile is measured; beside others a model trains
+again, and the quietest counts. A host is faster now and slower then all the same. So a model of the profile trains
+before them, and the table says how long it took beside its time in the profile: the last column is the error at that
+speed. The host is probed first unless ``--machine`` names its file; 20 minutes for all on a quiet host. What is done is
+kept in OUT.json and beside it: started again, the command goes on where it stopped. ``--ranks`` without a number makes
+profiles only.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,11 +45,13 @@ from lading.models.reference import build_model, model_class
 from lading.runtime.probe_software import (
     ProbeModel,
     ScriptTraining,
+    Timing,
     UserSoftware,
     batch_of,
     cases,
     in_group,
     in_processes,
+    quietest,
     timing_of,
 )
 from lading.sim.simulate import simulate
@@ -63,6 +68,8 @@ LIKE = {
 _LONGEST_S = 420
 #: ProfileCase of the profile that trains beside the models.
 _CONTROL = "middle"
+#: How often each model trains.
+ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +107,20 @@ def _batch(model: Unprobed, seed: int) -> dict[str, torch.Tensor]:
     return random_batch(model.name, model.sizes, rows=model.rows, tokens=model.tokens, seed=seed)
 
 
-def train(script: Path, ranks: int, seconds: float) -> list[float]:
-    """Train the control, each model and the control again, each in processes of its own; seconds of a step of each."""
-    order = (None, *range(len(MODELS)), None)
-    found = [float(in_processes(_rank, ranks, str(script), number, seconds / len(order))) for number in order]
-    return [(found[0] + found[-1]) / 2, *found[1:-1]]
+def train(script: Path, ranks: int, seconds: float) -> list[list[tuple[float, float]]]:
+    """Train the control and each model, each in processes of its own, in rounds.
+
+    Returns:
+        Seconds of a step, and the share of the processors that others took, by the control and each model, by round.
+    """
+    order = (None, *range(len(MODELS)))
+
+    def timed(number: int | None) -> tuple[float, float]:
+        timing = Timing(**json.loads(in_processes(_rank, ranks, str(script), number, seconds / len(order) / ROUNDS)))
+        return timing.step_s, timing.others
+
+    rounds = [[quietest(partial(timed, number), lambda found: found[1]) for number in order] for _ in range(ROUNDS)]
+    return [[one[place] for one in rounds] for place in range(len(order))]
 
 
 def _rank(rank: int, ranks: int, folder: str, script: str, number: int | None, seconds: float) -> None:
@@ -120,7 +136,7 @@ def _rank(rank: int, ranks: int, folder: str, script: str, number: int | None, s
             model, batch = _made(MODELS[number]), _batch(MODELS[number], rank)
         timing = timing_of(ScriptTraining(software, model, batch, software.loss), seconds)
         if rank == 0:
-            (Path(folder) / "measured").write_text(str(timing.step_s))
+            (Path(folder) / "measured").write_text(json.dumps(asdict(timing)))
         dist.barrier()  # what was measured is written before any rank ends
 
 
@@ -167,8 +183,8 @@ def profiled(name: str, python: str, machine: Path, out: Path) -> dict[str, Any]
     return {"profile": profile.name, "said": said, "control_s": {words[1]: float(words[2]) / 1e3 for words in control}}
 
 
-def trained(name: str, ranks: int, python: str, seconds: float) -> list[float]:
-    """Seconds of steps of the control and of all models on so many ranks, in processes of their own."""
+def trained(name: str, ranks: int, python: str, seconds: float) -> list[list[tuple[float, float]]]:
+    """Measure steps of the control and of all models on so many ranks, as ``train`` gives them."""
     said = _run(python, __file__, "--train", str(_FOLDER / f"{name}.py"), str(ranks), str(seconds))
     return json.loads(said.splitlines()[-1])
 
@@ -178,6 +194,8 @@ class ModelRow:
     """One model under one software: seconds predicted without and with the profile, and measured.
 
     Attributes:
+        spread: Longest round over the shortest, less 1.
+        others: Largest share of the processors that others took in a round.
         speed: Seconds of the profile's own model beside it over those in the profile; None where there are none.
     """
 
@@ -187,6 +205,8 @@ class ModelRow:
     before_s: float
     after_s: float
     measured_s: float
+    spread: float
+    others: float
     speed: float | None
 
     @property
@@ -199,14 +219,14 @@ class ModelRow:
     def __str__(self) -> str:
         before, after, steady = self.errors
         return (
-            f"{self.software:13}{self.ranks:5}  {self.model:27}{self.measured_s * 1e3:11.1f}{before:+12.1%}"
-            f"{after:+12.1%}{self.speed or 1.0:10.2f}{steady:+12.1%}"
+            f"{self.software:13}{self.ranks:5}  {self.model:27}{self.measured_s * 1e3:11.1f}{self.spread:8.0%}"
+            f"{self.others:8.0%}{before:+12.1%}{after:+12.1%}{self.speed or 1.0:10.2f}{steady:+12.1%}"
         )
 
 
 HEAD = (
-    f"{'software':13}{'ranks':>5}  {'model not in the profile':27}{'measured ms':>11}{'without':>12}{'profile':>12}"
-    f"{'speed':>10}{'at speed':>12}"
+    f"{'software':13}{'ranks':>5}  {'model not in the profile':27}{'measured ms':>11}{'spread':>8}{'others':>8}"
+    f"{'without':>12}{'profile':>12}{'speed':>10}{'at speed':>12}"
 )
 
 
@@ -214,13 +234,15 @@ def rows_of(name: str, ranks: int, found: dict[str, Any], machine: Path, out: Pa
     """Predict what was measured."""
     after = stack_by_name(str(out.with_name(found["profile"])))
     before = stack_by_name(LIKE[name])
-    control_s, *steps_s = found["steps_s"][str(ranks)]
+    control, *models = found["rounds"][str(ranks)]
     in_profile_s = found["control_s"].get(str(ranks))
+    speed = median(step_s for step_s, _ in control) / in_profile_s if in_profile_s else None
     rows: list[ModelRow] = []
-    for model, measured_s in zip(MODELS, steps_s, strict=True):
-        seconds = [predicted(model, ranks, machine, stack) for stack in (before, after)]
-        speed = control_s / in_profile_s if in_profile_s else None
-        rows.append(ModelRow(name, ranks, str(model), seconds[0], seconds[1], measured_s, speed))
+    for model, rounds in zip(MODELS, models, strict=True):
+        before_s, after_s = (predicted(model, ranks, machine, stack) for stack in (before, after))
+        steps_s, others = zip(*rounds, strict=True)
+        spread = max(steps_s) / min(steps_s) - 1
+        rows.append(ModelRow(name, ranks, str(model), before_s, after_s, median(steps_s), spread, max(others), speed))
     return rows
 
 
@@ -240,9 +262,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--machine", type=Path, help="a file of lading probe --ranks 4 for this host")
     parser.add_argument("--deepspeed", help="a Python that has DeepSpeed and Lading")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=LIKE, default=list(LIKE))
-    parser.add_argument("--seconds", type=float, default=10.0, help="training time of all models of a software")
+    parser.add_argument("--seconds", type=float, default=24.0, help="training time of all models of a software")
     parser.add_argument("--train", nargs=3, metavar=("SCRIPT", "RANKS", "SECONDS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -262,13 +284,19 @@ def main() -> None:
     for name in (name for name in options.only if pythons[name]):
         found = done.setdefault(name, {})
         if "profile" not in found:
-            found |= profiled(name, pythons[name], machine_file, options.out) | {"steps_s": {}}
+            found |= profiled(name, pythons[name], machine_file, options.out)
+            found.setdefault("rounds", {})
             kept.write_text(json.dumps({"measured": done}, indent=1) + "\n")
         for ranks in options.ranks:
-            if str(ranks) not in found["steps_s"]:
-                found["steps_s"][str(ranks)] = trained(name, ranks, pythons[name], options.seconds)
+            if str(ranks) not in found["rounds"]:
+                found["rounds"][str(ranks)] = trained(name, ranks, pythons[name], options.seconds)
                 kept.write_text(json.dumps({"measured": done}, indent=1) + "\n")
             rows += rows_of(name, ranks, found, machine_file, options.out)
+    if not rows:
+        print(
+            f"profiles are made, {time.perf_counter() - started:.0f} s in all; none trained, as --ranks gave no number"
+        )
+        return
     machine = load_machine(machine_file)
     about = f"{machine.host_id}, a thread a rank, torch {torch.__version__}, gloo; machine probed {machine.date}"
     text = "\n".join([about, HEAD, *map(str, rows), verdict(rows)])

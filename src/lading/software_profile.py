@@ -5,10 +5,16 @@ A step is linear in what is sought, and the simulator says how much of each a st
 
     products              products * root of seconds^2 + (bytes / product_bytes_per_s)^2, by the profiler's time
     attention             measured / predicted, by the profiler's time
-    the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds + step_s
+    the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds + gradient_copies * seconds
+                          + step_s
     behind backward       optimizer * seconds + parameter_s * tensors + step_s
     on several ranks      step = step of one rank, slower as processes are beside each other + reduction * seconds
                           + reduced_parameter_s * tensors
+
+Products come from steps that the profiler looked at, the pass from others between these, and a host that is slower now
+would make the rest of a pass, their difference, anything: of one model it was from 0 to 60 ms of 300. So both are taken
+from the same steps: products and attention as a share of a profiled pass, less what the profiler needs for each
+operation, by the cases in which that counts most.
 
 Each line is solved by least squares of shares of a step with nothing below 0, factors drawn a little to 1. A factor of
 operations holds for those of the machine file, so a profile belongs to the host and the machine file it was made with.
@@ -42,8 +48,11 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective
 from lading.runtime.host import host_id
+from lading.runtime.probe import QUIET
 from lading.runtime.probe_software import (
     GATHERED_BYTES,
+    TRIES,
+    Group,
     Measured,
     ProbeModel,
     ProfileCase,
@@ -69,6 +78,8 @@ _DRAWN = 0.005
 _JITTER_S = 3e-3
 #: What a stack takes for a factor lies between these.
 _RANGE = (0.11, 9.9)
+#: Copies of gradients in a step below which there are none: software copies all of them or does not.
+_LEAST_COPIES = 0.5
 #: Cases whose products are large enough to say what products take.
 _OF_KERNELS = ("middle", "large")
 _DIGITS = 4
@@ -127,18 +138,21 @@ def profile_to(
     bench = _Bench(software, str(machine_file), asked)
     progress(f"captured {len(asked)} models of {software.widths} wide")
     share = _ALONE if ranks > 1 else 1.0
-    progress(f"steps of one process, {share * seconds:.0f} s and what starting and compiling take")
-    threads = max(1, machine.device.num_threads)
-    alone = measure(script, asked, ranks=1, threads=threads, seconds=share * seconds)
-    stack = _of_one(bench, base, alone, machine)
-    rows = _rows(bench, base, stack, alone, 1)
+    groups = [Group(1, max(1, machine.device.num_threads), share * seconds)]
     if ranks > 1:
-        progress(f"steps of {ranks} processes, {(1 - share) * seconds:.0f} s")
-        threads = max(1, machine.with_threads().device.num_threads)
-        together = measure(script, asked, ranks=ranks, threads=threads, seconds=(1 - share) * seconds)
-        stack = _of_ranks(bench, stack, together, ranks)
-        rows += _rows(bench, base, stack, together, ranks)
-    stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, alone))
+        groups.append(Group(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
+    who = f"one process and of {ranks}" if ranks > 1 else "one process"
+    progress(f"steps of {who}, {seconds:.0f} s and what starting and compiling take")
+    found = measure(script, asked, groups)
+    stack = _of_one(bench, base, found[0], machine)
+    if ranks > 1:
+        stack = _of_ranks(bench, stack, found[1], ranks)
+    rows = [
+        row for group, one in zip(groups, found, strict=True) for row in _rows(bench, base, stack, one, group.ranks)
+    ]
+    stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, found))
+    if (others := max(one.others for one in found)) > QUIET:
+        progress(busy_sentence(others))
     write_text(path, stack_to_toml(stack))
     return Profile(stack, tuple(rows))
 
@@ -252,8 +266,9 @@ class _Bench:
 
 def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) -> Stack:
     """Fit what one process says ([Note: fit of a profile])."""
+    base = _with_fresh(base, measured, 1)
     counted = [_Counted.of(bench, base, number) for number in range(len(bench.asked))]
-    timings = measured.timings
+    timings = _paired(measured.timings)
     found: dict[str, float] = {}
     kernels = [number for number, case in enumerate(bench.asked) if case.name in _OF_KERNELS]
     seen = sum(timings[number].attention_s for number in kernels)
@@ -265,8 +280,12 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     if ATTENTION not in found:  # in operations of its own: it is in what is left of the pass
         counted = [replace(one, memory=one.memory + one.attention) for one in counted]
     left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
-    columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, 1.0] for one in counted]
-    launches, memory, beyond, once_s = _solved(columns, left, weights, drawn=(False, True, False, False))
+    columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, one.copies, 1.0] for one in counted]
+    drawn = (False, True, False, False, False)
+    solved = _solved(columns, left, weights, drawn=drawn)
+    if solved[3] < _LEAST_COPIES:
+        solved = _solved([[*row[:3], 0.0, row[4]] for row in columns], left, weights, drawn=drawn)
+    launches, memory, beyond, copies, once_s = solved
     found |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
     if ATTENTION not in found:
         found[ATTENTION] = memory
@@ -285,9 +304,32 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
         parameter_s=_rounded(each * _UNIT_S),
         product_bytes_per_s=_rounded(rate),
         step_s=_rounded(step_s + once_s),
+        gradient_copies=_rounded(copies),
         in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()},
         **_host_update(base, counted[-1], timings[-1], machine),
     )
+
+
+def _with_fresh(stack: Stack, measured: Measured, ranks: int) -> Stack:
+    """Software that knows what memory costs that the system gives anew to so many ranks at once."""
+    if not measured.fresh_s:
+        return stack
+    rates = stack.fresh_bytes_per_s | {str(ranks): _rounded(1 / measured.fresh_s)}
+    return replace(stack, fresh_bytes_per_s=rates)
+
+
+def _paired(timings: Sequence[Timing]) -> tuple[Timing, ...]:
+    """Timings with products and attention at the speed of the pass ([Note: fit of a profile])."""
+    known = [timing for timing in timings if timing.profiled_s]
+    short = sorted(known, key=lambda timing: timing.pass_s)[:2]
+    events = sum(timing.events for timing in short)
+    each_s = max(0.0, sum(timing.profiled_s - timing.pass_s for timing in short) / events) if events else 0.0
+    paired: list[Timing] = []
+    for timing in timings:
+        pure_s = timing.profiled_s - each_s * timing.events
+        speed = timing.pass_s / pure_s if pure_s > 0 else 1.0
+        paired.append(replace(timing, products_s=timing.products_s * speed, attention_s=timing.attention_s * speed))
+    return tuple(paired)
 
 
 def _weights(timings: Sequence[Timing]) -> Any:
@@ -310,6 +352,7 @@ def _products(bench: _Bench, base: Stack, seen: Any, weights: Any) -> tuple[floa
 
 def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
     """Fit what several processes say beyond one."""
+    stack = _with_fresh(stack, measured, ranks)
     found: dict[str, float] = {}
     if measured.gather_s:
         request = bench.request(0, stack, ranks)
@@ -336,6 +379,7 @@ class _Counted:
 
     Attributes:
         products, attention, memory, loss, optimizer: Seconds; ``memory`` is memory-bound and not of the loss.
+        copies: Seconds of copying gradients into a buffer and back once.
         kernels, tensors: Number of launches, and of parameters' tensors.
         elements: Parameters.
     """
@@ -345,6 +389,7 @@ class _Counted:
     memory: float
     loss: float
     optimizer: float
+    copies: float
     kernels: float
     tensors: int
     elements: int
@@ -354,6 +399,7 @@ class _Counted:
         """Count a case under the switches that a profile begins with."""
         plain = replace(base, launch_s=_UNIT_S)
         twice = replace(plain, in_situ=plain.in_situ | {f"{_CPU}.loss": 2.0})
+        copying = replace(plain, gradient_copies=1.0)
         simulated = bench.simulated(number, plain)
         shares = simulated.step.shares_s
         memory = shares.get(MEMORY, 0.0)
@@ -364,6 +410,7 @@ class _Counted:
             memory=memory - loss,
             loss=loss,
             optimizer=shares["optimizer"],
+            copies=bench.simulated(number, copying).step.step_s - simulated.step.step_s,
             kernels=shares.get("launches", 0.0) / _UNIT_S,
             tensors=sum(stage.parameters for stage in simulated.step.stages),
             elements=sum(sum(stage.trained.values()) for stage in simulated.step.stages),
@@ -420,7 +467,17 @@ def _rows(bench: _Bench, base: Stack, stack: Stack, measured: Measured, ranks: i
     return rows
 
 
-def _sources(stack: Stack, script: Path, machine_file: Path, ranks: int, alone: Measured) -> dict[str, str]:
+def busy_sentence(others: float) -> str:
+    """Sentence on a profile that was measured beside others."""
+    return (
+        f"others took {others:.0%} of the processors while steps were measured, {TRIES} times in a row: on a quiet "
+        "host steps are shorter; profile again when it is quiet"
+    )
+
+
+def _sources(
+    stack: Stack, script: Path, machine_file: Path, ranks: int, measured: Sequence[Measured]
+) -> dict[str, str]:
     """Say where each measured number comes from."""
     today = datetime.date.today().isoformat()
     how = (
@@ -429,11 +486,13 @@ def _sources(stack: Stack, script: Path, machine_file: Path, ranks: int, alone: 
     )
     limits = [name for name, factor in stack.in_situ.items() if factor in _RANGE]
     told = f"{how}; among {ranks} ranks" if ranks > 1 else f"{how}; collectives as the machine file has them"
-    if alone.no_product:
-        told += f"; {alone.no_product}"
+    if measured[0].no_product:
+        told += f"; {measured[0].no_product}"
     if limits:
         told += f"; at the end of what a factor may be: {', '.join(limits)}"
-    keys = ("launch_s", "parameter_s", "step_s", "host_update", "host_optimizer", "fitted")
+    if (others := max(one.others for one in measured)) > QUIET:
+        told += f"; {busy_sentence(others)}"
+    keys = ("launch_s", "parameter_s", "step_s", "gradient_copies", "host_update", "host_optimizer", "fitted")
     return stack.sources | dict.fromkeys(keys, how) | {"in_situ": told}
 
 

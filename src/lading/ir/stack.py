@@ -6,6 +6,7 @@ The same layout runs at different speeds on Megatron of 2021 and on FSDP under t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
@@ -128,6 +129,11 @@ class Stack:
             operations one after another).
         host_optimizer: Share of what the host's memory allows for the bytes of such an update (``cost.hosting``) that
             software reaches, with its norms and copies within the host; 0 for that of its implementation.
+        gradient_copies: Times that a step on processors copies all gradients into one buffer, scales it there and
+            copies it back, as DeepSpeed's engine does (runtime/engine.py, ``allreduce_and_copy``). The buffer is made
+            anew in each step.
+        fresh_bytes_per_s: Rate at which the system gives a process memory anew (page faults), by how many processes
+            ask at once ("1", "2"); what they ask for beyond processors takes turns. {} where that takes no time.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: Activations that a pipeline sends are cut over the tensor-parallel ranks where they hold the
             same: each sends its part, and the parts are gathered behind.
@@ -219,6 +225,8 @@ class Stack:
     reduced_parameter_s: float = 0.0
     host_update: str = "cpu-adam"
     host_optimizer: float = 0.0
+    gradient_copies: float = 0.0
+    fresh_bytes_per_s: dict[str, float] = field(default_factory=lambda: {})
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
@@ -264,9 +272,16 @@ class Stack:
             "experts_s",
             "gather_rank_s",
             "step_s",
+            "gradient_copies",
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
+        for key, rate in self.fresh_bytes_per_s.items():
+            if not (key.isdecimal() and len(key) < 7 and int(key) > 0 and 0 < rate < inf):
+                raise ConfigError(
+                    f"stack {self.name}: fresh_bytes_per_s must have rates above 0 by numbers of processes, such as "
+                    f'"1" or "2", got {key[:20]!r} = {rate}'
+                )
         for key in (*_STORED, "gather_dtype", "parameters_dtype", "adapter_dtype"):
             value = getattr(self, key)
             if value not in DTYPE_BYTES and (value or key in _STORED):

@@ -498,11 +498,14 @@ class LoadMeter:
         self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._begun = self._read()
 
-    def share(self) -> float | None:
-        """Share in [0, 1] of the processors' time since the meter was made that others took; None where nobody says."""
+    def share(self, worked_s: float | None = None) -> float | None:
+        """Share in [0, 1] of the processors' time since then that others took than this process and its children, or
+        than those that worked ``worked_s`` seconds; None where nobody says.
+        """
         if self._begun is None or (now := self._read()) is None:
             return None
         wall_s, busy_s, own_s = (after - before for after, before in zip(now, self._begun, strict=True))
+        own_s = own_s if worked_s is None else worked_s
         if wall_s < _SHORTEST_S or busy_s <= 0:
             return None
         return min(1.0, max(0.0, busy_s - own_s) / (wall_s * len(self._cpus)))

@@ -18,6 +18,10 @@ The script is a Python file that the user names, with these names at its top lev
 It is run once in each process, with ``__name__`` other than "__main__": a training script may be given if it has these
 names and begins to train under ``if __name__ == "__main__"`` only.
 
+[Note: others on the host] While a model trains, its ranks add up the seconds that they work; what the processors worked
+beyond these others took. Measured beside others, steps say nothing: on four ranks of two processors, of which others
+took half, they were twice as long. So such a case trains again, and of all the quietest counts.
+
 [Note: one model in a process] Nothing is set that plain PyTorch has not set, and each model trains in processes of its
 own, as in the user's run: its step depends on what else lives in its process, whose heap gives pages back or keeps them
 by what was freed before. One model of 89 ms took 143 beside larger ones. The cases run in order and back again, so that
@@ -38,8 +42,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lading.errors import ConfigError, did_you_mean
 from lading.runtime.batch_threads import batch_threads
+from lading.runtime.probe import QUIET, LoadMeter
 
 _FUNCTIONS = ("block", "prepare", "optimizer", "loss", "all_gather", "product")
 _SETTINGS: Mapping[str, Any] = {
@@ -69,6 +75,11 @@ _FEWEST, _MOST, _PROFILED = 5, 60, 3
 #: Bytes of the gathered tensor; rows, columns and depth of the product in 8 bits.
 GATHERED_BYTES = 8 << 20
 SQUARE = 512
+#: Bytes of a tensor whose memory no process has had before.
+_FRESH_BYTES = 64 << 20
+_Found = TypeVar("_Found")
+#: How often a case trains at most while others load the host.
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,18 @@ class Timing:
         pass_s: Forward, loss and backward, with what ranks exchange in it.
         update_s: What is behind: the optimizer, and what an engine does besides.
         products_s, attention_s: Products and fused attention of forward and backward.
+        profiled_s: The pass of the steps that the profiler looked at, which it makes longer; 0 where it is not known.
+        events: Number of operations that the profiler saw.
+        others: Share of the processors that others took meanwhile ([Note: others on the host]).
     """
 
     pass_s: float
     update_s: float
     products_s: float
     attention_s: float
+    profiled_s: float = 0.0
+    events: float = 0.0
+    others: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -122,6 +139,7 @@ class Measured:
     Attributes:
         timings: One for each case.
         gather_s: Seconds of gathering ``GATHERED_BYTES``; 0 on one rank.
+        fresh_s: Seconds of a byte of memory that the system gives anew, while all ranks ask for some.
         product_s: Seconds of a product of ``SQUARE`` in 8 bits, and in bfloat16; () where there is none.
         no_product: Reason why there is none.
     """
@@ -130,18 +148,24 @@ class Measured:
     gather_s: float = 0.0
     product_s: tuple[float, ...] = ()
     no_product: str = ""
+    fresh_s: float = 0.0
+
+    @property
+    def others(self) -> float:
+        """Largest share of the processors that others took while a case trained."""
+        return max((timing.others for timing in self.timings), default=0.0)
 
 
 def cases(widths: Sequence[int]) -> tuple[ProfileCase, ...]:
     """Make the cases: the host's work is most of the first two, the loss's of the third, kernels' of the others; in
-    the fourth these find little in cache, as tokens are few beside parameters.
+    the fourth these find little in cache, and what is done to parameters and gradients counts most, as tokens are few.
     """
     small, middle, large = widths
     return (
         ProfileCase("small", small, 6, 1, 16, 64),
         ProfileCase("one block", small, 1, 1, 16, 64),
         ProfileCase("loss", small, 1, 4, 128, 4096),
-        ProfileCase("few tokens", middle, 3, 1, 64, 64),
+        ProfileCase("few tokens", large, 3, 1, 64, 64),
         ProfileCase("middle", middle, 3, 4, 128, 1024),
         ProfileCase("large", large, 2, 2, 256, 1024),
     )
@@ -329,26 +353,63 @@ class ScriptTraining:
             )
 
 
-def measure(path: Path, asked: Sequence[ProfileCase], *, ranks: int, threads: int, seconds: float) -> Measured:
+@dataclass(frozen=True)
+class Group:
+    """Processes that train together over gloo.
+
+    Attributes:
+        ranks: How many, >= 1.
+        threads: Threads of each.
+        seconds: Time for their steps; starting, compiling and warming up come on top.
+    """
+
+    ranks: int
+    threads: int
+    seconds: float
+
+
+def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[Group]) -> list[Measured]:
     """Measure the software of a script, each case in processes of its own ([Note: one model in a process]).
 
-    Args:
-        ranks: Processes that train together over gloo, >= 1.
-        threads: Threads of each.
-        seconds: Time for steps; starting, compiling and warming up come on top.
+    Each case trains in all groups one after another, so that a host whose speed drifts is as fast for all of them.
+
+    Returns:
+        What was measured of each group.
     Raises:
         ConfigError: the script is not what it should be, says how.
     """
     order = [*range(len(asked)), *reversed(range(len(asked)))]
-    found: list[list[Measured]] = [[] for _ in asked]
+    found: list[list[list[Measured]]] = [[[] for _ in asked] for _ in groups]
     for turn, number in enumerate(order):
         besides = turn == len(asked)  # what is no step, beside the last case
-        given = (str(path.resolve()), asked[number], besides, threads, seconds / len(order))
-        answer = json.loads(in_processes(_run, ranks, *given))
-        timings = tuple(Timing(**timing) for timing in answer.pop("timings"))
-        found[number].append(Measured(timings, **{**answer, "product_s": tuple(answer["product_s"])}))
-    timings = tuple(Timing.mean([one.timings[0] for one in passes]) for passes in found)
-    return replace(found[-1][-1], timings=timings)
+        for group, passes in zip(groups, found, strict=True):
+            given = (str(path.resolve()), asked[number], besides, group.threads, group.seconds / len(order))
+            run = partial(_answer, group.ranks, given)
+            passes[number].append(quietest(run, lambda answer: answer.others))
+    return [
+        replace(passes[-1][-1], timings=tuple(Timing.mean([one.timings[0] for one in both]) for both in passes))
+        for passes in found
+    ]
+
+
+def quietest(run: Callable[[], _Found], others: Callable[[_Found], float]) -> _Found:
+    """Run a measurement, and again while others load the host; the quietest ([Note: others on the host]).
+
+    Args:
+        others: Share of the processors that others took during a result.
+    """
+    best = run()
+    for _ in range(TRIES - 1):
+        if others(best) <= QUIET:
+            break
+        best = min(best, run(), key=others)
+    return best
+
+
+def _answer(ranks: int, given: tuple[object, ...]) -> Measured:
+    answer = json.loads(in_processes(_run, ranks, *given))
+    timings = tuple(Timing(**timing) for timing in answer.pop("timings"))
+    return Measured(timings, **{**answer, "product_s": tuple(answer["product_s"])})
 
 
 def in_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
@@ -417,10 +478,11 @@ def _measured(software: UserSoftware, case: ProfileCase, rank: int, besides: boo
     timings = (timing_of(_training(software, case, rank), seconds),)
     if not besides:
         return Measured(timings)
+    fresh_s = _fresh_s()
     if dist.get_world_size() > 1:
-        return Measured(timings, _gather_s(software))
+        return Measured(timings, _gather_s(software), fresh_s=fresh_s)
     product, reason = _product_s(software)
-    return Measured(timings, 0.0, product, reason)
+    return Measured(timings, 0.0, product, reason, fresh_s)
 
 
 def _training(software: UserSoftware, case: ProfileCase, rank: int) -> ScriptTraining:
@@ -449,16 +511,30 @@ def timing_of(training: ScriptTraining, seconds: float) -> Timing:
     training.step()
     rounds = max(_FEWEST, min(_MOST, int(seconds / _slowest([time.perf_counter() - begun])[0])))
     looked = {rounds * number // _PROFILED for number in range(_PROFILED)}  # spread, as the host's speed drifts
-    steps: list[tuple[float, float]] = []
-    operations: list[tuple[float, float]] = []
+    steps: list[tuple[float, ...]] = []
+    operations: list[tuple[float, ...]] = []
+    meter, worked = LoadMeter(), time.process_time()
     for number in range(rounds):
         if number in looked:
             operations.append(_operations_s(training))
             training.step()  # the first behind the profiler is not as the others
         dist.barrier()
         steps.append(training.step())
-    parts = [statistics.median(pair[part] for pair in pairs) for pairs in (steps, operations) for part in (0, 1)]
-    return Timing(*_slowest(parts))
+    others = _others(meter, time.process_time() - worked)
+    parts = [statistics.median(part) for found in (steps, operations) for part in zip(*found, strict=True)]
+    pass_s, update_s, products_s, attention_s, profiled_s, events = _slowest(parts)
+    return Timing(pass_s, update_s, products_s, attention_s, profiled_s, events, others)
+
+
+def _others(meter: LoadMeter, worked_s: float) -> float:
+    """Share of the processors that no rank took while a meter ran; 0 where the system does not say.
+
+    Args:
+        worked_s: Seconds that this rank worked meanwhile.
+    """
+    own = torch.tensor(worked_s, dtype=torch.float64)
+    dist.all_reduce(own)
+    return _slowest([meter.share(float(own)) or 0.0])[0]
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
@@ -467,18 +543,20 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
     return slowest.tolist()
 
 
-def _operations_s(training: ScriptTraining) -> tuple[float, float]:
-    """Seconds of one step that products and fused attention take, by torch's profiler."""
+def _operations_s(training: ScriptTraining) -> tuple[float, ...]:
+    """Seconds of one step that products and fused attention take by torch's profiler, of its pass, and operations."""
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        training.step()
+        pass_s, _ = training.step()
     products = attention = 0.0
+    events = 0
     for event in profiler.key_averages():
+        events += event.count
         if event.key in _PRODUCTS:
             products += event.self_cpu_time_total
         elif event.key.startswith(_ATTENTION):
             attention += event.self_cpu_time_total
-    return products / 1e6, attention / 1e6
+    return products / 1e6, attention / 1e6, pass_s, float(events)
 
 
 def _median_s(call: Callable[[], object], rounds: int = 15) -> float:
@@ -489,6 +567,19 @@ def _median_s(call: Callable[[], object], rounds: int = 15) -> float:
         call()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def _fresh_s() -> float:
+    """Seconds by which writing a byte takes longer where the system gives its memory anew, on the slowest rank."""
+    seconds: list[float] = []
+    for _ in range(15):
+        dist.barrier()
+        started = time.perf_counter()
+        tensor = torch.empty(_FRESH_BYTES, dtype=torch.uint8).fill_(1)
+        middle = time.perf_counter()
+        tensor.fill_(2)
+        seconds.append(middle - started - (time.perf_counter() - middle))
+    return max(0.0, _slowest([statistics.median(seconds) / _FRESH_BYTES])[0])
 
 
 def _gather_s(software: UserSoftware) -> float:

@@ -255,7 +255,7 @@ def _updates(
     layout, stack = request.layout, request.stack
     states, prices = state_bytes(stage.elements, layout, stack), prices_of(request, machine, table)
     optimizer_s = prices.optimizer_s(stage.trained)
-    rest_s = optimizer_s + host_s([stage], stack, optimizer_s)
+    rest_s = optimizer_s + host_s([stage], stack, optimizer_s) + prices.gradient_copies_s(stage.trained)
     if request.moves_matrices:
         of_segment = block_matrices(request, table)
         found = rank_update([stage], [of_segment[place] for place in places], request, machine)

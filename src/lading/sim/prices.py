@@ -25,6 +25,11 @@ from lading.memory.rank_bytes import gathered_width, kept_state_bytes, shards
 from lading.sim.noise import largest_of
 from lading.sim.parts import ATTENTION, LOW, PRODUCTS
 
+#: Bytes from which glibc maps memory anew however often it was freed (malloc.c, ``DEFAULT_MMAP_THRESHOLD_MAX``).
+_MAPPED_BYTES = 32 << 20
+#: Times that a copy of gradients reads or writes each: into the buffer, scaled there, and back.
+_COPY_PASSES = 6
+
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
 
@@ -182,6 +187,24 @@ class MachinePrices:
         if not bytes_each:
             return 0.0
         return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) * self._slower("memory-bound")
+
+    def gradient_copies_s(self, elements: Mapping[str, int]) -> float:
+        """Seconds of a step in which a process copies gradients into a buffer and back (``Stack.gradient_copies``)."""
+        times = self.stack.gradient_copies
+        if not times or self.machine.device.gpu is not None:
+            return 0.0
+        each = DTYPE_BYTES[self.stack.gradient_dtype]
+        size = sum(elements.values()) * each
+        anew = size / self._fresh_bytes_per_s if size >= _MAPPED_BYTES and self.stack.fresh_bytes_per_s else 0.0
+        return times * (self.copies_s(elements, _COPY_PASSES * each) + anew)
+
+    @property
+    def _fresh_bytes_per_s(self) -> float:
+        """Rate at which each of the processes that compute gets memory anew; beyond the processors they take turns."""
+        rates = {int(processes): rate for processes, rate in self.stack.fresh_bytes_per_s.items()}
+        at_once = max((number for number in rates if number <= self.computing), default=min(rates))
+        cores = self.machine.processes.cores if self.machine.processes else 1
+        return rates[at_once] * max(1.0, at_once / cores) / max(1.0, self.computing / cores)
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Seconds of updating what a rank keeps of ``elements``, with clipping where the stack clips."""

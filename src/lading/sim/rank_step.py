@@ -254,7 +254,11 @@ class ListedStep:
     @cached_property
     def host_s(self) -> float:
         """Seconds of a step that the host takes besides, likewise."""
-        return max(host_s(held, self.request.stack, self.prices.optimizer_s(trained_of(held))) for held in self.ranks)
+        stack, prices, seconds = self.request.stack, self.prices, list[float]()
+        for held in self.ranks:
+            trained = trained_of(held)
+            seconds.append(host_s(held, stack, prices.optimizer_s(trained)) + prices.gradient_copies_s(trained))
+        return max(seconds)
 
     def _sums_s(self, group: Region | UnitStorage | None = None) -> float:
         if not isinstance(group, ParameterGroup):

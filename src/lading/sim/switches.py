@@ -100,4 +100,4 @@ def _values(name: str, value: Any) -> tuple[Any, ...]:
         return tuple(times for times in (2, 3) if times != value)
     if name == "unfused":
         return tuple((*value, part) for part in PARTS if part not in value)
-    return (0.0,) if isinstance(value, float) and value and name.endswith(("_s", "_bytes")) else ()
+    return (0.0,) if isinstance(value, float) and value and name.endswith(("_s", "_bytes", "_copies")) else ()

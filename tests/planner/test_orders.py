@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +199,27 @@ def test_forms_that_cannot_beat_weights_in_pieces_are_not_planned(
     if made is not None:
         assert (made.found.step_s, made.bound_s, made.paced) == (plan_s, 1.5, True)
         assert [id(step) for step in made.orders] == [id(step) for step in (pieces, *forms)]
+
+
+def test_an_order_that_is_beyond_reach_of_another_is_left_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = dataclasses.replace(step_with_bound(1.0), defers=True)
+    asked, limits = list[tuple[bool, float]](), list[float]()
+
+    def first_plan(ordered: StepProblem, below_s: float, *, tight: bool) -> Found | None:
+        asked.append((tight, below_s))
+        return None
+
+    def moving(ordered: StepProblem, best_s: Callable[[], float]) -> list[Found]:
+        limits.append(best_s())
+        return []
+
+    monkeypatch.setattr(orders, "_counts", lambda _: (0, 1))
+    monkeypatch.setattr(residency, "_candidates", lambda each: iter([found_in(each, 2.0)] * 5))
+    monkeypatch.setattr(orders, "first_plan", first_plan)
+    monkeypatch.setattr(orders, "moving", moving)
+    monkeypatch.setattr(orders, "evicting", lambda *_: [])
+    monkeypatch.setattr(orders, "polished", lambda plan, bound_s: plan)
+    chosen = orders.best_order(step, ())
+    assert (chosen.deferred, chosen.found.step_s) == (0, 2.0)
+    assert asked == [(False, pytest.approx(2.06))]
+    assert limits == [2.0, pytest.approx(2.06)]

@@ -48,6 +48,7 @@ from lading.planner.residency import (
     ResidencySearch,
     StepProblem,
     Tell,
+    first_plan,
     flow_bound_s,
     good_enough,
     lower_bound_s,
@@ -386,10 +387,13 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
         tell(0.0, "a time that no plan can beat")
         bound_s = min(bound_s, lower_bound_s(ordered))
         tell(0.3, "a first plan")
-        search.advance()
+        reach_s = (1 + REACH) * min(search.best_s() for _, search in searches)  # beyond it this order is left out
+        if reach_s == float("inf") or first_plan(ordered, reach_s, tight=False) is not None:
+            search.advance()
         tell(0.6, "plans that only move, or only evict")
         evicted = () if count else evicting(ordered, search.best_s)
-        for plan in chain([search.best], moving(ordered, search.best_s), evicted):
+        moved = moving(ordered, lambda reach_s=reach_s, search=search: min(reach_s, search.best_s()))
+        for plan in chain([search.best], moved, evicted):
             search.offer(plan)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)

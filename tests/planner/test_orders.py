@@ -201,6 +201,22 @@ def test_forms_that_cannot_beat_weights_in_pieces_are_not_planned(
         assert [id(step) for step in made.orders] == [id(step) for step in (pieces, *forms)]
 
 
+def test_weights_in_pieces_are_planned_where_their_flow_is_well_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, pieces, limits = step_with_bound(1.0), step_with_bound(0.9), list[float]()
+
+    def best_paced(form: StepProblem, below_s: float) -> Found:
+        assert form is pieces
+        limits.append(below_s)
+        return found_in(form, 2.0)
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "weight_pieces", lambda planned, step: [pieces])
+    monkeypatch.setattr(orders, "best_paced", best_paced)
+    made = orders.with_weight_pieces_tried(Ordered(0, step, found_in(step, 2.06), 1.0, (step,)), step)
+    assert limits == [pytest.approx(2.0)]
+    assert (made.found.step_s, made.bound_s, made.paced) == (2.0, 0.9, True)
+
+
 def test_an_order_that_is_beyond_reach_of_another_is_left_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     step = dataclasses.replace(step_with_bound(1.0), defers=True)
     asked, limits = list[tuple[bool, float]](), list[float]()

@@ -533,7 +533,7 @@ def with_weight_pieces_tried(chosen: Ordered, step: StepProblem, progress: PlanP
     for form in weight_pieces(planned, step):
         bound_s = min(chosen.bound_s, lower_bound_s(form) or chosen.bound_s)
         chosen = dataclasses.replace(chosen, bound_s=bound_s, orders=(*chosen.orders, form) if chosen.orders else ())
-        made = best_paced(form, below_s=chosen.found.step_s)
+        made = best_paced(form, below_s=chosen.found.step_s / (1 + REACH))  # its flow: plans mostly take longer
         if made is not None and made.step_s < chosen.found.step_s:
             again = form.head_parts or form.late_products != planned.late_products  # made of the step as it is
             deferred = 0 if again else chosen.deferred

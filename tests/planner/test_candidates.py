@@ -9,7 +9,7 @@ from lading.ir.plan import Option
 from lading.memory.verify import verify
 from lading.planner.orders import best_order, deferred_step, evicting
 from lading.planner.residency import Relaxations, ResidencySearch, residency_problem, smallest_bytes
-from lading.planner.streaming import moving
+from lading.planner.streaming import _transfers_s, moving  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.long
@@ -65,3 +65,16 @@ def test_small_storages_may_move_where_what_is_alive_anyway_leaves_little_room(m
     assert min(candidate.size_bytes for candidate in residency_problem(tight).candidates) < smallest
     roomy = within(step, most)
     assert min(c.size_bytes for c in residency_problem(roomy).candidates) >= smallest_bytes(roomy.arena_bytes)
+
+
+def test_moving_whatever_waits_takes_no_less_than_its_transfers() -> None:
+    """And what it writes counts too: reading alone would be done sooner."""
+    step = captured("gpt", num_layers=1)
+    step = within(step, int(0.7 * step.needs({})))
+    plans = list(moving(step))
+    assert plans
+    (disk,) = step.machine.tiers
+    for found in plans:
+        least_s = _transfers_s(step, found.choices)
+        back = sum(step.graph.storages[storage].size_bytes for storage, _ in found.choices)
+        assert back / disk.read_bytes_per_s < least_s <= found.step_s * (1 + 1e-9)

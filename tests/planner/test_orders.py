@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -119,9 +120,50 @@ def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytes
 
     monkeypatch.setattr(orders, "is_paced", lambda _: True)
     monkeypatch.setattr(orders, "first_flow", first_flow)
-    monkeypatch.setattr(orders, "best_paced", lambda step, flow: found_in(step, 3.0))
+    monkeypatch.setattr(orders, "best_paced", lambda step, flow, near_s: found_in(step, 3.0))
     assert list(orders.paced_forms(forms, [2.0, 3.1, 2.9])) == [0, 2]
     assert asked == [id(forms[0]), id(forms[2])]
+
+
+def test_a_form_whose_bound_is_above_another_ones_flow_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, asked = [step_with_bound(seconds) for seconds in (2.1, 1.0, 1.9)], list[int]()
+
+    def first_flow(step: StepProblem) -> tuple[None, SimpleNamespace]:
+        asked.append(id(step))
+        return None, SimpleNamespace(seconds=2.0)
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "first_flow", first_flow)
+    monkeypatch.setattr(orders, "best_paced", lambda step, flow, near_s: found_in(step, 3.0))
+    assert list(orders.paced_forms(forms, [3.0, 3.0, 3.0])) == [1, 2]
+    assert asked == [id(forms[1]), id(forms[2])]
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_what_flows_lost_to_a_search_is_not_planned_by_more_of_them(
+    monkeypatch: pytest.MonkeyPatch, *, paced: bool
+) -> None:
+    step, hosted = step_with_bound(1.0), step_with_bound(1.0)
+    asked = list[str]()
+
+    def with_paced(found: Found, bound_s: float, most: int) -> Found:
+        asked.append("on the host")
+        return found
+
+    def weight_pieces(planned: StepProblem, step: StepProblem) -> list[StepProblem]:
+        asked.append("in pieces")
+        return []
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "weight_pieces", weight_pieces)
+    monkeypatch.setattr(orders, "with_paced", with_paced)
+    monkeypatch.setattr(orders, "with_host", lambda found, plan: found_in(hosted, 2.0))
+    chosen = Ordered(0, step, found_in(step, 3.0), 1.0, (step,), paced=paced)
+    assert orders.with_weight_pieces_tried(chosen, step) is chosen
+    assert orders.ordered_with_host(chosen).step is hosted
+    assert asked == ([] if paced else ["in pieces", "on the host"])
+    flowed = dataclasses.replace(chosen, found=dataclasses.replace(chosen.found, pace=(1.0,)))
+    assert not flowed.outdoes_flows
 
 
 @pytest.mark.parametrize(("bounds", "flow_s", "plan_s", "planned", "taken"), [
@@ -157,3 +199,43 @@ def test_forms_that_cannot_beat_weights_in_pieces_are_not_planned(
     if made is not None:
         assert (made.found.step_s, made.bound_s, made.paced) == (plan_s, 1.5, True)
         assert [id(step) for step in made.orders] == [id(step) for step in (pieces, *forms)]
+
+
+def test_weights_in_pieces_are_planned_where_their_flow_is_well_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, pieces, limits = step_with_bound(1.0), step_with_bound(0.9), list[float]()
+
+    def best_paced(form: StepProblem, below_s: float) -> Found:
+        assert form is pieces
+        limits.append(below_s)
+        return found_in(form, 2.0)
+
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "weight_pieces", lambda planned, step: [pieces])
+    monkeypatch.setattr(orders, "best_paced", best_paced)
+    made = orders.with_weight_pieces_tried(Ordered(0, step, found_in(step, 2.06), 1.0, (step,)), step)
+    assert limits == [pytest.approx(2.0)]
+    assert (made.found.step_s, made.bound_s, made.paced) == (2.0, 0.9, True)
+
+
+def test_an_order_that_is_beyond_reach_of_another_is_left_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = dataclasses.replace(step_with_bound(1.0), defers=True)
+    asked, limits = list[tuple[bool, float]](), list[float]()
+
+    def first_plan(ordered: StepProblem, below_s: float, *, tight: bool) -> Found | None:
+        asked.append((tight, below_s))
+        return None
+
+    def moving(ordered: StepProblem, best_s: Callable[[], float]) -> list[Found]:
+        limits.append(best_s())
+        return []
+
+    monkeypatch.setattr(orders, "_counts", lambda _: (0, 1))
+    monkeypatch.setattr(residency, "_candidates", lambda each: iter([found_in(each, 2.0)] * 5))
+    monkeypatch.setattr(orders, "first_plan", first_plan)
+    monkeypatch.setattr(orders, "moving", moving)
+    monkeypatch.setattr(orders, "evicting", lambda *_: [])
+    monkeypatch.setattr(orders, "polished", lambda plan, bound_s: plan)
+    chosen = orders.best_order(step, ())
+    assert (chosen.deferred, chosen.found.step_s) == (0, 2.0)
+    assert asked == [(False, pytest.approx(2.06))]
+    assert limits == [2.0, pytest.approx(2.06)]

@@ -41,6 +41,7 @@ from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, l
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
 from lading.planner.critical import relieved
+from lading.planner.first_plans import first_plan_s, first_plans_s
 from lading.planner.forms import head_forms, late_forms, lesser_forms
 from lading.planner.limit import resource_limits
 from lading.planner.lower import StepCosts
@@ -50,7 +51,6 @@ from lading.planner.orders import (
     ahead_of_forms,
     best_of_forms,
     best_order,
-    deferred_step,
     ordered_with_host,
     sharpened,
     smallest_order_bytes,
@@ -64,7 +64,7 @@ from lading.planner.policies import (
     reshard_and_checkpoint,
     reshard_every_unit,
 )
-from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s
+from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
@@ -213,7 +213,7 @@ def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_
     progress.update(0.91, "plans that know in which window of the step each byte moves")
     paced = chosen.found if chosen.paced else with_paced(chosen.found, chosen.bound_s)
     progress.update(0.92, "the fastest plan with choices on its critical path changed")
-    chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s))
+    chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s), paced=True)
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
     return sharpened(chosen) if on_device else _with_host(chosen, step)
 
@@ -634,7 +634,7 @@ def _chosen_form(
     if ahead is not None:
         return ahead
     try:
-        return best_of_forms(forms, [*map(_first_plan_s, forms)], fitting, progress)
+        return best_of_forms(forms, first_plans_s(forms), fitting, progress)
     except PlanInfeasible as error:
         raise min(exactly, error, key=lambda each: each.smallest_budget_bytes or _NO_LIMIT) from None
 
@@ -654,16 +654,17 @@ def _chosen_exactly(
     """
     if policy != "residency" or any(not found.choices for found in fitting.values()) or _is_given(step, settings):
         return _chosen(step, policy, rows, fitting, progress)
-    whole_s = _first_plan_s(step)
+    whole_s = first_plan_s(step)
     if whole_s < float("inf") and whole_s <= (1 + _NEAR) * lower_bound_s(step):  # another form could gain no more
         return _chosen(step, policy, rows, fitting, progress)
     forms = lesser_forms(step)
-    first_s = [whole_s, *map(_first_plan_s, forms[1:])]
+    first_s = first_plans_s(forms)
     # Of forms within reach of each other the last one needs least at once, which leaves gradients a place for longer.
     near = [form for form, form_s in zip(forms, first_s, strict=True) if form_s <= (1 + REACH) * min(first_s)]
-    late = late_forms(near[-1]) if len(near[-1].graph.ops) > _FEW_OPS else []
+    late = late_forms(near[-1]) if len(near[-1].graph.ops) > _FEW_OPS and not near[-1].is_hopeless else []
     late = late[: max(0, _FORMS_OPS // len(step.graph.ops) - len(forms))]
-    return best_of_forms([*forms, *late], [*first_s, *map(_first_plan_s, late)], fitting, progress)
+    first_s += first_plans_s(late, min(first_s))
+    return best_of_forms([*forms, *late], first_s, fitting, progress)
 
 
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
@@ -677,13 +678,6 @@ def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
         return sharp
     more_s = max(0.0, sum(chosen.step.costs.op_seconds) - sum(step.costs.op_seconds))
     return dataclasses.replace(sharp, bound_s=max(0.0, sharp.bound_s - more_s))
-
-
-def _first_plan_s(step: StepProblem) -> float:
-    """Seconds of the first plan of a search; infinite where it does not fit."""
-    search = ResidencySearch(deferred_step(step, step.deferrals), ())
-    search.advance()
-    return search.best_s()
 
 
 def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:

@@ -41,13 +41,14 @@ from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.forms import weight_pieces
 from lading.planner.host_balance import with_host
-from lading.planner.pacing import best_paced, first_flow, is_paced, with_paced
+from lading.planner.pacing import Pace, PacedFlow, best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
     Found,
     ResidencySearch,
     StepProblem,
     Tell,
+    first_plan,
     flow_bound_s,
     good_enough,
     lower_bound_s,
@@ -297,7 +298,7 @@ _SEARCHED, _SEARCHED_OPS = 2, 12_000
 #: Most forms whose paced flows are planned, of those that take this share longer than the least.
 _PACED_FORMS, _PACED_REACH = 2, 0.01
 #: A form whose first plan takes so many times the fastest form's has no room for what its flow says.
-_BEHIND = 1.5
+BEHIND = 1.5
 #: Nothing is searched where paced flows are further ahead of all first plans than this, as a search gains less; but for
 #: steps so small that single choices are changed.
 _OVERTAKEN = 0.1
@@ -326,6 +327,11 @@ class Ordered:
     bound_s: float
     orders: tuple[StepProblem, ...] = ()
     paced: bool = False
+
+    @property
+    def outdoes_flows(self) -> bool:
+        """Whether a search found a faster plan than the step's paced flows: these are of no more use to it."""
+        return self.paced and not self.found.pace
 
 
 def deferred_step(step: StepProblem, count: int) -> StepProblem:
@@ -381,10 +387,13 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
         tell(0.0, "a time that no plan can beat")
         bound_s = min(bound_s, lower_bound_s(ordered))
         tell(0.3, "a first plan")
-        search.advance()
+        reach_s = (1 + REACH) * min(search.best_s() for _, search in searches)  # beyond it this order is left out
+        if reach_s == float("inf") or first_plan(ordered, reach_s, tight=False) is not None:
+            search.advance()
         tell(0.6, "plans that only move, or only evict")
         evicted = () if count else evicting(ordered, search.best_s)
-        for plan in chain([search.best], moving(ordered, search.best_s), evicted):
+        moved = moving(ordered, lambda reach_s=reach_s, search=search: min(reach_s, search.best_s()))
+        for plan in chain([search.best], moved, evicted):
             search.offer(plan)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)
@@ -464,14 +473,20 @@ def paced_forms(forms: Sequence[StepProblem], first_s: Sequence[float]) -> dict[
         first_s: Seconds of the first plan of each: those far behind the fastest are left out.
     """
     steps = [deferred_step(form, form.deferrals) for form in forms]
-    near = [is_paced(step) and s <= _BEHIND * min(first_s) for step, s in zip(steps, first_s, strict=True)]
-    flows = [first_flow(step) if n and not step.is_hopeless else None for step, n in zip(steps, near, strict=True)]
-    flows_s = [float("inf") if flow is None else flow[1].seconds for flow in flows]
+    near = [is_paced(step) and s <= BEHIND * min(first_s) for step, s in zip(steps, first_s, strict=True)]
+    able = [at for at, step in enumerate(steps) if near[at] and not step.is_hopeless]
+    flows: dict[int, tuple[Pace, PacedFlow]] = {}
+    least_s = float("inf")
+    for at in sorted(able, key=lambda at: (lower_bound_s(steps[at]), at)):
+        if lower_bound_s(steps[at]) > (1 + _PACED_REACH) * least_s:
+            break  # a flow takes no less than the bound
+        flows[at] = first_flow(steps[at])
+        least_s = min(least_s, flows[at][1].seconds)
     made: dict[int, Ordered] = {}
-    for flow_s, at in sorted(zip(flows_s, range(len(steps)), strict=True))[:_PACED_FORMS]:
-        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * min(flows_s):
+    for flow_s, at in sorted((flow[1].seconds, at) for at, flow in flows.items())[:_PACED_FORMS]:
+        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
             break
-        best = best_paced(steps[at], flows[at])
+        best = best_paced(steps[at], flows[at], near_s=(1 + REACH) * min(first_s))
         if best is not None:
             orders = (steps[at],)
             made[at] = Ordered(forms[at].deferrals, steps[at], best, lower_bound_s(steps[at]), orders, paced=True)
@@ -512,13 +527,13 @@ def with_weight_pieces_tried(chosen: Ordered, step: StepProblem, progress: PlanP
     """
     planned = chosen.found.step
     near = chosen.found.step_s <= (1 + _FAR_FROM_BOUND) * chosen.bound_s
-    if near or planned.weight_pieces or not is_paced(planned):
+    if near or planned.weight_pieces or not is_paced(planned) or chosen.outdoes_flows:
         return chosen
     progress.update(0.9, "plans with the largest weights in pieces")
     for form in weight_pieces(planned, step):
         bound_s = min(chosen.bound_s, lower_bound_s(form) or chosen.bound_s)
         chosen = dataclasses.replace(chosen, bound_s=bound_s, orders=(*chosen.orders, form) if chosen.orders else ())
-        made = best_paced(form, below_s=chosen.found.step_s)
+        made = best_paced(form, below_s=chosen.found.step_s / (1 + REACH))  # its flow: plans mostly take longer
         if made is not None and made.step_s < chosen.found.step_s:
             again = form.head_parts or form.late_products != planned.late_products  # made of the step as it is
             deferred = 0 if again else chosen.deferred
@@ -567,7 +582,8 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         if good_enough(search.best or hosted, bound_s) or not search.advance():
             break
     assert search.best is not None, "the plan it started with"
-    best = dataclasses.replace(with_paced(search.best, bound_s, 1), device_s=hosted.device_s)
+    best = search.best if chosen.outdoes_flows else with_paced(search.best, bound_s, 1)
+    best = dataclasses.replace(best, device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))
 
 

@@ -514,6 +514,7 @@ def best_paced(
     first: tuple[Pace, PacedFlow] | None = None,
     below_s: float = float("inf"),
     most: int = len(_PACES),
+    near_s: float = float("inf"),
 ) -> Found | None:
     """Make the fastest plan of paced flows, also with transfers scheduled for a faster or slower step.
 
@@ -521,8 +522,13 @@ def best_paced(
         first: First flow of the step where it is known.
         below_s: Seconds that a plan has to be below to be of use.
         most: Most flows that are tried.
+        near_s: Seconds that the first flow's plan has to be below for more to be tried: what follows gains little.
     """
-    best = min(paced(step, first, below_s, most), key=lambda made: made.step_s, default=None)
+    best: Found | None = None
+    for made in paced(step, first, below_s, most):
+        best = made if best is None or made.step_s < best.step_s else best
+        if best.step_s > near_s:
+            return best
     if best is None or len(step.graph.ops) > _REPACED_OPS:
         return best
     step, again = best.step, [best]

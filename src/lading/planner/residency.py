@@ -495,6 +495,16 @@ def _candidates(step: StepProblem) -> Iterable[Found]:
             return
 
 
+def first_plan(step: StepProblem, below_s: float = float("inf"), *, tight: bool) -> Found | None:
+    """Make the first plan that fits, by roomy aims or by tight ones; None where there is none.
+
+    Args:
+        below_s: Seconds that a plan has to be below to be of use: what is aimed at is not repaired beyond.
+    """
+    some = () if step.is_hopeless else aims(len(step.graph.ops))[tight]
+    return next((made for aim in some if (made := step.relaxations.repaired(aim, below_s)[0]) is not None), None)
+
+
 #: How many times longer than its operations a step is taken to be where storages take room while they move (0: they do
 #: not), whether blocks are recomputed in chains, and whether rates are shared.
 _Beliefs = tuple[float, bool, bool]
@@ -527,40 +537,58 @@ class Relaxations:
             self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
         return self._solved[what, aim.windows]
 
-    def repaired(self, aim: Aim) -> tuple[Found | None, int]:
+    def repaired(self, aim: Aim, below_s: float = float("inf")) -> tuple[Found | None, int]:
         """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
+
+        Args:
+            below_s: Seconds that a plan has to be below to be of use; it may be above.
 
         Returns:
             The plan, None where there is none, and the number of lowerings.
         """
         if aim not in self._repaired:
-            made, tried = self._repair(aim)
-            while made is None and not tried and self._eases and aim.moving and len(self._slower) <= len(_LONGER):
+            made, tried, reached = self._repair(aim, below_s)
+            while made is None and not (tried or reached) and self._eases and self._can_ease(aim):
                 # what moves has no room, so compute will wait and the step take longer
+                before_s = self._slower[-1]
                 self._slower.append(self._step.slower * _LONGER[len(self._slower) - 1])
-                made, tried = self._repair(aim)
+                if self._slower[-1] > before_s:
+                    made, tried, reached = self._repair(aim, below_s)
             if aim.moving and len(self._slower) > 1:
                 self.eased.add(aim)
+            if reached:
+                return None, tried
             self._repaired[aim] = made, tried
         return self._repaired[aim]
 
-    def _repair(self, aim: Aim) -> tuple[Found | None, int]:
+    def _can_ease(self, aim: Aim) -> bool:
+        return aim.moving and len(self._slower) <= len(_LONGER)
+
+    def _repair(self, aim: Aim, below_s: float) -> tuple[Found | None, int, bool]:
+        """Repair a relaxation until it fits: the plan, the number of lowerings, and whether it reached ``below_s``.
+
+        With rates that are not all there are it may take longer than its plan, so it has no limit then.
+        """
         relaxation, target = self.of(aim), int(self._step.arena_bytes * (1.0 - aim.reserve))
         problem = relaxation.problem
         extra = np.zeros(problem.num_ops, dtype=np.int64)
         for tried in range(_REPAIRS):
             relaxed = relaxation.solve(target, extra)
             if relaxed is None:
-                return None, tried
+                return None, tried, False
+            if relaxed.step_s > below_s and not aim.careful:
+                return None, tried, True
             choices = rounded(problem, relaxation.settled(relaxed) if aim.settled else relaxed)
             made = self.lowered(choices)
             if isinstance(made, Found):
-                return made, tried + 1
-            extra, most = extra + made, np.maximum(target - problem.base, 0)
+                return made, tried + 1, False
+            before, extra, most = extra, extra + made, np.maximum(target - problem.base, 0)
             if self._eases and (extra > most).any():
                 extra = np.minimum(extra, most)
                 self.eased.add(aim)
-        return None, _REPAIRS
+            if (extra == before).all():  # no more can be reserved, so the solution is the same
+                return None, tried + 1, False
+        return None, _REPAIRS, False
 
     def lowered(self, choices: dict[tuple[int, int], Option]) -> Found | np.ndarray:
         """Lower choices into a plan; where they do not fit, the bytes to reserve at each position next time."""

@@ -24,6 +24,7 @@ from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import Gap, beside_host, gaps, is_movable
 from lading.memory.verify import verify
 from lading.planner.host_balance import with_host
+from lading.planner.linear import facets
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, StepProblem, infeasible
@@ -96,21 +97,28 @@ def moving(step: StepProblem, best_s: Callable[[], float] = lambda: inf) -> Iter
     tried: set[frozenset[tuple[int, int]]] = set()
     for least_ops in _WHILES[: max(1, _LOWERED // len(step.graph.ops))]:
         choices = _placed(step, {}, _leaving(step, {}, least_ops, least_bytes), 0)
-        if frozenset(choices) in tried or _reads_s(step, choices) >= best_s():
+        if frozenset(choices) in tried or _transfers_s(step, choices) >= best_s():
             continue
         tried.add(frozenset(choices))
         if (found := _found(step, choices)) is not None:
             yield step.retimed(found, MOST_RETIMED)
 
 
-def _reads_s(step: StepProblem, choices: _Choices) -> float:
-    """Seconds that the tier with most to read takes to read what choices bring back."""
-    seconds = dict.fromkeys((Option(tier.name) for tier in step.machine.tiers), 0.0)
-    rates = {Option(tier.name): tier.read_bytes_per_s for tier in step.machine.tiers}
-    for (storage, _), option in choices.items():
-        if option in seconds:
-            seconds[option] += step.graph.storages[storage].size_bytes / rates[option]
-    return max(seconds.values(), default=0.0)
+def _transfers_s(step: StepProblem, choices: _Choices) -> float:
+    """Least seconds that a tier takes for what choices move: all that is brought back, and what is not there yet.
+
+    What the device writes in a step is another version in each, so a storage that moves is written once at least.
+    """
+    graph = step.graph
+    written = {storage for op, each in enumerate(graph.op_writes) if op not in graph.on_host for storage in each}
+    seconds = 0.0
+    for tier in step.machine.tiers:
+        moved = [storage for (storage, _), option in choices.items() if option == tier.name]
+        back = sum(graph.storages[storage].size_bytes for storage in moved)
+        away = sum(graph.storages[storage].size_bytes for storage in written.intersection(moved))
+        rates = (1.0 / tier.read_bytes_per_s, 0.0), (0.0, 1.0 / tier.write_bytes_per_s), *facets(tier)
+        seconds = max(seconds, *(read * back + write * away for read, write in rates))
+    return seconds
 
 
 def persistent_away(step: StepProblem) -> Iterator[_Choices]:

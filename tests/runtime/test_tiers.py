@@ -168,6 +168,7 @@ def test_a_full_disk_is_found_at_the_start(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"expected 1.00 MiB \(1048576 bytes\).*swap, found .* free \(No space"):
         FileTier(folder, 1 << 20)
+    assert not list(folder.iterdir())
     monkeypatch.undo()
     FileTier(folder, 1 << 20).close()  # neither lock nor file was left behind
 

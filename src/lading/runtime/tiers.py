@@ -14,7 +14,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -198,6 +198,8 @@ class FileTier:
                 os.close(self._file)
                 raise
         except BaseException:
+            with suppress(OSError):  # of a folder that cannot be written
+                (folder / "lading.lock").unlink()
             os.close(self._lock)
             raise
         if not self.direct:

@@ -1,7 +1,8 @@
 """Seconds of one operation alone on a device by the rates that were measured there, launch not included.
 
     product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k); of many
-                 matrices on a GPU no less than these take to come and go
+                 matrices on a GPU no less than these take to come and go; "product.float32" is a GPU's rate in the
+                 place of peak * efficiency for float32
     attention    flops done / rate(flops done for one head)
     the rest     bytes / rate(bytes)
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind
-from lading.ir.machine import EVEN_COLUMNS, ODD_COLUMNS, VECTOR, Curve, Device
+from lading.ir.machine import EVEN_COLUMNS, ODD_COLUMNS, VECTOR, WIDE_PRODUCTS, Curve, Device
 from lading.ir.opkinds import base_name
 from lading.ir.work import Attention, Kernel, Product, Stage
 
@@ -96,13 +97,21 @@ def product_curve_s(
         return flops / (own[0].at(each) * _peak_ratio(device, dtype))
     # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
     filling = flops if device.kind == "cuda" else each
-    share = device.product_efficiency.at(filling) if device.product_efficiency else 1.0
+    rate = _whole_rate(filling, dtype, device)
     for dim in (product.m, product.k, product.n):
-        share *= dim / (dim + device.skinny_dim) if dim else 1.0
-    share *= _columns_share(product.n, device) if dtype == "float32" else 1.0
-    seconds = flops / (device.peak_flops_per_s[dtype] * share)
+        rate *= dim / (dim + device.skinny_dim) if dim else 1.0
+    rate *= _columns_share(product.n, device) if dtype == "float32" else 1.0
+    seconds = flops / rate
     heads = device.kind == "cuda" and product.groups > 1
     return max(seconds, _operands_s(product, dtype, device)) if heads else seconds
+
+
+def _whole_rate(flops: float, dtype: str, device: Device) -> float:
+    """FLOP/s of a product of so much work whose dims are all large."""
+    if dtype == "float32" and WIDE_PRODUCTS in device.rates:
+        return device.rates[WIDE_PRODUCTS].at(flops)
+    share = device.product_efficiency.at(flops) if device.product_efficiency else 1.0
+    return device.peak_flops_per_s[dtype] * share
 
 
 def _operands_s(product: Product, dtype: str, device: Device) -> float:

@@ -207,6 +207,21 @@ def test_another_form_of_a_board_is_said(words: str, said: str) -> None:
     assert said in " ".join(assumed)
 
 
+def test_an_h100_of_pytorchs_team_is_the_one_of_torchtitans_tables(tmp_path: Path) -> None:
+    """Where a repository of theirs says nothing but H100; what is said of a board counts before."""
+    file = tmp_path / "rows.jsonl"
+
+    def read(gpu: str, source: str) -> StepRequest:
+        file.write_text(changed(source=source, hardware={"gpu": gpu}))
+        return request_of(read_rows([file])[0][0])
+
+    theirs = read("H100", "pytorch/ao docs/source/workflows/training.md, 2025-04")
+    assert theirs.machine == "h100-96gb"
+    assert any("PyTorch's team" in told for told in theirs.assumed)
+    assert read("H100 SXM 80GB", "pytorch/ao docs, 2025-04").machine == "h100"
+    assert read("H100", "somebody/pytorch-examples README.md, 2025-04").machine == "h100"
+
+
 def test_words_of_a_board_that_nobody_reads_widen_the_interval(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for words, unread in (("H100 engineering sample", "engineering sample"), ("RTX PRO 6000 Max-Q", "Max-Q board")):

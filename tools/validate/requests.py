@@ -40,7 +40,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
-from tools.validate.words import machine_of, unread_of_name
+from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
 _RECIPES = (
@@ -73,7 +73,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     row = dataclasses.replace(row, layout={**row.layout, **prose})
     if not row.hardware.get("gpus"):
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
-    machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
+    machine, assumed = machine_of_source(str(row.hardware.get("gpu", "")), row.source)
     assumed += told
     unread = _unread(row, machine)
     stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)

@@ -89,6 +89,11 @@ _WIDE = "efficient-fp32"
 #: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
 #: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
 _EFFICIENT_S = 0.6575 / 0.2954
+#: The same backward for heads of 97 to 128 columns on GPUs with 99 KiB of shared memory a block: FlashAttention-2
+#: makes 53.5 TFLOP/s and it 12.3, of 16 heads and 2,048 tokens (Dao-AILab/flash-attention issue 416); the mask again.
+_SMALL_BACKWARD_S = 1.15 * 53.46 / 12.33
+#: Columns of the widest head whose gradients' sums stay in registers there (``_in_small_tiles``).
+_SMALL_COLUMNS = 96
 #: Operation of that kernel, and the times that it takes in fp32 beside FlashAttention-2 in 16 bits: median of the two
 #: largest shapes, forward and backward, on an H100 (benchmarks/gpu/results, one_device, alone: 5.4, 6.4, 6.4 and 7.2).
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -248,7 +253,20 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
         peaks = device.peak_flops_per_s
         longer = peaks["float16"] / peaks["float32"] if kernel.dtype == "float32" and "float16" in peaks else 1.0
         return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
-    return _EFFICIENT_S * curve_s(whole, device) if stack.attention == "masked" else curve_s(kernel, device)
+    if stack.attention != "masked":
+        return curve_s(kernel, device)
+    return (_SMALL_BACKWARD_S if _in_small_tiles(attention) else _EFFICIENT_S) * curve_s(whole, device)
+
+
+def _in_small_tiles(attention: Attention) -> bool:
+    """Whether backward of PyTorch's memory-efficient attention goes in tiles that keep no sum in registers.
+
+    That is so for heads of 97 to 128 columns, whose tiles of 128 x 128 do not fit the 99 KiB of shared memory that
+    compute capability 8.6, 8.9 and 12.0 have; the next kernel is 64x64_k128, which neither loads ahead nor keeps its
+    sums (PyTorch mem_eff_attention/kernels/cutlassB.h, kernel_backward.h: kPreload, kOutputInRF; facebookresearch/
+    xformers issue 517). GPUs whose blocks have more have rates of an architecture, not curves.
+    """
+    return attention.backward and _SMALL_COLUMNS < max(attention.qk_dim, attention.v_dim) <= _HEAD_TILE
 
 
 def before_ampere(device: Device) -> bool:

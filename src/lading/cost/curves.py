@@ -38,8 +38,11 @@ BACKWARD = "_backward"
 _FILLS = ("zeros_like", "ones_like", "full_like", "new_", "empty")
 
 
-def curve_s(kernel: Kernel, device: Device) -> float:
+def curve_s(kernel: Kernel, device: Device, narrow: float = 1.0) -> float:
     """Seconds of an operation alone, without its launch.
+
+    Args:
+        narrow: Factor by which a product computes longer because of where its rows begin.
 
     A rank's kernel has no strides: of what runs against the order of memory only sums over leading dims are told apart,
     gradients of biases and of norms' weights.
@@ -52,7 +55,7 @@ def curve_s(kernel: Kernel, device: Device) -> float:
     if isinstance(kernel.detail, Product):
         known = measured(name, kind.value, low_of(kernel), device, kernel.form)
         where = f"{kernel.name} in {kernel.module or '(loss)'}"
-        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where)
+        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where, narrow)
     if isinstance(kernel.detail, Attention):
         return _attention_s(kernel, kernel.detail, device)
     size = kernel.bytes_written + (0 if name.startswith(_FILLS) else kernel.bytes_read)
@@ -72,7 +75,13 @@ def _runs_s(runs: int, device: Device) -> float:
 
 
 def product_curve_s(
-    product: Product, flops: float, own: tuple[Curve, bool] | None, dtype: str, device: Device, where: str
+    product: Product,
+    flops: float,
+    own: tuple[Curve, bool] | None,
+    dtype: str,
+    device: Device,
+    where: str,
+    narrow: float = 1.0,
 ) -> float:
     """Seconds of a product.
 
@@ -80,6 +89,7 @@ def product_curve_s(
         flops: FLOP of all its groups together.
         own: Its measured rate, and whether that was measured in ``dtype``.
         where: Name of the product, for messages.
+        narrow: As of ``curve_s``; a measured rate has it already.
     Raises:
         ConfigError: the dtype has no peak on this device.
     """
@@ -101,7 +111,7 @@ def product_curve_s(
     for dim in (product.m, product.k, product.n):
         rate *= dim / (dim + device.skinny_dim) if dim else 1.0
     rate *= _columns_share(product.n, device) if dtype == "float32" else 1.0
-    seconds = flops / rate
+    seconds = narrow * flops / rate
     heads = device.kind == "cuda" and product.groups > 1
     return max(seconds, _operands_s(product, dtype, device)) if heads else seconds
 

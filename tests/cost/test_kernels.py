@@ -309,6 +309,34 @@ def test_attention_in_fp32_is_as_measured_on_an_h100(tokens: int, heads: int, ba
         assert rate == pytest.approx(measured * 1e12, rel=0.15), backward
 
 
+def test_masked_attention_goes_back_in_small_tiles_where_shared_memory_is_small():
+    # Dao-AILab/flash-attention issue 416: 12.3 TFLOP/s beside 53.5, and 1.15 times for the mask
+    for columns, longer in ((128, 4.99), (96, 2.226 * 576 / 480), (64, 2.226)):
+        shape = Attention(2, 16, 16, 4096, 4096, columns, columns, False, True)
+        kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.BACKWARD_INPUT, "attn", "bfloat16", 0, 0, (), (), shape)
+        flash, masked = (replace(stack_by_name("eager-torch"), attention=word) for word in ("flash2", "masked"))
+        for name in ("rtx4090", "rtxpro6000", "l40s", "a10g"):
+            ratio = kernel_s(kernel, device(name), masked) / kernel_s(kernel, device(name), flash)
+            assert ratio == pytest.approx(longer, rel=0.01), (name, columns)
+        forward = replace(kernel, detail=replace(shape, backward=False), stage=Stage.FORWARD)
+        ratio = kernel_s(forward, device("rtx4090"), masked) / kernel_s(forward, device("rtx4090"), flash)
+        assert ratio == pytest.approx(2.226 * ((columns + 128) / 192 if columns == 96 else 1.0), rel=0.01)
+
+
+def test_rows_at_odd_addresses_cost_boards_of_a_data_sheet_the_clocks_that_they_cost_an_a100():
+    # 3.319 times on an A100, of 2,049 FLOP a clock and multiprocessor; a V100 does 1,024, an RTX 3090 512
+    for name, longer in (("v100-32gb", 1 + 2.319 / 2), ("rtx3090", 1 + 2.319 / 4)):
+        odd, even = (
+            kernel_s(
+                Kernel("mm", OpKind.MATMUL, Stage.FORWARD, "head", "float16", 0, 0, (), (), Product(8192, n, 8192)),
+                device(name),
+                stack_by_name("eager-torch"),
+            )
+            for n in (50257, 50256)
+        )
+        assert odd / even == pytest.approx(longer, rel=1e-3), name
+
+
 def test_before_ampere_the_own_rate_is_the_memory_efficient_kernels():
     shape = Attention(2, 16, 16, 2048, 2048, 128, 128, True, False)
     kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.FORWARD, "attn", "float16", 0, 0, (), (), shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tools.validate.words import machine_of, stack_rule_of, unread_of_name
 from lading.catalog.load import load_machine
 from lading.errors import ConfigError
 from lading.ir.request import StepRequest
+from lading.sim.simulate import simulate
 from tests.validate.test_rows import FILES, changed
 
 ROWS = {row.id: row for row in read_rows(FILES)[0]}
@@ -205,6 +207,21 @@ def test_another_form_of_a_board_is_said(words: str, said: str) -> None:
     assert said in " ".join(assumed)
 
 
+def test_an_h100_of_pytorchs_team_is_the_one_of_torchtitans_tables(tmp_path: Path) -> None:
+    """Where a repository of theirs says nothing but H100; what is said of a board counts before."""
+    file = tmp_path / "rows.jsonl"
+
+    def read(gpu: str, source: str) -> StepRequest:
+        file.write_text(changed(source=source, hardware={"gpu": gpu}))
+        return request_of(read_rows([file])[0][0])
+
+    theirs = read("H100", "pytorch/ao docs/source/workflows/training.md, 2025-04")
+    assert theirs.machine == "h100-96gb"
+    assert any("PyTorch's team" in told for told in theirs.assumed)
+    assert read("H100 SXM 80GB", "pytorch/ao docs, 2025-04").machine == "h100"
+    assert read("H100", "somebody/pytorch-examples README.md, 2025-04").machine == "h100"
+
+
 def test_words_of_a_board_that_nobody_reads_widen_the_interval(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for words, unread in (("H100 engineering sample", "engineering sample"), ("RTX PRO 6000 Max-Q", "Max-Q board")):
@@ -252,6 +269,29 @@ def test_what_is_not_stated_is_assumed_and_said(
     request = request_of(read_rows([file])[0][0])
     assert {name: getattr(request.layout, name) for name in expected} == expected
     assert said in "; ".join(request.assumed)
+
+
+def test_a_micro_batch_that_nobody_states_is_the_largest_that_fits_where_there_is_no_pipeline(tmp_path: Path) -> None:
+    """A pipeline, accumulation that is stated, and sequences that no power of two divides keep one."""
+    file = tmp_path / "rows.jsonl"
+    nobody: dict[str, Any] = {"dp": 2, "micro_batch": None, "grad_accum": None, "global_batch": 128}
+
+    def read(**layout: Any) -> StepRequest:
+        model = {"layers": 24, "hidden": 2048, "heads": 16, "seq_len": 2048, "vocab": 50304}
+        file.write_text(changed(model=model, measured={"tokens_per_s_per_gpu": None}, layout={**nobody, **layout}))
+        return request_of(read_rows([file])[0][0])
+
+    request = read()
+    size = request.layout.micro_batch
+    assert 1 < size < 64, "some of a replica's 64 sequences fit"
+    assert simulate(request).prediction.fits
+    twice = dataclasses.replace(request, layout=dataclasses.replace(request.layout, micro_batch=2 * size))
+    assert not simulate(twice).prediction.fits
+    assert any(told.startswith(f"a micro-batch of {size}: the largest") for told in request.assumed)
+    assert "the micro-batch" in request.unstated
+    assert read(grad_accum=64).layout.micro_batch == 1
+    assert read(dp=1, pp=2, vpp=1).layout.micro_batch == 1
+    assert read(global_batch=6).layout.micro_batch == 1, "three sequences for a replica"
 
 
 def test_what_the_files_of_a_source_set_for_its_rows() -> None:

@@ -14,6 +14,7 @@ from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.schedules import V_SHAPED
 from lading.ir.stack import Stack
+from lading.sim.simulate import simulate
 from tools.validate.architecture import architecture_of, unread_of_model
 from tools.validate.fields import (
     DUALPIPE,
@@ -39,7 +40,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
-from tools.validate.words import machine_of, unread_of_name
+from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
 _RECIPES = (
@@ -72,7 +73,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     row = dataclasses.replace(row, layout={**row.layout, **prose})
     if not row.hardware.get("gpus"):
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
-    machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
+    machine, assumed = machine_of_source(str(row.hardware.get("gpu", "")), row.source)
     assumed += told
     unread = _unread(row, machine)
     stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)
@@ -102,6 +103,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     )
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
+    request = _filled(request, row, assumed)
     said_unread = (f"not understood: {words}" for words in unread)
     return dataclasses.replace(
         request,
@@ -406,6 +408,30 @@ def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
     if whole != global_batch:
         assumed.append(f"a global batch of {whole}, the next multiple of dp x micro-batch, instead of {global_batch}")
     return micro_batch, whole
+
+
+def _filled(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
+    """The request with the largest micro-batch that fits, where nobody states one and there is no pipeline.
+
+    A pipeline gains by many micro-batches; else each one more launches all kernels again and, where replicas share
+    states, moves parameters or hides fewer transfers. Powers of two that divide a replica's sequences are tried.
+    """
+    stated, layout = row.layout, request.layout
+    told = any(stated.get(name) for name in ("micro_batch", "grad_accum", "n_microbatches"))
+    if told or layout.pp > 1 or not stated.get("global_batch"):
+        return request
+    sequences = layout.global_batch // layout.dp
+    for size in (2**power for power in range(sequences.bit_length() - 1, 0, -1)):
+        if sequences % size:
+            continue
+        larger = dataclasses.replace(request, layout=dataclasses.replace(layout, micro_batch=size))
+        if simulate(larger).prediction.fits:
+            at = assumed.index("a micro-batch of 1")
+            assumed[at] = (
+                f"a micro-batch of {size}: the largest power of two that fits in memory, as there is no pipeline"
+            )
+            return larger
+    return request
 
 
 def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) -> int:

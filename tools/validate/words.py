@@ -156,6 +156,27 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
     raise ConfigError(f"expected a GPU of the catalog's machines ({', '.join(machine_names())}), got {gpu!r}")
 
 
+#: An H100 of which nothing else is said, and repositories of PyTorch's team, whose H100s are of 96 GB and 500 W.
+_BARE_H100 = re.compile(r"(?:nvidia )?h100s?(?: gpus?)?(?: sxm5?)?")
+_PYTORCH_TEAM = re.compile(r"\b(?:pytorch/(?:ao|torchtitan|torchtune)|meta-pytorch/[\w.-]+)\b")
+
+
+def machine_of_source(gpu: str, source: str) -> tuple[str, list[str]]:
+    """Find the catalog machine that words for a GPU mean in a source, and what is taken for granted by it.
+
+    Tables of torchtitan say that its H100s have HBM2e of 96 GB at 2.4 TB/s and a limit of 500 W; those of PyTorch's
+    other repositories, which are made on torchtitan by the same people, name the board alone.
+
+    Raises:
+        ConfigError: no machine of the catalog is meant.
+    """
+    machine, assumed = machine_of(gpu)
+    if _PYTORCH_TEAM.search(source.lower()) and _BARE_H100.fullmatch(re.sub(r"[-_/]", " ", gpu.lower()).strip()):
+        said = "an H100 of PyTorch's team: 96 GB of HBM2e and 500 W, as in docs and benchmarks of pytorch/torchtitan"
+        return "h100-96gb", [*assumed, said]
+    return machine, assumed
+
+
 @dataclass(frozen=True)
 class StackRule:
     """Words by which a source's software stack is known.

@@ -7,6 +7,7 @@
     [shares]                        of limits that data sheets give; the loader makes absolute rates of them
     optimizer = 0.85                AdamW elements/s: this share of the memory bandwidth, at 28 bytes an element
     product_best = 0.85             highest share of its dtype's peak that a product reaches
+    product_fp32_best = 0.65        the same for products of float32 on a GPU, where it is not product_best
     attention_best = 0.56           the same for attention, also attention_backward_best (GPU: 16-bit peak, CPU: fp32)
     [shares.product]                size (FLOP) and rate as shares of product_best; also attention, attention_backward
     [shares.rates.copy]             size (bytes) and rate as shares of the memory bandwidth, for each cost class
@@ -29,7 +30,19 @@ from typing import Any, TypeVar, cast
 
 from lading.errors import ConfigError, did_you_mean
 from lading.files import read_toml, write_text
-from lading.ir.machine import FILE, MEMORY, Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
+from lading.ir.machine import (
+    FILE,
+    MEMORY,
+    WIDE_PRODUCTS,
+    Curve,
+    Device,
+    Gpu,
+    HostDevice,
+    Link,
+    Machine,
+    Processes,
+    Tier,
+)
 
 Table = dict[str, Any]
 
@@ -40,7 +53,7 @@ _ADAMW_BYTES = 28
 #: Part of a cache that holds what the kernel before wrote, and how much faster it is than memory.
 _CACHE_SHARE, _CACHE_SPEED = 0.4, 2.5
 _CURVES = ("product", "attention", "attention_backward")
-_SCALARS = ("optimizer", "cache_bytes", *(f"{name}_best" for name in _CURVES))
+_SCALARS = ("optimizer", "cache_bytes", "product_fp32_best", *(f"{name}_best" for name in _CURVES))
 _DEPTH = 4
 
 
@@ -141,6 +154,9 @@ def _with_rates(machine: Table, shares: object, origin: str) -> Table:
         if name in table:
             best = _positive(table.get(f"{name}_best"), f"shares.{name}_best", origin)
             curves[name] = (table[name], best * _attention_peak(device, origin))
+    if "product_fp32_best" in table:
+        best = _positive(table["product_fp32_best"], "shares.product_fp32_best", origin)
+        curves[WIDE_PRODUCTS] = (table.get("product"), best * _peak_of(device, ("float32",), origin))
     made = {name: _scaled(curve, limit, f"shares.rates.{name}", origin) for name, (curve, limit) in curves.items()}
     device["rates"] = {**made, **cast(Table, device.get("rates", {}))}
     return {**machine, "device": device}
@@ -169,9 +185,13 @@ def _cached(curve: object, cache_bytes: float) -> object:
 
 def _attention_peak(device: Table, origin: str) -> float:
     """FLOP/s that attention's share refers to: a processor's in float32, another device's in 16 bits."""
+    return _peak_of(device, ("float32",) if device.get("kind") == "cpu" else ("bfloat16", "float16"), origin)
+
+
+def _peak_of(device: Table, dtypes: tuple[str, ...], origin: str) -> float:
+    """Peak of the first of the dtypes that has one."""
     peaks = device.get("peak_flops_per_s")
     known = cast(Table, peaks) if isinstance(peaks, dict) else {}
-    dtypes = ("float32",) if device.get("kind") == "cpu" else ("bfloat16", "float16")
     peak = next((known[dtype] for dtype in dtypes if dtype in known), None)
     return _positive(peak, f"device.peak_flops_per_s.{dtypes[0]}", origin)
 

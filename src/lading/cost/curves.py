@@ -1,7 +1,8 @@
 """Seconds of one operation alone on a device by the rates that were measured there, launch not included.
 
     product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k); of many
-                 matrices on a GPU no less than these take to come and go
+                 matrices on a GPU no less than these take to come and go; "product.float32" is a GPU's rate in the
+                 place of peak * efficiency for float32
     attention    flops done / rate(flops done for one head)
     the rest     bytes / rate(bytes)
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind
-from lading.ir.machine import EVEN_COLUMNS, ODD_COLUMNS, VECTOR, Curve, Device
+from lading.ir.machine import EVEN_COLUMNS, ODD_COLUMNS, VECTOR, WIDE_PRODUCTS, Curve, Device
 from lading.ir.opkinds import base_name
 from lading.ir.work import Attention, Kernel, Product, Stage
 
@@ -37,8 +38,11 @@ BACKWARD = "_backward"
 _FILLS = ("zeros_like", "ones_like", "full_like", "new_", "empty")
 
 
-def curve_s(kernel: Kernel, device: Device) -> float:
+def curve_s(kernel: Kernel, device: Device, narrow: float = 1.0) -> float:
     """Seconds of an operation alone, without its launch.
+
+    Args:
+        narrow: Factor by which a product computes longer because of where its rows begin.
 
     A rank's kernel has no strides: of what runs against the order of memory only sums over leading dims are told apart,
     gradients of biases and of norms' weights.
@@ -51,7 +55,7 @@ def curve_s(kernel: Kernel, device: Device) -> float:
     if isinstance(kernel.detail, Product):
         known = measured(name, kind.value, low_of(kernel), device, kernel.form)
         where = f"{kernel.name} in {kernel.module or '(loss)'}"
-        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where)
+        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where, narrow)
     if isinstance(kernel.detail, Attention):
         return _attention_s(kernel, kernel.detail, device)
     size = kernel.bytes_written + (0 if name.startswith(_FILLS) else kernel.bytes_read)
@@ -71,7 +75,13 @@ def _runs_s(runs: int, device: Device) -> float:
 
 
 def product_curve_s(
-    product: Product, flops: float, own: tuple[Curve, bool] | None, dtype: str, device: Device, where: str
+    product: Product,
+    flops: float,
+    own: tuple[Curve, bool] | None,
+    dtype: str,
+    device: Device,
+    where: str,
+    narrow: float = 1.0,
 ) -> float:
     """Seconds of a product.
 
@@ -79,6 +89,7 @@ def product_curve_s(
         flops: FLOP of all its groups together.
         own: Its measured rate, and whether that was measured in ``dtype``.
         where: Name of the product, for messages.
+        narrow: As of ``curve_s``; a measured rate has it already.
     Raises:
         ConfigError: the dtype has no peak on this device.
     """
@@ -96,13 +107,21 @@ def product_curve_s(
         return flops / (own[0].at(each) * _peak_ratio(device, dtype))
     # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
     filling = flops if device.kind == "cuda" else each
-    share = device.product_efficiency.at(filling) if device.product_efficiency else 1.0
+    rate = _whole_rate(filling, dtype, device)
     for dim in (product.m, product.k, product.n):
-        share *= dim / (dim + device.skinny_dim) if dim else 1.0
-    share *= _columns_share(product.n, device) if dtype == "float32" else 1.0
-    seconds = flops / (device.peak_flops_per_s[dtype] * share)
+        rate *= dim / (dim + device.skinny_dim) if dim else 1.0
+    rate *= _columns_share(product.n, device) if dtype == "float32" else 1.0
+    seconds = narrow * flops / rate
     heads = device.kind == "cuda" and product.groups > 1
     return max(seconds, _operands_s(product, dtype, device)) if heads else seconds
+
+
+def _whole_rate(flops: float, dtype: str, device: Device) -> float:
+    """FLOP/s of a product of so much work whose dims are all large."""
+    if dtype == "float32" and WIDE_PRODUCTS in device.rates:
+        return device.rates[WIDE_PRODUCTS].at(flops)
+    share = device.product_efficiency.at(flops) if device.product_efficiency else 1.0
+    return device.peak_flops_per_s[dtype] * share
 
 
 def _operands_s(product: Product, dtype: str, device: Device) -> float:

@@ -46,7 +46,7 @@ from math import log2
 
 from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.cost.casts import cast_bytes, product_casts
-from lading.cost.curves import BACKWARD, curve_s
+from lading.cost.curves import BACKWARD, curve_s, low_of
 from lading.cost.fusion import unfused
 from lading.cost.libraries import LOOKED, QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (
@@ -57,6 +57,7 @@ from lading.cost.product import (
     peak_flops,
     power_slowdown,
     product_s,
+    unaligned,
 )
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind
@@ -89,6 +90,13 @@ _WIDE = "efficient-fp32"
 #: Times that PyTorch's memory-efficient attention takes beside FlashAttention-2, which rates of other devices are of:
 #: as at heads of 128 columns on an A100 (catalog/kernels/ampere.toml, forward).
 _EFFICIENT_S = 0.6575 / 0.2954
+#: The same backward for heads of 97 to 128 columns on GPUs with 99 KiB of shared memory a block: FlashAttention-2
+#: makes 53.5 TFLOP/s and it 12.3, of 16 heads and 2,048 tokens (Dao-AILab/flash-attention issue 416); the mask again.
+_SMALL_BACKWARD_S = 1.15 * 53.46 / 12.33
+#: Columns of the widest head whose gradients' sums stay in registers there (``_in_small_tiles``).
+_SMALL_COLUMNS = 96
+#: ``Device.skinny_dim`` of an A100 (catalog/bases/gpu.toml).
+_SKINNY_A100 = 128.0
 #: Operation of that kernel, and the times that it takes in fp32 beside FlashAttention-2 in 16 bits: median of the two
 #: largest shapes, forward and backward, on an H100 (benchmarks/gpu/results, one_device, alone: 5.4, 6.4, 6.4 and 7.2).
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -224,7 +232,7 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         if isinstance(detail, Product) and stack.tf32 and kernel.dtype == "float32":
             times = peak_flops(device, "bfloat16") / peak_flops(device, "tf32") if _has_tf32(device) else 0.0
             return times * curve_s(replace(kernel, dtype="bfloat16"), device) if times else curve_s(kernel, device)
-        return curve_s(kernel, device)  # in 8 bits so many times as long, as the software's profile says
+        return curve_s(kernel, device, _narrow(kernel, device))  # 8 bits: times what the software's profile says
     if isinstance(detail, Attention):
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)
     if isinstance(detail, Product):
@@ -233,6 +241,20 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
         return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
+
+
+def _narrow(kernel: Kernel, device: Device) -> float:
+    """Factor of a 16-bit product whose rows begin at no whole vectors, on a GPU of which only a data sheet tells.
+
+    Assumption: smaller loads cost the clocks that they cost on an A100 (``product.unaligned``), beside computing that
+    takes as many more as a multiprocessor's FLOP a clock are fewer, which its ``skinny_dim`` is of too.
+    """
+    product, low = kernel.detail, low_of(kernel)
+    if not isinstance(product, Product) or device.kind != "cuda" or not low:
+        return 1.0
+    of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
+    longer = unaligned(product, DTYPE_BYTES[low], kernel_rates("ampere").product, of_weight=of_weight) - 1
+    return 1 + longer * min(1.0, device.skinny_dim / _SKINNY_A100)
 
 
 def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, stack: Stack) -> float:
@@ -248,7 +270,20 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
         peaks = device.peak_flops_per_s
         longer = peaks["float16"] / peaks["float32"] if kernel.dtype == "float32" and "float16" in peaks else 1.0
         return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
-    return _EFFICIENT_S * curve_s(whole, device) if stack.attention == "masked" else curve_s(kernel, device)
+    if stack.attention != "masked":
+        return curve_s(kernel, device)
+    return (_SMALL_BACKWARD_S if _in_small_tiles(attention) else _EFFICIENT_S) * curve_s(whole, device)
+
+
+def _in_small_tiles(attention: Attention) -> bool:
+    """Whether backward of PyTorch's memory-efficient attention goes in tiles that keep no sum in registers.
+
+    That is so for heads of 97 to 128 columns, whose tiles of 128 x 128 do not fit the 99 KiB of shared memory that
+    compute capability 8.6, 8.9 and 12.0 have; the next kernel is 64x64_k128, which neither loads ahead nor keeps its
+    sums (PyTorch mem_eff_attention/kernels/cutlassB.h, kernel_backward.h: kPreload, kOutputInRF; facebookresearch/
+    xformers issue 517). GPUs whose blocks have more have rates of an architecture, not curves.
+    """
+    return attention.backward and _SMALL_COLUMNS < max(attention.qk_dim, attention.v_dim) <= _HEAD_TILE
 
 
 def before_ampere(device: Device) -> bool:

@@ -28,6 +28,9 @@ COLD_PRODUCT = "product"
 #: Rates of float32 products whose rows of results begin at whole vectors of so many numbers, and of others, in FLOP/s
 #: against their columns, among ``Device.rates``.
 EVEN_COLUMNS, ODD_COLUMNS, VECTOR = "matmul.even", "matmul.odd", 8
+#: Rate of float32 products on a GPU by their FLOP, among ``Device.rates``, where it is another share of its peak than
+#: that of 16-bit products.
+WIDE_PRODUCTS = "product.float32"
 #: Form of attention without a causal mask, in keys of ``Device.rates``: kernels do part of what a mask spares others.
 WHOLE = "whole"
 #: Key of a source that machine files written before this number was measured lack.

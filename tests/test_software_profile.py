@@ -23,7 +23,16 @@ from lading.ir.request import Architecture, StepRequest
 from lading.ir.stack import Stack
 from lading.runtime.host import host_id
 from lading.runtime.probe import LoadMeter
-from lading.runtime.probe_software import Group, Measured, ProfileCase, Timing, UserSoftware, cases, measure, quietest
+from lading.runtime.probe_software import (
+    Measured,
+    ProfileCase,
+    ProfiledRanks,
+    Timing,
+    UserSoftware,
+    cases,
+    measure,
+    quietest,
+)
 from lading.sim.simulate import simulate
 from lading.software_profile import profile_to, stack_to_toml
 
@@ -81,7 +90,7 @@ def simulated_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
         kept(self, *args)  # type: ignore[arg-type]
         made.append(self)
 
-    def measured(path: Path, asked: tuple[ProfileCase, ...], groups: list[Group]) -> list[Measured]:
+    def measured(path: Path, asked: tuple[ProfileCase, ...], groups: list[ProfiledRanks]) -> list[Measured]:
         return [measured_of(asked, group.ranks) for group in groups]
 
     def measured_of(asked: tuple[ProfileCase, ...], ranks: int) -> Measured:
@@ -275,7 +284,7 @@ def test_a_script_that_never_ends_or_ends_its_process_is_an_error(
 def test_a_rank_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
     text = BLOCK + "def prepare(model):\n    import os\n    os._exit(0)\n"
     with pytest.raises(ConfigError, match="a process that trains ended before that"):
-        measure(script_of(tmp_path, text), small()[:1], [Group(1, 1, 0.1)])
+        measure(script_of(tmp_path, text), small()[:1], [ProfiledRanks(1, 1, 0.1)])
 
 
 def test_an_empty_file_is_no_software(tmp_path: Path) -> None:
@@ -415,7 +424,7 @@ def small() -> tuple[ProfileCase, ...]:
 
 
 def test_steps_of_a_script_are_timed(tmp_path: Path) -> None:
-    (found,) = measure(script_of(tmp_path), small(), [Group(1, 1, 0.2)])
+    (found,) = measure(script_of(tmp_path), small(), [ProfiledRanks(1, 1, 0.2)])
     assert len(found.timings) == 6
     for timing in found.timings:
         assert 0 < timing.products_s < timing.pass_s < 5
@@ -430,12 +439,12 @@ def test_steps_of_a_script_are_timed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_are_timed_and_replicas_that_drift_apart_refused(tmp_path: Path) -> None:
-    alone, found = measure(script_of(tmp_path), small(), [Group(1, 1, 0.2), Group(2, 1, 0.2)])
+    alone, found = measure(script_of(tmp_path), small(), [ProfiledRanks(1, 1, 0.2), ProfiledRanks(2, 1, 0.2)])
     assert alone.gather_s == 0
     assert 0 < found.gather_s < 1
     apart = BLOCK + "def prepare(model):\n    return model\n"
     with pytest.raises(ConfigError, match=r"expected prepare\(model\) to reduce gradients over the 2 ranks"):
-        measure(script_of(tmp_path, apart), small(), [Group(2, 1, 0.2)])
+        measure(script_of(tmp_path, apart), small(), [ProfiledRanks(2, 1, 0.2)])
 
 
 def test_an_engine_has_backward_and_step(tmp_path: Path) -> None:
@@ -450,4 +459,4 @@ def prepare(model):
     return Engine()
 """
     with pytest.raises(ConfigError, match="has one of backward and step, not both"):
-        measure(script_of(tmp_path, BLOCK + engine), small(), [Group(1, 1, 0.1)])
+        measure(script_of(tmp_path, BLOCK + engine), small(), [ProfiledRanks(1, 1, 0.1)])

@@ -52,10 +52,10 @@ from lading.runtime.probe import QUIET
 from lading.runtime.probe_software import (
     GATHERED_BYTES,
     TRIES,
-    Group,
     Measured,
     ProbeModel,
     ProfileCase,
+    ProfiledRanks,
     Timing,
     UserSoftware,
     batch_of,
@@ -138,9 +138,9 @@ def profile_to(
     bench = _Bench(software, str(machine_file), asked)
     progress(f"captured {len(asked)} models of {software.widths} wide")
     share = _ALONE if ranks > 1 else 1.0
-    groups = [Group(1, max(1, machine.device.num_threads), share * seconds)]
+    groups = [ProfiledRanks(1, max(1, machine.device.num_threads), share * seconds)]
     if ranks > 1:
-        groups.append(Group(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
+        groups.append(ProfiledRanks(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
     who = f"one process and of {ranks}" if ranks > 1 else "one process"
     progress(f"steps of {who}, {seconds:.0f} s and what starting and compiling take")
     found = measure(script, asked, groups)

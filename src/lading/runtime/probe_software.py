@@ -354,7 +354,7 @@ class ScriptTraining:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProfiledRanks:
     """Processes that train together over gloo.
 
     Attributes:
@@ -368,7 +368,7 @@ class Group:
     seconds: float
 
 
-def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[Group]) -> list[Measured]:
+def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[ProfiledRanks]) -> list[Measured]:
     """Measure the software of a script, each case in processes of its own ([Note: one model in a process]).
 
     Each case trains in all groups one after another, so that a host whose speed drifts is as fast for all of them.

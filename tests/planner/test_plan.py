@@ -344,6 +344,16 @@ def test_a_disk_budget_that_is_too_small_is_refused() -> None:
         make_plan(graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD), budget="65%", budgets={"disk": 4096})
 
 
+def test_a_full_disk_is_named_where_no_plan_fits() -> None:
+    """The memory that is missing is not all that can be changed: values could leave it for a disk with room."""
+    small = small_machine(overhead_bytes=OVERHEAD)
+    with pytest.raises(PlanInfeasible, match=r"There is room for only 0 B on the disk, and values between steps take"):
+        make_plan(graph_of("gpt"), small, budget="40%", budgets={"disk": 0})
+    with pytest.raises(PlanInfeasible) as caught:
+        make_plan(graph_of("gpt"), small, budget=OVERHEAD)
+    assert "There is room" not in str(caught.value)
+
+
 def test_a_policy_of_ones_own() -> None:
     """It is compared under its name; a choice that the step does not offer is refused."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.action import ActionKind
+from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import Phase, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
@@ -765,8 +765,21 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered | Lowering) ->
         f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
         f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}); less may do.",
         advice,
+        *_full_tiers(step),
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)
+
+
+def _full_tiers(step: StepProblem) -> Iterator[str]:
+    """Say that lower tiers have too little room for the values of the step, where they do."""
+    rooms = {name: size for name, size in step.budgets.items() if name != DEVICE}
+    values = sum(step.graph.storages[storage].size_bytes for storage in step.graph.persistent)
+    if rooms and sum(rooms.values()) < values:
+        said = ", ".join(f"{format_bytes(size)} on the {name}" for name, size in rooms.items())
+        yield (
+            f"There is room for only {said}, and values between steps take {format_bytes(values)}: make room there, or "
+            "give it a larger budget, and less memory will do."
+        )
 
 
 #: A share that is none.

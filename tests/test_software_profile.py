@@ -410,6 +410,17 @@ def test_a_buffer_of_gradients_is_memory_anew_from_32_mib_on_and_ranks_take_turn
         assert both[1] - both[0] == pytest.approx(size / rate, rel=1e-6)
 
 
+def test_ranks_with_hosts_of_their_own_ask_alone_for_memory_and_gpus_copy_no_gradients(tmp_path: Path) -> None:
+    rates = {"1": 2e9, "2": 1e9}
+    machine = machine_of(tmp_path, ranks=(4,))
+    alone = copied_s(machine, 1, 768, fresh_bytes_per_s=rates) - copied_s(machine, 1, 768, fresh_bytes_per_s={})
+    lines = load_machine(str(machine))
+    save_machine(dataclasses.replace(lines, processes=None), apart := tmp_path / "apart.toml")
+    of_four = copied_s(apart, 4, 768, fresh_bytes_per_s=rates) - copied_s(apart, 4, 768, fresh_bytes_per_s={})
+    assert of_four == pytest.approx(alone, rel=1e-6)
+    assert copied_s(Path("rtx3090"), 1, 768, fresh_bytes_per_s=rates) == 0
+
+
 @pytest.mark.parametrize("rates", [{"two": 1e9}, {"0": 1e9}, {"1": 0.0}])
 def test_rates_of_new_memory_are_of_numbers_of_processes(tmp_path: Path, rates: dict[str, float]) -> None:
     path = tmp_path / "mine.toml"

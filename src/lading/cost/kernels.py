@@ -249,10 +249,11 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 
 def _narrow(kernel: Kernel, device: Device) -> float:
-    """Factor of a 16-bit product whose rows begin at no whole vectors, on a GPU of which only NVIDIA's data sheet tells.
+    """Factor of a 16-bit product whose rows begin at no whole vectors, on NVIDIA's GPUs known by a data sheet alone.
 
-    1 on others: AMD's load otherwise, and where rates were measured ``skinny_dim`` is fitted. Assumption: smaller loads cost the clocks that they cost on an A100 (``product.unaligned``), beside computing that
-    takes as many more as a multiprocessor's FLOP a clock are fewer, which its ``skinny_dim`` is of too.
+    It is 1 on others: of AMD's it was not measured, and where rates were measured ``skinny_dim`` is fitted. Assumption:
+    smaller loads cost the clocks that they cost on an A100 (``product.unaligned``), beside computing that takes as many
+    more as a multiprocessor's FLOP a clock are fewer, which its ``skinny_dim`` is of too.
     """
     product, low = kernel.detail, low_of(kernel)
     of_sheet = device.kind == "cuda" and device.name.startswith("NVIDIA") and not device.num_threads

@@ -164,7 +164,8 @@ def test_a_profile_that_was_measured_beside_others_says_so_and_takes_no_part_of_
 def test_a_profile_that_begins_with_a_profile_measures_all_anew(tmp_path: Path, simulated_host: None) -> None:
     (tmp_path / "before.toml").write_text(stack_to_toml(hidden(stack_by_name("torch-eager-cpu"))))
     script = script_of(tmp_path, f'{BLOCK}like = "{tmp_path}/before.toml"\n')
-    stack = profile_to(tmp_path / "again.toml", script, machine_of(tmp_path), seconds=1, progress=str).stack
+    profile = profile_to(tmp_path / "again.toml", script, machine_of(tmp_path), seconds=1, progress=list[str]().append)
+    stack = profile.stack
     assert stack.gradient_copies == pytest.approx(1.0, rel=0.1)
     assert stack.product_bytes_per_s == pytest.approx(8e9, rel=0.15)
     assert stack.fresh_bytes_per_s == pytest.approx({"1": 1 / FRESH_S}, rel=1e-3), "of two nobody looked again"

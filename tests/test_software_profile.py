@@ -160,6 +160,18 @@ def test_a_profile_that_was_measured_beside_others_says_so_and_takes_no_part_of_
     assert told in stack_by_name(str(out)).sources["in_situ"]
 
 
+@pytest.mark.long
+def test_a_profile_that_begins_with_a_profile_measures_all_anew(tmp_path: Path, simulated_host: None) -> None:
+    (tmp_path / "before.toml").write_text(stack_to_toml(hidden(stack_by_name("torch-eager-cpu"))))
+    script = script_of(tmp_path, f'{BLOCK}like = "{tmp_path}/before.toml"\n')
+    profile = profile_to(tmp_path / "again.toml", script, machine_of(tmp_path), seconds=1, progress=list[str]().append)
+    stack = profile.stack
+    assert stack.gradient_copies == pytest.approx(1.0, rel=0.1)
+    assert stack.product_bytes_per_s == pytest.approx(8e9, rel=0.15)
+    assert stack.fresh_bytes_per_s == pytest.approx({"1": 1 / FRESH_S}, rel=1e-3), "of two nobody looked again"
+    assert stack.reduced_parameter_s == 0
+
+
 def test_what_is_measured_beside_others_is_measured_again_and_the_quietest_counts() -> None:
     def kept(*loads: float) -> tuple[float, int]:
         left = list(loads)
@@ -408,6 +420,17 @@ def test_a_buffer_of_gradients_is_memory_anew_from_32_mib_on_and_ranks_take_turn
         machine = machine_of(tmp_path, ranks=(2, 4))
         both = [copied_s(machine, ranks, 768, fresh_bytes_per_s=given) for given in ({}, rates)]
         assert both[1] - both[0] == pytest.approx(size / rate, rel=1e-6)
+
+
+def test_ranks_with_hosts_of_their_own_ask_alone_for_memory_and_gpus_copy_no_gradients(tmp_path: Path) -> None:
+    rates = {"1": 2e9, "2": 1e9}
+    machine = machine_of(tmp_path, ranks=(4,))
+    alone = copied_s(machine, 1, 768, fresh_bytes_per_s=rates) - copied_s(machine, 1, 768, fresh_bytes_per_s={})
+    lines = load_machine(str(machine))
+    save_machine(dataclasses.replace(lines, processes=None), apart := tmp_path / "apart.toml")
+    of_four = copied_s(apart, 4, 768, fresh_bytes_per_s=rates) - copied_s(apart, 4, 768, fresh_bytes_per_s={})
+    assert of_four == pytest.approx(alone, rel=1e-6)
+    assert copied_s(Path("rtx3090"), 1, 768, fresh_bytes_per_s=rates) == 0
 
 
 @pytest.mark.parametrize("rates", [{"two": 1e9}, {"0": 1e9}, {"1": 0.0}])

@@ -199,7 +199,8 @@ def _machine(path: Path, ranks: int) -> Machine:
 def _without_factors(stack: Stack) -> Stack:
     """Stack without what a profile measures."""
     others = {name: factor for name, factor in stack.in_situ.items() if name.partition(".")[0] != _CPU}
-    return replace(stack, launch_s=0.0, parameter_s=0.0, step_s=0.0, in_situ=others)
+    seconds = dict.fromkeys(("launch_s", "parameter_s", "reduced_parameter_s", "step_s", "gradient_copies"), 0.0)
+    return replace(stack, **seconds, product_bytes_per_s=0.0, fresh_bytes_per_s={}, in_situ=others)
 
 
 class _Bench:

@@ -337,6 +337,22 @@ def test_rows_at_odd_addresses_cost_boards_of_a_data_sheet_the_clocks_that_they_
         assert odd / even == pytest.approx(longer, rel=1e-3), name
 
 
+def test_rules_of_nvidias_boards_of_a_data_sheet_are_of_no_others():
+    """AMD's GPUs have other kernels; a probed A100 or H100 has rates of its own, and 164 KiB and more a block."""
+    software = stack_by_name("eager-torch")
+    probed = replace(device("rtx4090"), name="NVIDIA H100 80GB HBM3", num_threads=16, skinny_dim=132.3)
+    shape = Attention(2, 16, 16, 4096, 4096, 128, 128, False, True)
+    attention = Kernel("sdpa", OpKind.ATTENTION, Stage.BACKWARD_INPUT, "attn", "bfloat16", 0, 0, (), (), shape)
+    for one in (probed, *map(device, ("mi250x", "mi300x", "mi325x", "mi355x"))):
+        flash, masked = (kernel_s(attention, one, replace(software, attention=word)) for word in ("flash2", "masked"))
+        assert masked / flash == pytest.approx(2.226, rel=1e-3), one.name
+        odd, even = (
+            Kernel("mm", OpKind.MATMUL, Stage.FORWARD, "head", "bfloat16", 0, 0, (), (), Product(8192, n, 8192))
+            for n in (50257, 50256)
+        )
+        assert kernel_s(odd, one, software) / kernel_s(even, one, software) == pytest.approx(1, rel=1e-3), one.name
+
+
 def test_before_ampere_the_own_rate_is_the_memory_efficient_kernels():
     shape = Attention(2, 16, 16, 2048, 2048, 128, 128, True, False)
     kernel = Kernel("sdpa", OpKind.ATTENTION, Stage.FORWARD, "attn", "float16", 0, 0, (), (), shape)

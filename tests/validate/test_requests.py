@@ -219,7 +219,21 @@ def test_an_h100_of_pytorchs_team_is_the_one_of_torchtitans_tables(tmp_path: Pat
     assert theirs.machine == "h100-96gb"
     assert any("PyTorch's team" in told for told in theirs.assumed)
     assert read("H100 SXM 80GB", "pytorch/ao docs, 2025-04").machine == "h100"
+    assert read("H100", "https://github.com/pytorch/torchtitan docs/fp8.md").machine == "h100-96gb"
     assert read("H100", "somebody/pytorch-examples README.md, 2025-04").machine == "h100"
+    assert read("H100", "a cluster's blog on pytorch/torchtitan, 2025-04").machine == "h100", "it only runs theirs"
+    assert read("H100", "pytorch/ao-mirror README.md, 2025-04").machine == "h100"
+
+
+def test_an_inference_of_a_board_widens_the_interval(tmp_path: Path) -> None:
+    file, requests = tmp_path / "rows.jsonl", list[StepRequest]()
+    for gpu in ("H100", "H100 96GB HBM2e"):
+        file.write_text(changed(source="pytorch/ao docs, 2025-04", hardware={"gpu": gpu}))
+        requests.append(request_of(read_rows([file])[0][0]))
+    inferred, named = requests
+    assert inferred.machine == named.machine == "h100-96gb"
+    assert {*inferred.unstated} - {*named.unstated} == {"which H100"}
+    assert simulate(inferred).spread > simulate(named).spread
 
 
 def test_words_of_a_board_that_nobody_reads_widen_the_interval(tmp_path: Path) -> None:
@@ -289,7 +303,15 @@ def test_a_micro_batch_that_nobody_states_is_the_largest_that_fits_where_there_i
     assert not simulate(twice).prediction.fits
     assert any(told.startswith(f"a micro-batch of {size}: the largest") for told in request.assumed)
     assert "the micro-batch" in request.unstated
+    one = dataclasses.replace(request, layout=dataclasses.replace(request.layout, micro_batch=1))
+    longer = simulate(one).step.step_s / simulate(request).step.step_s
+    assert request.otherwise == pytest.approx(longer)
+    plain, held = (simulate(dataclasses.replace(request, otherwise=x)).interval for x in (1.0, request.otherwise))
+    assert held == (min(1.0, longer) * plain[0], max(1.0, longer) * plain[1])
+    assert held[0] < longer < held[1], "steps with a micro-batch of one are held"
+    assert any(f"{longer:.2f} times as long" in told for told in request.assumed)
     assert read(grad_accum=64).layout.micro_batch == 1
+    assert read(grad_accum=64).otherwise == 1
     assert read(dp=1, pp=2, vpp=1).layout.micro_batch == 1
     assert read(global_batch=6).layout.micro_batch == 1, "three sequences for a replica"
 

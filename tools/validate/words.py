@@ -156,9 +156,11 @@ def machine_of(gpu: str) -> tuple[str, list[str]]:
     raise ConfigError(f"expected a GPU of the catalog's machines ({', '.join(machine_names())}), got {gpu!r}")
 
 
-#: An H100 of which nothing else is said, and repositories of PyTorch's team, whose H100s are of 96 GB and 500 W.
+#: An H100 of which no more is said, and how sources of PyTorch's team begin, whose H100s are of 96 GB and 500 W.
 _BARE_H100 = re.compile(r"(?:nvidia )?h100s?(?: gpus?)?(?: sxm5?)?")
-_PYTORCH_TEAM = re.compile(r"\b(?:pytorch/(?:ao|torchtitan|torchtune)|meta-pytorch/[\w.-]+)\b")
+_PYTORCH_TEAM = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:github\.com/)?(?:pytorch/(?:ao|torchtitan|torchtune)|meta-pytorch/[\w.-]+)(?![\w-])"
+)
 
 
 def machine_of_source(gpu: str, source: str) -> tuple[str, list[str]]:
@@ -171,7 +173,7 @@ def machine_of_source(gpu: str, source: str) -> tuple[str, list[str]]:
         ConfigError: no machine of the catalog is meant.
     """
     machine, assumed = machine_of(gpu)
-    if _PYTORCH_TEAM.search(source.lower()) and _BARE_H100.fullmatch(re.sub(r"[-_/]", " ", gpu.lower()).strip()):
+    if _PYTORCH_TEAM.match(source.lower().strip()) and _BARE_H100.fullmatch(re.sub(r"[-_/]", " ", gpu.lower()).strip()):
         said = "an H100 of PyTorch's team: 96 GB of HBM2e and 500 W, as in docs and benchmarks of pytorch/torchtitan"
         return "h100-96gb", [*assumed, said]
     return machine, assumed

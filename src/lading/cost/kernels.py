@@ -41,6 +41,7 @@ the rates of "cudnn" are nearest to, and makes up to 1613 TFLOP/s (arXiv 2603.05
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from math import log2
 
@@ -95,6 +96,10 @@ _EFFICIENT_S = 0.6575 / 0.2954
 _SMALL_BACKWARD_S = 1.15 * 53.46 / 12.33
 #: Columns of the widest head whose gradients' sums stay in registers there (``_in_small_tiles``).
 _SMALL_COLUMNS = 96
+#: Boards whose blocks have those 99 KiB: compute capability 8.6, 8.9 and 12.0, by NVIDIA's names for them.
+_SMALL_BLOCKS = re.compile(
+    r"NVIDIA (?:A(?:2|10G?|16|40)|L(?:4|40S?)|GeForce RTX [345]0\d\d|RTX (?:A\d+|PRO \d+|\d+ Ada))\b"
+)
 #: ``Device.skinny_dim`` of an A100 (catalog/bases/gpu.toml).
 _SKINNY_A100 = 128.0
 #: Operation of that kernel, and the times that it takes in fp32 beside FlashAttention-2 in 16 bits: median of the two
@@ -244,13 +249,15 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 
 def _narrow(kernel: Kernel, device: Device) -> float:
-    """Factor of a 16-bit product whose rows begin at no whole vectors, on a GPU of which only a data sheet tells.
+    """Factor of a 16-bit product whose rows begin at no whole vectors, on NVIDIA's GPUs known by a data sheet alone.
 
-    Assumption: smaller loads cost the clocks that they cost on an A100 (``product.unaligned``), beside computing that
-    takes as many more as a multiprocessor's FLOP a clock are fewer, which its ``skinny_dim`` is of too.
+    It is 1 on others: of AMD's it was not measured, and where rates were measured ``skinny_dim`` is fitted. Assumption:
+    smaller loads cost the clocks that they cost on an A100 (``product.unaligned``), beside computing that takes as many
+    more as a multiprocessor's FLOP a clock are fewer, which its ``skinny_dim`` is of too.
     """
     product, low = kernel.detail, low_of(kernel)
-    if not isinstance(product, Product) or device.kind != "cuda" or not low:
+    of_sheet = device.kind == "cuda" and device.name.startswith("NVIDIA") and not device.num_threads
+    if not isinstance(product, Product) or not of_sheet or not low:
         return 1.0
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     longer = unaligned(product, DTYPE_BYTES[low], kernel_rates("ampere").product, of_weight=of_weight) - 1
@@ -272,18 +279,19 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
         return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
     if stack.attention != "masked":
         return curve_s(kernel, device)
-    return (_SMALL_BACKWARD_S if _in_small_tiles(attention) else _EFFICIENT_S) * curve_s(whole, device)
+    return (_SMALL_BACKWARD_S if _in_small_tiles(attention, device) else _EFFICIENT_S) * curve_s(whole, device)
 
 
-def _in_small_tiles(attention: Attention) -> bool:
+def _in_small_tiles(attention: Attention, device: Device) -> bool:
     """Whether backward of PyTorch's memory-efficient attention goes in tiles that keep no sum in registers.
 
     That is so for heads of 97 to 128 columns, whose tiles of 128 x 128 do not fit the 99 KiB of shared memory that
     compute capability 8.6, 8.9 and 12.0 have; the next kernel is 64x64_k128, which neither loads ahead nor keeps its
     sums (PyTorch mem_eff_attention/kernels/cutlassB.h, kernel_backward.h: kPreload, kOutputInRF; facebookresearch/
-    xformers issue 517). GPUs whose blocks have more have rates of an architecture, not curves.
+    xformers issue 517). An A100 or H100 that was probed has room, and on AMD's GPUs the kernel is another.
     """
-    return attention.backward and _SMALL_COLUMNS < max(attention.qk_dim, attention.v_dim) <= _HEAD_TILE
+    wide = _SMALL_COLUMNS < max(attention.qk_dim, attention.v_dim) <= _HEAD_TILE
+    return attention.backward and wide and _SMALL_BLOCKS.match(device.name) is not None
 
 
 def before_ampere(device: Device) -> bool:

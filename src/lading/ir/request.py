@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, cast
 
 from lading.errors import ConfigError
@@ -190,6 +191,8 @@ class StepRequest:
         clocks_untold: The devices run at a limit of power that is not their boards', so slower than predicted by an
             unknown factor.
         unstated: What a step depends on and the source does not say; each widens the interval alike.
+        otherwise: How many times as long the step is where what the source does not say is not as it was assumed, such
+            as a micro-batch; the interval reaches as much further on that side.
     """
 
     name: str
@@ -218,6 +221,7 @@ class StepRequest:
     unread: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
     clocks_untold: bool = False
+    otherwise: float = 1.0
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -225,6 +229,8 @@ class StepRequest:
         kind = rule_class(self.optimizer)
         if self.seq_len < 1:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
+        if not 0 < self.otherwise < inf:
+            raise ConfigError(f"request {self.name}: otherwise must be a factor above 0, got {self.otherwise}")
         stack = self.stack.in_precision(self.layout.precision)
         if self.linear_dtype:
             stack = replace(stack, low_scaling=self.linear_dtype)

@@ -15,6 +15,9 @@ wrong independently:
 - of software that is not known, models of few columns: their kernels are short, and what lies between kernels counts;
 - words of a source that were not understood, and what it does not say.
 
+Where something that is not said was simulated both ways (a micro-batch), the interval is that of both: it reaches as
+much further as the other step is longer, or shorter (``StepRequest.otherwise``).
+
 Updates on the host err as often one way as the other, so there the interval reaches as far down as up.
 
 A board at a limit of power that is not its own is slower, never faster: products go at what is computed of a joule

@@ -191,7 +191,7 @@ class MachinePrices:
     def gradient_copies_s(self, elements: Mapping[str, int]) -> float:
         """Seconds of a step in which a process copies gradients into a buffer and back (``Stack.gradient_copies``)."""
         times = self.stack.gradient_copies
-        if not times or self.machine.device.gpu is not None:
+        if not times or self.machine.device.kind != "cpu":
             return 0.0
         each = DTYPE_BYTES[self.stack.gradient_dtype]
         size = sum(elements.values()) * each
@@ -200,10 +200,15 @@ class MachinePrices:
 
     @property
     def _fresh_bytes_per_s(self) -> float:
-        """Rate at which each of the processes that compute gets memory anew; beyond the processors they take turns."""
+        """Rate at which each of the processes that compute gets memory anew; beyond the processors they take turns.
+
+        Ranks of a machine without processes of one host have hosts of their own, whose systems are asked by one.
+        """
         rates = {int(processes): rate for processes, rate in self.stack.fresh_bytes_per_s.items()}
+        if self.machine.processes is None:
+            return rates[min(rates)]
         at_once = max((number for number in rates if number <= self.computing), default=min(rates))
-        cores = self.machine.processes.cores if self.machine.processes else 1
+        cores = self.machine.processes.cores
         return rates[at_once] * max(1.0, at_once / cores) / max(1.0, self.computing / cores)
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:

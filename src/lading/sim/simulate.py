@@ -127,7 +127,8 @@ class Simulated:
     def interval(self) -> tuple[float, float]:
         """Bounds of the interval that holds nine of ten steps, as factors of the predicted seconds."""
         hosts = either_way(self.evidence, self.causes)
-        return bounds(self.evidence, self.spread, either_way=hosts, clocks_untold=self.request.clocks_untold)
+        low, high = bounds(self.evidence, self.spread, either_way=hosts, clocks_untold=self.request.clocks_untold)
+        return low * min(1.0, self.request.otherwise), high * max(1.0, self.request.otherwise)
 
     @property
     def causes(self) -> dict[str, float]:

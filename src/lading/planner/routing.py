@@ -117,7 +117,7 @@ def _with_room(
 ) -> Planned:
     """Plan a step such that its budget has room to make up for updates."""
     made = made or make(allowed_bytes)
-    more = _more_bytes(made.program, machine)
+    more = _more_bytes(made, machine)
     return make(allowed_bytes - more) if more else made
 
 
@@ -180,7 +180,7 @@ def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) ->
     Args:
         asked: Plan of the same step that was asked for alike, for that machine.
     """
-    timeline, mine = simulate(program, machine, op_seconds=_op_seconds(program, machine)), plan.predictions
+    timeline, mine = simulate(program, machine), plan.predictions
     predictions = dataclasses.replace(
         asked.predictions,
         step_s=timeline.duration_s,
@@ -244,6 +244,8 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     workspace = _workspace_bytes(chosen, room, machine)
+    beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
+    others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
     verify(chosen)
     timeline = simulate(chosen, machine, op_seconds=_op_seconds(chosen, machine))
@@ -259,8 +261,26 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         predictions=predictions,
         request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
         assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room), *_waits(guards, machine)),
+        others=tuple(other for other, _ in others),
     )
-    return expected_s, dataclasses.replace(made, plan=plan, program=chosen)
+    return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+
+
+def _beside_room(plan: Plan, program: Program, room: int, allowed_bytes: int) -> tuple[Plan, Program]:
+    """Another step's plan and Program with the room that stays on the device while it runs whole.
+
+    Args:
+        allowed_bytes: Budget of the device.
+    """
+    budgets = {**plan.budgets, DEVICE: allowed_bytes}
+    program = dataclasses.replace(program, workspace_bytes=program.workspace_bytes + room, budgets=budgets)
+    verify(program)
+    before, peak = plan.predictions, program.predicted_bytes
+    peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
+    request = dataclasses.replace(plan.request, budgets=budgets)
+    predictions = dataclasses.replace(before, peaks=peaks)
+    text = tuple(program.text().splitlines())
+    return dataclasses.replace(plan, program=text, predictions=predictions, request=request), program
 
 
 def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
@@ -269,11 +289,16 @@ def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
     return max(scratch, room) if machine.device.kind == "cpu" else scratch + room
 
 
-def _more_bytes(program: Program, machine: Machine) -> int:
-    """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room."""
+def _more_bytes(made: Planned, machine: Machine) -> int:
+    """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room.
+
+    On a CPU its further steps, which run on values that are up to date, have no need of it.
+    """
+    program = made.program
     asked = replay_bytes(program, find_guards(with_late_reads(program, _always)))
     room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
-    return room if program.predicted_bytes + room > program.budgets[DEVICE] else 0
+    steps = (program,) if machine.device.kind == "cpu" else (program, *made.others)
+    return room if any(each.predicted_bytes + room > each.budgets[DEVICE] for each in steps) else 0
 
 
 def _always(router: Router, expert: int) -> bool:

@@ -13,12 +13,13 @@ from tests.runtime.cases import OPTIMIZER
 from tests.runtime.expert_cases import USES, Plain, batches_of, loss_fn, model_of
 
 import lading
-from lading.ir.action import DEVICE
+from lading.ir.action import DEVICE, ActionKind
+from lading.ir.experts import find_routers
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
-from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable
 from lading.memory.restore import programs_of
 from lading.planner.routing import host_wait_s
 from lading.sim.device_step import simulate
@@ -37,6 +38,13 @@ def all_on_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Opt
     """Move everything that can be to the host's memory whenever it is unused."""
     found = gaps(graph, lives)
     return {(gap.storage, gap.start): Option("host") for gap in found if is_movable(graph, gap.storage, PAGE_BYTES)}
+
+
+def all_recomputed(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Run every operation again for each later use, where its numbers would be the same."""
+    return {
+        (gap.storage, gap.start): Option.RECOMPUTE for gap in gaps(graph, lives) if can_recompute(graph, lives, gap)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +123,14 @@ def test_the_wait_for_a_router_is_in_the_step(graph: StepGraph) -> None:
     waits = lading.plan(graph, BESIDE_HOST, experts=True, **everything)
     routers = len(model_of().layers)
     assert waits.step_s - plain.step_s == pytest.approx(routers * host_wait_s(BESIDE_HOST), rel=1e-6)
+
+
+def test_a_router_that_is_recomputed_is_waited_for_once(graph: StepGraph) -> None:
+    """What it chose is known by then."""
+    everything: dict[str, Any] = {"budget": "1GB", "policy": all_recomputed, "cache": False, "optimizer": OPTIMIZER}
+    plain = lading.plan(graph, BESIDE_HOST, **everything)
+    waits = lading.plan(graph, BESIDE_HOST, experts=True, **everything)
+    (program,) = programs_of(waits, graph, ())
+    routers = {router.op for router in find_routers(program.graph)}
+    assert any(action.op in routers and action.kind is ActionKind.RECOMPUTE for action in program.actions)
+    assert waits.step_s - plain.step_s == pytest.approx(len(routers) * host_wait_s(BESIDE_HOST), rel=1e-6)

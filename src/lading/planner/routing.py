@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lading.cost.compute import placed_costs
 from lading.errors import ConfigError, PlanInfeasible, check_type
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_values
@@ -248,7 +247,7 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
     others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
     verify(chosen)
-    timeline = simulate(chosen, machine, op_seconds=_op_seconds(chosen, machine))
+    timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
     peak = chosen.predicted_bytes
     before = plan.predictions
     peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
@@ -368,12 +367,9 @@ def host_wait_s(machine: Machine) -> float:
     return latency_s + _LAUNCHES * machine.device.op_overhead_s
 
 
-def _op_seconds(program: Program, machine: Machine) -> list[float]:
-    """Seconds of each operation, of a router's with the wait of the host for what it chose."""
-    seconds, waits_s = [*placed_costs(program.graph, machine)], host_wait_s(machine)
-    for router in find_routers(program.graph):
-        seconds[router.op] += waits_s
-    return seconds
+def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
+    """Seconds that the host waits for what each router chose, by the action that runs it first."""
+    return dict.fromkeys(guards.chosen_at, host_wait_s(machine))
 
 
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
@@ -387,11 +383,11 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     def share(expert: Expert) -> float:
         return shares[names[guards.routers[expert[0]].layer]][expert[1]]
 
-    op_seconds = _op_seconds(program, machine)
+    waits_s = _waits_s(guards, machine)
     places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
     steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
     each_s = {
-        used: step_times(program, machine, op_seconds=op_seconds, left_out=guards.left_out(used))[0]
+        used: step_times(program, machine, left_out=guards.left_out(used), longer_s=waits_s)[0]
         for used in dict.fromkeys(steps)
     }
     made_up_s, homes = 0.0, home_tiers(program)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.machines import small_machine
+from tests.programs import GraphBuilder, ProgramBuilder
 from torch.cuda import _memory_viz
 
 from lading.ir.action import ActionKind
 from lading.ir.expand import expand
-from lading.ir.program import Program
+from lading.ir.graph import Role, StepGraph
+from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import OVERHEAD, memory_samples
 from lading.models.loss import next_byte_loss
@@ -90,6 +92,29 @@ def test_clocks_that_do_not_agree(planned: Planned) -> None:
     events = [Event(0, a.stream, a.id, float(a.id), a.id + late[a.id]) for a in program.actions]
     timeline = Timeline("measured", tuple(events), memory_samples(program, events, {}))
     assert_holds(program, timeline, peaks=False)
+
+
+def test_what_comes_beside_a_smaller_one_does_not_wait_for_it() -> None:
+    """Both lie where a larger one was, and one of them comes while the other is there."""
+    build = GraphBuilder()
+    size = {"large": 2 * PAGE_BYTES, "first": PAGE_BYTES, "second": PAGE_BYTES}
+    large, first, second = (build.storage(name, size[name], Role.ACTIVATION) for name in size)
+    actions = ProgramBuilder(graph_of(build, large, first, second), {}, {})
+    places, times = {large: 0, first: 0, second: PAGE_BYTES}, {large: (0.0, 1.0), first: (1.0, 5.0), second: (2.0, 6.0)}
+    events: list[Event] = []
+    for storage, (start_s, end_s) in times.items():
+        made, gone = actions.run(storage, {storage: places[storage]}), actions.free(storage)
+        events += [Event(0, "compute", made, start_s, start_s), Event(0, "compute", gone, end_s, end_s)]
+    trace = snapshot(actions.program(), Timeline("measured", tuple(events), ()))["device_traces"][0]
+    came = {e["frames"][0]["name"]: e["time_us"] for e in trace if e["action"] == "alloc"}
+    assert came == {f"{name} (activation)": 1e6 * times[s][0] for s, name in zip(times, size, strict=True)}
+
+
+def graph_of(build: GraphBuilder, *storages: int) -> StepGraph:
+    """The graph in which an operation of the same number makes each storage."""
+    for storage in storages:
+        build.op(outputs=[storage])
+    return build.graph()
 
 
 def test_torch_reads_it(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.expand import expand
 from lading.ir.experts import find_experts
-from lading.ir.graph import Role, StepGraph
+from lading.ir.graph import Op, Role, StepGraph
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.memory.guards import find_guards, with_late_reads
@@ -28,6 +28,7 @@ from lading.memory.restore import programs_of
 from lading.memory.verify import verify
 from lading.runtime import replays
 from lading.runtime.executor import Executor
+from lading.runtime.update_kernels import parameter_kernel
 from lading.sim.device_step import simulate
 
 #: With a disk so fast that what an update has moved is written within the step, and lies on the disk between steps.
@@ -169,6 +170,32 @@ def test_an_update_is_made_up_for_where_it_lies(tmp_path: Path) -> None:
         assert executor.experts.counts.replayed == 0
         assert differing(executor, plain) == []
         assert executor.experts.counts.replayed == 6 * len(experts) * 3 // 4
+
+
+@pytest.mark.parametrize(("evict", "machine"), [(host_always, FAST_HOST), (None, MACHINE)])
+def test_making_up_for_updates_takes_no_memory_but_its_room(
+    tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch, evict: Any, machine: Any
+) -> None:
+    """A budget counts the room, and nothing besides."""
+    program = program_of(graph_of(), evict, machine)
+    program = late(program) if evict else program
+    gradients: list[tuple[int, int]] = []
+
+    def noting(op: Op, args: list[torch.Tensor], *rest: Any, **settings: Any) -> Any:
+        gradients.append((args[1].data_ptr(), args[1].nbytes))
+        return parameter_kernel(op, args, *rest, **settings)
+
+    monkeypatch.setattr(replays, "parameter_kernel", noting)
+    device = fake_device(api)
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, experts=True, device=device) as executor:
+        load(executor, model_of())
+        for step, batches in enumerate(batches_of([[0], [0], [0, 1]], 1)):
+            executor.step(batches, lr=rate_of(step))
+        assert executor.experts is not None
+        room = executor.experts._room
+        start = room.bytes_at(0, room.size_bytes).data_ptr()
+        assert gradients
+        assert all(start <= at and at + size <= start + room.size_bytes for at, size in gradients)
 
 
 @pytest.mark.long

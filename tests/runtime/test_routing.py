@@ -13,12 +13,16 @@ from tests.runtime.cases import OPTIMIZER
 from tests.runtime.expert_cases import USES, Plain, batches_of, loss_fn, model_of
 
 import lading
+from lading.ir.action import DEVICE, ActionKind
+from lading.ir.experts import find_routers
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
-from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable
+from lading.memory.restore import programs_of
 from lading.planner.routing import host_wait_s
+from lading.sim.device_step import simulate
 
 _WITH_HOST = machine_with_host()
 BESIDE_HOST = dataclasses.replace(
@@ -34,6 +38,13 @@ def all_on_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Opt
     """Move everything that can be to the host's memory whenever it is unused."""
     found = gaps(graph, lives)
     return {(gap.storage, gap.start): Option("host") for gap in found if is_movable(graph, gap.storage, PAGE_BYTES)}
+
+
+def all_recomputed(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Run every operation again for each later use, where its numbers would be the same."""
+    return {
+        (gap.storage, gap.start): Option.RECOMPUTE for gap in gaps(graph, lives) if can_recompute(graph, lives, gap)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +85,35 @@ def test_a_device_behind_a_link_trains_by_plans_that_leave_experts_out(
         assert differing == []
 
 
+@pytest.mark.long
+def test_further_steps_have_room_beside_what_makes_up_for_updates(graph: StepGraph, tmp_path: Path) -> None:
+    """On a device it stays while they run, and they may fill the budget where the first step does not."""
+    small = batches_of([[0, 1]], 1)[0][0]
+    large = {"tokens": small["tokens"].repeat(64, 1), "scale": small["scale"]}
+    other = lading.capture(model_of(), large, loss_fn)
+    settings: dict[str, Any] = {"budget": "100%", "optimizer": OPTIMIZER, "cache": False}
+    made = lading.plan(graph, BESIDE_HOST, experts=True, others=[other], **settings)
+    assert all(each.peak_bytes[DEVICE] <= each.budgets[DEVICE] == made.budgets[DEVICE] for each in made.others)
+    plain = Plain(model_of(), 0.0)
+    with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, others=[other], folder=tmp_path) as trainer:
+        for batch in (small, large, small):
+            assert [trainer.step(batch, lr=OPTIMIZER.lr)] == plain.step([batch], OPTIMIZER.lr)
+        assert trainer.base_bytes + trainer.peak_bytes <= made.budgets[DEVICE]
+
+
+@pytest.mark.slow
+def test_a_further_step_waits_for_no_router(graph: StepGraph) -> None:
+    """It runs whole, so it takes as long as what is simulated, also beside the experts chosen most often."""
+    small = batches_of([[0, 1]], 1)[0][0]
+    other = lading.capture(model_of(), {**small, "tokens": small["tokens"].repeat(2, 1)}, loss_fn)
+    shares = {f"layers.{number}": [1.0, 0.1, 0.1, 0.1] for number in range(2)}
+    made = lading.plan(
+        graph, BESIDE_HOST, budget="60%", experts=shares, others=[other], optimizer=OPTIMIZER, cache=False
+    )
+    _, program = programs_of(made, graph, [other])
+    assert made.others[0].step_s == simulate(program, BESIDE_HOST).duration_s
+
+
 def test_the_wait_for_a_router_is_in_the_step(graph: StepGraph) -> None:
     """Where the launches that it takes are longer, the step is so much longer; a CPU does not wait for itself."""
     everything: dict[str, Any] = {"budget": "1GB", "policy": "keep-all", "cache": False, "optimizer": OPTIMIZER}
@@ -83,3 +123,14 @@ def test_the_wait_for_a_router_is_in_the_step(graph: StepGraph) -> None:
     waits = lading.plan(graph, BESIDE_HOST, experts=True, **everything)
     routers = len(model_of().layers)
     assert waits.step_s - plain.step_s == pytest.approx(routers * host_wait_s(BESIDE_HOST), rel=1e-6)
+
+
+def test_a_router_that_is_recomputed_is_waited_for_once(graph: StepGraph) -> None:
+    """What it chose is known by then."""
+    everything: dict[str, Any] = {"budget": "1GB", "policy": all_recomputed, "cache": False, "optimizer": OPTIMIZER}
+    plain = lading.plan(graph, BESIDE_HOST, **everything)
+    waits = lading.plan(graph, BESIDE_HOST, experts=True, **everything)
+    (program,) = programs_of(waits, graph, ())
+    routers = {router.op for router in find_routers(program.graph)}
+    assert any(action.op in routers and action.kind is ActionKind.RECOMPUTE for action in program.actions)
+    assert waits.step_s - plain.step_s == pytest.approx(len(routers) * host_wait_s(BESIDE_HOST), rel=1e-6)

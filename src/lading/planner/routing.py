@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lading.cost.compute import placed_costs
 from lading.errors import ConfigError, PlanInfeasible, check_type
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_values
@@ -117,7 +116,7 @@ def _with_room(
 ) -> Planned:
     """Plan a step such that its budget has room to make up for updates."""
     made = made or make(allowed_bytes)
-    more = _more_bytes(made.program, machine)
+    more = _more_bytes(made, machine)
     return make(allowed_bytes - more) if more else made
 
 
@@ -180,7 +179,7 @@ def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) ->
     Args:
         asked: Plan of the same step that was asked for alike, for that machine.
     """
-    timeline, mine = simulate(program, machine, op_seconds=_op_seconds(program, machine)), plan.predictions
+    timeline, mine = simulate(program, machine), plan.predictions
     predictions = dataclasses.replace(
         asked.predictions,
         step_s=timeline.duration_s,
@@ -244,9 +243,11 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     workspace = _workspace_bytes(chosen, room, machine)
+    beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
+    others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
     verify(chosen)
-    timeline = simulate(chosen, machine, op_seconds=_op_seconds(chosen, machine))
+    timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
     peak = chosen.predicted_bytes
     before = plan.predictions
     peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
@@ -259,8 +260,26 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         predictions=predictions,
         request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
         assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room), *_waits(guards, machine)),
+        others=tuple(other for other, _ in others),
     )
-    return expected_s, dataclasses.replace(made, plan=plan, program=chosen)
+    return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+
+
+def _beside_room(plan: Plan, program: Program, room: int, allowed_bytes: int) -> tuple[Plan, Program]:
+    """Another step's plan and Program with the room that stays on the device while it runs whole.
+
+    Args:
+        allowed_bytes: Budget of the device.
+    """
+    budgets = {**plan.budgets, DEVICE: allowed_bytes}
+    program = dataclasses.replace(program, workspace_bytes=program.workspace_bytes + room, budgets=budgets)
+    verify(program)
+    before, peak = plan.predictions, program.predicted_bytes
+    peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
+    request = dataclasses.replace(plan.request, budgets=budgets)
+    predictions = dataclasses.replace(before, peaks=peaks)
+    text = tuple(program.text().splitlines())
+    return dataclasses.replace(plan, program=text, predictions=predictions, request=request), program
 
 
 def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
@@ -269,11 +288,16 @@ def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
     return max(scratch, room) if machine.device.kind == "cpu" else scratch + room
 
 
-def _more_bytes(program: Program, machine: Machine) -> int:
-    """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room."""
+def _more_bytes(made: Planned, machine: Machine) -> int:
+    """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room.
+
+    On a CPU its further steps, which run on values that are up to date, have no need of it.
+    """
+    program = made.program
     asked = replay_bytes(program, find_guards(with_late_reads(program, _always)))
     room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
-    return room if program.predicted_bytes + room > program.budgets[DEVICE] else 0
+    steps = (program,) if machine.device.kind == "cpu" else (program, *made.others)
+    return room if any(each.predicted_bytes + room > each.budgets[DEVICE] for each in steps) else 0
 
 
 def _always(router: Router, expert: int) -> bool:
@@ -343,12 +367,9 @@ def host_wait_s(machine: Machine) -> float:
     return latency_s + _LAUNCHES * machine.device.op_overhead_s
 
 
-def _op_seconds(program: Program, machine: Machine) -> list[float]:
-    """Seconds of each operation, of a router's with the wait of the host for what it chose."""
-    seconds, waits_s = [*placed_costs(program.graph, machine)], host_wait_s(machine)
-    for router in find_routers(program.graph):
-        seconds[router.op] += waits_s
-    return seconds
+def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
+    """Seconds that the host waits for what each router chose, by the action that runs it first."""
+    return dict.fromkeys(guards.chosen_at, host_wait_s(machine))
 
 
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
@@ -362,11 +383,11 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     def share(expert: Expert) -> float:
         return shares[names[guards.routers[expert[0]].layer]][expert[1]]
 
-    op_seconds = _op_seconds(program, machine)
+    waits_s = _waits_s(guards, machine)
     places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
     steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
     each_s = {
-        used: step_times(program, machine, op_seconds=op_seconds, left_out=guards.left_out(used))[0]
+        used: step_times(program, machine, left_out=guards.left_out(used), longer_s=waits_s)[0]
         for used in dict.fromkeys(steps)
     }
     made_up_s, homes = 0.0, home_tiers(program)

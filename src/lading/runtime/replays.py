@@ -259,9 +259,10 @@ class Experts:
         began = None if step is None else (step.clone() if part.counts else step - len(missed))
         for start in range(0, part.elements, REPLAY_ELEMENTS):
             count = min(REPLAY_ELEMENTS, part.elements - start)
-            places = self._fetched(part.moved, start, count)
+            zeros_bytes = count * DTYPE_BYTES[self._graph.tensors[part.gradient].dtype]
+            gradient = self._room.bytes_at(0, zeros_bytes).view(self._dtype(part.gradient)).zero_()
+            places = self._fetched(part.moved, start, count, _whole_pages(zeros_bytes))
             views = {t: room.view(self._dtype(t))[:count] for t, (room, _) in places.items()}
-            gradient = views[part.param].new_zeros(count, dtype=self._dtype(part.gradient))
             number = None if began is None else began.clone()
             self._run(part, views, gradient, number, missed, parameter)
             for tensor, (room, is_copy) in places.items():
@@ -309,16 +310,20 @@ class Experts:
         view = self._graph.tensors[tensor]
         return (view.offset + element) * DTYPE_BYTES[view.dtype]
 
-    def _fetched(self, tensors: Sequence[int], start: int, count: int) -> dict[int, tuple[torch.Tensor, bool]]:
-        """Bytes of elements of values, where they lie or as copies of whole pages; and whether they are copies."""
-        places, at = dict[int, tuple[torch.Tensor, bool]](), 0
+    def _fetched(self, tensors: Sequence[int], start: int, count: int, at: int) -> dict[int, tuple[torch.Tensor, bool]]:
+        """Bytes of elements of values, where they lie or as copies of whole pages; and whether they are copies.
+
+        Args:
+            at: Bytes of the room that are taken already.
+        """
+        places = dict[int, tuple[torch.Tensor, bool]]()
         for tensor in tensors:
             view = self._graph.tensors[tensor]
             begin, size = self._byte(tensor, start), count * DTYPE_BYTES[view.dtype]
             memory = self._values.at_home(view.storage, begin, begin + size)
             room = memory
             if room is None:
-                whole = -(-size // PAGE_BYTES) * PAGE_BYTES
+                whole = _whole_pages(size)
                 room = self._room.bytes_at(at, whole)
                 self._values.read_pages(view.storage, begin, room)
                 at += whole
@@ -347,6 +352,10 @@ class _Part:
         self.counts = bool(named.get("first", True))
         self.moved = [self.param, *self.states, *([] if self.master is None else [self.master])]
         self.elements = math.prod(shape)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _clear(tensors: Sequence[torch.Tensor]) -> None:

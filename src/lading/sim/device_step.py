@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 
 from lading.catalog.load import as_machine
 from lading.cost.compute import crowding, placed_costs, slower_beside
@@ -45,6 +46,7 @@ def simulate(
     *,
     op_seconds: Sequence[float] | None = None,
     left_out: Set[int] = frozenset(),
+    longer_s: Mapping[int, float] = MappingProxyType({}),
 ) -> Timeline:
     """Predict what one step of ``program`` does on ``machine``, alone and from an idle start.
 
@@ -53,6 +55,7 @@ def simulate(
         machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
         op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
         left_out: Actions that take no time, as experts got no token (``lading.memory.guards.Guards.left_out``).
+        longer_s: Seconds that actions of operations take longer, as the host waits for what they make.
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
@@ -62,7 +65,7 @@ def simulate(
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
     check_type("program", program, Program, "a lading.Program, such as trainer.program")
-    return _timeline(program, _run_tiers(program, _Costs(program, as_machine(machine), op_seconds, left_out)))
+    return _timeline(program, _run_tiers(program, _Costs(program, as_machine(machine), op_seconds, left_out, longer_s)))
 
 
 def _timeline(program: Program, run: StreamRun, base: int = 0) -> Timeline:
@@ -82,14 +85,19 @@ def _timeline(program: Program, run: StreamRun, base: int = 0) -> Timeline:
 
 
 def step_times(
-    program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None, left_out: Set[int] = frozenset()
+    program: Program,
+    machine: Machine,
+    *,
+    op_seconds: Sequence[float] | None = None,
+    left_out: Set[int] = frozenset(),
+    longer_s: Mapping[int, float] = MappingProxyType({}),
 ) -> tuple[float, Sequence[float]]:
     """``duration_s`` of what ``simulate`` says and when each action starts, without the timeline.
 
     Raises:
         SimulationError: as ``simulate``.
     """
-    run = _run_tiers(program, _Costs(program, machine, op_seconds, left_out))
+    run = _run_tiers(program, _Costs(program, machine, op_seconds, left_out, longer_s))
     return max(run.ends, default=0.0), run.starts
 
 
@@ -253,8 +261,9 @@ class _Costs:
         machine: Machine,
         op_seconds: Sequence[float] | None,
         left_out: Set[int] = frozenset(),
+        longer_s: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        self._left_out = left_out
+        self._left_out, self._longer_s = left_out, longer_s
         if len(program.ranks) != 1 or not program.graph.storages:
             raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
         self.actions, self.graph = program.ranks[0], program.graph
@@ -277,7 +286,7 @@ class _Costs:
         if number in self._left_out:
             return 0.0
         if kind in RUNS_OP and op >= 0:
-            return self._ops[op]
+            return self._ops[op] + self._longer_s.get(number, 0.0)
         if kind is ActionKind.FREE:
             return 0.0
         if kind is ActionKind.MOVE and self.actions.storage[number] >= 0:

@@ -60,12 +60,7 @@ class Case:
     optimizer: ParameterRule = DEFAULT
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _model(case: Case) -> torch.nn.Module:

@@ -123,12 +123,7 @@ def keeper() -> Iterator[Keeper]:
         thread.join()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slower(tier: Tier, name: str, kind: str, location: str) -> Tier:

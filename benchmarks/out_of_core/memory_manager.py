@@ -34,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sides import LR, Side, disk_bytes
+from sides import LR, Side, disk_bytes, stock_step
 from torch.profiler import ProfilerActivity, profile
 
 import lading
@@ -353,15 +353,12 @@ def switched(trainer: lading.Trainer, steps: Sequence[tuple[str, Side, Loss]], s
 
 def plain_losses(side: Side, steps: Sequence[tuple[str, Side, Loss]], switches: int) -> list[float]:
     """Losses of plain PyTorch in the same order."""
-    module, losses = side.module(), list[float]()
+    module = side.module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=lading.AdamW().weight_decay, fused=True)
-    for number, _, (_, each, loss_of) in in_order(steps, switches):
-        loss = loss_of(module, each.batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
+    return [
+        stock_step(module, optimizer, loss_of)(each.batch(number))
+        for number, _, (_, each, loss_of) in in_order(steps, switches)
+    ]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from run import Cell, add_to, cell_options, machine_file
-from sides import LR, Side, disk_bytes
+from sides import LR, Side, disk_bytes, stock_step
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -116,15 +116,9 @@ def of_trainer(trainer: lading.Trainer, folder: Path, side: Side, graph: Any, *,
 
 def of_plain(side: Side, folder: Path) -> Way:
     """Way of plain PyTorch with everything in memory."""
-    module, loss_of = side.module(), model_class(side.model).loss
+    module = side.module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
-
-    def step(batch: dict[str, torch.Tensor]) -> float:
-        loss = loss_of(module, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+    step = stock_step(module, optimizer, model_class(side.model).loss)
 
     def state() -> dict[str, Any]:
         return {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}

@@ -87,6 +87,19 @@ def plain(side: Side) -> Step:
     return _plain_step(side, side.module())
 
 
+def stock_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., torch.Tensor]) -> Step:
+    """Step of plain PyTorch: loss, backward, update."""
+
+    def step(batch: dict[str, torch.Tensor]) -> float:
+        loss = loss_of(module, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
 def _plain_step(side: Side, module: torch.nn.Module) -> Step:
     masters = MasterWeights(module)
     optimizer = torch.optim.AdamW(masters.parameters, lr=LR, fused=True)
@@ -137,16 +150,7 @@ def fsdp2(side: Side) -> Step:
         for name, buffer in each.named_buffers(recurse=False):
             setattr(each, name, buffer.to(side.dtype))
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
-    loss_of = model_class(side.model).loss
-
-    def step(batch: dict[str, torch.Tensor]) -> float:
-        loss = loss_of(module, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return stock_step(module, optimizer, model_class(side.model).loss)
 
 
 def deepspeed(side: Side, *, parameters: bool) -> Step:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from run import Cell, add_to, cell_options, machine_file, num_parameters, predicted
-from sides import LR, Side, Step, disk_bytes, plain
+from sides import LR, Side, Step, disk_bytes, plain, stock_step
 
 import lading
 from lading.catalog.load import load_machine
@@ -37,15 +37,10 @@ _SKIPPED = 1
 
 def first_losses(side: Side, states: StateFormat, count: int) -> list[float]:
     """Losses of the first steps of plain PyTorch with states in a format."""
-    module, loss_of, losses = side.module(), model_class(side.model).loss, list[float]()
+    module = side.module()
     optimizer = lading.AdamW(lr=LR, states=states).plain(module.parameters())
-    for number in range(count):
-        loss = loss_of(module, side.batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
+    step = stock_step(module, optimizer, model_class(side.model).loss)
+    return [step(side.batch(number)) for number in range(count)]
 
 
 def turns(side: Side, steps: dict[str, Step], options: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -178,7 +178,7 @@ def profiled(name: str, python: str, machine: Path, out: Path) -> dict[str, Any]
     """Profile a software as a user does, on two ranks too; what was printed, and seconds of the control by ranks."""
     script, profile = _FOLDER / f"{name}.py", out.with_name(f"{out.name}_{name}.toml")
     asked = ("--machine", str(machine), "--ranks", "2", "--out", str(profile))
-    said = _lading(python, "probe", "--software", str(script), *asked)
+    said = _lading(python, "probe", "--software", str(script), *asked).replace(f"{_FOLDER}/", "")
     control = [line.split() for line in said.splitlines() if line.startswith(_CONTROL)]
     return {"profile": profile.name, "said": said, "control_s": {words[1]: float(words[2]) / 1e3 for words in control}}
 

@@ -111,8 +111,9 @@ def test_a_search_ends_when_plans_in_a_row_gain_little(monkeypatch: pytest.Monke
     assert patient.searched(1.0, lambda share, doing: None, float("inf")) is plans[5]
 
 
-def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms, asked = [step_with_bound(1.0) for _ in range(3)], list[int]()
+def flows_of_two_seconds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every form have a flow of 2 s and a plan of 3 s; returns the list of those whose flow is asked for."""
+    asked = list[int]()
 
     def first_flow(step: StepProblem) -> tuple[None, SimpleNamespace]:
         asked.append(id(step))
@@ -121,20 +122,17 @@ def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytes
     monkeypatch.setattr(orders, "is_paced", lambda _: True)
     monkeypatch.setattr(orders, "first_flow", first_flow)
     monkeypatch.setattr(orders, "best_paced", lambda step, flow, near_s: found_in(step, 3.0))
+    return asked
+
+
+def test_forms_whose_first_plans_are_far_behind_are_not_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, asked = [step_with_bound(1.0) for _ in range(3)], flows_of_two_seconds(monkeypatch)
     assert list(orders.paced_forms(forms, [2.0, 3.1, 2.9])) == [0, 2]
     assert asked == [id(forms[0]), id(forms[2])]
 
 
 def test_a_form_whose_bound_is_above_another_ones_flow_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms, asked = [step_with_bound(seconds) for seconds in (2.1, 1.0, 1.9)], list[int]()
-
-    def first_flow(step: StepProblem) -> tuple[None, SimpleNamespace]:
-        asked.append(id(step))
-        return None, SimpleNamespace(seconds=2.0)
-
-    monkeypatch.setattr(orders, "is_paced", lambda _: True)
-    monkeypatch.setattr(orders, "first_flow", first_flow)
-    monkeypatch.setattr(orders, "best_paced", lambda step, flow, near_s: found_in(step, 3.0))
+    forms, asked = [step_with_bound(seconds) for seconds in (2.1, 1.0, 1.9)], flows_of_two_seconds(monkeypatch)
     assert list(orders.paced_forms(forms, [3.0, 3.0, 3.0])) == [1, 2]
     assert asked == [id(forms[1]), id(forms[2])]
 

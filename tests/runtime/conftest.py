@@ -7,16 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 from tests.runtime.fake_accelerator import FakeApi
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def always_one_thread(one_thread: None) -> None:
+    """Run every test of this folder on one thread."""
 
 
 @pytest.fixture

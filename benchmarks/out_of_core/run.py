@@ -13,6 +13,10 @@ with all of the threads. A turn is a few steps, of which the first does not coun
 behind its end falls into the next one's time, as it does in a long run. Results are added to those in the file.
 
 DeepSpeed lies in an environment of its own (``--deepspeed PYTHON``), made as benchmarks/ranks/nvme.py says.
+
+``measure --probe`` probes the host right before the sides' turns and right behind them, a minute each, as its speed
+drifts by a fifth within an hour: the bytes and operations of each plan's limit have the mean of the seconds that the
+two probes say. What is predicted, and what no plan is below, are still those of the machine that was planned for.
 """
 
 from __future__ import annotations
@@ -36,11 +40,16 @@ from typing import IO, Any
 import torch
 from sides import LR, MAKERS, Side, control_group
 
-from lading.catalog.load import load_machine, save_machine
+from lading.catalog.load import load_machine, machine_from_dict, save_machine
+from lading.cost.compute import device_costs
 from lading.errors import LadingError
-from lading.ir.plan import Plan
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Plan, ResourceLimit
+from lading.memory.restore import program_of
 from lading.models.reference import model_class
 from lading.optim.adamw import AdamW
+from lading.planner.linear import facets
 from lading.prepare import plan
 from lading.report.promises import limit_words
 from lading.runtime.host import host_id
@@ -99,12 +108,16 @@ def machine_file(folder: Path, threads: int) -> Path:
     return folder / f"machine-{threads}.toml"
 
 
+def captured(side: Side) -> StepGraph:
+    """Capture a side's step."""
+    return capture(defer(side.module).model, side.batch(0), model_class(side.model).loss)
+
+
 def planned(side: Side, budget: str, machine: Path) -> Plan:
     """Plan a side of Lading, without what was planned before."""
     torch.set_num_threads(side.threads)  # kernels are run to see what memory they take
-    graph = capture(defer(side.module).model, side.batch(0), model_class(side.model).loss)
     return plan(
-        graph,
+        captured(side),
         load_machine(machine),
         budget=budget,
         cache=False,
@@ -133,6 +146,37 @@ def add_to(options: argparse.Namespace, cell: Cell, **found: Any) -> None:
         known = json.loads(options.json.read_text()) if options.json.is_file() else []
         sizes = {"cell": str(cell), "budget": options.budget, "threads": options.threads, "torch": torch.__version__}
         options.json.write_text(json.dumps([*known, {**sizes, **found}], indent=1) + "\n")
+
+
+def machine_now(options: argparse.Namespace) -> Machine:
+    """Measure the host as it is."""
+    return probe(folder=options.folder, threads=options.threads, seconds=40, device="cpu")
+
+
+def limits_on(made: Plan, graph: StepGraph, now: Sequence[Machine]) -> list[dict[str, Any]]:
+    """Limits of a plan's step by what the host was measured to do, in the mean of several measurements.
+
+    Args:
+        graph: Step as captured.
+    """
+    then, step = machine_from_dict(made.request.machine_table, "the plan's machine"), program_of(made, graph).graph
+    size = {each.resource: each.size_bytes for each in made.predictions.limits}
+
+    def seconds(limit: ResourceLimit, machine: Machine) -> float:
+        (disk,) = machine.tiers
+        read, written = (size.get(f"{way} disk", 0) for way in ("reads from", "writes to"))
+        moves = {
+            "reads from disk": read / disk.read_bytes_per_s,
+            "writes to disk": written / disk.write_bytes_per_s,
+            "disk both ways": max(a * read + b * written for a, b in facets(disk)),
+        }
+        computing = sum(device_costs(step, machine)) / sum(device_costs(step, then))
+        return moves.get(limit.resource, limit.seconds * computing)
+
+    return [
+        {**asdict(limit), "seconds": statistics.mean(seconds(limit, machine) for machine in now)}
+        for limit in made.predictions.limits
+    ]
 
 
 def num_parameters(side: Side) -> int:
@@ -310,12 +354,17 @@ def measure(cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, 
                 side = dataclasses.replace(side, limit_bytes=plans[name].budgets["device"])
             python = options.deepspeed if kind.startswith("deepspeed") else sys.executable
             sides[name] = (dataclasses.replace(side, folder=str(place)), python)
-    parameters = num_parameters(next(iter(sides.values()))[0])
+    any_side = next(iter(sides.values()))[0]
+    parameters = num_parameters(any_side)
+    now = [machine_now(options)] if options.probe else []
     running, failed = in_turns(sides, options.turns, options.steps, time.monotonic() + options.seconds)
+    now += [machine_now(options)] if options.probe else []
     rows = {one.name: one.figures(parameters) for one in running}
     for name, made in plans.items():
         if name in rows and name.startswith("lading"):
             rows[name]["plan"] = predicted(made, parameters)
+            if now:
+                rows[name]["limits"] = limits_on(made, captured(any_side), now)
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     for row in rows.values():
         row |= {"when": when, "turns_with": sorted(sides)}
@@ -368,7 +417,7 @@ def _line(key: str, name: str, row: dict[str, Any], plain: dict[str, Any] | None
     step = row["median_s"]
     limit, binds, above, beside_it, least, said, read, written = ("-",) * 8
     if made:
-        seconds = {each["resource"]: each["seconds"] for each in made["limits"]}
+        seconds = {each["resource"]: each["seconds"] for each in row.get("limits", made["limits"])}
         binds = max((name for name in seconds if not name.startswith(_BESIDE)), key=lambda name: seconds[name])
         limit, above = f"{seconds[binds]:.2f}", f"{step / seconds[binds] - 1:+.0%}"
         beside_it = f"{step / max(seconds.values()) - 1:+.0%}"
@@ -479,6 +528,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a turn, of which the first does not count")
     parser.add_argument("--seconds", type=float, default=240.0, help="after which no turn begins")
+    parser.add_argument("--probe", action="store_true", help="measure: limits of the host as probed in the window")
     parser.add_argument("--json", type=Path, help="results, to which those of the cell are added")
     parser.add_argument("--resident", default="2GB", help="largest: bytes of the whole process")
     parser.add_argument("--process-mib", type=int, default=320, help="largest: what the process has before training")
@@ -496,7 +546,7 @@ def main() -> None:
         raise SystemExit("expected --folder, for the machine file, plans and files of the sides; got none")
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.do == "probe":
-        machine = probe(folder=options.folder, threads=options.threads, seconds=40, device="cpu")
+        machine = machine_now(options)
         save_machine(machine, machine_file(options.folder, options.threads))
         print(machine)
         return

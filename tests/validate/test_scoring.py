@@ -227,7 +227,8 @@ def test_a_framework_left_out_takes_nothing_of_its_own_rows(tmp_path: Path) -> N
     assert left["a"].outcome.request is not None
     assert left["a"].outcome.request.stack.framework == ""
     untold, columns = len(left["a"].outcome.request.unstated), left["a"].outcome.request.model.symbols["h"]
-    factors = bounds(GUESSED, half_width(GUESSED, {}, measured=True, untold=untold, columns=columns))
+    half = half_width(GUESSED, {}, measured=True, untold=untold, columns=columns)
+    factors = bounds(GUESSED, half, first_reading=True)
     assert (left["a"].low, left["a"].high) == pytest.approx([left["a"].predicted * factor for factor in factors])
 
 

@@ -108,7 +108,9 @@ def framework_left_out(plain: Sequence[Pair], guessed: Sequence[Pair]) -> list[P
     for pair in guessed:
         target = Cell("", "", _cell(pair).architecture)
         factor = math.exp(kernel_share(pair) * expected(cells[_framework(pair)], target))
-        moved, (low, high) = _scaled(pair, factor), bounds(GUESSED, _half_of(pair))
+        assert pair.outcome.request is not None
+        first_reading = pair.outcome.request.first_reading
+        moved, (low, high) = _scaled(pair, factor), bounds(GUESSED, _half_of(pair), first_reading=first_reading)
         scaled.append(dataclasses.replace(moved, low=moved.predicted * low, high=moved.predicted * high))
     return scaled
 

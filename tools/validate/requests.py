@@ -36,6 +36,7 @@ from tools.validate.fields import (
     unread_methods,
     unread_of_gpu,
 )
+from tools.validate.known_sources import is_first_reading
 from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
@@ -104,10 +105,14 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _filled(request, row, assumed)
-    said_unread = (f"not understood: {words}" for words in unread)
+    assumed += [f"not understood: {words}" for words in unread]
+    first_reading = is_first_reading(row.family)
+    if first_reading:
+        assumed.append(f"no row of {row.family} was compared with a prediction before: its words may mean other things")
     return dataclasses.replace(
         request,
-        assumed=(*assumed, *said_unread),
+        assumed=tuple(assumed),
+        first_reading=first_reading,
         unread=tuple(unread),
         unstated=tuple(_unstated(row, text, assumed)),
         clocks_untold=bool(_limits(row, machine)),

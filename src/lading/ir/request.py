@@ -190,6 +190,7 @@ class StepRequest:
         unread: Fields and words of the source that were not understood; each widens the interval.
         clocks_untold: The devices run at a limit of power that is not their boards', so slower than predicted by an
             unknown factor.
+        first_reading: No row of the source was compared with a prediction before, so its words may mean something else.
         unstated: What a step depends on and the source does not say; each widens the interval alike.
         otherwise: How many times as long the step is where what the source does not say is not as it was assumed, such
             as a micro-batch; the interval reaches as much further on that side.
@@ -221,6 +222,7 @@ class StepRequest:
     unread: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
     clocks_untold: bool = False
+    first_reading: bool = False
     otherwise: float = 1.0
 
     def __post_init__(self) -> None:

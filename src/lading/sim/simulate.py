@@ -127,8 +127,11 @@ class Simulated:
     def interval(self) -> tuple[float, float]:
         """Bounds of the interval that holds nine of ten steps, as factors of the predicted seconds."""
         hosts = either_way(self.evidence, self.causes)
-        low, high = bounds(self.evidence, self.spread, either_way=hosts, clocks_untold=self.request.clocks_untold)
-        return low * min(1.0, self.request.otherwise), high * max(1.0, self.request.otherwise)
+        request, untold = self.request, self.request.clocks_untold
+        low, high = bounds(
+            self.evidence, self.spread, either_way=hosts, clocks_untold=untold, first_reading=request.first_reading
+        )
+        return low * min(1.0, request.otherwise), high * max(1.0, request.otherwise)
 
     @property
     def causes(self) -> dict[str, float]:

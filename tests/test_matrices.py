@@ -80,7 +80,7 @@ def give(model: nn.Module, whole: list[torch.Tensor]) -> None:
             mesh, placements = parameter.device_mesh, parameter.placements
             shape, offset = compute_local_shape_and_global_offset(grad.shape, mesh, placements)
             local = grad[
-                ShardRegion(tuple(offset), tuple(shape)).within(ShardRegion((0,) * grad.ndim, tuple(grad.shape)))
+                ShardRegion(tuple(offset), tuple(shape)).slices_in(ShardRegion((0,) * grad.ndim, tuple(grad.shape)))
             ].clone()
             parameter.grad = DTensor.from_local(local, mesh, placements, shape=grad.shape, stride=grad.stride())
         else:
@@ -146,7 +146,7 @@ def _equal(
                 # Each rank's own pieces: torch gathers none where some rank has nothing of two dims.
                 for (name, ours), theirs in zip(model.named_parameters(), whole, strict=True):
                     region = region_of(ours)
-                    expected_piece = theirs[region.within(ShardRegion((0,) * theirs.ndim, tuple(theirs.shape)))]
+                    expected_piece = theirs[region.slices_in(ShardRegion((0,) * theirs.ndim, tuple(theirs.shape)))]
                     assert torch.equal(piece(ours.detach(), region), expected_piece), (kind, mode, groups, name)
 
 

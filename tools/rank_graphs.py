@@ -224,7 +224,7 @@ class _Builder:
         cuts = self.cut.cuts
         self.segment, self.free = cuts.segment, cuts.free
         self.lengths: Lengths = cuts.lengths
-        self.lineage: Lineage = self.lengths.found
+        self.lineage: Lineage = self.lengths.lineage
         self.first = makers(self.segment)
         self.views: dict[int, Op] = {}
         for op in self.segment.ops:

@@ -203,7 +203,7 @@ def _starts() -> list[list[float]]:
     return [[nvls, cap, *base[2:]] for nvls in (15e-6, 20e-6, 25e-6) for cap in (0.08, 0.3)]
 
 
-def _said(errors: np.ndarray) -> str:
+def _describe_errors(errors: np.ndarray) -> str:
     off, bias = np.abs(np.expm1(errors)), np.expm1(errors).mean()
     return f"mean {off.mean():6.1%}  median {np.median(off):6.1%}  worst {off.max():6.1%}  bias {bias:+6.1%}"
 
@@ -220,19 +220,19 @@ def main() -> None:
         print(f"{name:12s} {value:.3g}")
     print("\nsweeps, with these constants (the last two are in no fit)")
     for sweep in [*fitted, *(sweep for sweep in sweeps if sweep not in fitted)]:
-        print(f"  {sweep.name:74s} {_said(sweep.errors(tuning_of(values)))}")
+        print(f"  {sweep.name:74s} {_describe_errors(sweep.errors(tuning_of(values)))}")
     print("\neach generation, fitted without it: all sizes; 1 MiB and more")
     for title, names in _GENERATIONS.items():
         rest = tuning_of(fit([sweep for sweep in fitted if sweep.machine.name not in names]))
         own = [sweep for sweep in fitted if sweep.machine.name in names]
         errors = np.concatenate([sweep.errors(rest) for sweep in own])
         large = np.concatenate([np.array(sweep.sizes) >= 1 << 20 for sweep in own])
-        print(f"  {title:10s} {_said(errors)}\n  {'':10s} {_said(errors[large])}")
+        print(f"  {title:10s} {_describe_errors(errors)}\n  {'':10s} {_describe_errors(errors[large])}")
     for used, title in ((False, "no constant comes from it"), (True, "a constant comes from it")):
         print(f"\npublished elsewhere, {title}; with the constants as committed")
         found = [(sweep, sweep.errors(NCCL)) for sweep in published_sweeps(used)]
         for sweep, errors in found:
-            print(f"  {sweep.name:90s} {_said(errors)}")
+            print(f"  {sweep.name:90s} {_describe_errors(errors)}")
         off = [np.abs(np.expm1(errors)).mean() for _, errors in found]
         print(f"  {'mean, each source alike':90s} {np.mean(off):6.1%}")
 

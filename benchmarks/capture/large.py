@@ -22,7 +22,7 @@ from lading.tracing.trace import capture
 TOKENS, VOCABULARY = 4096, 128_256
 
 
-def own(layers: int) -> nn.Module:
+def lading_llama(layers: int) -> nn.Module:
     """Lading's Llama."""
     return build_model(
         "llama", vocab_size=VOCABULARY, max_seq_len=TOKENS, num_layers=layers, dim=8192, num_heads=64, num_kv_heads=8,
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("model", choices=["own", "hugging-face"])
     parser.add_argument("--layers", type=int, default=80)
     options = parser.parse_args()
-    build = {"own": own, "hugging-face": hugging_face}[options.model]
+    build = {"own": lading_llama, "hugging-face": hugging_face}[options.model]
     torch.set_default_dtype(torch.bfloat16)
     torch.set_num_threads(1)
     if options.model == "hugging-face":

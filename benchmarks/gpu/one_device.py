@@ -170,7 +170,7 @@ def probed(bench: Bench, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def behind(machine: Machine, tier: str) -> Machine:
+def with_lower_tier(machine: Machine, tier: str) -> Machine:
     """The machine with one lower tier, and no overhead: a share of a small model's memory is less than a context."""
     device = dataclasses.replace(machine.device, overhead_bytes=0)
     return dataclasses.replace(machine, device=device, tiers=tuple(t for t in machine.tiers if t.name == tier))
@@ -380,7 +380,7 @@ def run_all(bench: Bench, *, dry: bool, probe_s: float) -> None:
     bench.section("probe", lambda: probed(bench, 1.0 if dry else probe_s))
     if bench.machine is None:
         return
-    machine = behind(bench.machine, "host")
+    machine = with_lower_tier(bench.machine, "host")
     for case in parity_cases(dry):
         bench.section(f"parity: {case.name}", lambda case=case: run_parity(case, machine), needs_s=0 if dry else 15)
     bench.section("capture", lambda: captured(bench, sizes, dtype))
@@ -391,7 +391,7 @@ def run_all(bench: Bench, *, dry: bool, probe_s: float) -> None:
         name = f"budget {budget}, host"
         bench.section(name, lambda b=budget: planned_run(bench, sizes, dtype, b, machine), needs_s=0 if dry else 60)
     bench.section("operations", lambda: check_operations(bench.graph, bench.machine), needs_s=0 if dry else 30)
-    disk = behind(bench.machine, "disk")
+    disk = with_lower_tier(bench.machine, "disk")
     bench.section("budget 50%, disk", lambda: planned_run(bench, sizes, dtype, "50%", disk), needs_s=0 if dry else 90)
     bench.section("compared", lambda: compared(bench))
 

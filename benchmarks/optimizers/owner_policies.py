@@ -81,7 +81,7 @@ def _cut(matrices: Sequence[Matrix], bucket: Sequence[int], ends: np.ndarray, co
 def _owned(policy: str, matrices: Sequence[Matrix], ranks: int, owner: Sequence[int]) -> Owners:
     loads = Loads(ranks, None)
     for number, (matrix, rank) in enumerate(zip(matrices, owner, strict=True)):
-        loads.put(number, matrix, (rank,), matrix.seconds)
+        loads.assign_matrix(number, matrix, (rank,), matrix.seconds)
     return owners_of(policy, matrices, loads, bound_s(matrices, ranks))
 
 

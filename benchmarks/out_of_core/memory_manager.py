@@ -170,12 +170,12 @@ def steady(trainer: lading.Trainer, recorder: Recorder, side: Side, steps: int) 
     return {
         "steps": steps,
         "buffers": len(first),
-        **{key: _said([row[key] for row in rows]) for key in rows[0]},
+        **{key: _min_median_max([row[key] for row in rows]) for key in rows[0]},
         "growth over these steps": growth,
     }
 
 
-def _said(values: Sequence[int]) -> Any:
+def _min_median_max(values: Sequence[int]) -> Any:
     """One number where all are equal, else least, median and most."""
     return values[0] if len({*values}) == 1 else [min(values), statistics.median(values), max(values)]
 

@@ -428,10 +428,10 @@ def _line(key: str, name: str, row: dict[str, Any], plain: dict[str, Any] | None
     sizes = [f"{row[key] / MiB:.0f}" for key in ("peak_bytes", "process_bytes")]
     disk = f"{row['read']:.1f}", read, f"{row['written']:.1f}", written
     limits = limit, binds, above, beside_it, least
-    return _cells(key, name, spread, row["steps"], *limits, said, beside, *sizes, *disk, _alike(row, plain))
+    return _cells(key, name, spread, row["steps"], *limits, said, beside, *sizes, *disk, _compare_losses(row, plain))
 
 
-def _alike(row: dict[str, Any], plain: dict[str, Any] | None) -> str:
+def _compare_losses(row: dict[str, Any], plain: dict[str, Any] | None) -> str:
     if plain is None or plain is row:
         return "-"
     pairs = [*zip(row["losses"], plain["losses"], strict=False)]

@@ -34,10 +34,10 @@ class Case:
 
 def cases() -> tuple[Case, ...]:
     """Own models, and one of each kind from transformers, all at sizes people train."""
-    return (*_own(), *_hugging_face())
+    return (*_lading_cases(), *_hugging_face())
 
 
-def _own() -> list[Case]:
+def _lading_cases() -> list[Case]:
     sizes: dict[str, tuple[str, dict[str, Any], int, int]] = {
         "gpt-124m": ("gpt", {"dim": 768, "num_layers": 12, "num_heads": 12, "vocab_size": 50304}, 4, 1024),
         "llama-1b-6-layers": (

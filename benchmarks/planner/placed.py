@@ -118,7 +118,7 @@ class Slow:
 def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[PlacementProblem, Placement, Plan]:
     """The case's problem and what is placed; ``link``: bytes a second and seconds."""
     graph = capture(model_of(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
-    grain = Grain(most=16, training=case.training)
+    grain = Grain(max_units=16, training=case.training)
     one = Fleet(name="one", date="", source="", devices=(_member("one", machine, None),))
     need = problem_of(graph, one, grain=grain).least_bytes
     names = [f"device {n}, {times:g} times slower" for n, times in enumerate(case.slower)]
@@ -255,7 +255,7 @@ def run(case: Case, machine: Machine, link: tuple[float, float], steps: int) -> 
     plain = alone(3 if case.training else 12, case.micro_batches, training=case.training)
     twice = problem.spared([0] * len(problem.groups))
     tasks = [task for number, task in enumerate(problem.tasks) if number not in twice]
-    own = [sum(t.seconds[0] for t in tasks if t.once is late) / case.slower[0] for late in (False, True)]
+    own = [sum(t.seconds[0] for t in tasks if t.once_per_step is late) / case.slower[0] for late in (False, True)]
     drift = (plain["each_s"] * case.micro_batches + plain["update_s"]) / (own[0] * case.micro_batches + own[1])
     names = list(plan.choices.in_flight)
     order = [names.index(stage.device) for stage in plan.stages]

@@ -58,7 +58,7 @@ _FEW, _MOST_TRIED = (12, 10, 8, 7, 6, 5, 4, 3), 6600
 
 def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _UNITS) -> PlacementProblem:
     """One case of one graph."""
-    grain = Grain(most=units, training=case != "pass")
+    grain = Grain(max_units=units, training=case != "pass")
     made = problem_of(graph, fleet, grain=grain, micro_batches=_PIPE if case == "pipe" else 1, name=name)
     return tightened(made) if case == "tight" else made
 

@@ -73,7 +73,7 @@ def space_of(published: Simulated) -> Space:
     plain = dataclasses.replace(request.layout, recompute_modules=())
     devices, batch = request.layout.devices, request.layout.global_batch
     return Space(
-        asked=Request(model=request.name, machine=request.machine, devices=devices, global_batch=batch, top=1),
+        wanted_request=Request(model=request.name, machine=request.machine, devices=devices, global_batch=batch, top=1),
         request=dataclasses.replace(request, layout=plain, schedule_detail="", edge_layers_fewer=0),
         table=published.table,
         machine=machine_of(request),
@@ -82,7 +82,7 @@ def space_of(published: Simulated) -> Space:
 
 def roomy(space: Space, published: Simulated) -> Space:
     """Copy on a device on which the published layout fits as predicted: its run shows that it did."""
-    needed = max(tiers["device"] for tiers in peaks_of(published, space.asked).values())
+    needed = max(tiers["device"] for tiers in peaks_of(published, space.wanted_request).values())
     device = space.machine.device
     memory = max(device.memory_bytes, budget_for(needed, space.machine))
     machine = dataclasses.replace(space.machine, device=dataclasses.replace(device, memory_bytes=memory))

@@ -271,7 +271,7 @@ def main() -> None:
             save_machine(dataclasses.replace(probed, device=device), files[threads])
         cases = [case for case in CASES if not args.only or case[0] in args.only]
         with ThreadPoolExecutor(args.jobs) as pool:
-            rows = list(pool.map(lambda case: _told(watch(case, files[case[2]])), cases))
+            rows = list(pool.map(lambda case: _print_row(watch(case, files[case[2]])), cases))
     good = [row for row in rows if "failed" not in row]
     errors = [abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in good]
     broken = sum(row["measured_bytes"] > row["budget_bytes"] for row in good)
@@ -285,7 +285,7 @@ def main() -> None:
         )
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
+def _print_row(row: dict[str, Any]) -> dict[str, Any]:
     name, share, threads = row["case"]
     if "failed" in row:
         print(f"{name:13}{share:5.0%} {threads} threads  FAILED: {row['failed']}", flush=True)

@@ -186,11 +186,11 @@ def line(found: dict[str, Any]) -> str:
     return (
         f"{found['name']:48}{found['predicted_bytes'] / MiB:9.1f}{found['measured_bytes'] / MiB:9.1f}{memory:+7.1%}"
         f"{found['predicted_s']:9.3f}{found['measured_s']:9.3f}{seconds:+7.1%}   {low:.3f} to {high:.3f}, "
-        f"{found['steps']} steps{_then(found)}"
+        f"{found['steps']} steps{_describe_later_steps(found)}"
     )
 
 
-def _then(found: dict[str, Any]) -> str:
+def _describe_later_steps(found: dict[str, Any]) -> str:
     """What the steps behind those looked at were predicted to take at the speed that those had."""
     if found["later_s"] is None:
         return ""

@@ -168,11 +168,11 @@ def run_phases(machine: str, steps: int) -> list[Row]:
             )  # fmt: skip
             rows.append(row)
             if dist.get_rank() == 0:
-                print(_told(row, first), flush=True)
+                print(_describe_row(row, first), flush=True)
     return rows
 
 
-def _told(row: Row, first: str) -> str:
+def _describe_row(row: Row, first: str) -> str:
     return (
         f"{row.frozen} frozen{', cached' if row.cached else ''}: {row.layout} {row.step_s * 1e3:.1f} ms (predicted "
         f"{row.predicted_s * 1e3:.1f}), {first} throughout {row.stages_s * 1e3:.1f} ms (predicted "

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.ranks.shards import FSDP, MODELS, Model, fsdp, most
+from benchmarks.ranks.shards import FSDP, MODELS, Model, fsdp, max_over_ranks
 
 import lading
 from lading.catalog.load import load_machine, save_machine
@@ -120,7 +120,7 @@ def train(model: Model, way: str, steps: int, folder: Path) -> None:
             started = time.perf_counter()
             step(given)
             spent.append(time.perf_counter() - started)
-        taken = most(peak_bytes())
+        taken = max_over_ranks(peak_bytes())
     if dist.get_rank() == 0:
         with (folder / "results").open("a") as results:
             results.write(json.dumps([way, spent[_WARM_UP:], taken]) + "\n")

@@ -50,7 +50,7 @@ FSDP = {"FSDP2": (0.0, 0), "FSDP2 never": (1.0, 0), "FSDP2 half": (0.5, 2), "FSD
 _WARM_UP = 3
 
 
-def most(value: float) -> float:
+def max_over_ranks(value: float) -> float:
     """Find the largest value of all ranks."""
     highest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -129,11 +129,11 @@ def peak(model: Model, way: str | lading.Plan) -> str:
         meter.reset()
         for given in batches:
             step(given)
-        return f"peak {most(meter.peak_bytes() - before) / MiB:.1f} MiB"
+        return f"peak {max_over_ranks(meter.peak_bytes() - before) / MiB:.1f} MiB"
     with tempfile.TemporaryDirectory() as folder, model.trainer(way, folder) as trainer:
         for given in batches:
             trainer.step(given)
-        measured = most(trainer.peak_bytes)
+        measured = max_over_ranks(trainer.peak_bytes)
     predicted, budget = way.peak_bytes["device"], way.budgets["device"]
     again = sum("RECOMPUTE network" in line for line in way.program)
     return (

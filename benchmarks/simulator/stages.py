@@ -26,7 +26,7 @@ def job_of(
     unit = UnitShape(("dp",), (((RUN, 0, 0),),) * 4)
     runs = (((unit, 1),),) * plan.stages
     alone = frozenset() if reduce_s else frozenset({"dp"})
-    shape = ListShape(plan, runs, pipelined=True, alone=alone, overlap_send=overlap, whole_first=False)
+    shape = ListShape(plan, runs, pipelined=True, single_rank_axes=alone, overlap_send=overlap, whole_first=False)
     program = emit(shape)
 
     def seconds(key: Priced) -> float:

@@ -74,7 +74,7 @@ def misses(rows: Path, blind: Mapping[str, float]) -> list[Miss]:
     ]
 
 
-def held(each: Sequence[Miss], further: tuple[float, float]) -> tuple[float, float, float]:
+def interval_coverage(each: Sequence[Miss], further: tuple[float, float]) -> tuple[float, float, float]:
     """Share of rows and of sources whose steps are in intervals that reach further, and the median ln(high/low)."""
     sides = [(hypot(miss.down, further[0]), hypot(miss.up, further[1])) for miss in each]
     inside = [-down <= miss.longer <= up for miss, (down, up) in zip(each, sides, strict=True)]
@@ -86,8 +86,8 @@ def held(each: Sequence[Miss], further: tuple[float, float]) -> tuple[float, flo
 
 def chosen(each: Sequence[Miss]) -> tuple[float, float]:
     """Least reach, down and up, that holds enough."""
-    enough = (further for further in product(_STEPS, _STEPS) if mean(held(each, further)[:2]) >= _HELD)
-    return min(enough, key=lambda further: held(each, further)[2])
+    enough = (further for further in product(_STEPS, _STEPS) if mean(interval_coverage(each, further)[:2]) >= _HELD)
+    return min(enough, key=lambda further: interval_coverage(each, further)[2])
 
 
 def _words(figures: tuple[float, float, float]) -> str:
@@ -115,7 +115,11 @@ def main() -> None:
         others = _every(group for other, group in sets.items() if other != name)
         further = chosen(others)
         counts = f"{len({miss.source for miss in each})} | {len(each)} | {median(m.longer for m in each):+.2f}"
-        columns = held(each, (0.0, 0.0)), held(each, FIRST_READING), held(each, further)
+        columns = (
+            interval_coverage(each, (0.0, 0.0)),
+            interval_coverage(each, FIRST_READING),
+            interval_coverage(each, further),
+        )
         print(
             f"| {name} | {counts} | {' | '.join(map(_words, columns))} ({further[0]:.2f} down, {further[1]:.2f} up) |"
         )

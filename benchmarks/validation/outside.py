@@ -26,7 +26,7 @@ def line(name: str, outcomes: Sequence[Outcome]) -> str:
     """One row of the table."""
     pairs = [*step_pairs(outcomes), *step_pairs(outcomes, "B")]
     scores = summary(pairs)
-    inside = sum(pair.held for pair in pairs)
+    inside = sum(pair.in_interval for pair in pairs)
     width = median(log(pair.high / pair.low) for pair in pairs)
     error, bias, coverage = (scores[key] for key in ("macro_abs_error", "bias", "coverage"))
     counts = f"{len(scores['families'])} | {len(pairs)}"

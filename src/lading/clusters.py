@@ -201,7 +201,7 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "memory": [{str(role): size for role, size in roles.items()} for roles in simulated.memory],
         "offload_to": simulated.behind_tier,
         "behind_bytes": simulated.behind_bytes,
-        "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.behind],
+        "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.lower_tier_by_rank],
         "understood": understood(request, simulated.machine),
         "assumptions": list(simulated.assumed),
     }
@@ -288,7 +288,7 @@ def _memory_table(simulated: Simulated) -> Any:
     """Table of memory of the first, last and fullest pipeline rank, and the one that has most behind its device."""
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
-    there = [sum(roles.values()) for roles in simulated.behind]
+    there = [sum(roles.values()) for roles in simulated.lower_tier_by_rank]
     shown = set(_ranks_shown(simulated))
     if max(there):
         shown.add(there.index(max(there)))
@@ -297,8 +297,8 @@ def _memory_table(simulated: Simulated) -> Any:
     for role in memory[0]:
         table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))
     table.add_row("sum", *(format_bytes(totals[rank]) for rank in ranks), style="bold")
-    for role in simulated.behind[0]:
-        cells = (format_bytes(simulated.behind[rank].get(role, 0)) for rank in ranks)
+    for role in simulated.lower_tier_by_rank[0]:
+        cells = (format_bytes(simulated.lower_tier_by_rank[rank].get(role, 0)) for rank in ranks)
         table.add_row(f"{simulated.behind_tier}: {role}", *cells)
     return table
 
@@ -318,7 +318,7 @@ def write_cluster_snapshot(path: Path, simulated: Simulated) -> None:
     from lading.report.memory_chart import write_held_snapshot
 
     ranks = sorted(set(_ranks_shown(simulated)))
-    write_held_snapshot(path, {f"pipeline rank {rank}": occupancy(simulated, rank).held for rank in ranks})
+    write_held_snapshot(path, {f"pipeline rank {rank}": occupancy(simulated, rank).spans for rank in ranks})
 
 
 def _ranks_shown(simulated: Simulated) -> tuple[int, int, int]:

@@ -197,7 +197,7 @@ class _Case:
     progress: PlanProgress
     quick: bool
 
-    def within(self, left: Bytes) -> Bytes:
+    def usable_bytes(self, left: Bytes) -> Bytes:
         """Bytes that the plan may use of those ``left`` in each tier."""
         if self.tiers is None:
             return left
@@ -305,7 +305,7 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
         budgets = {tier.name: tier.capacity_bytes for tier in machine.tiers}
     if saved := machine.persistent_tier:
         budgets[saved] = max(0, budgets[saved] - _saved_bytes(case.run, captured.graph))
-    run = dataclasses.replace(case.run, memory=case.run.memory.with_tier_budgets(case.within(budgets)))
+    run = dataclasses.replace(case.run, memory=case.run.memory.with_tier_budgets(case.usable_bytes(budgets)))
     size = machine.device.memory_bytes
     try:
         tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)

@@ -41,7 +41,7 @@ def parse_input(name: str, text: str) -> Input:
     if "below" in shape:
         at = shape.index("below")
         shape, below = shape[:at], shape[at + 1 :]
-        if len(below) != 1 or not below[0].isdecimal() or not 0 < int(below[0]) <= _most(dtype):
+        if len(below) != 1 or not below[0].isdecimal() or not 0 < int(below[0]) <= _integer_limit(dtype):
             raise ConfigError(f"{name}: expected integers such as 'int64 below 1000', got {text!r}")
     if dtype not in _DTYPES or not all(n.isdecimal() and 0 < int(n) < _LARGEST for n in shape):
         raise ConfigError(
@@ -51,7 +51,7 @@ def parse_input(name: str, text: str) -> Input:
     return Input(dtype, tuple(map(int, shape)), int(below[0]) if below else None)
 
 
-def _most(dtype: str) -> int:
+def _integer_limit(dtype: str) -> int:
     """One more than the largest integer of a dtype; 0 if it has none."""
     sign, _, bits = dtype.partition("int")
     return 1 << int(bits) - (0 if sign == "u" else 1) if dtype in _DTYPES and bits else 0

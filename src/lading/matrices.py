@@ -214,7 +214,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if isinstance(rule, PieceRule)
             else rule.settings.state_specs(*whole.rows_columns)
         )
-        return {name: state for name, state in specs.items() if self.how.reduces or state.held is StatePlace.WHOLE}
+        return {name: state for name, state in specs.items() if self.how.reduces or state.place is StatePlace.WHOLE}
 
     def _fresh(self, number: int) -> States:
         param = self._members[self._wholes[number].parameter].param
@@ -297,11 +297,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Move matrices by their owners, and what is no matrix here, while the first matrices travel."""
         flights, moving, groups = self._early.take()
         for number, moved in moving.items():
-            for key, value in self._held(number).items():
+            for key, value in self._local_states(number).items():
                 value.copy_(moved.held[key])
         elsewhere = {whole.parameter for whole in self._wholes}
         for number in gradients.keys() & elsewhere - moving.keys():
-            moving[number] = self._moving(number, gradients[number], self._held(number))
+            moving[number] = self._moving(number, gradients[number], self._local_states(number))
         sent = len(flights)
         for group in range(groups, len(self._route.groups)):
             flights.extend(self._route.flights(group, moving))
@@ -340,7 +340,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         member = self._members[number]
         assert isinstance(member.rule, PieceRule)
         member.rule.step(
-            piece(member.param, self._regions[number]), grad, self._held(number), lr=rate, update=self._next(number)
+            piece(member.param, self._regions[number]),
+            grad,
+            self._local_states(number),
+            lr=rate,
+            update=self._next(number),
         )
 
     def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
@@ -359,7 +363,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._follow(settings)
         grad = gradient(self._members[number].param, self._regions[number])
         assert grad is not None
-        return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
+        return self._moving(number, grad, {key: value.clone() for key, value in self._local_states(number).items()})
 
     def _blank(self, number: int) -> Moving:
         """Make zeros that travel as ``_prepared`` does."""
@@ -429,9 +433,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rule, shape = member.rule, member.param.shape
         is_of_pieces = isinstance(rule, PieceRule)
         kinds = rule.state_specs(tuple(shape)) if is_of_pieces else rule.settings.state_specs(*shape[-2:])
-        return {name: kind for name, kind in kinds.items() if kind.held is StatePlace.ELEMENTWISE}
+        return {name: kind for name, kind in kinds.items() if kind.place is StatePlace.ELEMENTWISE}
 
-    def _held(self, number: int) -> States:
+    def _local_states(self, number: int) -> States:
         """Pieces of a parameter's elementwise states on this rank, by name."""
         member = self._members[number]
         state, kinds = self.state[member.param], self._cut_states(member)
@@ -457,7 +461,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             member = self._members[matrix.parameter]
             place = matrix.name.removeprefix(member.name).replace(".", "/")  # torch flattens names at dots
             for key, value in states.items():
-                if kinds[key].held is StatePlace.WHOLE:
+                if kinds[key].place is StatePlace.WHOLE:
                     self.state[member.param][key + place] = value
                 else:
                     owned.setdefault((matrix.parameter, key), {})[matrix.region] = value.view(matrix.region.shape)

@@ -175,5 +175,5 @@ def _captured(asked: Request, fleet: Fleet) -> PlacementProblem:
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=layout.micro_batch))
     module = defer(lambda: build(run.model, next(iter(asked.precisions), "fp32"))).model
     graph = capture(module, example_batch(run), loss_of(run.model))
-    grain = Grain(operations=not _units(asked), most=max(1, _units(asked)), training=asked.training)
+    grain = Grain(operations=not _units(asked), max_units=max(1, _units(asked)), training=asked.training)
     return problem_of(graph, fleet, grain=grain, micro_batches=layout.micro_batches, name=asked.model)

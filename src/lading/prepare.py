@@ -39,7 +39,7 @@ from lading.ir.plan import Choices, Plan, PlanKind, plan_from_dict
 from lading.ir.reduction import reduce_gradients
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.stage_cuts import narrow_cuts
-from lading.ir.together import together
+from lading.ir.together import number_alike
 from lading.ir.update_ops import grouped
 from lading.kernel_scratch import KernelScratch, memory_by_turns, memory_of_kernels
 from lading.memory.restore import of_each_rank, pipeline_of, programs_of, step_of
@@ -172,9 +172,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     moved = _MovedBy(clip_norm=clip_norm, master_weights=master_weights, optimizer=rule, matrices=matrices)
     shared, limits = _shared_machine(machine, spread.devices), _limits(machine, disk_budget, budgets)
     planner = _LayoutPlanner(
-        graph=graph, others=others, machine=shared, limits=limits, policy=policy, moved=moved, groups=groups,
+        graph=graph, further_steps=others, machine=shared, limits=limits, policy=policy, moved=moved, groups=groups,
         compile=compile, cache=cache, stage_saves=stage_saves and machine.device.kind == "cpu",
-        beside=saved_beside(graph, stock),
+        extra_tensors=saved_beside(graph, stock),
     )  # fmt: skip
     is_settled = bool(layout) or spread.devices == 1 or bool(_uncut(rule, others))
     make = partial(planner.plan if is_settled else planner.plan_fastest, spread, budget)
@@ -226,13 +226,13 @@ class _LayoutPlanner:
         limits: Budgets of tiers by name.
         groups: Parameters of each group of the optimizer but the first.
         compile, cache, stage_saves: As of ``plan``.
-        beside: Names and bytes of what a checkpoint has beside values.
+        extra_tensors: Names and bytes of what a checkpoint has beside values.
         waiting: Parameters whose updates wait, in a step whose others do not wait for the norm of all gradients; None
             where all wait.
     """
 
     graph: StepGraph
-    others: Sequence[StepGraph]
+    further_steps: Sequence[StepGraph]
     machine: Machine
     limits: Mapping[str, str | float]
     policy: str | Policy
@@ -241,7 +241,7 @@ class _LayoutPlanner:
     compile: bool
     cache: bool
     stage_saves: bool
-    beside: Sequence[tuple[str, int]]
+    extra_tensors: Sequence[tuple[str, int]]
     waiting: frozenset[str] | None = None
 
     def plan_speculating(self, spread: Layout, budget: str | float, clipped: float) -> Plan:
@@ -304,7 +304,7 @@ class _LayoutPlanner:
         """Let every rank stage its part of a checkpoint; the plans are those of the ranks along a pipeline."""
         here = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
         programs = [planned.program for planned in each]
-        found = planned_staging_bytes(programs, layout, self.beside, is_one_host=here == layout.devices)
+        found = planned_staging_bytes(programs, layout, self.extra_tensors, is_one_host=here == layout.devices)
         of_stage = [0] * len(each)
         for rank, size_bytes in enumerate(found):
             stage = layout.place(rank)["pp"]
@@ -313,12 +313,12 @@ class _LayoutPlanner:
 
     def _planned(self, layout: Layout, budget: str | float, part: Choices) -> Planned:
         """Plan the step of a rank, whose choices begin with those of its part of the model."""
-        captures = (self.graph, *self.others)
+        captures = (self.graph, *self.further_steps)
         steps = [step_of(each, self.machine, **self.moved, layout=layout, choices=part) for each in captures]
         guess = dict[str, float]()
         if self.waiting is not None:
             steps, guess = [with_guess(each, self.waiting) for each in steps], {SPECULATES: 1.0}
-        step, *rest = together(steps)
+        step, *rest = number_alike(steps)
         with planning_progress(after_s=_QUICK_S) as progress:
             memory, others_scratch = memory_by_turns(step, rest, self.machine, progress)
             planned = cached_plan(
@@ -339,7 +339,7 @@ class _LayoutPlanner:
                 },
                 workspace_bytes=memory.scratch_bytes,
             )
-        plan = _told(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
+        plan = _annotated(planned.plan, memory, self.graph, self.moved["optimizer"], self.moved["matrices"], layout)
         cut = dataclasses.replace(plan.choices, cuts=part.cuts, rank=part.rank, groups=part.groups)
         made = dataclasses.replace(planned, plan=dataclasses.replace(plan, choices=cut))
         return with_waiting(made, self.waiting or frozenset())
@@ -389,7 +389,7 @@ def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], aske
     from lading.runtime.agreement import agree_on  # importing torch.distributed takes most of a second
     from lading.runtime.job import by_first_rank, start_job
 
-    def told() -> str:
+    def answer_as_json() -> str:
         try:
             return json.dumps({"plan": make().to_dict()})
         except PlanInfeasible as error:
@@ -402,7 +402,7 @@ def _by_first_rank(make: Callable[[], Plan], captures: Sequence[StepGraph], aske
     versions = {"torch": torch.__version__, "lading": __version__}
     facts = {"versions": versions, "settings": asked, "captures": captured}
     agree_on("lading.plan", range(ranks), lambda: (None, facts))
-    answer = json.loads(by_first_rank("lading.plan", told))
+    answer = json.loads(by_first_rank("lading.plan", answer_as_json))
     if "plan" not in answer:
         raise PlanInfeasible(answer.pop("message"), **answer)
     return plan_from_dict(answer["plan"], "the plan of rank 0", PlanKind.RUN.advice)
@@ -572,7 +572,7 @@ def plan_run(
     else:
         planned = make(run.memory.policy, run.memory.budget, machine)
     moved = run.optimization
-    made = _told(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
+    made = _annotated(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
     return Prepared(run, step, made, planned.program)
 
 
@@ -582,7 +582,7 @@ class _RunPlanner:
 
     Attributes:
         memory: Memory of its kernels.
-        others: Its further steps, each with the scratch of its operations.
+        further_steps: Its further steps, each with the scratch of its operations.
         cache: As of ``plan_run``.
         guesses: Whether some updates of the step do not wait for the norm of all gradients.
     """
@@ -590,7 +590,7 @@ class _RunPlanner:
     run: RunConfig
     step: CapturedRun
     memory: KernelScratch
-    others: Sequence[tuple[StepGraph, Sequence[int]]]
+    further_steps: Sequence[tuple[StepGraph, Sequence[int]]]
     progress: PlanProgress
     cache: bool
     guesses: bool = False
@@ -613,7 +613,7 @@ class _RunPlanner:
             machine,
             folder=cache_folder() if self.cache else None,
             progress=self.progress,
-            others=self.others,
+            others=self.further_steps,
             budget=budget,
             budgets=run.memory.tier_budgets(whole, machine.swap_tier),
             policy=policy,
@@ -689,7 +689,7 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
     )
 
 
-def _told(
+def _annotated(
     plan: Plan,
     memory: KernelScratch,
     captured: StepGraph,

@@ -67,7 +67,7 @@ def resumed_path(
         DamagedCheckpoint: it is damaged; says how to go on from an older one.
     """
     out = Path(run.out)
-    path = _own(out, Path(resume_from)) if resume_from else newest_of(out)
+    path = _checkpoint_of_run(out, Path(resume_from)) if resume_from else newest_of(out)
     if path is None:
         return ""
     if not resume:
@@ -89,7 +89,7 @@ def newest_of(out: Path) -> Path | None:
     return next(iter(run_checkpoints(out / NEWEST)), None)
 
 
-def _own(out: Path, given: Path) -> Path:
+def _checkpoint_of_run(out: Path, given: Path) -> Path:
     """Find a checkpoint that is given among those of a run."""
     paths = run_checkpoints(out / NEWEST)
     path = next((path for path in paths if path.resolve() == given.resolve()), None)
@@ -108,7 +108,7 @@ def go_back(out: Path, given: str | Path) -> str:
     Raises:
         ConfigError: it is none of this run. DamagedCheckpoint: it is damaged. StorageError: one cannot be renamed.
     """
-    path = _own(out, Path(given))
+    path = _checkpoint_of_run(out, Path(given))
     with naming_an_older_one(), read_checkpoint(path) as checkpoint:
         checkpoint.verify()
     paths = run_checkpoints(out / NEWEST)

@@ -27,7 +27,7 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
-from lading.ir.together import together
+from lading.ir.together import number_alike
 from lading.memory.restore import as_planned, predicted_timeline, programs_of, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
@@ -188,7 +188,7 @@ def capture_run(run: RunConfig, machine: Machine, initial: Deferred | None = Non
     if run.validation is None or step.training_only() is None:
         return CapturedRun(initial, captured, step)
     evaluation = record(evaluation=True)
-    step, other = together([step, whole(evaluation)])
+    step, other = number_alike([step, whole(evaluation)])
     return CapturedRun(initial, captured, step, evaluation, other)
 
 

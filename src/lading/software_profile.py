@@ -151,7 +151,7 @@ def profile_to(
         row for group, one in zip(groups, found, strict=True) for row in _rows(bench, base, stack, one, group.ranks)
     ]
     stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, found))
-    if (others := max(one.others for one in found)) > QUIET:
+    if (others := max(one.other_load for one in found)) > QUIET:
         progress(busy_sentence(others))
     write_text(path, stack_to_toml(stack))
     return Profile(stack, tuple(rows))
@@ -491,7 +491,7 @@ def _sources(
         told += f"; {measured[0].no_product}"
     if limits:
         told += f"; at the end of what a factor may be: {', '.join(limits)}"
-    if (others := max(one.others for one in measured)) > QUIET:
+    if (others := max(one.other_load for one in measured)) > QUIET:
         told += f"; {busy_sentence(others)}"
     keys = ("launch_s", "parameter_s", "step_s", "gradient_copies", "host_update", "host_optimizer", "fitted")
     return stack.sources | dict.fromkeys(keys, how) | {"in_situ": told}

@@ -21,7 +21,7 @@ def test_products_and_small_kernels_slow_down_as_measured() -> None:
 
 def test_what_takes_less_slows_less() -> None:
     machine = load_machine("h100")
-    inside, across = group_of_ranks(8, machine), group_of_ranks(8, machine, apart=8)
+    inside, across = group_of_ranks(8, machine), group_of_ranks(8, machine, stride=8)
     engine = contention("all_gather", inside, machine, 132, copy_engine=True)
     switch, ring = (contention("all_reduce", inside, machine, 132, nvls=nvls) for nvls in (True, False))
     assert engine.compute > switch.compute > ring.compute
@@ -35,7 +35,7 @@ def test_channels_are_those_of_nccl() -> None:
     assert channels("all_gather", group_of_ranks(8, machine), machine) == 24
     assert channels("all_reduce", group_of_ranks(8, machine), machine) == 16
     assert channels("all_gather", group_of_ranks(64, machine), machine) == 16
-    assert channels("send", group_of_ranks(2, machine, apart=8), machine) == 2
+    assert channels("send", group_of_ranks(2, machine, stride=8), machine) == 2
 
 
 def test_no_processors_are_refused() -> None:

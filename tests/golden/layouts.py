@@ -216,7 +216,7 @@ def figures(name: str) -> dict[str, Any]:
     found = simulate(*CASES[name].request())
     verify(found.step.listed.program if found.step.listed else found.step.times.program)  # type: ignore[union-attr]
     totals = [sum(roles.values()) for roles in found.memory]
-    behind = [sum(roles.values()) for roles in found.behind]
+    behind = [sum(roles.values()) for roles in found.lower_tier_by_rank]
     fullest = totals.index(max(totals))
     answer: dict[str, Any] = {
         "step_s": found.step.step_s,

@@ -42,7 +42,9 @@ def test_beside_training_all_states_lie_on_the_host() -> None:
 def test_what_lies_on_the_host_is_there_all_the_time_and_copied_too() -> None:
     behind = {Role.OPTIMIZER_STATE: 120, Role.GRADIENT: 40, Role.ACTIVATION: 70}
     roles = {Role.PARAMETER: 20, Role.ACTIVATION: 300}
-    peaks = moments_of(replace(HELD, roles=roles, gradient_bytes=0, behind=behind, behind_tier="host"), "async")
+    peaks = moments_of(
+        replace(HELD, roles=roles, gradient_bytes=0, lower_tier_roles=behind, behind_tier="host"), "async"
+    )
     assert peaks["start"] == {"device": 20, "host": 230 + 50}
     assert peaks["save"] == {"device": 20, "host": 230 + 140}  # not gradients, nor activations
 

@@ -99,4 +99,4 @@ def tied(
 
 def _update(name: str, group: str, random: Random, devices: int) -> Task:
     seconds = tuple(random.uniform(1e-4, 3e-3) for _ in range(devices))
-    return Task(name, seconds, group=group, once=True)
+    return Task(name, seconds, group=group, once_per_step=True)

@@ -49,9 +49,9 @@ def every(search: LayoutSearch) -> list[Bounded]:
         for block in space.blocks(mesh):
             for mode in space.modes:
                 for pipe in space.pipes(partial=mode.name == "full"):
-                    if search.space.asked.devices % (mesh.tp * mesh.cp * pipe.pp):
+                    if search.space.wanted_request.devices % (mesh.tp * mesh.cp * pipe.pp):
                         continue
-                    replicas = search.space.asked.devices // (mesh.tp * mesh.cp * pipe.pp)
+                    replicas = search.space.wanted_request.devices // (mesh.tp * mesh.cp * pipe.pp)
                     for cut in space.cuts(replicas * mesh.cp, pipe.stages):
                         found.append(Bounded(0.0, 0.0, 0.0, block, mode, pipe, cut))
     return found
@@ -89,7 +89,7 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
             continue
         possible += 1
         if simulated.prediction.fits:
-            most = max(tiers["device"] for tiers in peaks_of(simulated, asked.asked).values())
+            most = max(tiers["device"] for tiers in peaks_of(simulated, asked.wanted_request).values())
             truth.append((float(f"{simulated.step.step_s:.11g}"), most, str(layout)))
     assert found.counted == possible > 50
     truth.sort()

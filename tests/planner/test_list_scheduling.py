@@ -66,7 +66,7 @@ def _pipeline(copies: int) -> PlacementProblem:
     tasks = (
         Task("f0", (1.0, 1.0), 8, 5, group="l0"), Task("f1", (1.0, 1.0), 8, 5, group="l1"),
         Task("b1", (2.0, 2.0), group="l1", backward=True), Task("b0", (2.0, 2.0), group="l0", backward=True),
-        Task("u0", (1.0, 1.0), group="l0", once=True), Task("u1", (1.0, 1.0), group="l1", once=True),
+        Task("u0", (1.0, 1.0), group="l0", once_per_step=True), Task("u1", (1.0, 1.0), group="l1", once_per_step=True),
     )  # fmt: skip
     flows = (
         TaskFlow(0, (1,), 0),
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_an_error() -> None:
         PlacementProblem("p", (Task("a", (1.0,)),), (), _net())
     with pytest.raises(ConfigError, match="no device can"):
         PlacementProblem("p", (Task("a", (float("inf"), float("inf"))),), (), _net())
-    once = (Task("a", (1.0, 1.0), once=True), Task("b", (1.0, 1.0)))
+    once = (Task("a", (1.0, 1.0), once_per_step=True), Task("b", (1.0, 1.0)))
     with pytest.raises(SimulationError, match="runs once a step and feeds one that"):
         PlacedSimulator(PlacementProblem("p", once, (TaskFlow(0, (1,), 1),), _net()))
 
@@ -154,9 +154,10 @@ def _tied() -> PlacementProblem:
     """Two layers and a weight of theirs: each makes 100 bytes of gradient, sends them to the other, and updates."""
     tasks = (
         Task("a", (1.0, 1.0), 10, group="a"), Task("b", (1.0, 1.0), 20, group="b"),
-        Task("at a", (3.0, 4.0), group="a", once=True), Task("at b", (3.0, 4.0), group="b", once=True),
+        Task("at a", (3.0, 4.0), group="a", once_per_step=True),
+        Task("at b", (3.0, 4.0), group="b", once_per_step=True),
     )  # fmt: skip
-    gradients = (TaskFlow(0, (3,), 100, held=True), TaskFlow(1, (2,), 100, held=True))
+    gradients = (TaskFlow(0, (3,), 100, resident_at_source=True), TaskFlow(1, (2,), 100, resident_at_source=True))
     flows = (TaskFlow(0, (1,), 0), TaskFlow(0, (2,), 0), TaskFlow(1, (3,), 0), *gradients)
     return PlacementProblem("tied", tasks, flows, _net(), 2, (), (Shared((2, 3), 400),))
 

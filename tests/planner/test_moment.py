@@ -47,8 +47,10 @@ def test_all_bytes_once(model: str, layout: str, stack: str, share: float) -> No
 
 def test_blocks_like_one_before_are_summed_up() -> None:
     leaf = Branch("w", "tensor", "bfloat16 2 x 2", {"sharded": 1024})
-    same = Branch("a", "module", below=(leaf,), alike=3)
-    root = Branch("model [x]", "module", states={"kept": 2048}, below=(same, Branch("b", "module", below=(leaf,))))
+    same = Branch("a", "module", children=(leaf,), num_equal=3)
+    root = Branch(
+        "model [x]", "module", states={"kept": 2048}, children=(same, Branch("b", "module", children=(leaf,)))
+    )
     said = io.StringIO()
     print_tree(root, Console(file=said, width=100))
     assert said.getvalue().splitlines() == [
@@ -64,7 +66,7 @@ def test_long_lines_go_on_below() -> None:
     sizes = {"sharded": 1024, "gathered": 2048, "kept": 4096}
     below = Branch("a.very.long.name", "module", "group 0, backward", sizes)
     said = io.StringIO()
-    print_tree(Branch("a model at its peak, somewhere", "module", below=(below,)), Console(file=said, width=40))
+    print_tree(Branch("a model at its peak, somewhere", "module", children=(below,)), Console(file=said, width=40))
     for line in said.getvalue().splitlines():
         assert len(line) <= 40
     words = said.getvalue().replace("│", " ").split()

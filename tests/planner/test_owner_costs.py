@@ -65,14 +65,14 @@ def test_no_owners_move_less(ranks: int, replicas: int) -> None:
         routes = pieces(wholes, holdings, owners)
         found.append(moves_of(routes, ranks))
         means.append(sum(p.region.size for way in routes for p in way if p.source != p.target) / ranks)
-    assert len({one.least for one in found}) == 1
-    assert min(means) <= found[0].least < min(means) + 1
+    assert len({one.balanced for one in found}) == 1
+    assert min(means) <= found[0].balanced < min(means) + 1
     assert all(one.busiest >= mean for one, mean in zip(found, means, strict=True))
 
 
 def test_owners_in_words() -> None:
     matrices = [Matrix(str(n), s, 1, state_bytes=1 << 20) for n, s in enumerate((3e-3, 2e-3, 1e-3))]
-    said = DirectionCosts.of("h100").report(assign(matrices, 2), Moves(busiest=1200, least=1000))
+    said = DirectionCosts.of("h100").report(assign(matrices, 2), Moves(busiest=1200, balanced=1000))
     assert "3 matrices with owners among 2 ranks: fullest 3.0 ms on h100" in said
     assert "load ratio 1.000, bound 3.0 ms, 0.0% above it" in said
     assert "whole states: 2.00 MiB on the fullest rank, 1.50 MiB at least" in said

@@ -168,8 +168,8 @@ def test_gangs_begin_together(ranks: int):
 
 def test_a_gang_begins_when_its_last_is_free():
     loads = Loads(3, None)
-    loads.put(0, Matrix("alone", 3.0, 1), (1,), 3.0)
-    loads.put(1, Matrix("shared", 4.0, 1, shared_s=(2.0,)), (0, 1), 2.0)
+    loads.assign_matrix(0, Matrix("alone", 3.0, 1), (1,), 3.0)
+    loads.assign_matrix(1, Matrix("shared", 4.0, 1, shared_s=(2.0,)), (0, 1), 2.0)
     assert loads.seconds.tolist() == [5.0, 5.0, 0.0]
 
 

@@ -129,7 +129,7 @@ def test_what_is_recomputed_finds_its_weights_brought_back() -> None:
     step = within(step, fixed + (needs(step, {}) - fixed) // 3)
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
     flow_of = PacedFlow(problem, step.arena_bytes, 64, 1)
-    values = flow_of.first
+    values = flow_of.initial_values
     assert values is not None
     class_of = {index: number for number, each in enumerate(flow_of.classes) for index in each.members}
     both = 0.0
@@ -189,7 +189,7 @@ def without_tiers(candidate: Candidate) -> Candidate:
 
 
 def made_again(candidate: Candidate) -> int:
-    held = candidate.held.get(Option.RECOMPUTE, ())
+    held = candidate.resident_ranges.get(Option.RECOMPUTE, ())
     return held[0][0] if held else candidate.gap.end
 
 
@@ -215,7 +215,7 @@ def test_a_flow_that_reserves_bytes_is_the_flow_of_less_memory() -> None:
     assert once.solved() is not None  # with columns settled, which have to be free again
     again = once.reserving(np.full(problem.num_ops, less))
     assert again is not None
-    assert fresh.first is not None
-    assert once.first is not None
-    assert np.dot(once.costs, again) == pytest.approx(np.dot(fresh.costs, fresh.first), rel=1e-6)
-    assert np.dot(once.costs, again) > np.dot(once.costs, once.first) * (1 + 1e-6)
+    assert fresh.initial_values is not None
+    assert once.initial_values is not None
+    assert np.dot(once.costs, again) == pytest.approx(np.dot(fresh.costs, fresh.initial_values), rel=1e-6)
+    assert np.dot(once.costs, again) > np.dot(once.costs, once.initial_values) * (1 + 1e-6)

@@ -27,7 +27,7 @@ from lading.planner.placement.trial import Trial
 from lading.sim.simulate import simulate
 from lading.tracing.trace import capture
 
-GRAINS = (Grain(), Grain(most=8), Grain(operations=True))
+GRAINS = (Grain(), Grain(max_units=8), Grain(operations=True))
 
 
 @cache
@@ -56,7 +56,7 @@ def test_on_one_device_a_step_takes_what_its_operations_take(grain: Grain) -> No
     device = fleet.devices[0].machine.device
     problem = problem_of(graph, fleet, grain=grain)
     again = problem.spared([0] * len(problem.groups))  # a tied weight is updated once
-    updates = [t.seconds[0] for n, t in enumerate(problem.tasks) if t.once and t.seconds[0] and n not in again]
+    updates = [t.seconds[0] for n, t in enumerate(problem.tasks) if t.once_per_step and t.seconds[0] and n not in again]
     assert len(again) == (0 if grain.operations else 1)
     step_s, _ = _alone(problem)
     costs = op_costs(retarget(graph, "cpu", flash=True), device)
@@ -94,7 +94,7 @@ def test_on_one_device_memory_is_that_of_the_graph(grain: Grain) -> None:
 
 
 def test_units_join_forward_backward_and_update() -> None:
-    problem = problem_of(_graph(), load_fleet("two-desktops"), grain=Grain(most=8))
+    problem = problem_of(_graph(), load_fleet("two-desktops"), grain=Grain(max_units=8))
     names = [g.name for g in problem.groups]
     assert names == ["tokens", "layers.0", "layers.1", "norm", "head", "loss"]
     layer = problem.groups[1]
@@ -107,14 +107,14 @@ def test_units_join_forward_backward_and_update() -> None:
 
 def test_tied_weights_lie_on_both_and_their_gradients_meet_once_a_step() -> None:
     graph = _graph()
-    problem = problem_of(graph, load_fleet("two-desktops"), grain=Grain(most=8), micro_batches=4)
+    problem = problem_of(graph, load_fleet("two-desktops"), grain=Grain(max_units=8), micro_batches=4)
     size = _tied_bytes(graph)
     number = {t.name: n for n, t in enumerate(problem.tasks)}
     ways = {(f.source, t): f for f in problem.flows for t in f.targets}
     for one, other in (("tied gradient at head", "tokens"), ("tokens backward", "head")):
         flow = ways[number[one], number[f"update of tokens and head at {other}"]]
         assert flow.size_bytes == size
-        assert flow.held
+        assert flow.resident_at_source
     assert ways[number["head backward"], number["norm backward"]].size_bytes == 4 * 32 * 64 * 4  # activations only
     assert (number["head backward"], number["tokens backward"]) not in ways
     assert max(own.size_bytes for own in problem.shared) == 4 * size  # value, gradient and two moments
@@ -132,7 +132,7 @@ def test_one_pass_has_weights_only() -> None:
                                      strict=True) if op.phase is Phase.FORWARD)  # fmt: skip
     step_s, _ = _alone(problem)
     assert step_s == pytest.approx(forward)
-    assert not any(t.backward or t.once or t.kept_bytes for t in problem.tasks)
+    assert not any(t.backward or t.once_per_step or t.kept_bytes for t in problem.tasks)
 
 
 def test_a_device_without_the_dtype_is_left_out_and_said() -> None:

@@ -48,7 +48,7 @@ def _problem() -> PlacementProblem:
     whole = problem_of(
         graph, Fleet(name="f", date="", source="", devices=(_member("one", machine.device.memory_bytes),))
     )
-    return problem_of(graph, _fleet(0.8 * whole.least_bytes), grain=Grain(most=10), micro_batches=MICRO_BATCHES)
+    return problem_of(graph, _fleet(0.8 * whole.least_bytes), grain=Grain(max_units=10), micro_batches=MICRO_BATCHES)
 
 
 def _fleet(half_bytes: float) -> Fleet:
@@ -81,8 +81,8 @@ def test_too_few_units_to_divide_the_model_are_refused() -> None:
     """Six layers beside three other modules are nine; with eight, all layers would be one."""
     graph = capture(_model(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
     with pytest.raises(ConfigError, match=r"got 8: 'layers' is then one module with 9\d% .* give --units 9 or more"):
-        problem_of(graph, _fleet(1e9), grain=Grain(most=8))
-    divided = problem_of(graph, _fleet(1e9), grain=Grain(most=9))
+        problem_of(graph, _fleet(1e9), grain=Grain(max_units=8))
+    divided = problem_of(graph, _fleet(1e9), grain=Grain(max_units=9))
     assert {"layers.0", "layers.5"} <= {group.name for group in divided.groups}
 
 

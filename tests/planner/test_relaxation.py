@@ -225,7 +225,7 @@ def test_what_moves_takes_its_place_until_it_is_gone_and_from_its_return_on() ->
         gap, size = candidate.gap, candidate.size_bytes
         if gap.wraps or Option("disk") not in candidate.options:
             continue
-        held = {t for first, last in candidate.held[Option("disk")] for t in range(first, last + 1)}
+        held = {t for first, last in candidate.resident_ranges[Option("disk")] for t in range(first, last + 1)}
         assert held <= set(range(gap.start + 1, gap.end))
         for t in set(range(gap.start + 1, gap.end)) - held:
             assert clock[t + 1] <= clock[gap.end] - size / disk.read_bytes_per_s + 1e-9

@@ -15,7 +15,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.plan import UnitResidency
 from lading.ir.request import Request
 from lading.memory.verify_ranks import verify_ranks
-from lading.planner.unshard import POLICIES, Chosen, _most, choose_groups, neighbor_peaks, plan_of
+from lading.planner.unshard import POLICIES, Chosen, _bisect_largest_count, choose_groups, neighbor_peaks, plan_of
 from lading.planner.unshardbound import lower_bound
 from lading.planner.unshardwalk import walked_step
 from lading.sim.buckets import Bucket, Costs
@@ -203,7 +203,7 @@ def test_guesses_are_near_or_found_in_few_steps() -> None:
                 asked.append(count)
                 return count <= most
 
-            assert _most([1] * 199, guess, holds) == most if most < 199 else 199
+            assert _bisect_largest_count([1] * 199, guess, holds) == most if most < 199 else 199
             assert len(asked) <= 17
 
 

@@ -36,7 +36,7 @@ def shape(
     """A rank without a pipeline whose units are alike, but that the last one stays gathered until backward."""
     runs = ((ONE, units - 1), (LAST, 1)) if units > 1 else ((LAST, 1),)
     plan = schedule("1f1b", 1, 1, micro_batches)
-    return ListShape(plan, (runs,), shards=shards, more=more, **others)  # pyright: ignore[reportArgumentType]
+    return ListShape(plan, (runs,), shards=shards, num_repeats=more, **others)  # pyright: ignore[reportArgumentType]
 
 
 def pipeline(kind: str, shards: str, *, units: int = 2, micro_batches: int = 8, unit: UnitShape = ONE) -> ListShape:

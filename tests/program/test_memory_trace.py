@@ -58,7 +58,7 @@ def test_a_group_alone_is_copied_and_reduced_too() -> None:
     """Experts whose ranks have no replicas: without an exchange, but with parameters and gradients of their own."""
     plan = schedule("1f1b", 1, 1, 2)
     runs = ((EXPERTS, 2),)
-    trace = traced(emit(ListShape(plan, (runs,), shards="parameters", alone=frozenset({"dp/ep"}))))
+    trace = traced(emit(ListShape(plan, (runs,), shards="parameters", single_rank_axes=frozenset({"dp/ep"}))))
     counts = np.bincount(trace.changes.number, trace.changes.sign)
     left = {thing.what for thing, count in zip(trace.changes.things, counts, strict=True) if count}
     assert left <= {What.SHARD, What.MADE}

@@ -136,5 +136,5 @@ def test_a_value_is_written_on_wherever_a_storage_lies_over_it() -> None:
     sizes = program.graph.storages
     value, place = next((s, at) for s, at in program.resident if sizes[s].size_bytes == 2 * PAGE_BYTES)
     shifts = (-2, -1, 0, 1, 2)
-    over = [value in _Homes(program).within(DEVICE, place + shift * PAGE_BYTES, value) for shift in shifts]
+    over = [value in _Homes(program).values_overlapping(DEVICE, place + shift * PAGE_BYTES, value) for shift in shifts]
     assert over == [False, True, True, True, False]

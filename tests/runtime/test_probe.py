@@ -336,7 +336,7 @@ def test_what_is_timed_from_memory_while_others_load_the_host_is_timed_again(
     """Samples of a loaded period go, those of an earlier one stay."""
     left, count = iter([0.0, *loads]), iter(range(9))
     monkeypatch.setattr(LoadMeter, "share", lambda self: next(left))
-    monkeypatch.setattr(Stopwatch, "_first", lambda self, case: [])
+    monkeypatch.setattr(Stopwatch, "_warm_sample", lambda self, case: [])
     monkeypatch.setattr(
         Stopwatch, "run", lambda self, seconds, repeats: [each.append(float(next(count))) for each in self._samples]
     )

@@ -119,7 +119,7 @@ def test_names_are_the_fewest_modules() -> None:
 def test_asking_earlier_is_never_slower_and_takes_memory() -> None:
     of = modules("llama3-8b", "zero3", 512)  # the network is what lasts
     costs = Costs(of)
-    early = [dataclasses.replace(bucket, ahead=2, ahead_backward=2) for bucket in blocks(of)]
+    early = [dataclasses.replace(bucket, ahead_forward=2, ahead_backward=2) for bucket in blocks(of)]
     one, two = gathered_step(costs, blocks(of)), gathered_step(costs, early)
     assert two.step_s <= one.step_s * (1 + 1e-9)
     assert two.peak_bytes >= one.peak_bytes

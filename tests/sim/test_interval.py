@@ -63,7 +63,7 @@ def test_a_prediction_is_in_the_middle_of_the_logarithms_of_software_that_was_se
 def test_what_each_switch_does_to_a_step() -> None:
     request, table = Case("llama3-8b", "h100", "dp4,tp2,zero1,gb8", stack="megatron-core").request()
     effects = effects_of(request, table)
-    changes = {(effect.switch, effect.other): effect.change for effect in effects}
+    changes = {(effect.switch, effect.other_value): effect.change for effect in effects}
     assert changes["fusion", "eager"] == pytest.approx(
         simulate(
             dataclasses.replace(request, stack=dataclasses.replace(request.stack, fusion="eager")), table

@@ -59,7 +59,7 @@ def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest
     fine = occupancy(simulated, 0)
     monkeypatch.setattr(module, "_MANY", 0)
     coarse = occupancy(simulated, 0)
-    assert len(coarse.held) < len(fine.held) / 3
+    assert len(coarse.spans) < len(fine.spans) / 3
     assert coarse.peak_bytes == fine.peak_bytes
     for role in (Role.GRADIENT, Role.PARAMETER):
         assert coarse.staircase[1][role].max() == fine.staircase[1][role].max()
@@ -89,7 +89,7 @@ def test_adapters_and_single_ranks() -> None:
     simulated = step("gb4,zero3,dp4", model="llama3-8b", machine="h100", lora=16)
     found = occupancy(simulated, 0)
     assert found.peak_bytes == simulated.peak_bytes
-    assert any(held.role is Role.WORKSPACE and held.size_bytes for held in found.held)
+    assert any(held.role is Role.WORKSPACE and held.size_bytes for held in found.spans)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.machine == "host"])

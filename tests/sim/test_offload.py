@@ -33,8 +33,8 @@ def step(layout: str, **others: Any) -> Simulated:
 
 def test_states_leave_the_device() -> None:
     kept, moved = step("zero3,gb32,recompute=full"), step("zero3,gb32,recompute=full,offload=optimizer")
-    (before,), (after,), (behind,) = kept.memory, moved.memory, moved.behind
-    assert kept.behind == ({},)
+    (before,), (after,), (behind,) = kept.memory, moved.memory, moved.lower_tier_by_rank
+    assert kept.lower_tier_by_rank == ({},)
     assert after[Role.OPTIMIZER_STATE] == 0
     assert behind[Role.OPTIMIZER_STATE] == before[Role.OPTIMIZER_STATE]
     assert behind[Role.GRADIENT] == before[Role.GRADIENT] > 0
@@ -43,7 +43,7 @@ def test_states_leave_the_device() -> None:
     assert moved.prediction.tier_bytes == {"host": sum(behind.values())}
     everything = step("zero3,gb32,recompute=full,offload=parameters")
     assert everything.memory[0][Role.PARAMETER] == 0
-    assert everything.behind[0] == {**behind, Role.PARAMETER: before[Role.PARAMETER]}
+    assert everything.lower_tier_by_rank[0] == {**behind, Role.PARAMETER: before[Role.PARAMETER]}
 
 
 def test_the_host_updates_and_a_step_takes_that_much_longer() -> None:
@@ -77,10 +77,10 @@ def test_activations_hide_under_computing_as_far_as_the_link_goes() -> None:
     )
     assert few.step.step_s == kept.step.step_s
     moved = kept.step.stages[0].saved_bytes - few.step.stages[0].saved_bytes
-    assert few.behind[0] == {Role.ACTIVATION: moved}
+    assert few.lower_tier_by_rank[0] == {Role.ACTIVATION: moved}
     each = moved // 8
     assert few.memory[0][Role.ACTIVATION] >= kept.memory[0][Role.ACTIVATION] - moved
-    assert all_.behind[0][Role.ACTIVATION] == 31 * each
+    assert all_.lower_tier_by_rank[0][Role.ACTIVATION] == 31 * each
     assert all_.memory[0][Role.ACTIVATION] < 0.2 * kept.memory[0][Role.ACTIVATION]
     stage, rate = kept.step.stages[0], 5.5e10
     expected = sum(31 * each / rate - seconds for seconds in (stage.forward.seconds, stage.backward_s))
@@ -93,7 +93,7 @@ def test_activations_hide_under_computing_as_far_as_the_link_goes() -> None:
 )
 def test_pipelines_keep_fewer_bytes_and_count_all(layout: str) -> None:
     moved, kept = step(layout), step(layout.partition(",offload")[0])
-    for rank, (here, behind) in enumerate(zip(moved.memory, moved.behind, strict=True)):
+    for rank, (here, behind) in enumerate(zip(moved.memory, moved.lower_tier_by_rank, strict=True)):
         assert here[Role.ACTIVATION] + behind[Role.ACTIVATION] >= kept.memory[rank][Role.ACTIVATION]
         assert occupancy(moved, rank).peak_bytes == sum(here.values())
     assert sum(moved.step.shares_s.values()) == pytest.approx(moved.step.step_s)
@@ -105,7 +105,7 @@ def test_activations_that_would_not_move_are_refused_by_name() -> None:
         step("pp8,vpp4,gb32,offload=activations")
     kept, moved = step("pp8,vpp4,gb32"), step("pp8,vpp4,gb32,offload=activations,offload_layers=1")
     assert moved.memory[0][Role.ACTIVATION] < kept.memory[0][Role.ACTIVATION]
-    assert moved.behind[0][Role.ACTIVATION] > 0
+    assert moved.lower_tier_by_rank[0][Role.ACTIVATION] > 0
 
 
 def test_llama_7b_on_eight_a800() -> None:
@@ -206,7 +206,7 @@ def test_a_search_fills_a_second_nvme_that_only_the_machine_file_knows(tmp_path:
 
     roomy, slow = search(10**12, 1e10), search(10**12, 1e8)
     needed = roomy.winner.peaks["step"]["nvme2"]
-    assert needed == roomy.winner.simulated.behind_bytes == roomy.winner.most("nvme2") > 8e9
+    assert needed == roomy.winner.simulated.behind_bytes == roomy.winner.peak_bytes_of("nvme2") > 8e9
     assert roomy.winner.peaks["step"]["host"] == 0
     assert slow.winner.simulated.step.shares_s["optimizer"] == pytest.approx(8.03e9 / 8 * 12 / 1e8, rel=0.01)
     pins |= {"recompute_layers": -1, "shard": 0}  # one layout to be told of

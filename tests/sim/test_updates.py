@@ -180,7 +180,10 @@ def test_a_rule_that_there_is_not() -> None:
 def test_rules_of_all_parameters_count_their_states(optimizer: str, moments: int, layout: str) -> None:
     """An update reads and writes as many moments as the rule keeps; the rest of the step is as it was."""
     before, after = step("adamw", layout), step(optimizer, layout)
-    kept = [[roles.get(Role.OPTIMIZER_STATE, 0) for roles in (*one.memory, *one.behind)] for one in (before, after)]
+    kept = [
+        [roles.get(Role.OPTIMIZER_STATE, 0) for roles in (*one.memory, *one.lower_tier_by_rank)]
+        for one in (before, after)
+    ]
     assert kept[1] == pytest.approx([size / 12 * (4 + 4 * moments) for size in kept[0]], rel=1e-6)
     assert sum(kept[1]) > 0
     seconds = [one.step.shares_s["optimizer"] for one in (before, after)]

@@ -109,7 +109,7 @@ def test_memory_is_compared_like_with_like() -> None:
     assert {pair.outcome.row.family for pair in allocated} == {"simumax-b200", "mbridge-skills"}
     llama = next(pair for pair in allocated if pair.outcome.row.id.endswith("llama3_70b_tp2_pp1_dp4_l12_mbc4_cef"))
     assert llama.error == pytest.approx(60 / llama.outcome.row.measured["peak_memory_gib"] - 1)
-    assert llama.held
+    assert llama.in_interval
     assert memory_pairs(outcomes, "reserved") == [], "nothing reserved was predicted"
     outcomes = outcomes_of(ROWS.values(), Told(told.seconds, peak_bytes=60 * GiB, reserved_bytes=64 * GiB))
     reserved = memory_pairs(outcomes, "reserved")

@@ -188,7 +188,7 @@ def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
     fields = cast("dict[str, Any]", data)
     for name in ("id", *_FIELDS):
         if fields.get(name) is None:
-            raise ConfigError(f"{place}: missing field {name!r}{_near(name, fields)}")
+            raise ConfigError(f"{place}: missing field {name!r}{_close_match_hint(name, fields)}")
     parts = {name: _part(name, fields[name], place, unknown) for name in _FIELDS}
     top = _checked({k: v for k, v in fields.items() if k not in _FIELDS}, _TOP, "", place, unknown)
     tier = str(top.get("tier", "A"))
@@ -236,7 +236,7 @@ def _part(name: str, value: object, place: str, unknown: dict[str, str]) -> dict
     fields = cast("dict[str, Any]", value)
     for required in _REQUIRED[name]:
         if required not in fields:
-            raise ConfigError(f"{place}: missing field {name}.{required}{_near(required, fields)}")
+            raise ConfigError(f"{place}: missing field {name}.{required}{_close_match_hint(required, fields)}")
     return _checked(fields, _FIELDS[name], f"{name}.", place, unknown)
 
 
@@ -279,7 +279,7 @@ def _is(value: object, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and not (isinstance(value, float) and math.isnan(value))
 
 
-def _near(name: str, fields: Mapping[str, Any]) -> str:
+def _close_match_hint(name: str, fields: Mapping[str, Any]) -> str:
     matches = difflib.get_close_matches(name, list(fields), 1)
     return f"; did you mean {matches[0]!r} to be it?" if matches else ""
 

@@ -53,7 +53,7 @@ class Pair:
         return self.predicted / self.measured - 1
 
     @property
-    def held(self) -> bool:
+    def in_interval(self) -> bool:
         """Whether the measured value lies in the interval."""
         return self.low <= self.measured <= self.high
 
@@ -225,7 +225,7 @@ def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
         "median": float(np.median(absolute)),
         "p90": float(np.percentile(absolute, 90)),
         "max": float(absolute.max()),
-        "coverage": float(np.mean([pair.held for pair in pairs])),
+        "coverage": float(np.mean([pair.in_interval for pair in pairs])),
         "width": float(np.median([(pair.high - pair.low) / pair.predicted for pair in pairs])),
     }
 

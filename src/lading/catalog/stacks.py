@@ -54,11 +54,15 @@ def evidence_on(stack: Stack, architecture: str) -> str:
     was seen, its libraries are others (ROCm's products, attention and collectives), so there it is guessed.
     """
     known = stack.evidence_on(architecture)
-    return GUESSED if known == SWITCHES and architecture != "cpu" and architecture not in _seen() else known
+    return (
+        GUESSED
+        if known == SWITCHES and architecture != "cpu" and architecture not in _fitted_architectures()
+        else known
+    )
 
 
 @cache
-def _seen() -> frozenset[str]:
+def _fitted_architectures() -> frozenset[str]:
     return frozenset(architecture for name in stack_names() for architecture in stack_by_name(name).fitted)
 
 
@@ -69,7 +73,7 @@ def _catalog_stack(name: str) -> Stack:
 
 def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
     """Read the stack of a file; ``in_situ`` are the factors that it may leave out."""
-    data = _whole(path)
+    data = _read_with_base(path)
     known = {field.name for field in dataclasses.fields(Stack)}
     if unknown := sorted(key[:40] for key in set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
@@ -121,7 +125,7 @@ def _value(words: str) -> object:
         return words
 
 
-def _whole(path: Path) -> dict[str, Any]:
+def _read_with_base(path: Path) -> dict[str, Any]:
     """Table of a stack's file on top of the one that it is ``like``."""
     data = read_toml(path, "a software stack")
     like = data.pop("like", None)
@@ -130,7 +134,7 @@ def _whole(path: Path) -> dict[str, Any]:
     base = _FOLDER / f"{like}.toml"
     if like not in stack_names() or base == path:
         raise ConfigError(f"{path}: like: expected a software stack ({', '.join(stack_names())}), got {like!r}")
-    below = _whole(base)
+    below = _read_with_base(base)
     for table in ("sources", "in_situ"):
         data[table] = {**below.get(table, {}), **data.get(table, {})}
     return {**below, **data}

@@ -202,7 +202,9 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     if name in _COMMANDS:
         asks_help = not {"-h", "--help"}.isdisjoint(arguments)
         with _fitted_output() if asks_help else nullcontext():
-            return tyro.cli(_COMMANDS[name], prog=f"lading {name}", args=_together(_COMMANDS[name], arguments[1:]))
+            return tyro.cli(
+                _COMMANDS[name], prog=f"lading {name}", args=_join_overrides(_COMMANDS[name], arguments[1:])
+            )
     if name in ("-h", "--help"):
         print(_help())
         raise SystemExit(0)
@@ -217,7 +219,7 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     raise SystemExit(2)
 
 
-def _together(command: type[Command], arguments: list[str]) -> list[str]:
+def _join_overrides(command: type[Command], arguments: list[str]) -> list[str]:
     """Move settings of a run to the first of them: they may stand on both sides of a flag, where argparse reads one."""
     if "overrides" not in command.__annotations__:
         return arguments

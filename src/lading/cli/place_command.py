@@ -133,10 +133,10 @@ class PlaceCommand:
         if self.out is not None and fleet is not None:
             from lading.placing import saved
 
-            saved(self._asked(), fleet, problem, found.best).save(self.out)
+            saved(self._make_request(), fleet, problem, found.best).save(self.out)
             print(f"wrote {self.out}")
 
-    def _asked(self) -> Request:
+    def _make_request(self) -> Request:
         """Make the request that the options ask for."""
         from lading.ir.request import Request
 
@@ -170,7 +170,7 @@ class PlaceCommand:
         from lading.placing import problem_on
 
         fleet = load_fleet(self.machine)
-        return problem_on(self._asked(), fleet), fleet
+        return problem_on(self._make_request(), fleet), fleet
 
 
 def _contest(problem: PlacementProblem, policy: str | None, effort: int) -> Contest:

@@ -241,15 +241,15 @@ def _plan_cluster(asked: PlanCommand) -> None:
     rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]
     over = [_row(one, asked.with_model.price) for one in found.over]
     device = space.machine.device.name
-    request, batch = space.request, space.asked.global_batch
-    say(console, f"{request.name} on {space.asked.devices:,} x {device}, {batch:,} sequences of {request.seq_len:,} "
-        "tokens a step", "bold")  # fmt: skip
+    request, batch = space.request, space.wanted_request.global_batch
+    say(console, f"{request.name} on {space.wanted_request.devices:,} x {device}, {batch:,} sequences of "
+        f"{request.seq_len:,} tokens a step", "bold")  # fmt: skip
     say(console, request.stack.sentence())
     title, *table = layouts_lines(rows, over, console.width)
     say(console, title, "bold")
     updated = found.winner.simulated.updated
     update = [update_sentence(request.optimizer, updated.update)] if updated is not None else []
-    for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
+    for line in (*table, "", *update, *_describe_search(found, seconds), *_moments(found.winner)):
         say(console, line)
     if asked.search.json is not None:
         write_text(asked.search.json, json.dumps(_document(found, rows, over, asked.with_model.price), indent=1) + "\n")
@@ -293,10 +293,10 @@ def _document(
         "model": space.request.name,
         "machine": space.machine.name,
         "stack": space.request.stack.name,
-        "devices": space.asked.devices,
-        "global_batch": space.asked.global_batch,
+        "devices": space.wanted_request.devices,
+        "global_batch": space.wanted_request.global_batch,
         "seq_len": space.request.seq_len,
-        "pins": dict(sorted(space.asked.pins.items())),
+        "pins": dict(sorted(space.wanted_request.pins.items())),
         "plans": found.counted,
         "plans_bounded_one_by_one": found.evaluated,
         "plans_simulated": found.proof.simulated,
@@ -486,7 +486,7 @@ def over_text(one: Refined) -> str:
     return f"{role} {format_bytes(one.over_bytes)} over"
 
 
-def _said(found: Layouts, seconds: float) -> list[str]:
+def _describe_search(found: Layouts, seconds: float) -> list[str]:
     """Say how much was searched, and what is proven."""
     from lading.report.handover import stages_text
 

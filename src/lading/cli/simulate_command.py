@@ -364,7 +364,7 @@ def _cluster_page(
         tiles=tiles,
         shares_s=simulated.step.shares_s,
         memory=[{str(role): size for role, size in roles.items()} for roles in simulated.memory],
-        behind=figures["behind"],
+        lower_tier_by_rank=figures["behind"],
         behind_tier=figures["offload_to"],
         device_bytes=figures["device_bytes"],
         timeline=step_timeline(simulated),

@@ -63,7 +63,7 @@ class SoftwareCommand:
         ]
         small = 0
         for effect in effects_of(request, table):
-            what = f"  {effect.switch} = {said(effect.other)}, not {said(effect.value)}"
+            what = f"  {effect.switch} = {format_switch(effect.other_value)}, not {format_switch(effect.value)}"
             if effect.change is None:
                 lines.append(f"{what}: cannot be: {effect.reason}")
             elif abs(effect.change) < _SMALL:
@@ -92,11 +92,11 @@ def switches_text(stack: Stack) -> str:
             continue
         value = getattr(stack, field.name)
         source = stack.sources.get(field.name)
-        lines.append(f"  {field.name} = {said(value)}" + (f"  ({source})" if source else ""))
+        lines.append(f"  {field.name} = {format_switch(value)}" + (f"  ({source})" if source else ""))
     return "\n".join(lines)
 
 
-def said(value: Any) -> str:
+def format_switch(value: Any) -> str:
     """A switch's value as a stack's file would have it."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -104,7 +104,7 @@ def said(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, dict):
         table: dict[str, Any] = value
-        return "{" + ", ".join(f"{key} = {said(item)}" for key, item in sorted(table.items())) + "}"
+        return "{" + ", ".join(f"{key} = {format_switch(item)}" for key, item in sorted(table.items())) + "}"
     if isinstance(value, tuple):
         items: tuple[Any, ...] = value
         return "[" + ", ".join(map(str, items)) + "]"

@@ -68,25 +68,25 @@ def cast_bytes(precision: str, stack: Stack) -> CastBytes:
     scaling = stack.low_scaling if precision == "fp8" else precision
     written = OPERAND_BYTES[precision] + (_BLOCK_SCALE if scaling == "block" else 0.0)
     looks = _HALF if scaling in ("tensorwise", "rowwise", "nvfp4") else 0.0
-    apart = looks if scaling == "tensorwise" else 0.0
+    separate_looks = looks if scaling == "tensorwise" else 0.0
     if stack.fused_casts:
         both = looks + _HALF + 2 * written
-        return CastBytes(both, 0.0, both, looks=apart)
+        return CastBytes(both, 0.0, both, looks=separate_looks)
     one = _HALF + written
     if scaling in ("delayed", "tensorwise"):
         both = looks + one + written
-        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one, apart), stack)
+        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one, separate_looks), stack)
     if scaling == "rowwise":
         return CastBytes(one, one + _HALF, 2 * one + _HALF, one, one + 2 * _HALF)
     again = one + looks
     return CastBytes(again, again, 2 * again, again, again)
 
 
-def _where_weights_are_cast(found: CastBytes, stack: Stack) -> CastBytes:
+def _where_weights_are_cast(moved: CastBytes, stack: Stack) -> CastBytes:
     """Weights that are gathered in 8 bits were cast before: each rank its shard alone, which is not counted."""
     if not stack.gather_dtype.startswith("float8"):
-        return found
-    return replace(found, weights=0.0, weights_back=0.0)
+        return moved
+    return replace(moved, weights=0.0, weights_back=0.0)
 
 
 def product_casts(
@@ -99,11 +99,11 @@ def product_casts(
         looked: The kernel that made its operand found the largest element.
     """
     moved = cast_bytes(precision, stack)
-    found = moved.looks if looked else 0.0
+    saved_looks = moved.looks if looked else 0.0
     rows = float(product.groups * product.m * product.k)
     columns = float(product.groups * product.n * product.k)
     if kernel.stage is Stage.BACKWARD_WEIGHT:  # (outputs, tokens) by (tokens, inputs)
         return 0.0 if was_cast else moved.inputs_again * columns
     if kernel.stage is Stage.BACKWARD_INPUT:
-        return (0.0 if was_cast else (moved.gradients - found) * rows) + moved.weights_back * columns
-    return (0.0 if was_cast else (moved.inputs - found) * rows) + moved.weights * columns
+        return (0.0 if was_cast else (moved.gradients - saved_looks) * rows) + moved.weights_back * columns
+    return (0.0 if was_cast else (moved.inputs - saved_looks) * rows) + moved.weights * columns

@@ -221,12 +221,12 @@ def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tun
         return (_all_to_all(paths),)
     if op == "send":
         return (_send(paths),)
-    found = [_ring(op, paths, protocol) for protocol in range(3)]
+    lines_by_algorithm = [_ring(op, paths, protocol) for protocol in range(3)]
     if op == "all_reduce":
-        found += [_tree(paths, protocol) for protocol in range(3)]
+        lines_by_algorithm += [_tree(paths, protocol) for protocol in range(3)]
         if nvls and links[0].reduces and group.domain_ranks >= tuning.nvls_ranks:
-            found.append(_nvls(paths))
-    return tuple(found)
+            lines_by_algorithm.append(_nvls(paths))
+    return tuple(lines_by_algorithm)
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,8 @@ class _Paths:
     def hop(self, protocol: int, *, tree: bool) -> float:
         """Seconds of a hop inside a domain."""
         hops = self.tuning.tree_hop if tree else self.tuning.ring_hop
-        own = (self.tuning.pcie_hop if self.link.kind == "pcie" else hops)[protocol]
-        return own if protocol == 2 else own + self.link_extra_s
+        hop_s = (self.tuning.pcie_hop if self.link.kind == "pcie" else hops)[protocol]
+        return hop_s if protocol == 2 else hop_s + self.link_extra_s
 
     def depth(self, algorithm: int, protocol: int, rate: float) -> float:
         """``Line.depth_s``: links that are slower than what a GPU's kernels move hide the filling."""
@@ -300,8 +300,8 @@ class _Paths:
 def nic_share(network: Link, busy: int) -> float:
     """Bytes/s each direction that one rank has of its node's NICs while ``busy`` ranks of the node send (0: all)."""
     users = busy or network.nic_ranks
-    own = ceil(network.nics / network.nic_ranks)
-    return network.bandwidth_bytes_per_s * min(own, network.nics / users)
+    num_nics = ceil(network.nics / network.nic_ranks)
+    return network.bandwidth_bytes_per_s * min(num_nics, network.nics / users)
 
 
 _NAMES = ("LL", "LL128", "Simple")
@@ -362,8 +362,8 @@ def _nvls(paths: _Paths) -> Line:
     """The switch of each domain adds; between domains a tree."""
     group, tuning, link = paths.group, paths.tuning, paths.link
     latency = tuning.nvls_s
-    own = (group.domain_ranks - tuning.nvls_loss) / group.domain_ranks
-    inner = link.reduces * link.bandwidth_bytes_per_s * own
+    usable_share = (group.domain_ranks - tuning.nvls_loss) / group.domain_ranks
+    inner = link.reduces * link.bandwidth_bytes_per_s * usable_share
     rate, name = inner, "NVLS"
     if group.domains > 1:
         latency += 2 * log2(group.domains) * (tuning.nvls_tree_s + paths.net_extra_s)
@@ -475,21 +475,21 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
     if world.ranks == 1 or not machine.links:
         return ()
     used = machine.links if world.domains > 1 else machine.links[:1]
-    said = [sentence for link in used for sentence in assumptions(machine, f"links.{link.name}", link.name)]
+    sentences = [sentence for link in used for sentence in assumptions(machine, f"links.{link.name}", link.name)]
     if world.domains > 2:
-        said.append(f"network: {tuning.congestion:.1%} of its rate lost each time the domains double beyond two")
+        sentences.append(f"network: {tuning.congestion:.1%} of its rate lost each time the domains double beyond two")
     experts = group_of(layout, "ep", machine)
     if experts.domains > 1 and experts.domain_ranks > 1:
         share = tuning.all_to_all_share[1]
-        said.append(f"network: all-to-alls reach {share:.0%} of it (53% to 90% on the two clusters measured)")
+        sentences.append(f"network: all-to-alls reach {share:.0%} of it (53% to 90% on the two clusters measured)")
     if group_of(layout, "pp", machine).domains > 1:
         share = tuning.send_share[1]
-        said.append(f"network: sends reach {share:.0%} of a NIC (46% and 84% measured, before and after tuning)")
-    return tuple(said)
+        sentences.append(f"network: sends reach {share:.0%} of a NIC (46% and 84% measured, before and after tuning)")
+    return tuple(sentences)
 
 
 def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
     """Yield what a machine's sources for a key, and for those below it, say is assumed, each after a name."""
     for other, text in machine.sources.items():
         if other == key or other.startswith(f"{key}."):
-            yield from (f"{name}: {found.strip()}" for found in _ASSUMED.findall(text))
+            yield from (f"{name}: {assumption.strip()}" for assumption in _ASSUMED.findall(text))

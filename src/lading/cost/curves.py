@@ -77,7 +77,7 @@ def _runs_s(runs: int, device: Device) -> float:
 def product_curve_s(
     product: Product,
     flops: float,
-    own: tuple[Curve, bool] | None,
+    measured_rate: tuple[Curve, bool] | None,
     dtype: str,
     device: Device,
     where: str,
@@ -87,15 +87,15 @@ def product_curve_s(
 
     Args:
         flops: FLOP of all its groups together.
-        own: Its measured rate, and whether that was measured in ``dtype``.
+        measured_rate: Its measured rate, and whether that was measured in ``dtype``.
         where: Name of the product, for messages.
         narrow: As of ``curve_s``; a measured rate has it already.
     Raises:
         ConfigError: the dtype has no peak on this device.
     """
     each = max(1.0, flops / product.groups)
-    if own is not None and (own[1] or dtype == "float32"):
-        return flops / own[0].at(each)
+    if measured_rate is not None and (measured_rate[1] or dtype == "float32"):
+        return flops / measured_rate[0].at(each)
     if dtype not in device.peak_flops_per_s:
         known = ", ".join(sorted(device.peak_flops_per_s))
         scaled = " to bfloat16, which needs no scale of the loss" if dtype == "float16" else ""
@@ -103,8 +103,8 @@ def product_curve_s(
             f"{where} is a {dtype} product and {device.name} has a peak only for {known}; "
             f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype{scaled}"
         )
-    if own is not None:
-        return flops / (own[0].at(each) * _peak_ratio(device, dtype))
+    if measured_rate is not None:
+        return flops / (measured_rate[0].at(each) * _peak_ratio(device, dtype))
     # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
     filling = flops if device.kind == "cuda" else each
     rate = _whole_rate(filling, dtype, device)

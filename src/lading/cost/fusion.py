@@ -167,17 +167,17 @@ def _compiled_loss(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     Source: torch/_functorch/partitioners.py, min_cut_rematerialization_partition, keeps the least bytes from which
     pointwise operations can be made again: logits and two sums a row.
     """
-    found: list[Kernel] = []
+    replaced: list[Kernel] = []
     logits = 0
     for kernel in kernels:
         if not is_loss(kernel) or "log_softmax" not in kernel.name:
-            found.append(kernel)
+            replaced.append(kernel)
         elif kernel.stage is Stage.FORWARD:
             logits = kernel.bytes_read
-            found.append(replace(kernel, bytes_written=0))
+            replaced.append(replace(kernel, bytes_written=0))
         else:
-            found.append(replace(kernel, bytes_read=logits or kernel.bytes_read))
-    return tuple(found)
+            replaced.append(replace(kernel, bytes_read=logits or kernel.bytes_read))
+    return tuple(replaced)
 
 
 def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Sequence[str]) -> list[Kernel]:
@@ -186,14 +186,14 @@ def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Se
     Sizes decide no more than what adds up tokens and which tensors are small: all else is done once for a form.
     """
     form, tensors = segment.form, segment.tensors
-    apart: frozenset[int] = frozenset()
+    never_fused: frozenset[int] = frozenset()
     if level == "compiled":
-        apart = frozenset(i for i, kernel in enumerate(segment.kernels) if _sums_tokens(segment, kernel))
+        never_fused = frozenset(i for i, kernel in enumerate(segment.kernels) if _sums_tokens(segment, kernel))
     elif unfused_parts:
-        apart = frozenset(_of_parts(segment.kernels, unfused_parts))
-    read = _read_twice(form, level, apart)
+        never_fused = frozenset(_of_parts(segment.kernels, unfused_parts))
+    read = _read_twice(form, level, never_fused)
     large = tuple([sum([tensors[t].size_bytes for t in views]) >= _SMALL_BYTES for views in read])
-    storages, groups = _groups(form, level, fused_loss, apart, large)
+    storages, groups = _groups(form, level, fused_loss, never_fused, large)
     whole: dict[int, int] = {}
     for place in storages:
         view = tensors[place]
@@ -215,21 +215,21 @@ _Pair = tuple[int, int, tuple[int, ...]]
 
 
 @lru_cache(maxsize=4096)
-def _read_twice(form: Form, level: str, apart: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+def _read_twice(form: Form, level: str, never_fused: frozenset[int]) -> tuple[tuple[int, ...], ...]:
     """Tensors, of one storage each, for whose sake two kernels may be one if the tensors are large."""
-    return tuple(views for _, _, views in _pairs(form, level, True, apart) if views)
+    return tuple(views for _, _, views in _pairs(form, level, True, never_fused) if views)
 
 
-def _pairs(form: Form, level: str, fused_loss: bool, apart: frozenset[int]) -> Iterator[_Pair]:
+def _pairs(form: Form, level: str, fused_loss: bool, never_fused: frozenset[int]) -> Iterator[_Pair]:
     """Yield pairs that may be one kernel, in order."""
     kernels, made_by = form.segment.kernels, _makers(form.segment)
     runs = _runs(kernels)
     last_reader: dict[int, int] = {}
     for index, kernel in enumerate(kernels):
-        if kernel.kind not in _FUSIBLE or index in apart:
+        if kernel.kind not in _FUSIBLE or index in never_fused:
             continue
         for maker in sorted(made_by[index], reverse=True):
-            if maker in apart or kernels[maker].kind not in _FUSIBLE:
+            if maker in never_fused or kernels[maker].kind not in _FUSIBLE:
                 continue
             if level == "compiled" or _one_kernel(kernels[maker], kernel, fused_loss):
                 yield maker, index, ()
@@ -244,7 +244,7 @@ def _pairs(form: Form, level: str, fused_loss: bool, apart: frozenset[int]) -> I
 
 @lru_cache(maxsize=4096)
 def _groups(
-    form: Form, level: str, fused_loss: bool, apart: frozenset[int], large: tuple[bool, ...]
+    form: Form, level: str, fused_loss: bool, never_fused: frozenset[int], large: tuple[bool, ...]
 ) -> tuple[tuple[int, ...], tuple[_Group, ...]]:
     """Tensors of what is moved, and the groups, earliest first.
 
@@ -252,27 +252,27 @@ def _groups(
         large: Whether each thing that ``_read_twice`` names is large.
     """
     flow, sizes = _Flow(form.segment), iter(large)
-    for first, second, views in _pairs(form, level, fused_loss, apart):
+    for first, second, views in _pairs(form, level, fused_loss, never_fused):
         if not views or next(sizes):
             flow.join(first, second)
     groups = list(flow.order())
     moved = _Moved(form.segment, groups)
-    found = tuple(moved.group(group) for group in groups)
+    formed = tuple(moved.group(group) for group in groups)
     touched = {
-        form.segment.tensors[t].storage for group in found for views in (*group.read, *group.written) for t in views
+        form.segment.tensors[t].storage for group in formed for views in (*group.read, *group.written) for t in views
     }
-    return tuple(i for i, t in enumerate(form.segment.tensors) if t.storage in touched), found
+    return tuple(i for i, t in enumerate(form.segment.tensors) if t.storage in touched), formed
 
 
 def _makers(segment: RankSegment) -> list[set[int]]:
     """Kernels that made what each kernel reads."""
-    found: list[set[int]] = []
+    makers: list[set[int]] = []
     made_by: dict[int, int] = {}
     for index, kernel in enumerate(segment.kernels):
         read = {segment.tensors[t].storage for t in kernel.inputs}
-        found.append({made_by[storage] for storage in read if storage in made_by})
+        makers.append({made_by[storage] for storage in read if storage in made_by})
         made_by.update((segment.tensors[t].storage, index) for t in kernel.outputs)
-    return found
+    return makers
 
 
 class _Flow:
@@ -298,14 +298,14 @@ class _Flow:
             return
         both = self._group[first] | self._group[second]
         before = (self._before[first] | self._before[second]) & ~both
-        behind = (self._behind[first] | self._behind[second]) & ~both
-        if before & behind:
+        later = (self._behind[first] | self._behind[second]) & ~both
+        if before & later:
             return
         for index in _bits(both):
-            self._group[index], self._before[index], self._behind[index] = both, before, behind
+            self._group[index], self._before[index], self._behind[index] = both, before, later
         for index in _bits(before):
-            self._behind[index] |= behind | both
-        for index in _bits(behind):
+            self._behind[index] |= later | both
+        for index in _bits(later):
             self._before[index] |= before | both
 
     def order(self) -> Iterator[list[int]]:
@@ -364,11 +364,11 @@ def _sums_tokens(segment: RankSegment, kernel: Kernel) -> bool:
 
 def _views(segment: RankSegment, tensors: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Distinct tensors by storage: bytes touched of a storage are theirs added up."""
-    found: dict[int, tuple[int, ...]] = {}
+    by_storage: dict[int, tuple[int, ...]] = {}
     for tensor in dict.fromkeys(tensors):
         storage = segment.tensors[tensor].storage
-        found[storage] = (*found.get(storage, ()), tensor)
-    return found
+        by_storage[storage] = (*by_storage.get(storage, ()), tensor)
+    return by_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ class _Moved:
         tensors = self._segment.tensors
         members = [self._segment.kernels[index] for index in group]
         inputs = [t for t in self._inputs(group) if tensors[t].storage not in self._again]
-        outputs = [t for k in members for t in k.outputs if self._needed(tensors[t], set(group))]
+        outputs = [t for k in members for t in k.outputs if self._is_read_outside(tensors[t], set(group))]
         kind = min((k.kind for k in members if k.kind is not None), key=_FUSIBLE.index)
         return _Group(
             tuple(group),
@@ -462,7 +462,7 @@ class _Moved:
         read = (t for index in group for t in kernels[index].inputs)
         return list(dict.fromkeys(t for t in read if tensors[t].storage not in inside))
 
-    def _needed(self, tensor: LocalTensor, group: set[int]) -> bool:
+    def _is_read_outside(self, tensor: LocalTensor, group: set[int]) -> bool:
         """Whether somebody outside reads a tensor of a group; what nobody reads at all leaves the segment."""
         if tensor.storage in self._again:
             return False
@@ -506,7 +506,7 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
     backward, wide = kernel.stage is not Stage.FORWARD, kernel.dtype == "float32"
     elements = (kernel.bytes_read + kernel.bytes_written) / ((6 if backward else 4) * (2 if wide else 1))
     forward = _NORM_WIDE_FORWARD if wide else _NORM_FORWARD
-    return _apart(
+    return _split_into_passes(
         kernel, "eager_norm", elements, (_NORM_WIDE_BACKWARD if wide else _NORM_BACKWARD) if backward else forward
     )
 
@@ -524,10 +524,12 @@ def eager_gelu(kernel: Kernel, *, wide: bool, erf: bool = False) -> tuple[Kernel
     elements = (kernel.bytes_read + kernel.bytes_written) / (6 if backward else 4)
     by_tanh = (_GELU_WIDE_FORWARD, _GELU_WIDE_BACKWARD) if wide else (_GELU_FORWARD, _GELU_BACKWARD)
     forward_passes, backward_passes = (_GELU_ERF_FORWARD, _GELU_ERF_BACKWARD) if erf else by_tanh
-    return _apart(kernel, "eager_gelu", elements, backward_passes if backward else forward_passes)
+    return _split_into_passes(kernel, "eager_gelu", elements, backward_passes if backward else forward_passes)
 
 
-def _apart(kernel: Kernel, name: str, elements: float, passes: Sequence[tuple[int, int]]) -> tuple[Kernel, ...]:
+def _split_into_passes(
+    kernel: Kernel, name: str, elements: float, passes: Sequence[tuple[int, int]]
+) -> tuple[Kernel, ...]:
     """A kernel as operations that read and write so many bytes of each of its elements."""
 
     def of(index: int, moved: tuple[int, int]) -> Kernel:
@@ -601,8 +603,8 @@ def _shared(kernel: Kernel, tensors: Sequence[LocalTensor], stage: Stage) -> obj
     product = kernel.detail
     assert isinstance(product, Product)
     if stage is Stage.FORWARD:
-        found = [tensors[t] for t in kernel.inputs if tensors[t].role is not Role.PARAMETER]
-        return (found[0].storage, product.m, product.k) if len(found) == 1 else None
+        activations = [tensors[t] for t in kernel.inputs if tensors[t].role is not Role.PARAMETER]
+        return (activations[0].storage, product.m, product.k) if len(activations) == 1 else None
     if len(kernel.inputs) != 2:
         return None
     return tensors[kernel.inputs[1]].storage, product.n, product.k
@@ -615,7 +617,7 @@ def _share_input(
     for index, kernel in enumerate(kernels):
         if _is_plain(kernel, stage, modules) and (key := _shared(kernel, tensors, stage)) is not None:
             families.setdefault(key, []).append(index)
-    gone: set[int] = set()
+    merged_away: set[int] = set()
     for members in families.values():
         if len(members) < 2:
             continue
@@ -624,8 +626,8 @@ def _share_input(
         wide = sum(_product(k).n if stage is Stage.FORWARD else _product(k).m for k in parts)
         side = {"n": wide} if stage is Stage.FORWARD else {"m": wide}
         kernels[place] = _merged(parts, dataclasses.replace(_product(parts[0]), **side), tensors)
-        gone.update(i for i in members if i != place)
-    return [kernel for index, kernel in enumerate(kernels) if index not in gone]
+        merged_away.update(i for i in members if i != place)
+    return [kernel for index, kernel in enumerate(kernels) if index not in merged_away]
 
 
 def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor], modules: Sequence[str]) -> list[Kernel]:
@@ -635,7 +637,7 @@ def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor], modules: Sequ
         for index, k in enumerate(kernels)
         if _is_plain(k, Stage.BACKWARD_INPUT, modules) and len(k.outputs) == 1
     }
-    gone: set[int] = set()
+    merged_away: set[int] = set()
     for index, kernel in enumerate(kernels):
         if (
             kernel.kind is not OpKind.ELEMENTWISE
@@ -654,9 +656,9 @@ def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor], modules: Sequ
             [kernels[first], kernels[last]], dataclasses.replace(left, k=left.k + right.k), tensors, kernel.outputs
         )
         kernels[last] = whole
-        gone |= {first, index}
+        merged_away |= {first, index}
         makers[tensors[kernel.outputs[0]].storage] = last
-    return [kernel for index, kernel in enumerate(kernels) if index not in gone]
+    return [kernel for index, kernel in enumerate(kernels) if index not in merged_away]
 
 
 def _product(kernel: Kernel) -> Product:

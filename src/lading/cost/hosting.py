@@ -55,10 +55,10 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
     Raises:
         ConfigError: the machine has no such tier.
     """
-    found = [_tier_s(size_bytes, one, out, both) for one in _way(machine, tier)]
+    hop_seconds = [_tier_s(size_bytes, one, out, both) for one in _way(machine, tier)]
     if isinstance(size_bytes, np.ndarray):
-        return np.where(size_bytes > 0, np.maximum.reduce(found), 0.0)
-    return max(found) if size_bytes else 0.0
+        return np.where(size_bytes > 0, np.maximum.reduce(hop_seconds), 0.0)
+    return max(hop_seconds) if size_bytes else 0.0
 
 
 def _way(machine: Machine, tier: str) -> Iterator[Tier]:
@@ -141,15 +141,15 @@ def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[
     if not layout.offload:
         return ()
     tier = machine.offload_tier(layout.offload_to).name
-    said = [*assumptions(machine, f"tiers.{tier}", tier)]
+    sentences = [*assumptions(machine, f"tiers.{tier}", tier)]
     if layout.updates_on_host:
-        said += assumptions(machine, "host_device", "host")
-        said.append(
+        sentences += assumptions(machine, "host_device", "host")
+        sentences.append(
             f"host: its update ({stack.host_update}, {update_bytes(stack):g} bytes an element) reaches "
             f"{host_share(stack):.0%} of what its memory allows (5% to 22% in six published runs of DeepSpeed and "
             "Megatron-Core, 70% with threads bound and kernels fused)"
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def move_seconds(size_bytes: int, tier: Tier, direction: Literal["read", "write"]) -> float:

@@ -144,15 +144,15 @@ def seconds(
         device = device if name == _WIDE else _in_fp32(device)
     on = _LONGER.get(kernel, _LONGER[""])
     longer = on.get(rates.architecture, on[""])[attention.backward]
-    found = _pass_rates(rates, name, attention.backward)
+    pass_rates = _pass_rates(rates, name, attention.backward)
     peak = peak_flops(device, dtype)
-    slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * found.power_share
-    total, longest = _work(_in_tiles(attention) if kernel == "masked" else attention, found)
-    reach = found.reach_at((attention.qk_dim + attention.v_dim) / 2)
-    rate = peak * gpu.speed * reach / slow * found.exponentials ** log2(gpu.exponentials)
+    slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * pass_rates.power_share
+    total, longest = _work(_in_tiles(attention) if kernel == "masked" else attention, pass_rates)
+    reach = pass_rates.reach_at((attention.qk_dim + attention.v_dim) / 2)
+    rate = peak * gpu.speed * reach / slow * pass_rates.exponentials ** log2(gpu.exponentials)
     memory = _bytes(attention, dtype) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
     longest *= gpu.num_sms
-    parts = ((total + found.tail * longest) / rate, longest / rate, memory)
+    parts = ((total + pass_rates.tail * longest) / rate, longest / rate, memory)
     return longer * sum(part**_SMOOTH for part in parts) ** (1 / _SMOOTH) + rates.memory.fixed_s
 
 
@@ -195,10 +195,10 @@ def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
     pair = 2.0 * width
     queries, keys = attention.query_tokens, attention.key_tokens
     pairs = attention.pairs + (queries * rates.block / 2 if attention.causal else 0.0)
-    own = min(float(keys), attention.window or keys)
+    visible_keys = min(float(keys), attention.window or keys)
     heads = attention.batch * attention.heads
     total = heads * (min(pairs, float(queries * keys)) + queries * rates.prologue_keys) * pair
-    return total, min(rates.block, queries) * (own + rates.prologue_keys) * pair
+    return total, min(rates.block, queries) * (visible_keys + rates.prologue_keys) * pair
 
 
 def _bytes(attention: Attention, dtype: str) -> float:
@@ -445,8 +445,8 @@ def memory_s(size_bytes: float, kind: str, device: Device) -> float:
     """
     bandwidth = device.memory_bandwidth_bytes_per_s
     if device.gpu is None:
-        own = kind.removesuffix(".fused")
-        rate = device.rates.get(own, device.rates.get(own.removesuffix("_backward")))
+        plain_kind = kind.removesuffix(".fused")
+        rate = device.rates.get(plain_kind, device.rates.get(plain_kind.removesuffix("_backward")))
         return size_bytes / (rate.at(size_bytes) if rate and size_bytes else bandwidth)
     rates = kernel_rates(device.gpu.architecture).memory
     known = rates.classes
@@ -477,8 +477,8 @@ def adam_bytes(stack: Stack) -> float:
     gradient = (4.0 if stack.gradient_dtype == "float32" else 2.0) + (4 if wide else 2) * passes
     if stack.master_weights:
         return gradient + 8 * (stack.moments + 1) + 2
-    own = 8.0 if stack.parameters_dtype == "float32" else 4.0
-    return gradient + stack.moments * own + own
+    parameter_bytes = 8.0 if stack.parameters_dtype == "float32" else 4.0
+    return gradient + stack.moments * parameter_bytes + parameter_bytes
 
 
 def clip_s(elements: float, stack: Stack, device: Device) -> float:

@@ -86,16 +86,18 @@ def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
         for storage in _storages(kernel.outputs, segment)
     }
     dropped: set[int] = set()
-    found = list(kernels)
+    rewritten = list(kernels)
     for index, kernel in enumerate(kernels):
-        own = {s for s in _storages(kernel.inputs, segment) if s in cleared}
-        if _operation(kernel) not in _SCATTERS or not own:
+        cleared_inputs = {s for s in _storages(kernel.inputs, segment) if s in cleared}
+        if _operation(kernel) not in _SCATTERS or not cleared_inputs:
             continue
-        rows = sum(segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage not in own)
-        sums = max(segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage in own)
-        found[index] = replace(kernel, kind=OpKind.GATHER, bytes_read=rows, bytes_written=sums)
-        dropped |= {cleared[storage] for storage in own}
-    return [kernel for index, kernel in enumerate(found) if index not in dropped]
+        rows = sum(
+            segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage not in cleared_inputs
+        )
+        sums = max(segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage in cleared_inputs)
+        rewritten[index] = replace(kernel, kind=OpKind.GATHER, bytes_read=rows, bytes_written=sums)
+        dropped |= {cleared[storage] for storage in cleared_inputs}
+    return [kernel for index, kernel in enumerate(rewritten) if index not in dropped]
 
 
 def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
@@ -110,13 +112,13 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
         and _storages(kernel.outputs, segment) & read
     ]
     cast = {s for kernel in between for s in _storages(kernel.outputs, segment)}
-    found: list[Kernel] = []
+    rewritten: list[Kernel] = []
     for kernel in kernels:
         if any(kernel is other for other in between):
             continue
         quantized = kernel.is_experts and _storages(kernel.inputs, segment) & cast
-        found.append(replace(kernel, name=kernel.name + QUANTIZED) if quantized else kernel)
-    return found
+        rewritten.append(replace(kernel, name=kernel.name + QUANTIZED) if quantized else kernel)
+    return rewritten
 
 
 def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, ...]:
@@ -126,20 +128,20 @@ def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, 
     """
     weights = _storages((tensor for tensor, _ in segment.parameters), segment)
     cast: dict[Stage, set[int]] = {stage: set() for stage in Stage}
-    found: list[Kernel] = []
+    rewritten: list[Kernel] = []
     for kernel in kernels:
         read = _storages(kernel.inputs, segment) - weights if isinstance(kernel.detail, Product) else set[int]()
         again = read & cast[kernel.stage]
         cast[kernel.stage] |= read
-        found.append(replace(kernel, name=kernel.name + QUANTIZED) if again else kernel)
-    return tuple(found)
+        rewritten.append(replace(kernel, name=kernel.name + QUANTIZED) if again else kernel)
+    return tuple(rewritten)
 
 
 def looked_for(kernels: Sequence[Kernel], segment: RankSegment, *, compiled: bool) -> tuple[Kernel, ...]:
     """Products whose operand comes from a kernel that finds its largest element, a collective between them or not."""
     weights = _storages((tensor for tensor, _ in segment.parameters), segment)
     makers: dict[int, Kernel] = {}
-    found: list[Kernel] = []
+    rewritten: list[Kernel] = []
     for kernel in kernels:
         read = _storages(kernel.inputs, segment) - weights
         before = [makers[storage] for storage in read if storage in makers]
@@ -149,8 +151,8 @@ def looked_for(kernels: Sequence[Kernel], segment: RankSegment, *, compiled: boo
                 kernel = replace(kernel, name=kernel.name + LOOKED)  # noqa: PLW2901
         maker = before[0] if isinstance(kernel.detail, Collective) and before else kernel
         makers.update(dict.fromkeys(_storages(kernel.outputs, segment), maker))
-        found.append(kernel)
-    return tuple(found)
+        rewritten.append(kernel)
+    return tuple(rewritten)
 
 
 def _turned(kernels: Sequence[Kernel]) -> Iterable[Kernel]:

@@ -52,19 +52,19 @@ def shared_s(rule: MatrixRule, rows: int, columns: int, machine: Machine, launch
     """
     short, long = sorted((rows, columns))
     precision, width = precision_of(rule), DTYPE_BYTES[rule.product_dtype]
-    found: list[float] = []
+    seconds_by_gang: list[float] = []
     for ranks in GANGS:
         shared = rule.shared_work(-(-short // ranks), short, long)
         if shared is None or short < 64 * ranks or (machine.links and ranks > machine.links[0].ranks):
             break
         rounds, step = shared
-        own = direction_s(step, short * long // ranks, machine.device, precision, launch_s)
+        share_s = direction_s(step, short * long // ranks, machine.device, precision, launch_s)
         group = group_of_ranks(ranks, machine)
         sizes = (short * short * width, short * long * width)
         met = sum(collective_s("all_gather", size, group, machine) for size in sizes)
-        told = collective_s("broadcast", sizes[1], group, machine)
-        found.append(rounds * (own + met) + told)
-    return tuple(found)
+        broadcast_s = collective_s("broadcast", sizes[1], group, machine)
+        seconds_by_gang.append(rounds * (share_s + met) + broadcast_s)
+    return tuple(seconds_by_gang)
 
 
 def eigen_share(rows: int, device: Device) -> float:

@@ -71,7 +71,7 @@ class Update:
 
 def update_of(
     matrices: Mapping[BlockMatrix, int],
-    kept: float,
+    num_elements: float,
     rule: MatrixRule,
     layout: Layout,
     stack: Stack,
@@ -81,7 +81,7 @@ def update_of(
 
     Args:
         matrices: Matrices of blocks, each as often as its block stands on the rank.
-        kept: Elements of them that one device updates.
+        num_elements: Elements of them that one device updates.
     Raises:
         ConfigError: the machine has no rate or no link that it takes.
     """
@@ -91,14 +91,14 @@ def update_of(
     first, last, both = ways[0] / GROUPS, ways[1] / GROUPS, sum(ways) / GROUPS
     computed = directions.seconds / GROUPS
     exposed = first + last + (GROUPS - 1) * max(0.0, both - computed)
-    own = step_s(kept, _elementwise_bytes(rule, stack), machine.device)
+    elementwise_s = step_s(num_elements, _elementwise_bytes(rule, stack), machine.device)
     if machine.processes is not None:
-        own *= machine.processes.slower("memory-bound", layout.devices)
+        elementwise_s *= machine.processes.slower("memory-bound", layout.devices)
     number = sum(m.count * n for m, n in matrices.items())
     tensors = sum(n for (_, n) in {(m.name, n) for m, n in matrices.items()})
     launched = _KERNELS * tensors * stack.launch_s
-    cut = kept * rule.cut_states
-    seconds = directions.seconds + exposed + max(own, launched)
+    cut = num_elements * rule.cut_states
+    seconds = directions.seconds + exposed + max(elementwise_s, launched)
     return Update(seconds, exposed, directions, ranks, number, _moved_bytes(matrices, rule, layout, stack), cut)
 
 
@@ -112,14 +112,14 @@ def _kinds(
     matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
 ) -> tuple[Kind, ...]:
     """Group equal matrices into kinds, the longest update first."""
-    found: dict[tuple[float, int], int] = {}
+    counts: dict[tuple[float, int], int] = {}
     shared = machine.processes
     slower = shared.slower("products", layout.devices) if shared is not None else 1.0
     for matrix, times in matrices.items():
         seconds = matrix_s(matrix.rows, matrix.columns, rule, stack, machine) * slower
         key = seconds, 4 * rule.state_elements(matrix.rows, matrix.columns)[1]
-        found[key] = found.get(key, 0) + matrix.count * times
-    return tuple(Kind(seconds, size, (), count) for (seconds, size), count in sorted(found.items(), reverse=True))
+        counts[key] = counts.get(key, 0) + matrix.count * times
+    return tuple(Kind(seconds, size, (), count) for (seconds, size), count in sorted(counts.items(), reverse=True))
 
 
 @lru_cache(maxsize=4096)
@@ -159,10 +159,12 @@ def _ways_s(
     if layout.zero or layout.dp * layout.cp == 1:
         way = GROUPS * collective_s("all_to_all", part, group, machine)
         return way, way
-    apart = GROUPS * collective_s("all_to_all", part * (1 - 1 / layout.tp), group, machine) if layout.tp > 1 else 0.0
+    across_tp_s = (
+        GROUPS * collective_s("all_to_all", part * (1 - 1 / layout.tp), group, machine) if layout.tp > 1 else 0.0
+    )
     replicas = group_of(layout, "dp", machine)
     back = GROUPS * collective_s("all_gather", size / layout.tp / GROUPS, replicas, machine)
-    return apart, back
+    return across_tp_s, back
 
 
 def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack) -> float:
@@ -180,12 +182,12 @@ def assumed_of_updates(name: str, rule: MatrixRule, parameters: Sequence[str], d
     Args:
         parameters: Parameters that are matrices, by name within their block.
     """
-    found = [
+    sentences = [
         f"{name} moves {', '.join(parameters)} of every block, parts of fused ones and experts apart; "
         f"{type(default_rule()).__name__} the rest",
         f"{name}: owners among all ranks of a pipeline stage, {GROUPS} overlapping groups of all-to-alls; no such step "
         "was measured on a cluster",
     ]
     if rule.work(2, 2).eigen:
-        found.append(f"{name}: decompositions reach {eigen_share(4096, device):.0%} of the fp32 peak")
-    return tuple(found)
+        sentences.append(f"{name}: decompositions reach {eigen_share(4096, device):.0%} of the fp32 peak")
+    return tuple(sentences)

@@ -54,11 +54,11 @@ class Pattern:
 
     Attributes:
         shared: (kind, place in ``GANGS``) of each matrix it works on with others, largest gang first.
-        alone: Matrices of each kind that it owns alone.
+        unshared: Matrices of each kind that it owns alone.
     """
 
     shared: tuple[tuple[int, int], ...]
-    alone: tuple[int, ...]
+    unshared: tuple[int, ...]
 
 
 #: Patterns, and how many ranks have each.
@@ -94,17 +94,19 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
     rest = tuple(replace(kind, count=kind.count - ranks * n) for kind, n in zip(kinds, base, strict=True))
     even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
     even_bytes = sum(kind.state_bytes * n for kind, n in zip(kinds, base, strict=True))
-    high, kept = _filled(rest, ranks)
+    high, max_state_bytes = _filled(rest, ranks)
     low = max(bound - even_s, *(kind.seconds for kind in rest if kind.count), 0.0)
     if len(kinds) <= MOST_KINDS and high > low * (1 + _CLOSE):
-        least, packing = shortest([kind for kind in rest if kind.count], ranks, None, low, high)
+        bound_s, packing = shortest([kind for kind in rest if kind.count], ranks, None, low, high)
         if not any(base):
-            bound = max(bound, least)
+            bound = max(bound, bound_s)
         if packing is not None:
             left = [kind for kind in rest if kind.count]
             high = max(seconds_of(left, pattern) for pattern, _ in packing)
-            kept = max(sum(k.state_bytes * n for k, n in zip(left, p.alone, strict=True)) for p, _ in packing)
-    return Spread(even_s + high, bound, mean_s, even_bytes + kept)
+            max_state_bytes = max(
+                sum(k.state_bytes * n for k, n in zip(left, p.unshared, strict=True)) for p, _ in packing
+            )
+    return Spread(even_s + high, bound, mean_s, even_bytes + max_state_bytes)
 
 
 def _on_every(kinds: Sequence[Kind], ranks: int, bound: float) -> list[int]:
@@ -120,18 +122,18 @@ def _on_every(kinds: Sequence[Kind], ranks: int, bound: float) -> list[int]:
 
 def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
     """Seconds and bytes of the fullest rank when each kind, longest first, goes to the ranks with least work."""
-    loads, kept = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
+    loads, state_bytes = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
     for kind in kinds:
         left = kind.count
         while left:
             number = min(left, ranks)
-            least = np.argsort(loads, kind="stable")[:number]
+            least_loaded = np.argsort(loads, kind="stable")[:number]
             # No more at once than leaves those that get one behind the next that gets none.
-            number = max(1, int(np.searchsorted(loads[least], loads[least[0]] + kind.seconds)))
-            loads[least[:number]] += kind.seconds
-            kept[least[:number]] += kind.state_bytes
+            number = max(1, int(np.searchsorted(loads[least_loaded], loads[least_loaded[0]] + kind.seconds)))
+            loads[least_loaded[:number]] += kind.seconds
+            state_bytes[least_loaded[:number]] += kind.state_bytes
             left -= min(number, left)
-    return float(loads.max()), int(kept.max())
+    return float(loads.max()), int(state_bytes.max())
 
 
 def shortest(
@@ -147,25 +149,25 @@ def shortest(
     levels = _levels(kinds, cap_bytes, low_s, high_s)
     if levels is None:
         return low_s, None
-    first, last, bound, found = 0, len(levels), low_s, None
+    first, last, bound, best_packing = 0, len(levels), low_s, None
     while first < last:
         middle = (first + last) // 2
-        patterns = list(itertools.islice(_alone(kinds, cap_bytes, levels[middle], ()), _MOST_PATTERNS + 1))
+        patterns = list(itertools.islice(_patterns_within(kinds, cap_bytes, levels[middle], ()), _MOST_PATTERNS + 1))
         possible, packing = _packing(kinds, patterns, ranks)
         if packing is not None:
-            last, found = middle, packing
+            last, best_packing = middle, packing
             continue
         if not possible:
             bound = levels[middle + 1] if middle + 1 < len(levels) else high_s
         first = middle + 1
-    return max(bound, levels[0] if len(levels) else high_s), found
+    return max(bound, levels[0] if len(levels) else high_s), best_packing
 
 
 def shortest_shared(
     kinds: Sequence[Kind], ranks: int, cap_bytes: int | None, low_s: float, high_s: float
 ) -> Packing | None:
     """Patterns with gangs, as much shorter than ``high_s`` as bisection finds them; None if none are."""
-    found: Packing | None = None
+    best_packing: Packing | None = None
     while high_s > low_s * (1 + _NEAR):
         level = (low_s + high_s) / 2 if high_s < 1.2 * low_s else (low_s * 2 + high_s) / 3
         patterns = list(itertools.islice(_sharing(kinds, cap_bytes, level, ranks), _MOST_PATTERNS))
@@ -173,14 +175,14 @@ def shortest_shared(
         if packing is None:
             low_s = level
         else:
-            found, high_s = packing, max(seconds_of(kinds, pattern) for pattern, _ in packing)
-    return found
+            best_packing, high_s = packing, max(seconds_of(kinds, pattern) for pattern, _ in packing)
+    return best_packing
 
 
 def seconds_of(kinds: Sequence[Kind], pattern: Pattern) -> float:
     """Seconds that a rank of a pattern works."""
     shared = sum(kinds[kind].shared_s[place] for kind, place in pattern.shared)
-    return shared + sum(kind.seconds * count for kind, count in zip(kinds, pattern.alone, strict=True))
+    return shared + sum(kind.seconds * count for kind, count in zip(kinds, pattern.unshared, strict=True))
 
 
 def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: float) -> list[float] | None:
@@ -193,14 +195,14 @@ def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: 
     within = (seconds >= low_s * (1 - _SAME)) & (seconds < high_s * (1 - 1e-6))
     if cap_bytes is not None:
         within &= np.array([kind.state_bytes for kind in kinds]) @ grid <= cap_bytes
-    found: list[float] = []
+    levels: list[float] = []
     for value in np.sort(seconds[within]).tolist():
-        if not found or value > found[-1] * (1 + _SAME):
-            found.append(value)
-    return found
+        if not levels or value > levels[-1] * (1 + _SAME):
+            levels.append(value)
+    return levels
 
 
-def _alone(
+def _patterns_within(
     kinds: Sequence[Kind], cap_bytes: int | None, level: float, shared: tuple[tuple[int, int], ...]
 ) -> Iterator[Pattern]:
     """Patterns of at most ``level`` seconds with what is shared; as many of the shortest kind as fit."""
@@ -231,10 +233,10 @@ def _sharing(kinds: Sequence[Kind], cap_bytes: int | None, level: float, ranks: 
         if place < len(matrices.shared_s) and GANGS[place] <= ranks
         if matrices.seconds > level / 4 and matrices.shared_s[place] <= level
     ]
-    yield from _alone(kinds, cap_bytes, level, ())
+    yield from _patterns_within(kinds, cap_bytes, level, ())
     for length in range(1, _MOST_SHARED + 1):
         for shared in itertools.combinations_with_replacement(pieces, length):
-            yield from _alone(kinds, cap_bytes, level, shared)
+            yield from _patterns_within(kinds, cap_bytes, level, shared)
 
 
 def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> tuple[bool, Packing | None]:
@@ -248,7 +250,7 @@ def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> 
         return False, None
     if len(patterns) > _MOST_PATTERNS:
         return True, None
-    alone = np.array([pattern.alone for pattern in patterns], dtype=float)
+    alone = np.array([pattern.unshared for pattern in patterns], dtype=float)
     lists = {shared: n for n, shared in enumerate(dict.fromkeys(p.shared for p in patterns if p.shared))}
     done = np.zeros((len(kinds) + len(lists) + 1, len(patterns) + len(lists)))
     done[: len(kinds), : len(patterns)] = alone.T

@@ -112,7 +112,9 @@ def product_s(
     peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
     slow = (1 + sustained * (limit - 1)) * narrow
     bandwidth = device.memory_bandwidth_bytes_per_s
-    return _known(product, (operand, element), peak * gpu.speed / slow, bandwidth, gpu.num_sms, gpu.architecture)
+    return _cached_product_s(
+        product, (operand, element), peak * gpu.speed / slow, bandwidth, gpu.num_sms, gpu.architecture
+    )
 
 
 def floor_s(
@@ -127,18 +129,21 @@ def floor_s(
         raise ConfigError(f"expected a device whose kernels were measured, got {device.name}")
     rates = kernel_rates(gpu.architecture)
     peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
-    own, grouped = _rates_of(gpu.architecture, operand), product.groups > 1
-    bandwidth = device.memory_bandwidth_bytes_per_s * own.memory_share
+    product_rates, grouped = _rates_of(gpu.architecture, operand), product.groups > 1
+    bandwidth = device.memory_bandwidth_bytes_per_s * product_rates.memory_share
     outputs = float(product.groups * product.m * product.n)
     written = outputs * element * (2.0 if product.accumulates else 1.0)
     reads = operand * product.groups * product.k * (product.m + product.n)
-    loads = min(1 + own.operand_columns * (1 / rows + 1 / columns) for rows, columns in own.tiles)
-    rate = peak * gpu.speed / (limit * narrow) * own.reach * (own.group_reach if grouped else 1.0)
-    compute = 2.0 * outputs * (product.k + own.prologue_k) * loads / rate + own.epilogue_share * written / bandwidth
+    loads = min(1 + product_rates.operand_columns * (1 / rows + 1 / columns) for rows, columns in product_rates.tiles)
+    rate = peak * gpu.speed / (limit * narrow) * product_rates.reach * (product_rates.group_reach if grouped else 1.0)
+    compute = (
+        2.0 * outputs * (product.k + product_rates.prologue_k) * loads / rate
+        + product_rates.epilogue_share * written / bandwidth
+    )
     memory = (reads + written) / bandwidth
     rounded = product.k if of_weight else product.m
-    kept = (rounded - 1) / rounded if grouped else 1.0
-    return kept * (compute**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH), own.fixed_s
+    rows_left_share = (rounded - 1) / rounded if grouped else 1.0
+    return rows_left_share * (compute**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH), product_rates.fixed_s
 
 
 def _terms(
@@ -154,7 +159,7 @@ def _terms(
 
 
 @lru_cache(maxsize=1 << 14)
-def _known(
+def _cached_product_s(
     product: Product,
     element_bytes: tuple[float, float],
     peak: float,
@@ -175,8 +180,8 @@ def _rates_of(architecture: str, operand_bytes: float) -> ProductRates:
     rates = kernel_rates(architecture).product
     if operand_bytes < _SUM_BYTES:
         return rates
-    least = min(1 + rates.operand_columns * (1 / rows + 1 / columns) for rows, columns in rates.tiles)
-    return replace(rates, reach=rates.float32_reach * least)
+    min_loads = min(1 + rates.operand_columns * (1 / rows + 1 / columns) for rows, columns in rates.tiles)
+    return replace(rates, reach=rates.float32_reach * min_loads)
 
 
 def unaligned(product: Product, operand_bytes: float, rates: ProductRates, *, of_weight: bool = False) -> float:

@@ -32,11 +32,13 @@ def cold_bytes(graph: StepGraph, cache_bytes: int) -> list[int]:
 
 def touched_bytes(graph: StepGraph, op: Op) -> dict[int, int]:
     """Bytes of each storage that an operation reads or writes; of a table that it looks up, those of its result."""
-    most = max((graph.tensors[t].touched_bytes for t in op.outputs), default=0) if op.kind is OpKind.GATHER else None
+    max_result_bytes = (
+        max((graph.tensors[t].touched_bytes for t in op.outputs), default=0) if op.kind is OpKind.GATHER else None
+    )
     sizes: dict[int, int] = {}
     for tensor in (*op.inputs, *op.mutates, *op.outputs):
         size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
-        sizes[storage] = max(sizes.get(storage, 0), size if most is None else min(size, most))
+        sizes[storage] = max(sizes.get(storage, 0), size if max_result_bytes is None else min(size, max_result_bytes))
     return sizes
 
 
@@ -52,11 +54,11 @@ class _Cache:
         """Touch so many bytes of each storage; returns those that were not there."""
         missed = 0
         for storage, size in sizes.items():
-            there = self._sizes.pop(storage, 0)
-            missed += max(0, size - there)
-            left = min(max(size, there), self._room)
+            cached_bytes = self._sizes.pop(storage, 0)
+            missed += max(0, size - cached_bytes)
+            left = min(max(size, cached_bytes), self._room)
             self._sizes[storage] = left
-            self._taken += left - there
+            self._taken += left - cached_bytes
         while self._taken > self._room:
             self._taken -= self._sizes.popitem(last=False)[1]
         return missed

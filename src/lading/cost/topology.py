@@ -70,28 +70,28 @@ def group_of(layout: Layout, axis: str, machine: Machine, order: str = "tp-cp-dp
     return _group(layout, axis, machine.links, order, machine.name)
 
 
-def group_of_ranks(ranks: int, machine: Machine, apart: int = 1, devices: int = 0) -> Group:
-    """``ranks`` ranks whose numbers are ``apart`` from each other, in a job of ``devices`` (at least they).
+def group_of_ranks(ranks: int, machine: Machine, stride: int = 1, devices: int = 0) -> Group:
+    """``ranks`` ranks whose numbers are ``stride`` from each other, in a job of ``devices`` (at least they).
 
     Raises:
         ConfigError: no rank or no distance, or the machine has no links.
     """
-    if ranks < 1 or apart < 1:
-        raise ConfigError(f"group: expected ranks >= 1 and a distance >= 1, got {ranks} and {apart}")
+    if ranks < 1 or stride < 1:
+        raise ConfigError(f"group: expected ranks >= 1 and a distance >= 1, got {ranks} and {stride}")
     if ranks == 1:
         return Group(1, 1, 1)
     if machine.collectives and not machine.links:
         return Group(ranks, ranks)
-    devices = max(devices, ranks * apart)
+    devices = max(devices, ranks * stride)
     domain = _domain(devices, _links(machine.links, ranks, machine.name))
-    return _even(ranks, min(ranks, -(-domain // apart)), _busy(devices, machine.links))
+    return _even(ranks, min(ranks, -(-domain // stride)), _busy(devices, machine.links))
 
 
 @lru_cache(maxsize=4096)
 def _group(layout: Layout, axis: str, links: tuple[Link, ...], order: str, name: str) -> Group:
     if order not in ORDERS:
         raise ConfigError(f"order of ranks: expected one of {', '.join(ORDERS)}, got {order!r}")
-    ranks, apart = _extent(layout, axis)
+    ranks, stride = _extent(layout, axis)
     if ranks == 1:
         return Group(1, 1, 1)
     devices = layout.devices
@@ -101,7 +101,7 @@ def _group(layout: Layout, axis: str, links: tuple[Link, ...], order: str, name:
         hop = inner * layout.dp if order == ORDERS[0] else inner
         return Group(2, 2 if hop * layout.pp <= domain else 1, _busy(devices, links))
     jump = layout.pp if order == ORDERS[1] and axis != "world" else 1
-    places = range(0, min(ranks * apart, domain), apart)
+    places = range(0, min(ranks * stride, domain), stride)
     inside = sum(place % inner + place // inner * inner * jump < domain for place in places)
     return _even(ranks, inside, _busy(devices, links))
 

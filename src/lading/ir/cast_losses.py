@@ -29,44 +29,44 @@ def with_cast_losses(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int
     Storages and tensors keep their numbers. Also returns the index in ``graph`` of the operation that each operation of
     the result does a part of.
     """
-    found = cast_losses(graph)
-    return _CastLosses(graph, found, parts).result() if found else (graph, tuple(range(len(graph.ops))))
+    losses = cast_losses(graph)
+    return _CastLosses(graph, losses, parts).result() if losses else (graph, tuple(range(len(graph.ops))))
 
 
 class _CastLosses(RowParts[CastLoss]):
     """Rewriter of a step with its losses of narrow logits in parts."""
 
-    def __init__(self, graph: StepGraph, found: tuple[CastLoss, ...], parts: int) -> None:
-        losses = [cast.loss for cast in found]
+    def __init__(self, graph: StepGraph, casts: tuple[CastLoss, ...], parts: int) -> None:
+        losses = [cast.loss for cast in casts]
         unused = [s for loss in losses for s in (loss.logits, loss.scores, loss.chosen, loss.gradient)]
-        multiple = lcm(*(_aligned_rows(graph, cast) for cast in found))
-        super().__init__(graph, found, parts, [*unused, *(cast.narrow_gradient for cast in found)], multiple)
-        place = {cast.narrow_gradient: cast.narrow for cast in found}
+        multiple = lcm(*(_aligned_rows(graph, cast) for cast in casts))
+        super().__init__(graph, casts, parts, [*unused, *(cast.narrow_gradient for cast in casts)], multiple)
+        place = {cast.narrow_gradient: cast.narrow for cast in casts}
         self.tensors = [dataclasses.replace(t, storage=place.get(t.storage, t.storage)) for t in self.tensors]
 
-    def _narrow(self, found: CastLoss, rows: tuple[int, int]) -> int:
+    def _narrow(self, loss: CastLoss, rows: tuple[int, int]) -> int:
         """View of the narrow logits of a part (tokens of the part, words)."""
-        words = self.graph.tensors[self.graph.ops[found.total].inputs[0]].shape[1]
-        dtype, shape = self.graph.tensors[self.graph.ops[found.cast].inputs[0]].dtype, (rows[1] - rows[0], words)
-        return self._view(Tensor(found.narrow, dtype, shape, row_major(shape), offset=rows[0] * words))
+        words = self.graph.tensors[self.graph.ops[loss.total].inputs[0]].shape[1]
+        dtype, shape = self.graph.tensors[self.graph.ops[loss.cast].inputs[0]].dtype, (rows[1] - rows[0], words)
+        return self._view(Tensor(loss.narrow, dtype, shape, row_major(shape), offset=rows[0] * words))
 
-    def _logits(self, found: CastLoss, rows: tuple[int, int], words: int) -> int:
-        wide = self.graph.tensors[self.graph.ops[found.cast].outputs[0]].dtype
+    def _logits(self, token_loss: CastLoss, rows: tuple[int, int], words: int) -> int:
+        wide = self.graph.tensors[self.graph.ops[token_loss.cast].outputs[0]].dtype
         out = self._fresh(f"logits[{rows[0]}]", wide, (rows[1] - rows[0], words))
-        return self._part(found.cast, (Ref(self._narrow(found, rows)),), out)
+        return self._part(token_loss.cast, (Ref(self._narrow(token_loss, rows)),), out)
 
-    def _use(self, found: CastLoss, gradient: int, rows: tuple[int, int]) -> None:
-        into = self._narrow(found, rows)
+    def _use(self, token_loss: CastLoss, gradient: int, rows: tuple[int, int]) -> None:
+        into = self._narrow(token_loss, rows)
         copy = dataclasses.replace(
-            self.graph.ops[found.cast_back], name="aten.copy_.default", kind=OpKind.COPY,
+            self.graph.ops[token_loss.cast_back], name="aten.copy_.default", kind=OpKind.COPY,
             args=(Ref(into), Ref(gradient)), kwargs=(), inputs=(gradient,), outputs=(), results=(None,),
             mutates=(into,), flops=0,
         )  # fmt: skip
-        self._add(copy, found.cast_back)
+        self._add(copy, token_loss.cast_back)
 
 
-def _aligned_rows(graph: StepGraph, found: CastLoss) -> int:
+def _aligned_rows(graph: StepGraph, loss: CastLoss) -> int:
     """Number of rows of the logits that are whole vectors together ([Note: alignment of rows])."""
-    scores = graph.tensors[graph.ops[found.total].inputs[0]]
+    scores = graph.tensors[graph.ops[loss.total].inputs[0]]
     elements = VECTOR_BYTES // DTYPE_BYTES[scores.dtype]
     return elements // gcd(elements, scores.shape[1])

@@ -86,7 +86,7 @@ class CastLoss(TokenLoss):
 def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
     """Find the cross-entropies of a step that can be computed in parts: those whose storages nothing else uses."""
     uses, given = graph.storage_uses, given_storages(graph)
-    found: list[CrossEntropy] = []
+    losses: list[CrossEntropy] = []
     for forward, op in enumerate(graph.ops):
         if op.name != _FORWARD or op.args[2] is not False or not whole_rows(graph, op.inputs[0], op.outputs[0]):
             continue
@@ -98,12 +98,12 @@ def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
         first, last = graph.ops[loss_backward], graph.ops[backward]
         chosen, gradient = graph.storage_of(first.outputs[0]), graph.storage_of(last.outputs[0])
         ends = uses[logits][-1] == forward and len(uses[logits]) == 2 and logits in graph.op_writes[uses[logits][0]]
-        alike = whole_rows(graph, first.inputs[1], first.outputs[0]) and whole_rows(graph, *last.inputs[:2])
-        alike = alike and whole_rows(graph, last.inputs[0], last.outputs[0])
+        are_whole = whole_rows(graph, first.inputs[1], first.outputs[0]) and whole_rows(graph, *last.inputs[:2])
+        are_whole = are_whole and whole_rows(graph, last.inputs[0], last.outputs[0])
         alone = uses[chosen] == [loss_backward, backward] and uses[gradient][0] == backward
-        if ends and alike and alone and first.args[4] in _TO_ONE and not given & {logits, scores, chosen, gradient}:
-            found.append(CrossEntropy(forward, loss_backward, backward, logits, scores, chosen, gradient))
-    return tuple(found)
+        if ends and are_whole and alone and first.args[4] in _TO_ONE and not given & {logits, scores, chosen, gradient}:
+            losses.append(CrossEntropy(forward, loss_backward, backward, logits, scores, chosen, gradient))
+    return tuple(losses)
 
 
 def token_loss(graph: StepGraph, loss: CrossEntropy) -> TokenLoss | None:
@@ -118,8 +118,8 @@ def token_loss(graph: StepGraph, loss: CrossEntropy) -> TokenLoss | None:
 
 def cast_losses(graph: StepGraph) -> tuple[CastLoss, ...]:
     """Find the losses of 16-bit logits that nothing but a cast to the loss's own number format reads."""
-    found = (_cast_loss(graph, loss) for loss in cross_entropies(graph))
-    return tuple(loss for loss in found if loss is not None)
+    losses = (_cast_loss(graph, loss) for loss in cross_entropies(graph))
+    return tuple(loss for loss in losses if loss is not None)
 
 
 def _cast_loss(graph: StepGraph, loss: CrossEntropy) -> CastLoss | None:
@@ -130,7 +130,7 @@ def _cast_loss(graph: StepGraph, loss: CrossEntropy) -> CastLoss | None:
     cast_back = users[0]
     logits, gradient = graph.ops[cast].inputs[0], graph.ops[cast_back].outputs[0]
     narrow, narrow_gradient = graph.storage_of(logits), graph.storage_of(gradient)
-    alike = graph.tensors[logits].dtype == graph.tensors[gradient].dtype
+    same_dtype = graph.tensors[logits].dtype == graph.tensors[gradient].dtype
     whole = all(
         graph.tensors[t].is_row_major and graph.tensors[t].spans(graph.storages[graph.storage_of(t)].size_bytes)
         for t in (logits, graph.ops[cast].outputs[0], graph.ops[cast_back].inputs[0], gradient)
@@ -138,7 +138,7 @@ def _cast_loss(graph: StepGraph, loss: CrossEntropy) -> CastLoss | None:
     alone = len(uses[narrow]) == 2 and narrow in graph.op_writes[uses[narrow][0]] and uses[narrow][1] == cast
     fresh = uses[narrow_gradient][0] == cast_back and not given & {narrow, narrow_gradient}
     tokens = token_loss(graph, loss)
-    if tokens is None or not (alike and whole and alone and fresh) or graph.tensors[logits].dtype not in _NARROW:
+    if tokens is None or not (same_dtype and whole and alone and fresh) or graph.tensors[logits].dtype not in _NARROW:
         return None
     return CastLoss(loss, tokens.total, tokens.seed, cast, cast_back, narrow, narrow_gradient)
 
@@ -157,9 +157,9 @@ def given_storages(graph: StepGraph) -> frozenset[int]:
 def whole_rows(graph: StepGraph, *tensors: int) -> bool:
     """Whether tensors are matrices of one shape and dtype, each row by row and all of its storage."""
     first, *rest = (graph.tensors[t] for t in tensors)
-    alike = all((t.shape, t.dtype) == (first.shape, first.dtype) for t in rest)
+    same_kind = all((t.shape, t.dtype) == (first.shape, first.dtype) for t in rest)
     whole = all(t.is_row_major and t.spans(graph.storages[t.storage].size_bytes) for t in (first, *rest))
-    return len(first.shape) == 2 and alike and whole
+    return len(first.shape) == 2 and same_kind and whole
 
 
 def seed_of(graph: StepGraph, gradient: int, before: int) -> tuple[int, ...] | None:

@@ -209,13 +209,13 @@ class _StepBuilder:
             if parameter.gradient is None:
                 continue
             fresh = names[parameter.gradient]
-            behind = after.setdefault(last[self.tensors[fresh].storage], [])
+            inserted = after.setdefault(last[self.tensors[fresh].storage], [])
             if self.layout.zero > 1 and not parameter.is_on_one_rank:
-                behind.extend(self._reduced(parameter, fresh, micro))
+                inserted.extend(self._reduced(parameter, fresh, micro))
                 continue
             op = self._accumulate(parameter, fresh) if micro else self._widen(parameter)
             if op is not None:
-                behind.insert(0, op)
+                inserted.insert(0, op)
         self._insert(after)
 
     def _reduced(self, parameter: Parameter, fresh: int, micro: int) -> list[Op]:
@@ -255,13 +255,15 @@ class _StepBuilder:
         whole, across, name = self.gradients[parameter.tensor], self.layout.across(*SHARDED), parameter.names[0]
         flat, ranks = self.tensors[whole], self.layout.shards
         shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
-        kept = self._fresh(shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT)
+        shard_gradient = self._fresh(shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT)
         shape = self.tensors[parameter.tensor].shape
-        view = dataclasses.replace(self.tensors[kept], shape=shape, stride=row_major(shape))
-        self.gradients[parameter.tensor] = kept if len(shape) == 1 else self._tensor(view)
+        view = dataclasses.replace(self.tensors[shard_gradient], shape=shape, stride=row_major(shape))
+        self.gradients[parameter.tensor] = shard_gradient if len(shape) == 1 else self._tensor(view)
         if parameter.gradient_terms > 1:
             across = (*across, ("mean_of", ranks // parameter.gradient_terms))
-        return reduction(REDUCE_SCATTER, across, (whole, flat.size_bytes), kept, phase=Phase.BACKWARD, module=name)
+        return reduction(
+            REDUCE_SCATTER, across, (whole, flat.size_bytes), shard_gradient, phase=Phase.BACKWARD, module=name
+        )
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
         """Insert operations behind others, by the positions of those."""

@@ -122,7 +122,7 @@ class _ExpertSharder:
             if match := _EXPERT.fullmatch(parameter.names[0]):
                 storage, number = captured.storage_of(parameter.tensor), int(match[2])
                 self.experts[storage] = match[1], frozenset([number])
-                self.slots[storage] = match[1], number % self._each(match[1]), match[3]
+                self.slots[storage] = match[1], number % self._experts_per_rank(match[1]), match[3]
         last = {captured.storage_of(t): n for n, op in enumerate(captured.ops) for t in (*op.outputs, *op.mutates)}
         self.final: dict[int, list[Parameter]] = {}
         for parameter in captured.parameters:
@@ -137,7 +137,7 @@ class _ExpertSharder:
 
     # What the rank has.
 
-    def _each(self, name: str) -> int:
+    def _experts_per_rank(self, name: str) -> int:
         """Experts of a list that each rank has."""
         return self.lists[name] // self.ranks
 
@@ -162,7 +162,7 @@ class _ExpertSharder:
     def _is_here(self, tensor: int) -> bool:
         """Whether the rank has any of the experts that a tensor holds something of."""
         name, numbers = self.experts[self.graph.storage_of(tensor)]
-        return any(number // self._each(name) == self.rank for number in numbers)
+        return any(number // self._experts_per_rank(name) == self.rank for number in numbers)
 
     def experts_here(self) -> list[Parameter]:
         """Parameters of the rank's experts, slot by slot."""
@@ -219,9 +219,9 @@ class _ExpertSharder:
         def named(arg: Arg) -> object:
             if isinstance(arg, tuple):
                 return tuple(map(named, arg))
-            return told(arg.tensor) if isinstance(arg, Ref) else arg
+            return describe_tensor(arg.tensor) if isinstance(arg, Ref) else arg
 
-        def told(tensor: int) -> tuple[object, ...]:
+        def describe_tensor(tensor: int) -> tuple[object, ...]:
             view = self.writer.tensors[tensor]
             if view.storage in self.slots:
                 storage: object = self.slots[view.storage]
@@ -232,7 +232,13 @@ class _ExpertSharder:
             return storage, view.dtype, view.shape, view.stride, view.offset
 
         return [
-            (op.name, op.phase, op.kwargs, named(op.args), *map(told, (*op.inputs, *op.outputs, *op.mutates)))
+            (
+                op.name,
+                op.phase,
+                op.kwargs,
+                named(op.args),
+                *map(describe_tensor, (*op.inputs, *op.outputs, *op.mutates)),
+            )
             for op in self.writer.ops
         ]
 
@@ -302,21 +308,21 @@ class _ExpertSharder:
     def _adds(self, op: Op) -> bool:
         """Whether an operation adds up what several experts make, of which all have the same place in memory."""
         views = [self.graph.tensors[t] for t in (*op.inputs, *op.outputs)]
-        alike = len({(v.dtype, v.shape, v.stride, v.offset) for v in views}) == 1
+        same_layout = len({(v.dtype, v.shape, v.stride, v.offset) for v in views}) == 1
         are_scaled = all(view.storage in self.scaled for view in views[:2])
-        return base_name(op.name) == "add" and len(op.inputs) == len(op.args) == 2 and alike and are_scaled
+        return base_name(op.name) == "add" and len(op.inputs) == len(op.args) == 2 and same_layout and are_scaled
 
     def _add_up(self, op: Op, experts: tuple[str, frozenset[int]]) -> None:
         """Add what the rank's experts make; what one alone makes is their sum."""
         out = self.graph.storage_of(op.outputs[0])
         self.experts[out] = experts
         self.scaled.add(out)
-        here = [t for t in op.inputs if self._is_here(t)]
-        if len(here) == 1:
-            storage = self.graph.storage_of(here[0])
+        local_inputs = [t for t in op.inputs if self._is_here(t)]
+        if len(local_inputs) == 1:
+            storage = self.graph.storage_of(local_inputs[0])
             self.alias[out] = self.alias.get(storage, storage)
-        elif here:
-            self.writer.ops.append(self._renamed(op, {t: self._view_here(t) for t in here}, scaled=True))
+        elif local_inputs:
+            self.writer.ops.append(self._renamed(op, {t: self._view_here(t) for t in local_inputs}, scaled=True))
 
     def _joins(self, op: Op, name: str) -> bool:
         """Whether an operation lays a number a token of each expert of a list side by side."""
@@ -335,7 +341,7 @@ class _ExpertSharder:
 
     def _join(self, op: Op, name: str) -> None:
         """Send what the rank's experts said of each rank's tokens there, and lay what arrives side by side."""
-        out, each = self.graph.tensors[op.outputs[0]], self._each(name)
+        out, each = self.graph.tensors[op.outputs[0]], self._experts_per_rank(name)
         rows = prod(out.shape) // self.lists[name]
         pieces: list[int] = []
         for tensor in op.inputs:
@@ -421,7 +427,7 @@ class _ExpertSharder:
 
     def _column(self, tensor: int, name: str, op: Op) -> int:
         """Get what is said to one of the rank's experts of all ranks' tokens."""
-        view, count, each = self.graph.tensors[tensor], self.lists[name], self._each(name)
+        view, count, each = self.graph.tensors[tensor], self.lists[name], self._experts_per_rank(name)
         key = "columns", view.storage
         if key not in self.versions:
             rows = self._elements(view) // count

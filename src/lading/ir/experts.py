@@ -198,28 +198,28 @@ class _ExpertSearch:
             if index in self.by_op:
                 self.tables[made[0]] = self.by_op[index]
                 continue
-            found = self._zero_result(op)
+            zero_without = self._zero_result(op)
             table = self._table_result(op)
-            if found is not None:
-                self.results[index] = found
+            if zero_without is not None:
+                self.results[index] = zero_without
             if op.mutates:
-                self._mutated(op, found)
+                self._mutated(op, zero_without)
             for storage in made:
                 self.zero.pop(storage, None)
                 self.tables.pop(storage, None)
-                if found is not None:
-                    self.zero[storage] = found
+                if zero_without is not None:
+                    self.zero[storage] = zero_without
                 elif table is not None:
                     self.tables[storage] = table
 
-    def _mutated(self, op: Op, found: frozenset[Expert] | None) -> None:
+    def _mutated(self, op: Op, zero_without: frozenset[Expert] | None) -> None:
         """Account for an operation in place: what it writes is zero no more, unless it keeps or adds zeros."""
         for storage in {self.graph.storage_of(t) for t in op.mutates}:
             before = self.zero.pop(storage, None)
             self.tables.pop(storage, None)
-            if before is None or found is None or op.name.startswith(PREFIX):
+            if before is None or zero_without is None or op.name.startswith(PREFIX):
                 continue
-            if (both := self._joined((before, found))) is not None:
+            if (both := self._joined((before, zero_without))) is not None:
                 self.zero[storage] = both
 
     def _zero_result(self, op: Op) -> frozenset[Expert] | None:

@@ -145,7 +145,7 @@ class Fleet:
         if len(set(links)) != len(links):
             raise ConfigError(f"expected links of different names, got {', '.join(links)}")
         for link in self.links:
-            _known(link, names)
+            _check_devices_exist(link, names)
 
     @property
     def fingerprint(self) -> str:
@@ -181,9 +181,9 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
     channels: dict[str, int] = {}
     direct: dict[tuple[int, int], Hop] = {}
     for link in links:
-        _known(link, names)
+        _check_devices_exist(link, names)
         for a, b in permutations(link.devices, 2):
-            numbers = tuple(channels.setdefault(name, len(channels)) for name in _held(link, a, b))
+            numbers = tuple(channels.setdefault(name, len(channels)) for name in _channel_names(link, a, b))
             hop = Hop(numbers, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))
             known = direct.get((place[a], place[b]))
             if known is None or hop.seconds(_ROUTE_BYTES) < known.seconds(_ROUTE_BYTES):
@@ -191,7 +191,7 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
     return Network(names, tuple(memory_bytes.values()), tuple(channels), _routes(names, direct))
 
 
-def _known(link: Join, names: Sequence[str]) -> None:
+def _check_devices_exist(link: Join, names: Sequence[str]) -> None:
     """Refuse a link to a device that is not there."""
     if unknown := [name for name in link.devices if name not in names]:
         hint = did_you_mean(unknown[0], names)
@@ -200,7 +200,7 @@ def _known(link: Join, names: Sequence[str]) -> None:
         )
 
 
-def _held(link: Join, source: str, target: str) -> tuple[str, ...]:
+def _channel_names(link: Join, source: str, target: str) -> tuple[str, ...]:
     """Names of the channels that a transfer over a link holds."""
     if link.medium == "shared":
         return (link.name,)

@@ -14,13 +14,13 @@ def fold(graph: StepGraph) -> tuple[RepeatedBlock, ...]:
     A block is a run of consecutive operations of one item of a module list (``layers.3``) in one phase. Two runs
     are the same block when they call the same operations on tensors of the same geometry, wired the same way.
     """
-    alike: dict[tuple[str, Phase, tuple[object, ...]], list[int]] = {}
+    starts_by_key: dict[tuple[str, Phase, tuple[object, ...]], list[int]] = {}
     for start, stop, module in _runs(graph.ops):
         key = (module, graph.ops[start].phase, _signature(graph, start, stop))
-        alike.setdefault(key, []).append(start)
+        starts_by_key.setdefault(key, []).append(start)
     blocks = [
         RepeatedBlock(module=module, phase=phase, num_ops=len(signature), starts=tuple(starts))
-        for (module, phase, signature), starts in alike.items()
+        for (module, phase, signature), starts in starts_by_key.items()
     ]
     return tuple(sorted(blocks, key=lambda block: block.starts))
 

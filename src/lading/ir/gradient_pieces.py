@@ -93,14 +93,14 @@ class PiecedGradient:
 def pieced_gradients(graph: StepGraph, piece_bytes: int) -> tuple[PiecedGradient, ...]:
     """Find the gradients of a step that can be made in pieces of at least ``piece_bytes``, the last one aside."""
     uses = _Uses(graph)
-    taken: set[int] = set()
-    found: list[PiecedGradient] = []
+    used_storages: set[int] = set()
+    pieced: list[PiecedGradient] = []
     for parameter in graph.parameters:
         gradient = uses.pieced(parameter, piece_bytes) if parameter.gradient is not None else None
-        if gradient is not None and taken.isdisjoint(gradient.storages):
-            found.append(gradient)
-            taken |= gradient.storages
-    return () if _of_each_other(graph, taken) else tuple(found)
+        if gradient is not None and used_storages.isdisjoint(gradient.storages):
+            pieced.append(gradient)
+            used_storages |= gradient.storages
+    return () if _of_each_other(graph, used_storages) else tuple(pieced)
 
 
 def _of_each_other(graph: StepGraph, storages: Set[int]) -> bool:
@@ -159,21 +159,21 @@ class _Uses:
 
     def _summed(self, gradient: Tensor) -> frozenset[int] | None:
         """Storages of a gradient and of what it is summed up of; None where something else makes one of them."""
-        found, open_ = set[int](), [gradient.storage]
+        storages, open_ = set[int](), [gradient.storage]
         while open_:
             storage = open_.pop()
-            if storage in found:
+            if storage in storages:
                 continue
             if storage in self.given or self.graph.storages[storage].role in PERSISTENT:
                 return None
-            found.add(storage)
+            storages.add(storage)
             for index in self.ops[storage]:
                 if storage in self.graph.op_writes[index]:
                     parts = self._parts(self.graph.ops[index], gradient.shape)
                     if parts is None:
                         return None
                     open_.extend(parts)
-        return frozenset(found)
+        return frozenset(storages)
 
     def _parts(self, op: Op, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Storages that an operation which makes rows alone reads in the same rows; None for any other operation."""
@@ -188,9 +188,9 @@ class _Uses:
             return () if op.args[4] is False and index_dtype in _WITHOUT_SIGN and not op.kwargs else None
         if op.name not in _EACH_ELEMENT:
             return None
-        others = [t for t in op.inputs if prod(tensors[t].shape) > 1]
-        alike = all(tensors[t].shape == shape and self._is_whole(tensors[t]) for t in others)
-        return tuple(tensors[t].storage for t in others) if alike else None
+        operands = [t for t in op.inputs if prod(tensors[t].shape) > 1]
+        same_rows = all(tensors[t].shape == shape and self._is_whole(tensors[t]) for t in operands)
+        return tuple(tensors[t].storage for t in operands) if same_rows else None
 
     def _starts(self, gradient: Tensor, piece_bytes: int) -> tuple[int, ...]:
         """First rows of pieces, each where a row and the gradient of an update's part begin, and the number of rows."""
@@ -201,10 +201,10 @@ class _Uses:
             for tensor in (self.graph.tensors[t] for t in self.graph.ops[index].inputs)
             if tensor.storage == gradient.storage and prod(tensor.shape) < rows * columns
         }
-        least = -(-piece_bytes // (columns * DTYPE_BYTES[gradient.dtype]))
+        min_rows = -(-piece_bytes // (columns * DTYPE_BYTES[gradient.dtype]))
         starts = [0]
         for offset in sorted(parts):
-            if offset % columns == 0 and offset // columns - starts[-1] >= least:
+            if offset % columns == 0 and offset // columns - starts[-1] >= min_rows:
                 starts.append(offset // columns)
         return (*starts, rows)
 
@@ -235,7 +235,7 @@ class _Rewriter:
         """Rewritten step, and where its operations came from."""
         for index in range(len(self.graph.ops)):
             self._add(index)
-        made = [new for run in self._together() for new in run]
+        made = [new for run in self._piecewise_order() for new in run]
         place: dict[int, int] = {}
         for at, new in enumerate(made):
             place.setdefault(new.origin, at)
@@ -251,12 +251,12 @@ class _Rewriter:
         self.storages[storage] = dataclasses.replace(old, size_bytes=0)
         row_bytes = old.size_bytes // gradient.starts[-1]
         looked_up = any(op.name == _LOOK_UP for op in self._writers(storage))
-        found: list[int] = []
+        pieces: list[int] = []
         for first, end in pairwise(gradient.starts):
             size = (end - first + looked_up) * row_bytes  # [Note: rows of others]
             self.storages.append(Storage(f"{old.name}[{first}:{end}]", size, old.role))
-            found.append(len(self.storages) - 1)
-        return found
+            pieces.append(len(self.storages) - 1)
+        return pieces
 
     def _writers(self, storage: int) -> list[Op]:
         return [op for op in self.graph.ops if any(self.graph.storage_of(t) == storage for t in op.outputs)]
@@ -328,7 +328,7 @@ class _Rewriter:
             ("aten.sub.Tensor", (first,)), ("aten.bitwise_and.Scalar", (_WITHOUT_SIGN[index.dtype],)),
             ("aten.clamp.default", (None, rows)),
         )  # fmt: skip
-        now = op.inputs[1]
+        indices = op.inputs[1]
         for name, args in steps:
             storage = Storage(f"rows of {op.module or 'a table'}[{first}:{end}]", index.size_bytes, Role.ACTIVATION)
             self.storages.append(storage)
@@ -337,23 +337,23 @@ class _Rewriter:
                 dataclasses.replace(
                     op,
                     name=name,
-                    args=(Ref(now), *args),
-                    inputs=(now,),
+                    args=(Ref(indices), *args),
+                    inputs=(indices,),
                     outputs=(made,),
                     results=(made,),
                     flops=0,
                     kind=OpKind.ELEMENTWISE,
                 )
             )
-            now = made
+            indices = made
         padding = op.args[3]
         assert isinstance(padding, int), "an embedding's padding is the number of a row"
-        own = padding - first if 0 <= first <= padding < end else -1
+        padding_row = padding - first if 0 <= first <= padding < end else -1
         out = self.tensors[op.outputs[0]]
         table = self._tensor(dataclasses.replace(out, shape=(rows + 1, *out.shape[1:])))
-        args = (op.args[0], Ref(now), rows + 1, own, *op.args[4:])
+        args = (op.args[0], Ref(indices), rows + 1, padding_row, *op.args[4:])
         return before, dataclasses.replace(
-            op, args=args, inputs=(op.inputs[0], now), outputs=(table,), results=(table,)
+            op, args=args, inputs=(op.inputs[0], indices), outputs=(table,), results=(table,)
         )
 
     def _joined(self, index: int, of: Sequence[int]) -> list[_Made]:
@@ -399,7 +399,7 @@ class _Rewriter:
         written = sum(self.tensors[t].size_bytes for t in (*op.outputs, *op.mutates))
         return dataclasses.replace(op, bytes_read=read, bytes_written=written)
 
-    def _together(self) -> list[list[_Made]]:
+    def _piecewise_order(self) -> list[list[_Made]]:
         """Order operations on one gradient that follow each other piece by piece."""
         ordered: list[list[_Made]] = []
         for run in self.runs:
@@ -432,10 +432,10 @@ class _Rewriter:
             return False
         made = {storage for new in run for storage in self._storages((*new.op.outputs, *new.op.mutates))}
         operands = {storage for new in run for storage in self._storages(new.op.inputs)} - made
-        kept = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)
+        kept_bytes = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)
         in_parts = any(new.op.name == ADDED_PRODUCT for new in (*run, *later))
         share = _PARTS_SHARE if in_parts else _LATE_SHARE
-        return kept <= share * sum(self.storages[storage].size_bytes for storage in made)
+        return kept_bytes <= share * sum(self.storages[storage].size_bytes for storage in made)
 
     def _may_pass(self, run: Sequence[_Made], between: Sequence[Sequence[_Made]]) -> bool:
         """Whether a run may stand behind those that follow it."""

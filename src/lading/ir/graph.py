@@ -318,44 +318,44 @@ class StepGraph:
         return self.tensors[tensor].storage
 
     @cached_property
-    def _behind(self) -> dict[int, tuple[int, ...]]:
+    def _following_pieces(self) -> dict[int, tuple[int, ...]]:
         """Each storage that is a piece of a parameter, with those behind it."""
         return {storage: run[index:] for run in self.runs for index, storage in enumerate(run)}
 
     def run_of(self, storage: int) -> tuple[int, ...]:
         """List all pieces of the parameter whose first piece a storage is; the storage alone where it is none."""
-        return self._behind.get(storage, (storage,))
+        return self._following_pieces.get(storage, (storage,))
 
     @cached_property
-    def _first(self) -> dict[int, int]:
+    def _first_piece(self) -> dict[int, int]:
         return {storage: run[0] for run in self.runs for storage in run}
 
     def first_piece(self, storage: int) -> int:
         """First piece of the parameter that a storage is a piece of; the storage itself where it is none."""
-        return self._first.get(storage, storage)
+        return self._first_piece.get(storage, storage)
 
     def storages_of(self, tensor: int) -> tuple[int, ...]:
         """List the storages a tensor views: one, or pieces of a parameter that follow each other."""
         view = self.tensors[tensor]
-        behind = self._behind.get(view.storage)
-        if behind is None:
+        following = self._following_pieces.get(view.storage)
+        if following is None:
             return (view.storage,)
         end, count = view.offset * DTYPE_BYTES[view.dtype] + view.extent_bytes, 1
-        reached = self.storages[behind[0]].size_bytes
+        reached = self.storages[following[0]].size_bytes
         while reached < end:
-            reached += self.storages[behind[count]].size_bytes
+            reached += self.storages[following[count]].size_bytes
             count += 1
-        return behind[:count]
+        return following[:count]
 
     @cached_property
     def joined(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """Pieces of parameters that an operation reads as one tensor, which so lie one after another, by operation."""
-        found: dict[int, tuple[tuple[int, ...], ...]] = {}
+        joined_by_op: dict[int, tuple[tuple[int, ...], ...]] = {}
         for index, op in enumerate(self.ops if self.runs else ()):
             views = (self.storages_of(tensor) for tensor in (*op.inputs, *op.outputs, *op.mutates))
             if several := tuple(dict.fromkeys(pieces for pieces in views if len(pieces) > 1)):
-                found[index] = several
-        return found
+                joined_by_op[index] = several
+        return joined_by_op
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -365,8 +365,8 @@ class StepGraph:
     @cached_property
     def result_writes(self) -> dict[int, int]:
         """Last operation that writes each storage of ``results``, after which it goes to the caller."""
-        wanted = {self.storage_of(tensor) for tensor in self.results}
-        return {s: index for index, writes in enumerate(self.op_writes) for s in writes if s in wanted}
+        returned = {self.storage_of(tensor) for tensor in self.results}
+        return {s: index for index, writes in enumerate(self.op_writes) for s in writes if s in returned}
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -427,7 +427,7 @@ class StepGraph:
         return frozenset(i for i, op in enumerate(self.ops) if op.kind is OpKind.COLLECTIVE)
 
     @cached_property
-    def beside(self) -> frozenset[int]:
+    def off_compute_ops(self) -> frozenset[int]:
         """Operations that take no time of the device's own computing: hosted ones, and collectives."""
         return self.on_host | self.collectives
 

@@ -58,7 +58,7 @@ class GraphWriter:
         name: str,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
-        beside: Op,
+        like: Op,
         kind: OpKind,
         args: tuple[Arg, ...] = (),
         kwargs: tuple[tuple[str, Arg], ...] = (),
@@ -72,15 +72,15 @@ class GraphWriter:
         """
         across = () if name.startswith("aten.") else self.across
         self.ops.append(Op(
-            name=name, phase=beside.phase, args=args or tuple(map(Ref, inputs)), kwargs=(*across, *kwargs),
-            inputs=inputs, outputs=outputs, results=outputs, mutates=(), module=beside.module, kind=kind, flops=flops,
+            name=name, phase=like.phase, args=args or tuple(map(Ref, inputs)), kwargs=(*across, *kwargs),
+            inputs=inputs, outputs=outputs, results=outputs, mutates=(), module=like.module, kind=kind, flops=flops,
             bytes_read=sum(self.tensors[t].touched_bytes for t in inputs),
             bytes_written=sum(self.tensors[t].touched_bytes for t in outputs),
         ))  # fmt: skip
 
-    def cat(self, pieces: tuple[int, ...], dim: int, out: int, beside: Op) -> None:
+    def cat(self, pieces: tuple[int, ...], dim: int, out: int, like: Op) -> None:
         """Add the copy of tensors one after another along a dim."""
-        self.add("aten.cat.default", pieces, (out,), beside, OpKind.COPY, (tuple(map(Ref, pieces)), dim))
+        self.add("aten.cat.default", pieces, (out,), like, OpKind.COPY, (tuple(map(Ref, pieces)), dim))
 
     def written(self, graph: StepGraph) -> StepGraph:
         """Copy of a graph with the storages, tensors and operations as they are now."""

@@ -49,8 +49,8 @@ class Head(TokenLoss):
 
 def heads(graph: StepGraph) -> tuple[Head, ...]:
     """Find the heads of a step that can be computed in parts: those whose logits nothing but their loss reads."""
-    found = (_head(graph, loss, graph.storage_uses) for loss in cross_entropies(graph))
-    return tuple(head for head in found if head is not None)
+    candidates = (_head(graph, loss, graph.storage_uses) for loss in cross_entropies(graph))
+    return tuple(head for head in candidates if head is not None)
 
 
 def _head(graph: StepGraph, loss: CrossEntropy, uses: Mapping[int, Sequence[int]]) -> Head | None:
@@ -70,8 +70,8 @@ def _head(graph: StepGraph, loss: CrossEntropy, uses: Mapping[int, Sequence[int]
     to_weight, to_hidden = reads[hidden], reads[weight]
     same = graph.tensors[graph.ops[to_weight].inputs[1]] == graph.tensors[made.inputs[0]]
     wide = graph.tensors[graph.ops[to_weight].outputs[0]].dtype in _WIDE
-    kept = unchanged(graph, graph.op_reads[product], product, max(users))
-    if not (same and wide and kept):
+    is_unchanged = unchanged(graph, graph.op_reads[product], product, max(users))
+    if not (same and wide and is_unchanged):
         return None
     return Head(loss, tokens.total, tokens.seed, product, to_weight, to_hidden)
 
@@ -90,49 +90,56 @@ def with_head_parts(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int,
     """
     if parts < 2:
         return graph, tuple(range(len(graph.ops)))
-    found = heads(graph)
-    if not found:
+    step_heads = heads(graph)
+    if not step_heads:
         raise ConfigError(
             f"the plan computes the head in {parts} parts: expected a product whose result nothing but a cross-entropy "
             "reads, found none; plan again"
         )
-    return _HeadParts(graph, found, parts).result()
+    return _HeadParts(graph, step_heads, parts).result()
 
 
 class _HeadParts(RowParts[Head]):
     """Rewriter of a step with its heads in parts."""
 
-    def __init__(self, graph: StepGraph, found: tuple[Head, ...], parts: int) -> None:
-        losses = [head.loss for head in found]
+    def __init__(self, graph: StepGraph, step_heads: tuple[Head, ...], parts: int) -> None:
+        losses = [head.loss for head in step_heads]
         unused = [s for loss in losses for s in (loss.logits, loss.scores, loss.chosen, loss.gradient)]
-        super().__init__(graph, found, parts, unused)
+        super().__init__(graph, step_heads, parts, unused)
 
-    def _logits(self, found: Head, rows: tuple[int, int], words: int) -> int:
+    def _logits(self, token_loss: Head, rows: tuple[int, int], words: int) -> int:
         """Logits (tokens of the part, words)."""
-        op = self.graph.ops[found.product]
+        op = self.graph.ops[token_loss.product]
         hidden = self._rows(op.inputs[0], *rows)
         shape = (rows[1] - rows[0], words)
         out = self._fresh(f"logits[{rows[0]}]", self.tensors[op.outputs[0]].dtype, shape)
-        return self._part(found.product, (Ref(hidden), op.args[1]), out, self._share(found.product, rows, found))
+        return self._part(
+            token_loss.product, (Ref(hidden), op.args[1]), out, self._share(token_loss.product, rows, token_loss)
+        )
 
-    def _use(self, found: Head, gradient: int, rows: tuple[int, int]) -> None:
+    def _use(self, token_loss: Head, gradient: int, rows: tuple[int, int]) -> None:
         """Gradients of what a part of the head reads, and the part's summand of the weight's gradient."""
-        to_weight, to_hidden = self.graph.ops[found.to_weight], self.graph.ops[found.to_hidden]
+        to_weight, to_hidden = self.graph.ops[token_loss.to_weight], self.graph.ops[token_loss.to_hidden]
         of = self.tensors[gradient]
         turned = self._view(dataclasses.replace(of, shape=of.shape[::-1], stride=of.stride[::-1]))
         hidden, weight = self._rows(to_weight.inputs[1], *rows), to_weight.outputs[0]
-        flops = self._share(found.to_weight, rows, found)
+        flops = self._share(token_loss.to_weight, rows, token_loss)
         if rows[0] == 0:
-            self._part(found.to_weight, (Ref(turned), Ref(hidden)), weight, flops)
+            self._part(token_loss.to_weight, (Ref(turned), Ref(hidden)), weight, flops)
         else:
             added = dataclasses.replace(
                 to_weight, name=ADDED_PRODUCT, args=(Ref(weight), Ref(turned), Ref(hidden)),
                 inputs=(weight, turned, hidden), outputs=(), results=(None,), mutates=(weight,), flops=flops,
             )  # fmt: skip
-            self._add(added, found.to_weight)
+            self._add(added, token_loss.to_weight)
         whole = self.tensors[to_hidden.outputs[0]]
         part = self._fresh(
             f"{self.storages[whole.storage].name}[{rows[0]}]", whole.dtype, (of.shape[0], whole.shape[1])
         )
-        self._part(found.to_hidden, (Ref(gradient), to_hidden.args[1]), part, self._share(found.to_hidden, rows, found))
-        self._copy_into(found.to_hidden, part, to_hidden.outputs[0], rows)
+        self._part(
+            token_loss.to_hidden,
+            (Ref(gradient), to_hidden.args[1]),
+            part,
+            self._share(token_loss.to_hidden, rows, token_loss),
+        )
+        self._copy_into(token_loss.to_hidden, part, to_hidden.outputs[0], rows)

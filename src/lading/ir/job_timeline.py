@@ -290,8 +290,8 @@ class JobTimeline:
         """Factor of a rank's computing over that of its like in each step, and from which factor on it is slow."""
         predicted_s = self.ranks[rank].predicted_computing_s
         equal = [r for r, each in enumerate(self.ranks) if r != rank and each.predicted_computing_s == predicted_s]
-        others = equal or [r for r in range(len(shares)) if r != rank]
-        lead = [now / median(shares[r][step] for r in others) for step, now in enumerate(shares[rank])]
+        peers = equal or [r for r in range(len(shares)) if r != rank]
+        lead = [now / median(shares[r][step] for r in peers) for step, now in enumerate(shares[rank])]
         return lead, SLOW_AMONG_EQUALS if equal else SLOW_AMONG_OTHERS
 
     def __str__(self) -> str:

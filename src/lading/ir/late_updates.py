@@ -49,18 +49,18 @@ def with_late_updates(graph: StepGraph, moves: Sequence[Move]) -> tuple[StepGrap
     if not moves:
         return graph, tuple(range(len(graph.ops)))
     free = {op for group in updates(graph) for op in group}
-    behind: dict[int, list[int]] = {}
+    moved_behind: dict[int, list[int]] = {}
     for op, after in sorted(moves):
         if op not in free or not op < after < len(graph.ops):
             raise ConfigError(
                 f"the plan runs operation {op} behind {after}: expected an update and a later one of the step's "
                 f"{len(graph.ops)} operations; plan again"
             )
-        behind.setdefault(after, []).append(op)
+        moved_behind.setdefault(after, []).append(op)
     moved = {op for op, _ in moves}
-    if len(moved) < len(moves) or moved & behind.keys():
+    if len(moved) < len(moves) or moved & moved_behind.keys():
         raise ConfigError("the plan moves an update twice, or behind one that it moves; plan again")
-    order = [new for op in range(len(graph.ops)) if op not in moved for new in (op, *behind.get(op, ()))]
+    order = [new for op in range(len(graph.ops)) if op not in moved for new in (op, *moved_behind.get(op, ()))]
     _check_values(graph, order)
     place = {old: new for new, old in enumerate(order)}
     ops = tuple(graph.ops[i] for i in order)
@@ -143,12 +143,12 @@ def paced_moves(graph: StepGraph, op_seconds: Sequence[float]) -> tuple[tuple[Mo
     behind_s = sum(seconds for op, seconds in enumerate(op_seconds) if op > groups[0][0] and op not in free)
     again_s = sum(op_seconds[: _all_read(graph, groups, free)])
     share = again_s / max(again_s + behind_s, 1e-12)
-    wanted = waiting_bytes = 0.0
+    due_bytes = waiting_bytes = 0.0
     waiting: list[tuple[int, ...]] = []
     for group in groups:
         size = sum(graph.ops[op].bytes_written for op in group)
-        wanted += share * size
-        if waiting_bytes + size / 2 <= wanted:
+        due_bytes += share * size
+        if waiting_bytes + size / 2 <= due_bytes:
             waiting.append(group)
             waiting_bytes += size
     deferred = frozenset(op for group in waiting for op in group)
@@ -181,13 +181,13 @@ def covered_moves(graph: StepGraph, op_seconds: Sequence[float], part: float = 1
     until_s = {
         group: min((began_s[first[s]] for s in _written(graph, group) if s in first), default=0.0) for group in groups
     }
-    wanted = waiting_bytes = 0.0
+    due_bytes = waiting_bytes = 0.0
     waiting: list[tuple[int, ...]] = []
     for group in sorted(groups, key=lambda group: (until_s[group], group)):
         if waiting_bytes + size[group] > pace * until_s[group]:
             continue
-        wanted += share * size[group]
-        if waiting_bytes + size[group] / 2 <= wanted:
+        due_bytes += share * size[group]
+        if waiting_bytes + size[group] / 2 <= due_bytes:
             waiting.append(group)
             waiting_bytes += size[group]
     deferred = {op for group in waiting for op in group}

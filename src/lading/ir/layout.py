@@ -188,9 +188,9 @@ class Layout:
             over: Axes joined by "/", as ``across`` has them.
         """
         mine, joined = self.place(rank), over.split("/")
-        alike = [axis for axis in AXES if axis not in joined]
+        fixed_axes = [axis for axis in AXES if axis not in joined]
         return tuple(
-            other for other in range(self.devices) if all(self.place(other)[axis] == mine[axis] for axis in alike)
+            other for other in range(self.devices) if all(self.place(other)[axis] == mine[axis] for axis in fixed_axes)
         )
 
     def across(self, *axes: str) -> tuple[tuple[str, int | str], ...]:
@@ -235,28 +235,28 @@ def parse_layout(text: str, devices: int = 0) -> Layout:
     Raises:
         ConfigError: a part is not known or means nothing, the layout cannot be, or it takes another number of devices.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         read = _part(part)
-        if again := found.keys() & read.keys():
+        if again := fields.keys() & read.keys():
             raise ConfigError(f"layout: expected {again.pop()} once, got it twice in {text}; leave one out")
-        found.update(read)
-    if found.get("shard") and not found.get("zero"):
+        fields.update(read)
+    if fields.get("shard") and not fields.get("zero"):
         raise ConfigError(
             f"layout: shard says over how many ranks zero cuts: expected zero1, zero2 or zero3 beside it, got {text}"
         )
-    each = prod(int(found.get(axis, 1)) for axis in ("tp", "cp", "pp"))
-    if not devices and (each // int(found.get("pp", 1))) % int(found.get("ep", 1)):
-        found.setdefault("dp", found["ep"])  # experts lie on ranks of several replicas
-    if devices and devices % (each * int(found.get("dp", 1))) == 0:
-        found.setdefault("dp", devices // each)
-    if devices and each * int(found.get("dp", 1)) != devices:
-        remedy = "leave dp out" if "dp" in found and not devices % each else f"{devices} is no multiple of {each}"
+    each = prod(int(fields.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    if not devices and (each // int(fields.get("pp", 1))) % int(fields.get("ep", 1)):
+        fields.setdefault("dp", fields["ep"])  # experts lie on ranks of several replicas
+    if devices and devices % (each * int(fields.get("dp", 1))) == 0:
+        fields.setdefault("dp", devices // each)
+    if devices and each * int(fields.get("dp", 1)) != devices:
+        remedy = "leave dp out" if "dp" in fields and not devices % each else f"{devices} is no multiple of {each}"
         raise ConfigError(
             f"expected a layout of {devices} devices, got {text or 'dp1'}, which takes {each} for a replica; change "
             f"the number of devices, or the layout: {remedy}"
         )
-    return Layout(**found)
+    return Layout(**fields)
 
 
 def _part(part: str) -> dict[str, object]:

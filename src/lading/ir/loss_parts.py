@@ -39,7 +39,7 @@ MOST_PARTS = 1024
 
 def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: Set[int]) -> dict[int, int]:
     """Find sums of two gradients of a parameter of which the first can take the sum: its tensor, by operation."""
-    found: dict[int, int] = {}
+    sum_targets: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         if op.name != "aten.add.Tensor" or op.phase is not Phase.BACKWARD or op.kwargs or len(op.args) != 2:
             continue
@@ -49,11 +49,11 @@ def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: S
         storage = graph.storage_of(into.tensor)
         made = uses[storage][0]
         alone = uses[storage] == [made, index] and graph.storages[storage].role not in PERSISTENT
-        fresh = storage in {graph.storage_of(t) for t in graph.ops[made].outputs} and made not in found
+        fresh = storage in {graph.storage_of(t) for t in graph.ops[made].outputs} and made not in sum_targets
         last = uses[out][0] == index and not given & {storage, out}
         if alone and fresh and last and whole_rows(graph, into.tensor, op.args[1].tensor, op.outputs[0]):
-            found[index] = into.tensor
-    return found
+            sum_targets[index] = into.tensor
+    return sum_targets
 
 
 def with_loss_parts(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int, ...]]:

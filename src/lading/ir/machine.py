@@ -632,8 +632,8 @@ class Machine:
         memory = host.memory_bandwidth_bytes_per_s if host else float("inf")
         bus = self.tier(self.host_tier)
         tiers = tuple(_of_job(tier, share, memory, bus) for tier in self.tiers)
-        said = f"assumption: of a node's memory, processors and disks each of the job's {ranks} ranks there has a part"
-        sources = {**self.sources, "ranks": said}
+        note = f"assumption: of a node's memory, processors and disks each of the job's {ranks} ranks there has a part"
+        sources = {**self.sources, "ranks": note}
         return dataclasses.replace(self, host_device=host, tiers=tiers, node_devices=ranks, sources=sources)
 
     def at_speed(self, speed: HostSpeed) -> Machine:
@@ -645,11 +645,15 @@ class Machine:
             processes = dataclasses.replace(
                 processes,
                 device=other[0] if other else None,
-                tiers={name: _now(name, each, speed.tiers) for name, each in processes.tiers.items()},
+                tiers={name: _slowed_speeds(name, each, speed.tiers) for name, each in processes.tiers.items()},
             )
         tiers = tuple(
             dataclasses.replace(
-                tier, **{key: _now(f"{tier.name}.{key}", (getattr(tier, key),), speed.tiers)[0] for key in _TIER_RATES}
+                tier,
+                **{
+                    key: _slowed_speeds(f"{tier.name}.{key}", (getattr(tier, key),), speed.tiers)[0]
+                    for key in _TIER_RATES
+                },
             )
             for tier in self.tiers
         )
@@ -670,8 +674,8 @@ def _of_job(tier: Tier, share: float, memory_bytes_per_s: float, bus: Tier | Non
     """Tier of which a rank has ``share`` times the room, and a file's rates as far as its bus carries them."""
     capacity = max(1, int(tier.capacity_bytes * share))
     if tier.kind == FILE:
-        most = {key: getattr(bus, key) if bus else float("inf") for key in _TIER_RATES}
-        rates = {key: min(getattr(tier, key) * share, max(most[key], getattr(tier, key))) for key in _TIER_RATES}
+        limits = {key: getattr(bus, key) if bus else float("inf") for key in _TIER_RATES}
+        rates = {key: min(getattr(tier, key) * share, max(limits[key], getattr(tier, key))) for key in _TIER_RATES}
     elif tier.host_computes and share < 1:
         rates = {key: min(getattr(tier, key), memory_bytes_per_s) for key in _TIER_RATES}
     else:
@@ -679,7 +683,7 @@ def _of_job(tier: Tier, share: float, memory_bytes_per_s: float, bus: Tier | Non
     return dataclasses.replace(tier, **rates, capacity_bytes=capacity)
 
 
-def _now(speed: str, measured: tuple[float, ...], factors: Mapping[str, float]) -> tuple[float, ...]:
+def _slowed_speeds(speed: str, measured: tuple[float, ...], factors: Mapping[str, float]) -> tuple[float, ...]:
     """Speeds of a tier, named as in ``Processes.tiers``, where its moves take ``factors`` times longer."""
     tier, _, key = speed.rpartition(".")
     factor = factors.get(f"{tier}.{'read' if 'read' in key else 'write'}", 1.0) if key in _TIER_RATES else 1.0

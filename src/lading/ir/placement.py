@@ -30,7 +30,7 @@ class Task:
         working_bytes: While it runs, beside what flows in and out.
         group: Tasks of one group share a device; "" for a group of its own.
         backward: Goes before forward tasks that could start as well.
-        once: Runs once a step, after all micro-batches: an optimizer's update.
+        once_per_step: Runs once a step, after all micro-batches: an optimizer's update.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Task:
     working_bytes: int = 0
     group: str = ""
     backward: bool = False
-    once: bool = False
+    once_per_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,14 @@ class TaskFlow:
 
     Attributes:
         targets: Tasks that need it, all after the source.
-        held: Whether the bytes are resident at their source (a gradient): they take memory where it arrives only.
+        resident_at_source: Whether the bytes are resident at their source (a gradient): they take memory only where it
+            arrives.
     """
 
     source: int
     targets: tuple[int, ...]
     size_bytes: int
-    held: bool = False
+    resident_at_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,11 @@ class PlacementProblem:
         return TaskGroup(
             name=self.tasks[numbers[0]].group or self.tasks[numbers[0]].name,
             tasks=tuple(numbers),
-            seconds=tuple(sum(t.seconds[d] for t in tasks if not t.once) for d in devices),
-            once_s=tuple(sum(t.seconds[d] for t in tasks if t.once) for d in devices),
+            seconds=tuple(sum(t.seconds[d] for t in tasks if not t.once_per_step) for d in devices),
+            once_s=tuple(sum(t.seconds[d] for t in tasks if t.once_per_step) for d in devices),
             resident_bytes=sum(t.resident_bytes for t in tasks),
             kept_bytes=sum(t.kept_bytes for t in tasks),
-            working_bytes=max(self._beside[n] for n in numbers),
+            working_bytes=max(self._working_bytes_by_task[n] for n in numbers),
         )
 
     @cached_property
@@ -194,17 +195,17 @@ class PlacementProblem:
             seen: set[int] = set()
             for task in sorted(entry.tasks):
                 device = devices[self.group_of[task]]
-                if self.tasks[task].once and device in seen:
+                if self.tasks[task].once_per_step and device in seen:
                     spared.add(task)
                 seen.add(device)
         return spared
 
     @cached_property
-    def _beside(self) -> list[int]:
+    def _working_bytes_by_task(self) -> list[int]:
         """Bytes that each task needs while it runs: its own, and flows in and out that are not kept for backward."""
         needed = [task.working_bytes for task in self.tasks]
         for flow in self.flows:
-            if flow.held:
+            if flow.resident_at_source:
                 continue  # nothing where both are on one device; else the simulation counts it
             if self.tasks[flow.source].backward or not any(self.tasks[t].backward for t in flow.targets):
                 for task in (flow.source, *dict.fromkeys(flow.targets)):

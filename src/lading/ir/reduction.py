@@ -197,12 +197,12 @@ class _Reducer:
         }
         shared = [p for p in self.step.parameters if not p.is_on_one_rank]
         named = {p.gradient: p for p in shared if p.gradient is not None}
-        found = [
+        gradients = [
             _Gradient(tensor, final[self.step.storage_of(tensor)], p.names[0].rpartition(".")[0], p.gradient_terms)
             for tensor, p in named.items()
             if self.layout.dp * p.gradient_terms > 1
         ]
-        return sorted(found, key=lambda gradient: (gradient.final, gradient.tensor))
+        return sorted(gradients, key=lambda gradient: (gradient.final, gradient.tensor))
 
     def _buckets(self) -> Iterator[list[_Gradient]]:
         """Yield gradients of one dtype that are reduced together, in the order in which the last becomes final.

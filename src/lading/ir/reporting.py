@@ -65,21 +65,21 @@ class Branch:
         kind: "module", "operation" or "tensor".
         note: Text behind the name: a shape, how long a group stays.
         states: Bytes of its own by state; those of branches below it come on top.
-        alike: Number of equal branches that it stands for; its bytes are those of one.
+        num_equal: Number of equal branches that it stands for; its bytes are those of one.
     """
 
     name: str
     kind: str
     note: str = ""
     states: Mapping[str, int] = field(default_factory=lambda: {})
-    below: tuple[Branch, ...] = ()
-    alike: int = 1
+    children: tuple[Branch, ...] = ()
+    num_equal: int = 1
 
     @property
     def total(self) -> dict[str, int]:
         """Bytes by state with all branches below, times the branches that are alike."""
-        sizes = {state: size * self.alike for state, size in self.states.items()}
-        for branch in self.below:
+        sizes = {state: size * self.num_equal for state, size in self.states.items()}
+        for branch in self.children:
             for state, size in branch.total.items():
-                sizes[state] = sizes.get(state, 0) + size * self.alike
+                sizes[state] = sizes.get(state, 0) + size * self.num_equal
         return sizes

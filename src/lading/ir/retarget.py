@@ -102,7 +102,7 @@ class _Cuda:
         for index, op in enumerate(self.old.ops):
             starts.append(len(ops))
             new = self._rewritten(index, op)
-            ops += [self._here(op) for op in (*self.before, *([] if new is None else [new]), *self.after)]
+            ops += [self._retargeted_op(op) for op in (*self.before, *([] if new is None else [new]), *self.after)]
             self.before, self.after = [], []
         starts.append(len(ops))
         used = {self.tensors[t].storage for op in ops for t in (*op.inputs, *op.outputs, *op.mutates)}
@@ -141,7 +141,7 @@ class _Cuda:
         tensors = (*op.inputs, *op.outputs, *op.mutates)
         return rename_op(op, {t: self.renamed.get(t, t) for t in tensors})
 
-    def _here(self, op: Op) -> Op:
+    def _retargeted_op(self, op: Op) -> Op:
         """Name the GPU where an operation's arguments name the CPU, and count its bytes again."""
         return dataclasses.replace(
             op,
@@ -319,8 +319,8 @@ class _Cuda:
 
     def _added(self, norm: RmsNorm, of_x: int, op: Op) -> Op:
         """Rewrite the last addition to x's gradient: to what others have made of it comes what the kernel makes."""
-        assert norm.beside is not None
-        return self._replaced(op, op.name, (Ref(norm.beside), Ref(of_x)), (), op.results)
+        assert norm.other_gradient is not None
+        return self._replaced(op, op.name, (Ref(norm.other_gradient), Ref(of_x)), (), op.results)
 
     def _rms_norm(self, norm: RmsNorm, op: Op) -> Op:
         weight = None if norm.weight is None else Ref(norm.weight)
@@ -338,8 +338,8 @@ class _Cuda:
         results = (of_x, of_weight)
         op = dataclasses.replace(op, outputs=tuple(r for r in results if r is not None), kind=OpKind.NORM)
         weight = None if norm.weight is None else Ref(norm.weight)
-        wanted = tuple(r is not None for r in results)
-        args = (Ref(norm.grad), Ref(norm.x), norm.dims, Ref(norm.rstd), weight, wanted)
+        output_mask = tuple(r is not None for r in results)
+        args = (Ref(norm.grad), Ref(norm.x), norm.dims, Ref(norm.rstd), weight, output_mask)
         return self._replaced(op, "aten._fused_rms_norm_backward.default", args, (), results)
 
     def _dropped(self, op: Op, dropout: _Dropout) -> Op:
@@ -424,13 +424,13 @@ def _dropout(
     noise = division.outputs[0]
     muls = [graph.ops[i] for i in readers.get(graph.storage_of(noise), ())]
     shape = graph.tensors[noise].shape
-    alike = all(
+    same_draws = all(
         op.name == "aten.mul.Tensor" and not op.mutates and len(op.inputs) == 2 and op.args.count(Ref(noise)) == 1
         and all(graph.tensors[t].shape == shape for t in (*op.inputs, *op.outputs))
         for op in muls
     )  # fmt: skip
     forward = [op.phase is not Phase.BACKWARD for op in muls]
-    if not muls or not alike or forward != [True, *(False for _ in muls[1:])]:
+    if not muls or not same_draws or forward != [True, *(False for _ in muls[1:])]:
         return None
     return _Dropout(keep, noise, (made, drawn, divided))
 

@@ -32,8 +32,9 @@ class RmsNorm:
         dims: Shape of the last dims.
         grad: Gradient of out; None where backward has none.
         of_x, of_weight: Gradients that backward makes; None for one that nobody asked for.
-        beside, total: Gradient of x by others that read it, to which backward adds its own in two parts, and the last
-            operation of it, which makes the sum; ``of_x`` is then the tensor of the sum. None where it adds to nothing.
+        other_gradient, total: Gradient of x by others that read it, to which backward adds its own in two parts, and
+            the last operation of it, which makes the sum; ``of_x`` is then the tensor of the sum. None where it adds to
+            nothing.
     """
 
     forward: tuple[int, ...]
@@ -47,7 +48,7 @@ class RmsNorm:
     grad: int | None = None
     of_x: int | None = None
     of_weight: int | None = None
-    beside: int | None = None
+    other_gradient: int | None = None
     total: int | None = None
 
 
@@ -58,14 +59,14 @@ class _NoNormError(Exception):
 def rms_norms(graph: StepGraph) -> list[RmsNorm]:
     """Find every norm of a step, in program order."""
     finder = _Finder(graph)
-    found: list[RmsNorm] = []
+    norms: list[RmsNorm] = []
     for index, op in enumerate(graph.ops):
         if op.name == "aten.rsqrt.default" and op.phase in _FORWARD:
             try:
-                found.append(finder.norm(index))
+                norms.append(finder.norm(index))
             except _NoNormError:
                 continue
-    return found
+    return norms
 
 
 class _Finder:
@@ -100,13 +101,13 @@ class _Finder:
         forward = sorted((*widened, squared, mean, added, root, *forward))
         if weight is not None:
             _need(self.graph.tensors[weight].dtype == self.graph.tensors[x].dtype)
-        found = RmsNorm(
+        rms_norm = RmsNorm(
             forward=tuple(forward), backward=(), x=x, out=out, rstd=rstd, weight=weight, dims=dims,
             epsilon=float(epsilon),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        found = _Backward(self, found, wide, self.ops[scaled].outputs[0]).completed()
-        self._check_closed(found)
-        return found
+        rms_norm = _Backward(self, rms_norm, wide, self.ops[scaled].outputs[0]).completed()
+        self._check_closed(rms_norm)
+        return rms_norm
 
     def _dims(self, mean: Op, wide: int) -> tuple[int, ...]:
         """Shape of the last dims, over which a mean is taken that keeps them."""
@@ -122,7 +123,7 @@ class _Finder:
         steps, weight = [scaled], None
         at = self.ops[scaled].outputs[0]
         after = [i for i in self.readers_in(at, _FORWARD) if self.ops[i].name == _MUL]
-        other = self.other(after[0], at) if len(after) == 1 else None
+        other = self.other_factor(after[0], at) if len(after) == 1 else None
         if other is not None and self.graph.tensors[other].shape == dims:
             weight = other
             steps.append(after[0])
@@ -146,13 +147,13 @@ class _Finder:
 
     def _check_closed(self, norm: RmsNorm) -> None:
         """Refuse a norm of which others read, or change, what its operations hand each other."""
-        own = {*norm.forward, *norm.backward}
+        norm_ops = {*norm.forward, *norm.backward}
         given = {self.graph.storage_of(t) for t in (norm.out, norm.of_x, norm.of_weight) if t is not None}
-        for index in own:
+        for index in norm_ops:
             _need(not self.ops[index].mutates)
             for storage in self.graph.writes(self.ops[index]):
                 _need(self.writers[storage] == [index] or storage in given)
-                _need(storage in given or own.issuperset(self.readers.get(storage, ())))
+                _need(storage in given or norm_ops.issuperset(self.readers.get(storage, ())))
 
     def readers_in(self, tensor: int, phases: tuple[Phase, ...]) -> list[int]:
         """Operations of some phases that read a tensor's storage."""
@@ -164,20 +165,20 @@ class _Finder:
         Raises:
             _NoNormError: there are none or several.
         """
-        wanted = {self.graph.storage_of(left), self.graph.storage_of(right)}
-        found = [
+        factors = {self.graph.storage_of(left), self.graph.storage_of(right)}
+        products = [
             i
             for i in self.readers_in(left, phases)
-            if self.ops[i].name == _MUL and {self.graph.storage_of(t) for t in self.ops[i].inputs} == wanted
+            if self.ops[i].name == _MUL and {self.graph.storage_of(t) for t in self.ops[i].inputs} == factors
         ]
-        _need(len(found) == 1)
-        return found[0]
+        _need(len(products) == 1)
+        return products[0]
 
-    def other(self, mul: int, tensor: int) -> int | None:
+    def other_factor(self, mul: int, tensor: int) -> int | None:
         """The tensor by which a multiplication multiplies one of this storage; None for a number or the same."""
         mine = self.graph.storage_of(tensor)
-        others = [t for t in self.ops[mul].inputs if self.graph.storage_of(t) != mine]
-        return others[0] if len(others) == 1 and len(self.ops[mul].inputs) == 2 else None
+        factors = [t for t in self.ops[mul].inputs if self.graph.storage_of(t) != mine]
+        return factors[0] if len(factors) == 1 and len(self.ops[mul].inputs) == 2 else None
 
     def _is_half(self, index: int) -> bool:
         return self.graph.tensors[self.ops[index].outputs[0]].dtype in _HALF
@@ -211,7 +212,7 @@ class _Backward:
     def __init__(self, finder: _Finder, norm: RmsNorm, wide: int, scaled: int) -> None:
         self.finder, self.forward, self.wide, self.scaled = finder, norm, wide, scaled
         self.steps: list[int] = []
-        self.beside: int | None = None
+        self.other_gradient: int | None = None
         self.total: int | None = None
 
     def completed(self) -> RmsNorm:
@@ -220,17 +221,17 @@ class _Backward:
         Raises:
             _NoNormError: something of the backward is not as autograd does it.
         """
-        found = self.forward
+        norm = self.forward
         of_weight, grad_of = self._of_weight()
         of_x, scaled_by = self._of_x()
         grads = {g for g in (grad_of, scaled_by) if g is not None}
         if not grads:
-            return found
+            return norm
         _need(len(grads) == 1)
         grad = self._narrow(grads.pop())
         return replace(
-            found, backward=tuple(sorted(self.steps)), grad=grad, of_x=of_x, of_weight=of_weight,
-            beside=self.beside, total=self.total,
+            norm, backward=tuple(sorted(self.steps)), grad=grad, of_x=of_x, of_weight=of_weight,
+            other_gradient=self.other_gradient, total=self.total,
         )  # fmt: skip
 
     def _of_weight(self) -> tuple[int | None, int | None]:
@@ -243,7 +244,7 @@ class _Backward:
             return None, None
         mul = muls[0]
         _need(len(muls) == 1 and ops[mul].name == _MUL)
-        grad = self.finder.other(mul, self.scaled)
+        grad = self.finder.other_factor(mul, self.scaled)
         summed = self._next(mul, "aten.sum.dim_IntList")
         self.steps += [mul, summed]
         made = ops[summed].outputs[0]
@@ -264,7 +265,7 @@ class _Backward:
         by_name = {ops[i].name: i for i in readers}
         _need(set(by_name) == {_MUL, "aten.pow.Tensor_Scalar"})
         direct, cubed = by_name[_MUL], by_name["aten.pow.Tensor_Scalar"]
-        weighted = self.finder.other(direct, norm.rstd)
+        weighted = self.finder.other_factor(direct, norm.rstd)
         _need(weighted is not None and ops[cubed].args[1] == 3)
         assert weighted is not None
         by_x = self.finder.mul(weighted, self.wide, _BACKWARD)
@@ -292,8 +293,8 @@ class _Backward:
         if first == total:
             return
         _need(self._next(first, "aten.add.Tensor") == total and not self._is_half())
-        self.beside = self.finder.other(first, self.finder.ops[direct].outputs[0])
-        _need(self.beside is not None)
+        self.other_gradient = self.finder.other_factor(first, self.finder.ops[direct].outputs[0])
+        _need(self.other_gradient is not None)
         self.total = total
         self.steps.append(first)
 
@@ -303,7 +304,7 @@ class _Backward:
         if norm.weight is None:
             return weighted
         mul = self.finder.writer(Ref(weighted), _MUL)
-        grad = self.finder.other(mul, norm.weight)
+        grad = self.finder.other_factor(mul, norm.weight)
         _need(grad is not None and self.finder.mul(grad, norm.weight, _BACKWARD) == mul)
         assert grad is not None
         self.steps.append(mul)
@@ -319,13 +320,13 @@ class _Backward:
 
     def _chain(self, start: int, *names: str | tuple[str, float]) -> list[int]:
         """Operations of these names, each the one reader of the one before; some with a number as second argument."""
-        found: list[int] = []
+        chain: list[int] = []
         for name in names:
-            wanted, number = name if isinstance(name, tuple) else (name, None)
-            start = self._next(start, wanted)
+            op_name, number = name if isinstance(name, tuple) else (name, None)
+            start = self._next(start, op_name)
             _need(number is None or self.finder.ops[start].args[1] == number)
-            found.append(start)
-        return found
+            chain.append(start)
+        return chain
 
     def _next(self, index: int, name: str) -> int:
         """The one operation that reads what another makes; it has this name."""

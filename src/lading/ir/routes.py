@@ -39,7 +39,7 @@ class ShardRegion(NamedTuple):
             shape.append(end - start)
         return ShardRegion(tuple(offset), tuple(shape))
 
-    def within(self, other: ShardRegion) -> tuple[slice, ...]:
+    def slices_in(self, other: ShardRegion) -> tuple[slice, ...]:
         """Slices that pick this region out of a tensor that holds the region ``other``, which contains it."""
         starts = [a - b for a, b in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
@@ -112,7 +112,7 @@ def pieces(
     """
     inbound: list[RoutedShard] = []
     outbound: list[RoutedShard] = []
-    sent = [0] * (max(map(len, holdings)) if holdings else 0)
+    sent_elements = [0] * (max(map(len, holdings)) if holdings else 0)
     rows: dict[tuple[ShardRegion, ...], _RegionsByRows] = {}  # a model has few kinds of parameters
     for key in map(tuple, holdings):
         if key not in rows:
@@ -127,8 +127,8 @@ def pieces(
                 f"{len(holders)} different pieces; placements other than shards and replicas cannot be routed"
             )
         for region, ranks in holders:
-            source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
-            sent[source] += region.size if source != owner else 0
+            source = owner if owner in ranks else min(ranks, key=lambda rank: (sent_elements[rank], rank))
+            sent_elements[source] += region.size if source != owner else 0
             inbound.append(RoutedShard(number, region, source, owner))
     return inbound, outbound
 
@@ -151,14 +151,14 @@ class _RegionsByRows:
         if whole not in self._holders:
             start, end = whole.offset[0], whole.offset[0] + whole.shape[0]
             first, last = bisect_right(self._starts, start - self._longest), bisect_left(self._starts, end)
-            found: dict[ShardRegion, list[int]] = {}
+            ranks_by_region: dict[ShardRegion, list[int]] = {}
             for region, ranks in self._ranks[first:last]:
                 common = region.meet(whole)
                 if common is not None:
-                    found.setdefault(common, []).extend(ranks)
-            by_region = [(region, sorted(ranks)) for region, ranks in sorted(found.items())]
+                    ranks_by_region.setdefault(common, []).extend(ranks)
+            by_region = [(region, sorted(ranks)) for region, ranks in sorted(ranks_by_region.items())]
             by_rank = sorted((rank, region) for region, ranks in by_region for rank in ranks)
-            self._holders[whole] = _Holders(by_region, by_rank, sum(region.size for region in found))
+            self._holders[whole] = _Holders(by_region, by_rank, sum(region.size for region in ranks_by_region))
         return self._holders[whole]
 
 
@@ -198,19 +198,19 @@ class Moves:
 
     Attributes:
         busiest: To the rank that gets most.
-        least: To some rank, whoever owns what: the mean over ranks if every owner were the one that moves least.
+        balanced: To some rank, whoever owns what: the mean over ranks if every owner were the one that moves least.
     """
 
     busiest: int
-    least: int
+    balanced: int
 
 
 def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks: int) -> Moves:
     """Count the elements that travel to owners and back (``pieces``)."""
-    taken = [0] * ranks
+    received_elements = [0] * ranks
     for piece in chain(*routes):
         if piece.source != piece.target:
-            taken[piece.target] += piece.region.size
+            received_elements[piece.target] += piece.region.size
     by_whole: dict[int, list[RoutedShard]] = {}
     for piece in routes[1]:
         by_whole.setdefault(piece.whole, []).append(piece)
@@ -220,4 +220,4 @@ def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks:
         everyone = sum(sizes[piece.region] for piece in outbound)
         # An owner gets what it has not, and all but it get their direction.
         total += sum(sizes.values()) + everyone - 2 * max(sizes.values())
-    return Moves(max(taken, default=0), -(-total // ranks))
+    return Moves(max(received_elements, default=0), -(-total // ranks))

@@ -23,40 +23,40 @@ from lading.ir.graph import Arg, Literal, Op, OpKind, Ref, Role, StepGraph, Stor
 _MAKES_DTYPE = frozenset({"aten._to_copy.default", "aten.ones.default", "aten.empty.memory_format"})
 #: Target that ``nll_loss`` ignores, whatever the step's own is ([Note: one score a token]).
 _IGNORED = -100
-_Found = TypeVar("_Found", bound=TokenLoss)
+_Loss = TypeVar("_Loss", bound=TokenLoss)
 
 
-class RowParts(ABC, Generic[_Found]):
+class RowParts(ABC, Generic[_Loss]):
     """Rewriter of a step; ``came_from`` has the operation of the old step for each of the new one.
 
     Args:
-        found: Losses that run in parts.
+        losses: Losses that run in parts.
         parts: Number of parts.
         unused: Storages that parts take the place of.
         multiple: Number that the tokens of a part, but of the last one, are a multiple of.
     """
 
     def __init__(
-        self, graph: StepGraph, found: Sequence[_Found], parts: int, unused: Sequence[int], multiple: int = 1
+        self, graph: StepGraph, losses: Sequence[_Loss], parts: int, unused: Sequence[int], multiple: int = 1
     ) -> None:
-        self.graph, self.found, self.parts, self.multiple = graph, found, parts, multiple
+        self.graph, self.losses, self.parts, self.multiple = graph, losses, parts, multiple
         self.storages, self.tensors = list(graph.storages), list(graph.tensors)
         self.ops, self.came_from = list[Op](), list[int]()
         for storage in unused:
             self.storages[storage] = dataclasses.replace(self.storages[storage], size_bytes=0)
 
     @abstractmethod
-    def _logits(self, found: _Found, rows: tuple[int, int], words: int) -> int:
+    def _logits(self, token_loss: _Loss, rows: tuple[int, int], words: int) -> int:
         """Add what makes the logits (tokens of the part, words) that the loss reads; returns them."""
 
     @abstractmethod
-    def _use(self, found: _Found, gradient: int, rows: tuple[int, int]) -> None:
+    def _use(self, token_loss: _Loss, gradient: int, rows: tuple[int, int]) -> None:
         """Add what becomes of the gradient of a part's logits."""
 
     def result(self) -> tuple[StepGraph, tuple[int, ...]]:
         """Rewritten step, and where its operations came from."""
-        totals = {found.total: found for found in self.found}  # by then the targets are made
-        dropped = {index for found in self.found for index in found.replaced}
+        totals = {loss.total: loss for loss in self.losses}  # by then the targets are made
+        dropped = {index for loss in self.losses for index in loss.replaced}
         place: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
             place[index] = len(self.ops)
@@ -73,33 +73,33 @@ class RowParts(ABC, Generic[_Found]):
         )  # fmt: skip
         return graph, tuple(self.came_from)
 
-    def _parts(self, found: _Found) -> tuple[int, int]:
+    def _parts(self, token_loss: _Loss) -> tuple[int, int]:
         """Add all parts of a loss: the score of each token's target, and what ``nll_loss`` is asked for."""
-        total, loss = self.graph.ops[found.total], found.loss
-        for index in found.seed:
+        total, loss = self.graph.ops[token_loss.total], token_loss.loss
+        for index in token_loss.seed:
             if index not in self.came_from:  # losses that are added up begin with the same ones
                 self._make_seed(index)
         target, ignored = total.inputs[1], cast("int", total.args[4])
         tokens, words = self.graph.tensors[target].shape[0], self.graph.tensors[total.inputs[0]].shape[1]
         dtype = self.graph.tensors[total.inputs[0]].dtype
-        counted, asked, known = self._targets(found.total, target, ignored, dtype, words)
+        counted, asked_targets, known = self._targets(token_loss.total, target, ignored, dtype, words)
         scores = self._fresh("scores of targets", dtype, (tokens, 1))
         step = -(-tokens // self.parts // self.multiple) * self.multiple
         for first in range(0, tokens, step):
             rows = (first, min(first + step, tokens))
-            logits = self._logits(found, rows, words)
-            made = self._score(found, logits, rows, dtype)
+            logits = self._logits(token_loss, rows, words)
+            made = self._score(token_loss, logits, rows, dtype)
             self._pick(loss.forward, made, known, scores, rows)
-            gradient = self._gradient(found, made, target, counted, rows)
-            self._use(found, gradient, rows)
-        return scores, asked
+            gradient = self._gradient(token_loss, made, target, counted, rows)
+            self._use(token_loss, gradient, rows)
+        return scores, asked_targets
 
     def _make_seed(self, index: int) -> None:
         """Make the gradient that the backward of the loss begins with, which needs no loss."""
         op = self.graph.ops[index]
         if op.name == ONES:
             out = self.tensors[op.outputs[0]]
-            self._each(index, "aten.ones.default", (out.shape,), op.outputs[0])
+            self._add_op_in_place_of(index, "aten.ones.default", (out.shape,), op.outputs[0])
         else:
             self._add(op, index)
 
@@ -110,32 +110,37 @@ class RowParts(ABC, Generic[_Found]):
         what is no word and counts is refused by the backward of ``nll_loss``.
         """
         of = self.tensors[target]
-        valid = self._each(
+        valid = self._add_op_in_place_of(
             index, "aten.ne.Scalar", (Ref(target), ignored), self._fresh("counted targets", "bool", of.shape)
         )
-        number = self._each(
+        number = self._add_op_in_place_of(
             index, "aten.sum.default", (Ref(valid),), self._fresh("number of targets", "int64", ()), OpKind.REDUCTION
         )
-        counted = self._each(
+        counted = self._add_op_in_place_of(
             index, "aten._to_copy.default", (Ref(number),), self._fresh("weight of targets", dtype, ())
         )
-        ones = self._each(
+        ones = self._add_op_in_place_of(
             index, "aten._to_copy.default", (Ref(valid),), self._fresh("asked targets", of.dtype, of.shape)
         )
-        less = self._each(index, "aten.sub.Tensor", (Ref(ones), 1), self._fresh("asked targets", of.dtype, of.shape))
-        asked = self._each(
+        less = self._add_op_in_place_of(
+            index, "aten.sub.Tensor", (Ref(ones), 1), self._fresh("asked targets", of.dtype, of.shape)
+        )
+        asked_targets = self._add_op_in_place_of(
             index, "aten.mul.Tensor", (Ref(less), -_IGNORED), self._fresh("asked targets", of.dtype, of.shape)
         )
         columns = self._fresh("columns of targets", of.dtype, of.shape)
-        known = self._each(index, "aten.clamp.default", (Ref(target), 0, words - 1), columns)
-        return counted, asked, known
+        known = self._add_op_in_place_of(index, "aten.clamp.default", (Ref(target), 0, words - 1), columns)
+        return counted, asked_targets, known
 
-    def _score(self, found: _Found, logits: int, rows: tuple[int, int], dtype: str) -> int:
+    def _score(self, token_loss: _Loss, logits: int, rows: tuple[int, int], dtype: str) -> int:
         """Log-probabilities of a part's words."""
-        op = self.graph.ops[found.loss.forward]
+        op = self.graph.ops[token_loss.loss.forward]
         out = self._fresh(f"scores[{rows[0]}]", dtype, self.tensors[logits].shape)
         return self._part(
-            found.loss.forward, (Ref(logits), *op.args[1:]), out, self._share(found.loss.forward, rows, found)
+            token_loss.loss.forward,
+            (Ref(logits), *op.args[1:]),
+            out,
+            self._share(token_loss.loss.forward, rows, token_loss),
         )
 
     def _pick(self, index: int, made: int, known: int, scores: int, rows: tuple[int, int]) -> None:
@@ -143,24 +148,26 @@ class RowParts(ABC, Generic[_Found]):
         count = rows[1] - rows[0]
         column = self._view(dataclasses.replace(self.tensors[known], shape=(count, 1), stride=(1, 1), offset=rows[0]))
         picked = self._fresh(f"scores of targets[{rows[0]}]", self.tensors[made].dtype, (count, 1))
-        self._each(index, "aten.gather.default", (Ref(made), 1, Ref(column)), picked, OpKind.GATHER)
+        self._add_op_in_place_of(index, "aten.gather.default", (Ref(made), 1, Ref(column)), picked, OpKind.GATHER)
         self._copy_into(index, picked, scores, rows)
 
-    def _gradient(self, found: _Found, made: int, target: int, counted: int, rows: tuple[int, int]) -> int:
+    def _gradient(self, token_loss: _Loss, made: int, target: int, counted: int, rows: tuple[int, int]) -> int:
         """Gradient of a part's logits."""
-        first, last = self.graph.ops[found.loss.loss_backward], self.graph.ops[found.loss.backward]
+        first, last = self.graph.ops[token_loss.loss.loss_backward], self.graph.ops[token_loss.loss.backward]
         shape, dtype = self.tensors[made].shape, self.graph.tensors[last.outputs[0]].dtype
         targets = self._rows(target, *rows)
         args = (first.args[0], Ref(made), Ref(targets), *first.args[3:6], Ref(counted))
         chosen = self._fresh(f"gradient of scores[{rows[0]}]", self.tensors[made].dtype, shape)
-        self._part(found.loss.loss_backward, args, chosen, self._share(found.loss.loss_backward, rows, found))
+        self._part(
+            token_loss.loss.loss_backward, args, chosen, self._share(token_loss.loss.loss_backward, rows, token_loss)
+        )
         out = self._fresh(f"gradient of logits[{rows[0]}]", dtype, shape)
         args = (Ref(chosen), Ref(made), *last.args[2:])
-        return self._part(found.loss.backward, args, out, self._share(found.loss.backward, rows, found))
+        return self._part(token_loss.loss.backward, args, out, self._share(token_loss.loss.backward, rows, token_loss))
 
-    def _share(self, index: int, rows: tuple[int, int], found: _Found) -> int:
+    def _share(self, index: int, rows: tuple[int, int], token_loss: _Loss) -> int:
         """Floating-point operations of some tokens."""
-        tokens = self.graph.tensors[self.graph.ops[found.total].inputs[1]].shape[0]
+        tokens = self.graph.tensors[self.graph.ops[token_loss.total].inputs[1]].shape[0]
         return self.graph.ops[index].flops * (rows[1] - rows[0]) // max(1, tokens)
 
     def _add(self, op: Op, index: int) -> None:
@@ -195,7 +202,9 @@ class RowParts(ABC, Generic[_Found]):
         self._add(op, index)
         return out
 
-    def _each(self, index: int, name: str, args: tuple[Arg, ...], out: int, kind: OpKind = OpKind.ELEMENTWISE) -> int:
+    def _add_op_in_place_of(
+        self, index: int, name: str, args: tuple[Arg, ...], out: int, kind: OpKind = OpKind.ELEMENTWISE
+    ) -> int:
         """Add another operation in the place of one of the old step; returns what it makes."""
         inputs = tuple(arg.tensor for arg in args if isinstance(arg, Ref))
         cast_to: tuple[tuple[str, Arg], ...] = (("dtype", Literal("dtype", self.tensors[out].dtype)),)
@@ -209,7 +218,9 @@ class RowParts(ABC, Generic[_Found]):
     def _copy_into(self, index: int, made: int, whole: int, rows: tuple[int, int]) -> None:
         """Copy what was made of a part into its rows of a tensor, which the first part makes room for."""
         if rows[0] == 0:
-            self._each(index, "aten.empty.memory_format", (self.tensors[whole].shape,), whole, OpKind.COPY)
+            self._add_op_in_place_of(
+                index, "aten.empty.memory_format", (self.tensors[whole].shape,), whole, OpKind.COPY
+            )
         into = self._rows(whole, *rows)
         copy = dataclasses.replace(
             self.graph.ops[index], name="aten.copy_.default", kind=OpKind.COPY, args=(Ref(into), Ref(made)),

@@ -69,23 +69,23 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, by chunk."""
-        return self._held[rank]
+        return self._stages_by_rank[rank]
 
     @cached_property
-    def _held(self) -> list[tuple[int, ...]]:
+    def _stages_by_rank(self) -> list[tuple[int, ...]]:
         return [tuple(self.stage(rank, chunk) for chunk in range(self.chunks)) for rank in range(self.ranks)]
 
     def texts(self, rank: int) -> list[str]:
         """Actions as torch prints them: ``["0F0", "4F0", "(0F3;4B0)OVERLAP_F_B", ...]``."""
         texts: list[str] = []
-        held = ""
+        first_half = ""
         for work, chunk, micro_batch, joint in self.orders[rank].tolist():
             text = f"{self.stage(rank, chunk)}{_LETTERS[work]}{micro_batch}"
             if joint:
-                held = text
+                first_half = text
             else:
-                texts.append(f"({held};{text})OVERLAP_F_B" if held else text)
-                held = ""
+                texts.append(f"({first_half};{text})OVERLAP_F_B" if first_half else text)
+                first_half = ""
         return texts
 
 

@@ -104,7 +104,7 @@ Origins = tuple[tuple[int, ...], ...]
 def shard_parameters(
     captured: StepGraph,
     layout: Layout,
-    apart: Mapping[str, object] = MappingProxyType({}),
+    unit_keys: Mapping[str, object] = MappingProxyType({}),
     matrices: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     blocks: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[StepGraph, tuple[GatheredUnit, ...], Origins]:
@@ -113,7 +113,7 @@ def shard_parameters(
     ``parameters`` of the graph are then the shards, each with the unit's gradients side by side, not reduced yet.
 
     Args:
-        apart: Parameters in which this differs, by first name, are in units of their own.
+        unit_keys: Parameters in which this differs, by first name, are in units of their own.
         matrices: Rows of the parts of each parameter that is moved as a whole, by its tensor. See [Note: owners].
         blocks: Elements that share a number of a state, by a parameter's first name. See [Note: whole blocks].
 
@@ -123,7 +123,7 @@ def shard_parameters(
     Raises:
         ConfigError: a parameter does not lie in memory row by row, or shares memory with another.
     """
-    return _Sharder(captured, layout, apart, matrices, blocks).sharded()
+    return _Sharder(captured, layout, unit_keys, matrices, blocks).sharded()
 
 
 def unshard_parameters(
@@ -179,11 +179,11 @@ class _Sharder:
         self,
         captured: StepGraph,
         layout: Layout,
-        apart: Mapping[str, object],
+        unit_keys: Mapping[str, object],
         matrices: Mapping[int, tuple[int, ...]],
         blocks: Mapping[str, int],
     ) -> None:
-        self.apart, self.matrices, self.blocks = apart, matrices, blocks
+        self.unit_keys, self.matrices, self.blocks = unit_keys, matrices, blocks
         self.graph, self.ranks, self.layout = captured, layout.shards, layout
         self.storages, self.tensors = list(captured.storages), list(captured.tensors)
         self.place: dict[int, tuple[int, int]] = {}
@@ -209,7 +209,7 @@ class _Sharder:
         captured = enumerate(self.graph.ops)
         rows = [row for index, op in captured for row in ((op, (index,)), *self.after.get(index, ()))]
         cut = {n for n, p in enumerate(self.graph.parameters) if self.graph.storage_of(p.tensor) in self.place}
-        others = [p for n, p in enumerate(self.graph.parameters) if n not in cut]
+        uncut = [p for n, p in enumerate(self.graph.parameters) if n not in cut]
         for index, tensor in enumerate(self.tensors):
             if tensor.storage in self.place:
                 whole, start = self.place[tensor.storage]
@@ -221,7 +221,7 @@ class _Sharder:
             storages=tuple(self.storages),
             tensors=tuple(self.tensors),
             ops=tuple(op for op, _ in rows),
-            parameters=(*parameters, *others),
+            parameters=(*parameters, *uncut),
         )
         return graph, tuple(units), tuple(behind for _, behind in rows)
 
@@ -257,7 +257,12 @@ class _Sharder:
     def _kind(self, parameter: Parameter) -> tuple[object, ...]:
         """Say what parameters of one unit have in common, whatever their shapes. See [Note: placed apart]."""
         name = parameter.names[0]
-        return parameter.placement is not None, parameter.gradient_terms, self.apart.get(name), self.blocks.get(name)
+        return (
+            parameter.placement is not None,
+            parameter.gradient_terms,
+            self.unit_keys.get(name),
+            self.blocks.get(name),
+        )
 
     def _runs_of_matrices(self) -> Iterator[list[int]]:
         """Yield the matrices of each unit, by number. See [Note: owners]."""
@@ -377,8 +382,8 @@ class _Sharder:
             size = count * DTYPE_BYTES[dtype]
             flat = self._flat(self._storage(f"{unit.name} gradients", size, Role.GRADIENT), dtype, count)
             ops.append(_copy("aten.cat.default", (tuple(map(Ref, pieces)),), (), tuple(pieces), flat, unit.name, size))
-        behind = tuple(sorted({self.final[self.graph.storage_of(gradient)] for gradient in gradients}))
-        self.after.setdefault(behind[-1], []).extend((op, behind) for op in ops)
+        last_writes = tuple(sorted({self.final[self.graph.storage_of(gradient)] for gradient in gradients}))
+        self.after.setdefault(last_writes[-1], []).extend((op, last_writes) for op in ops)
         return flat
 
     def _row_by_row(self, gradient: int, module: str, ops: list[Op]) -> int:
@@ -472,7 +477,7 @@ class _Unsharder:
         order = sorted(self.units, key=lambda unit: first[unit.whole])
         starts = [first[unit.whole] for unit in order]
         for unit, start in zip(order, [0, *starts][: len(order)], strict=True):
-            made = self._whole(unit)
+            made = self._add_gathered_tensor(unit)
             self.before.setdefault(start, []).append(self._gathering(UNSHARD, unit, Phase.FORWARD, (made,), ()))
 
     def _gather_back(self, unit: GatheredUnit) -> None:
@@ -480,14 +485,14 @@ class _Unsharder:
         step, shard = self.step, self.step.storage_of(unit.shard)
         updates = [i for i, op in enumerate(step.ops) if op.kind is OpKind.STEP and shard in step.op_writes[i]]
         readers = [i for i, reads in enumerate(step.op_reads) if unit.whole in reads]
-        whole = self._whole(unit)
+        whole = self._add_gathered_tensor(unit)
         size = self.tensors[unit.shard].size_bytes
         copy = _copy(OWN_SHARD, (Ref(whole),), self.layout.across(*SHARDED), (whole,), unit.shard, unit.name, size)
         self.before.setdefault(updates[0], []).append(dataclasses.replace(copy, phase=Phase.OPTIMIZER))
         gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
         self.after.setdefault(max(*updates, *readers), []).append(gather)
 
-    def _whole(self, unit: GatheredUnit) -> int:
+    def _add_gathered_tensor(self, unit: GatheredUnit) -> int:
         """Make the tensor of all elements of a unit."""
         shard = self.tensors[unit.shard]
         self.tensors.append(Tensor(unit.whole, shard.dtype, (shard.shape[0] * unit.ranks,), (1,)))

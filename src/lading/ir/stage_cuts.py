@@ -67,7 +67,7 @@ class RankStep:
     sent: tuple[tuple[str, int, int], ...] = ()
     received: tuple[tuple[str, int, int], ...] = ()
 
-    def apart(self) -> dict[str, tuple[int, str]]:
+    def gather_keys(self) -> dict[str, tuple[int, str]]:
         """Say by a parameter's first name what parameters that are gathered together have in common.
 
         They are trained by one stage, as another's are ready at another time; and those that travel go alone, so that
@@ -84,7 +84,7 @@ class RankStep:
 
     def with_shards(self, graph: StepGraph, origins: Sequence[Sequence[int]]) -> RankStep:
         """Make the step of sharded parameters; each operation stands behind those of this one that ``origins`` says."""
-        rows = tuple(max((self.rows[index] for index in behind), key=_sooner) for behind in origins)
+        rows = tuple(max((self.rows[index] for index in behind), key=_arrival_key) for behind in origins)
         return dataclasses.replace(self, graph=graph, rows=rows)
 
     def order(self, schedule: Schedule) -> list[tuple[tuple[int, ...], int]]:
@@ -387,15 +387,15 @@ class _StageCutter:
         for index in reversed(range(len(graph.ops))):
             made = [storage for storage in graph.op_writes[index] if storage in needed]
             if self.stages[index] < 0 and made:
-                row = min((needed[storage] for storage in made), key=_sooner)
+                row = min((needed[storage] for storage in made), key=_arrival_key)
                 found.append(((index, 1), row, graph.ops[index]))
                 for storage in graph.op_reads[index]:
-                    needed[storage] = min(row, needed.get(storage, row), key=_sooner)
+                    needed[storage] = min(row, needed.get(storage, row), key=_arrival_key)
         return found
 
     def _receive(self, storage: int, own: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
         readers = [index for index in own if storage in self.graph.op_reads[index]]
-        first, row = readers[0], min((self.rows[index] for index in readers), key=_sooner)
+        first, row = readers[0], min((self.rows[index] for index in readers), key=_arrival_key)
         flat = self._flat(storage)
         made = self._transfer(RECEIVE, storage, self.maker[storage], self.graph.ops[first])
         return (first, 0), row, dataclasses.replace(made, outputs=(flat,), results=(flat,))
@@ -415,7 +415,7 @@ class _StageCutter:
         return -1 - storage
 
 
-def _sooner(row: Row) -> tuple[bool, int, bool]:
+def _arrival_key(row: Row) -> tuple[bool, int, bool]:
     """Sort key of passes of one rank and micro-batch by when they come."""
     forward = row.work is Work.FORWARD
     return not forward, row.stage if forward else -row.stage, row.work is Work.BACKWARD_WEIGHT

@@ -236,7 +236,7 @@ class _Partitioner:
             op = self._attending(op)
         moved = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
         for tensor, parts in zip(op.outputs, strategy.outputs, strict=True):
-            moved[tensor] = self._made(tensor, parts)
+            moved[tensor] = self._record_version(tensor, parts)
         moved |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in moved}
         self.writer.ops.append(self._sized(rename_op(op, moved), op, strategy))
         for tensor in op.mutates:  # all other versions are of the past
@@ -499,7 +499,7 @@ class _Partitioner:
             return
         if WHOLE not in have:
             self._get(storage, dtype, WHOLE, op)
-        have[want] = self._own(storage, dtype, want, op)
+        have[want] = self._copy_own_runs(storage, dtype, want, op)
 
     def _summed(self, storage: int, dtype: str, op: Op) -> int:
         """Sum what ranks have of a storage."""
@@ -547,7 +547,7 @@ class _Partitioner:
         self.writer.add(SCATTER_SUM, (source,), (self.writer.row(made, dtype),), op, OpKind.COLLECTIVE)
         return made
 
-    def _own(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
+    def _copy_own_runs(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Copy a rank's own runs out of what is whole."""
         held = self.versions[storage][WHOLE]
         period = sum(parts)
@@ -558,7 +558,7 @@ class _Partitioner:
         self.writer.add(OWN_RUNS, (source,), (out,), op, OpKind.COPY, (Ref(source), parts))
         return made
 
-    def _made(self, tensor: int, parts: Parts) -> int:
+    def _record_version(self, tensor: int, parts: Parts) -> int:
         """Note what an operation makes of a storage."""
         storage = self.whole[tensor].storage
         self.versions[storage] = {parts: storage}
@@ -613,9 +613,9 @@ class _Partitioner:
         args = (*map(Ref, inputs), op.args[2], _SUM_OF_LOSSES, *op.args[4:])
         summed = dataclasses.replace(op, args=args, inputs=inputs, outputs=outputs, results=outputs)
         self.writer.ops.append(self._sized(summed, op, strategy))
-        total = self._made(op.outputs[1], WHOLE)
+        total = self._record_version(op.outputs[1], WHOLE)
         self._all_reduce(local[1], self.whole[op.outputs[1]].storage, weight.dtype, op)
-        made = self._made(op.outputs[0], WHOLE)
+        made = self._record_version(op.outputs[0], WHOLE)
         if op.args[3] == _SUM_OF_LOSSES:
             return self._all_reduce(local[0], loss.storage, loss.dtype, op)
         losses = self.writer.storage("losses of all ranks", loss.dtype, 1)
@@ -666,7 +666,7 @@ class _Partitioner:
         args = (Ref(table), Ref(local), *op.args[2:])
         lookup = dataclasses.replace(op, args=args, inputs=(table, local), outputs=(looked,), results=(looked,))
         self.writer.ops.append(lookup)
-        self._masked(looked, here, self._made(op.outputs[0], SUMMED), op)
+        self._masked(looked, here, self._record_version(op.outputs[0], SUMMED), op)
 
     def _embedding_backward(self, op: Op, strategy: _Strategy) -> None:
         """Add up the gradients of a rank's own words."""
@@ -676,7 +676,7 @@ class _Partitioner:
         local, here = self._own_words(index, gradient, out.shape[0] // self.ranks, op)
         masked = self.writer.fresh("gradient of own words", view.dtype, view.shape)
         self._masked(source, here, masked, op)
-        made = self._made(op.outputs[0], strategy.outputs[0])
+        made = self._record_version(op.outputs[0], strategy.outputs[0])
         args = (Ref(masked), Ref(local), out.shape[0] // self.ranks, *op.args[3:])
         self.writer.ops.append(
             dataclasses.replace(op, args=args, inputs=(masked, local), outputs=(made,), results=(made,))

@@ -17,7 +17,7 @@ _LASTING = PERSISTENT - {Role.CONSTANT}
 _VALUES = frozenset({Role.PARAMETER, Role.BUFFER})
 
 
-def together(steps: Sequence[StepGraph]) -> tuple[StepGraph, ...]:
+def number_alike(steps: Sequence[StepGraph]) -> tuple[StepGraph, ...]:
     """Number the values of several steps alike.
 
     Args:

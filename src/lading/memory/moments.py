@@ -52,7 +52,7 @@ class RankBytes:
         shares: Devices whose parts of the host's memory the rank has to itself that keeps a whole checkpoint.
         host_tier: Name of the tier that checkpoints are copied to, the host's memory; "" where nothing is known of it.
         behind_tier: Name of the tier that something lies in between uses; "" where nothing does.
-        behind: Bytes by role of what lies there.
+        lower_tier_roles: Bytes by role of what lies there.
         stages_all: Checkpoints are copied to the host whole before they are written ([Note: what Megatron-LM does]).
     """
 
@@ -65,7 +65,7 @@ class RankBytes:
     shares: float = 1.0
     host_tier: str
     behind_tier: str = ""
-    behind: Mapping[Role, int] = field(default_factory=lambda: {})
+    lower_tier_roles: Mapping[Role, int] = field(default_factory=lambda: {})
     stages_all: bool = False
 
 
@@ -82,7 +82,7 @@ def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, in
     here = _saved(held.roles)
     states = here + max(held.gradient_bytes, held.roles.get(Role.GRADIENT, 0))
     whole = ceil(held.stage_bytes / held.shares)
-    every = here + (_saved(held.behind) if held.behind_tier == held.host_tier else 0)
+    every = here + (_saved(held.lower_tier_roles) if held.behind_tier == held.host_tier else 0)
     pieces = here if held.stages_all else min(here, held.piece_bytes + _AHEAD_BYTES)
     piece = held.whole_bytes if save == "gathered" else 0
     device = {
@@ -97,14 +97,14 @@ def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, in
         "save": {"sharded": pieces, "async": every, "gathered": whole}[save],
         "resume": whole if piece else 2 * held.piece_bytes,
     }
-    return {moment: {DEVICE: device[moment], **_behind(held, copied.get(moment, 0))} for moment in MOMENTS}
+    return {moment: {DEVICE: device[moment], **_lower_tier_bytes(held, copied.get(moment, 0))} for moment in MOMENTS}
 
 
-def _behind(held: RankBytes, copied_bytes: int) -> dict[str, int]:
+def _lower_tier_bytes(held: RankBytes, copied_bytes: int) -> dict[str, int]:
     """Add up bytes by tier behind the device: copies in the host's memory, and what lies behind it between uses."""
     tiers = {held.host_tier: copied_bytes} if held.host_tier else {}
     if held.behind_tier:
-        tiers[held.behind_tier] = tiers.get(held.behind_tier, 0) + sum(held.behind.values())
+        tiers[held.behind_tier] = tiers.get(held.behind_tier, 0) + sum(held.lower_tier_roles.values())
     return tiers
 
 

@@ -99,7 +99,7 @@ def gradient_width(layout: Layout, stack: Stack) -> int:
     return max(2, gathered_width(layout, stack))
 
 
-def behind(
+def split_offloaded(
     roles: dict[Role, int], updated: float, largest: Mapping[str, int], layout: Layout, stack: Stack
 ) -> tuple[dict[Role, int], dict[Role, int]]:
     """Split a rank's parameters, gradients and states into the bytes on the device and those behind it.

@@ -86,7 +86,7 @@ def step_of(  # noqa: PLR0913  what a step depends on
         optimizer = optimizer or default_rule()
         moved = {} if matrices is None else grouped(micro, matrices)[0]
         sharded, units, origins = shard_parameters(
-            micro, layout, _apart(part, choices), moved, _blocks(micro, optimizer)
+            micro, layout, _unit_keys(part, choices), moved, _blocks(micro, optimizer)
         )
         sizes = {unit.parameter: _smallest(micro, sharded, unit) for unit in units}
         part = part and part.with_shards(sharded, origins)
@@ -153,9 +153,9 @@ def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankS
     return part
 
 
-def _apart(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
+def _unit_keys(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
     """Say by a parameter's first name what parameters in one unit of shards have in common."""
-    apart: dict[str, object] = {} if part is None else {**part.apart()}
+    apart: dict[str, object] = {} if part is None else {**part.gather_keys()}
     groups = enumerate(choices.groups, 1) if choices is not None else ()
     return apart | {name: (number, apart.get(name)) for number, names in groups for name in names}
 

@@ -19,7 +19,14 @@ from lading.errors import CaptureError, ConfigError, LadingError
 from lading.files import parse_json
 from lading.models.common import MOST_REPEATED, check_repeated
 from lading.models.stacked_weights import in_order, is_stack
-from lading.models.weight_files import FileTensor, StackedTensor, WeightFiles, equal_numbers, said, shortened
+from lading.models.weight_files import (
+    FileTensor,
+    StackedTensor,
+    WeightFiles,
+    equal_numbers,
+    one_line_message,
+    shortened,
+)
 from lading.permissions import check_path
 
 #: Settings that count what a model, or its configuration, has an object for each of; and how many there may be.
@@ -63,7 +70,9 @@ def read_config(model: ModelConfig) -> Any:
         _check_kernels(data)
         config = auto.for_model(**data)
     except Exception as error:  # each class of transformers checks its settings in its own way
-        raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {said(error)}") from error
+        raise ConfigError(
+            f"model.name {model.name!r}: expected the config.json of a model: {one_line_message(error)}"
+        ) from error
     _check_repeated(model.sizes)
     for key, value in model.sizes.items():
         if not hasattr(config, key):
@@ -71,7 +80,7 @@ def read_config(model: ModelConfig) -> Any:
         try:
             setattr(config, key, value)
         except Exception as error:
-            raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {said(error)}") from error
+            raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {one_line_message(error)}") from error
     return config
 
 
@@ -154,8 +163,8 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
         raise CaptureError(f"model.name {model.name!r}: {error}") from error
     except Exception as error:  # what a constructor says of sizes that do not go together
         raise ConfigError(
-            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {said(error)}; mend its "
-            "config.json, or model.sizes"
+            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {one_line_message(error)}; "
+            "mend its config.json, or model.sizes"
         ) from error
 
 
@@ -328,7 +337,9 @@ def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]
     except LadingError:
         raise
     except Exception as error:  # tensors of shapes that do not go together
-        raise ConfigError(f"model.name: cannot make {first} of the tensors in the files: {said(error)}") from error
+        raise ConfigError(
+            f"model.name: cannot make {first} of the tensors in the files: {one_line_message(error)}"
+        ) from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -382,7 +393,7 @@ def check_found(what: str, strangers: list[str], misshapen: list[str], missing: 
         ConfigError: there are strangers, or tensors are missing or of another shape.
     """
     wrong = {"of another shape": misshapen, "missing": missing, "not expected": strangers}
-    texts = [f"{how}: {', '.join(names[:3])}{_more(names)}" for how, names in wrong.items() if names]
+    texts = [f"{how}: {', '.join(names[:3])}{_count_of_unlisted(names)}" for how, names in wrong.items() if names]
     if texts:
         raise ConfigError(f"{what}, found {'; '.join(texts)}; {advice}")
 
@@ -395,5 +406,5 @@ def _check(model: ModelConfig, strangers: list[str], misshapen: list[str], missi
     check_found(f"{model.name}: expected the weights of its config.json", strangers, misshapen, missing, advice)
 
 
-def _more(names: list[str]) -> str:
+def _count_of_unlisted(names: list[str]) -> str:
     return f" and {len(names) - 3} more" if len(names) > 3 else ""

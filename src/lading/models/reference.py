@@ -34,7 +34,7 @@ def model_class(name: str) -> ReferenceModel:
     Raises:
         ConfigError: no such model; the nearest name is given.
     """
-    module, _, class_name = MODELS[_known(name, "model", sorted(MODELS))].partition(":")
+    module, _, class_name = MODELS[_check_choice(name, "model", sorted(MODELS))].partition(":")
     return cast(ReferenceModel, getattr(import_module(module), class_name))
 
 
@@ -49,11 +49,11 @@ def build_model(name: str, **sizes: Any) -> nn.Module:
     """
     model = model_class(name)
     fields = [field.name for field in dataclasses.fields(model.Config)]
-    named = {_known(key, f"size of {name!r}", fields): value for key, value in sizes.items()}
+    named = {_check_choice(key, f"size of {name!r}", fields): value for key, value in sizes.items()}
     return model(model.Config(**named))
 
 
-def _known(name: str, what: str, names: list[str]) -> str:
+def _check_choice(name: str, what: str, names: list[str]) -> str:
     """Return ``name`` if it is one of ``names``.
 
     Raises:

@@ -110,8 +110,8 @@ class SavedNames:
 
         renamings = [rule for rule in self._forward if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in self._forward if isinstance(rule, WeightConverter)]
-        return rename_source_key(key, renamings, converters, self._module.base_model_prefix, self._known)[0]
+        return rename_source_key(key, renamings, converters, self._module.base_model_prefix, self._named_tensors)[0]
 
     @cached_property
-    def _known(self) -> dict[str, Any]:
+    def _named_tensors(self) -> dict[str, Any]:
         return {**self._module.state_dict(), **dict(self._module.named_buffers())}

@@ -52,7 +52,7 @@ class WeightFiles:
                 self._files[name] = safe_open(folder / name, framework="pt", backend="pread")
             except (OSError, SafetensorError, ValueError) as error:
                 raise StorageError(
-                    f"expected a safetensors file at {folder / name}: {said(error)}; download it again"
+                    f"expected a safetensors file at {folder / name}: {one_line_message(error)}; download it again"
                 ) from error
             for key in self._files[name].keys():  # noqa: SIM118 - no dict
                 homes.setdefault(key, []).append(name)
@@ -90,7 +90,7 @@ class WeightFiles:
                 raise ValueError(f"expected names of tensors and files as weight_map, got {shortened(listed)}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"expected the index of safetensors files at {index}: {said(error)}; download it again"
+                f"expected the index of safetensors files at {index}: {one_line_message(error)}; download it again"
             ) from error
         for key, name in listed.items():
             if not _is_file_name(name):
@@ -144,7 +144,7 @@ class WeightFiles:
                 while done < len(data) and (count := file.readinto(view[done:])):
                     done += count
         except OSError as error:
-            raise StorageError(f"{path}: cannot read {shortened(key)}: {said(error)}") from error
+            raise StorageError(f"{path}: cannot read {shortened(key)}: {one_line_message(error)}") from error
         if done < len(data):
             raise StorageError(
                 f"{path}: cannot read {shortened(key)}: expected {len(data)} bytes from {place.start + low}, found "
@@ -163,7 +163,9 @@ class WeightFiles:
             return self._files[name].get_tensor(key)
         except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             # a type that torch lacks, or a size that it cannot have
-            raise StorageError(f"{self.folder / name}: cannot read {shortened(key)}: {said(error)}") from error
+            raise StorageError(
+                f"{self.folder / name}: cannot read {shortened(key)}: {one_line_message(error)}"
+            ) from error
 
 
 def _is_file_name(name: object) -> bool:
@@ -204,7 +206,7 @@ def _places_of(path: Path) -> dict[str, _Place]:
             if key != "__metadata__"
         }
     except (AttributeError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise ValueError(f"a header that is none: {said(error)}") from error
+        raise ValueError(f"a header that is none: {one_line_message(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -256,17 +258,17 @@ class StackedTensor:
 
     Attributes:
         parts: The tensors, all of one shape.
-        together: How many of them are one entry along the first dim, laid along the second.
+        num_joined: How many of them are one entry along the first dim, laid along the second.
     """
 
     parts: tuple[FileTensor, ...]
-    together: int
+    num_joined: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the whole; nothing of it is read."""
         rows, *rest = self.parts[0].shape
-        return (len(self.parts) // self.together, self.together * rows, *rest)
+        return (len(self.parts) // self.num_joined, self.num_joined * rows, *rest)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -277,7 +279,7 @@ class StackedTensor:
         """Reader of ranges of the bytes that the numbers have in a dtype, by its name: ``"float32"``."""
         last = getattr(torch, dtype)
         return StackedTensor(
-            tuple(FileTensor(part.files, part.key, (*part.dtypes, last)) for part in self.parts), self.together
+            tuple(FileTensor(part.files, part.key, (*part.dtypes, last)) for part in self.parts), self.num_joined
         ).chunks
 
     def chunks(self, low: int, high: int) -> Iterator[memoryview]:
@@ -301,7 +303,7 @@ def equal_numbers(one: FileTensor | StackedTensor, other: FileTensor | StackedTe
     return all(b"".join(one.chunks(*cut)) == b"".join(other.chunks(*cut)) for cut in cuts)
 
 
-def said(error: Exception) -> str:
+def one_line_message(error: Exception) -> str:
     """Message of an error of transformers or safetensors, in one line of moderate length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."

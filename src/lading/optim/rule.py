@@ -75,7 +75,7 @@ class StateSpec:
 
     shape: tuple[int, ...]
     dtype: str = ""
-    held: StatePlace = StatePlace.ELEMENTWISE
+    place: StatePlace = StatePlace.ELEMENTWISE
     block: int = 1
 
 
@@ -205,7 +205,7 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
     if rule.whole:
         return
 
-    def after(part: slice, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def update_part(part: slice, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         param, grads = trial_of(256)
         moved = param[part].clone().view(shape)
         states: States = {}
@@ -221,8 +221,8 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
     name = getattr(rule, "optimizer", type(rule).__name__)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            whole = after(slice(0, 256), (16, 16))
-            parts = [(part, after(part, (part.stop - part.start,))) for part in (slice(0, 64), slice(64, 256))]
+            whole = update_part(slice(0, 256), (16, 16))
+            parts = [(part, update_part(part, (part.stop - part.start,))) for part in (slice(0, 64), slice(64, 256))]
     except Exception as error:
         raise ConfigError(
             "optimizer: expected one whose update treats elements alone, so that parameters can be moved part by part; "
@@ -335,12 +335,12 @@ class MatrixRule(ABC):
     @property
     def cut_states(self) -> int:
         """Number of states that are cut as the matrix is."""
-        return sum(state.held is StatePlace.ELEMENTWISE for state in self.state_specs(1, 1).values())
+        return sum(state.place is StatePlace.ELEMENTWISE for state in self.state_specs(1, 1).values())
 
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
         """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
         states = self.state_specs(rows, columns).values()
-        cut, whole = (sum(prod(s.shape) for s in states if s.held is place) for place in StatePlace)
+        cut, whole = (sum(prod(s.shape) for s in states if s.place is place) for place in StatePlace)
         return cut, whole
 
 

@@ -116,7 +116,7 @@ class TorchUpdate(ParameterRule):
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Make the optimizer itself."""
-        made = _made(self.optimizer, json.loads(self.numbers or "{}"))
+        made = _build_optimizer(self.optimizer, json.loads(self.numbers or "{}"))
         made.param_groups[0]["params"] = list(params)
         return made
 
@@ -287,7 +287,7 @@ def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
     """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none."""
     import torch
 
-    made = _made(name, json.loads(numbers or "{}"))
+    made = _build_optimizer(name, json.loads(numbers or "{}"))
     if not numbers:  # an operation by itself, as where its memory is measured: a plan has no numbers
         kind: Any = type(made)
         rate = {"lr": _TRIAL_LR} if "lr" in signature(kind.__init__).parameters else {}
@@ -296,7 +296,7 @@ def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
     return made
 
 
-def _made(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _build_optimizer(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:
     kind: Any = import_module(name.partition(":")[0])
     for part in name.partition(":")[2].split("."):
         kind = getattr(kind, part, None)
@@ -337,7 +337,7 @@ def _watched(
     """Run the optimizer on a whole vector; returns its rule, and what the parameter and the states become."""
     import torch
 
-    made, whole, seeded = _made(name, json.loads(numbers)), param.clone().view(16, 16), False
+    made, whole, seeded = _build_optimizer(name, json.loads(numbers)), param.clone().view(16, 16), False
     group = made.param_groups[0]
     group["params"] = [whole]
     most = 0
@@ -390,7 +390,7 @@ def _seed(name: str, group: Mapping[str, Any]) -> dict[str, Any] | None:
     """States that an optimizer makes for a parameter at once; None if it makes none."""
     import torch
 
-    kind = type(_made(name, {}))
+    kind = type(_build_optimizer(name, {}))
     taken = signature(kind.__init__).parameters
     made = kind(
         [torch.nn.Parameter(group["params"][0].clone())],

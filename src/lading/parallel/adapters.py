@@ -113,7 +113,7 @@ def adapted(segment: RankSegment, adapters: Adapters, layout: Layout) -> RankSeg
             trained = dict(segment.parameter_elements)
             return replace(segment, trained_elements=trained, frozen_bytes=all_bytes, trained_bytes=all_bytes)
         return replace(_frozen(segment), trained_elements={}, frozen_bytes=all_bytes)
-    return _Adapting(_frozen(segment), adapters, layout).done()
+    return _Adapting(_frozen(segment), adapters, layout).build()
 
 
 def packed(segment: RankSegment, tokens: int) -> RankSegment:
@@ -157,24 +157,24 @@ class _Adapting:
     trained: int = 0
     quantized: int = 0
 
-    def done(self) -> RankSegment:
+    def build(self) -> RankSegment:
         """Build the segment with adapters."""
         segment = self.segment
         self.tensors, self.saved = list(segment.tensors), list(segment.saved)
-        behind: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}
+        backward_after: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}
         made: dict[int, int] = {}  # storage of a 4-bit weight: the 16-bit tensor made of it
         for place, kernel in enumerate(segment.kernels):
             weights = self._weights(kernel)
             if kernel.stage is Stage.FORWARD and weights and _is_linear(kernel):
                 base = self._dequantized(kernel, weights, made)
-                kept = self._forward(base, weights)
+                kept_tensors = self._forward(base, weights)
                 last = self._last_backward(weights)
-                if kept and last is not None:
-                    behind.setdefault(last, []).append((base, kept))
+                if kept_tensors and last is not None:
+                    backward_after.setdefault(last, []).append((base, kept_tensors))
                 continue
             self._backward(kernel, weights, made)
-            for base, kept in behind.get(place, ()):
-                self._adapter_backward(base, kept, kernel)
+            for base, kept_tensors in backward_after.get(place, ()):
+                self._adapter_backward(base, kept_tensors, kernel)
         return replace(
             segment,
             kernels=tuple(self.kernels),
@@ -196,15 +196,15 @@ class _Adapting:
 
     def _last_backward(self, weights: Sequence[int]) -> int | None:
         """Place of the last product that makes a gradient of what enters."""
-        own = {self.segment.tensors[t].storage for t in weights}
-        found = [
+        weight_storages = {self.segment.tensors[t].storage for t in weights}
+        places = [
             place
             for place, kernel in enumerate(self.segment.kernels)
             if kernel.stage is Stage.BACKWARD_INPUT
             and _is_linear(kernel)
-            and own & {self.segment.tensors[t].storage for t in self._weights(kernel)}
+            and weight_storages & {self.segment.tensors[t].storage for t in self._weights(kernel)}
         ]
-        return found[-1] if found else None
+        return places[-1] if places else None
 
     def _tensor(self, dtype: str, *shape: int) -> int:
         size = DTYPE_BYTES[dtype]
@@ -218,9 +218,9 @@ class _Adapting:
         """A kernel that moves bytes."""
         inputs, outputs = tuple(inputs), tuple(outputs)
         read, written = (sum(self.tensors[t].size_bytes for t in side) for side in (inputs, outputs))
-        self._put(like, name, kind, read, written, inputs=inputs, outputs=outputs)
+        self._add_kernel(like, name, kind, read, written, inputs=inputs, outputs=outputs)
 
-    def _put(self, like: Kernel, name: str, kind: OpKind | None, read: int, written: int, **more: Any) -> None:
+    def _add_kernel(self, like: Kernel, name: str, kind: OpKind | None, read: int, written: int, **more: Any) -> None:
         """Add a kernel of an adapter, in the stage and dtype of the kernel it stands beside."""
         module = f"{like.module}.adapter.{name}"
         settings: dict[str, Any] = {"stage": like.stage, "inputs": (), "outputs": (), **more}
@@ -234,7 +234,7 @@ class _Adapting:
         dtype = self._dtype(like)
         width = 4 if dtype == "float32" else self.adapters.width
         read, written = width * (work.m * work.k + work.k * work.n), width * work.m * work.n
-        self._put(like, "mm", OpKind.MATMUL, read, written, inputs=inputs, outputs=outputs, detail=work)
+        self._add_kernel(like, "mm", OpKind.MATMUL, read, written, inputs=inputs, outputs=outputs, detail=work)
         self.kernels[-1] = replace(self.kernels[-1], dtype=dtype)
 
     def _dtype(self, like: Kernel) -> str:
@@ -245,7 +245,7 @@ class _Adapting:
         """Kernels over A and B alone; they have no tensors, as their memory is that of states."""
         for name in names:
             size = self.adapters.rank * (work.k if name.endswith("a") else work.n)
-            self._put(like, name, OpKind.COPY, 4 * size, 2 * size)
+            self._add_kernel(like, name, OpKind.COPY, 4 * size, 2 * size)
 
     def _dequantized(self, kernel: Kernel, weights: Sequence[int], made: dict[int, int]) -> Kernel:
         """The product with its weight made of 4 bits before it; the kernels that do so are put there."""
@@ -265,12 +265,12 @@ class _Adapting:
     def _dequantize(self, like: Kernel, elements: int, whole: int) -> None:
         steps = _GPTQ if self.adapters.quantizer == "gptq" else _NF4
         for name in _GPTQ_SMALL if steps is _GPTQ else ():
-            self._put(like, f"dequantize.{name}", OpKind.ELEMENTWISE, elements // 128, elements // 128)
+            self._add_kernel(like, f"dequantize.{name}", OpKind.ELEMENTWISE, elements // 128, elements // 128)
         for name, read, written in steps:
-            least = max(0.0, ELEMENT_BYTES - read - written) if steps is _GPTQ else 0.0
+            cached_bytes = max(0.0, ELEMENT_BYTES - read - written) if steps is _GPTQ else 0.0
             outputs = (whole,) if name == steps[-1][0] else ()
-            size = round((read + least) * elements), round(written * elements)
-            self._put(like, f"dequantize.{name}", OpKind.ELEMENTWISE, *size, outputs=outputs)
+            size = round((read + cached_bytes) * elements), round(written * elements)
+            self._add_kernel(like, f"dequantize.{name}", OpKind.ELEMENTWISE, *size, outputs=outputs)
 
     def _backward(self, kernel: Kernel, weights: Sequence[int], made: dict[int, int]) -> None:
         """A kernel of the frozen block: with the 16-bit weight that was kept, or makes anew, in place of the packed."""
@@ -299,7 +299,7 @@ class _Adapting:
             return ()
         self.trained += rank * (work.k + work.n)
         if self.adapters.quantizer == "gptq":  # PEFT clones the result before it adds to it in place
-            self._put(base, "clone", OpKind.COPY, *[self.adapters.width * tokens * work.n] * 2)
+            self._add_kernel(base, "clone", OpKind.COPY, *[self.adapters.width * tokens * work.n] * 2)
         entering, mask = x, -1
         if wide:
             entering = self._moved(base, "widen", OpKind.COPY, entering, ("float32", tokens, work.k))
@@ -323,16 +323,16 @@ class _Adapting:
             summed = self._tensor(dtype, tokens, work.n)
             self._add(base, "sum", OpKind.ELEMENTWISE, (scaled, *base.outputs), (summed,))
             self._add(base, "narrow", OpKind.COPY, (summed,), base.outputs)
-        kept = tuple(t for t in (entering, mask, low) if t >= 0)
-        self.saved += kept
-        return kept
+        kept_tensors = tuple(t for t in (entering, mask, low) if t >= 0)
+        self.saved += kept_tensors
+        return kept_tensors
 
-    def _adapter_backward(self, base: Kernel, kept: tuple[int, ...], frozen: Kernel) -> None:
+    def _adapter_backward(self, base: Kernel, kept_tensors: tuple[int, ...], frozen: Kernel) -> None:
         """Gradients of A, B and of what enters, behind the frozen product's own."""
         work = base.detail
         assert isinstance(work, Product)
         rank, tokens, dtype, wide = self.adapters.rank, work.m, self._dtype(base), self.adapters.wide
-        entering, low = kept[0], kept[-1]
+        entering, low = kept_tensors[0], kept_tensors[-1]
         coming = [t for t in frozen.inputs if self.tensors[t].role is not Role.PARAMETER]
         scaled = self._tensor(dtype, tokens, work.n)
         self._sized(frozen, "scale_back", coming, (scaled,), 2 * tokens * work.n)
@@ -351,7 +351,7 @@ class _Adapting:
             going = self._moved(frozen, "widen", OpKind.COPY, going, ("float32", tokens, work.k))
         if self.adapters.dropout:
             through = self._tensor("float32" if wide else dtype, tokens, work.k)
-            self._add(frozen, "dropout_back", OpKind.ELEMENTWISE, (going, kept[1]), (through,))
+            self._add(frozen, "dropout_back", OpKind.ELEMENTWISE, (going, kept_tensors[1]), (through,))
             going = through
         if wide:
             going = self._moved(frozen, "narrow", OpKind.COPY, going, (base.dtype, tokens, work.k))
@@ -374,4 +374,4 @@ class _Adapting:
             return
         size = self.tensors[low].size_bytes
         detail = Collective("all_reduce", "tp", size)
-        self._put(like, "all_reduce", None, size, size, inputs=(low,), outputs=(low,), detail=detail)
+        self._add_kernel(like, "all_reduce", None, size, size, inputs=(low,), outputs=(low,), detail=detail)

@@ -18,10 +18,10 @@ ONE = Size.of(1)
 
 @dataclass(slots=True)
 class _Atom:
-    """``same`` or ``factors`` or ``parts`` say what it was found to be; an atom with none of them stands for itself."""
+    """An atom. ``same_as``, ``factors`` or ``parts`` say what it is; with none of them it stands for itself."""
 
     size: Size
-    same: int | None = None
+    same_as: int | None = None
     factors: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     whole: bool = False
@@ -61,12 +61,12 @@ class Atoms:
 
     def leaves(self, dim: tuple[int, ...]) -> tuple[int, ...]:
         """The atoms a dim is made of, as far as is known."""
-        found: list[int] = []
+        atom_leaves: list[int] = []
         for atom in dim:
             root = self._root(atom)
             factors = self._atoms[root].factors
-            found.extend(self.leaves(factors) if factors else (root,))
-        return tuple(found)
+            atom_leaves.extend(self.leaves(factors) if factors else (root,))
+        return tuple(atom_leaves)
 
     def split_unevenly(self, whole: tuple[int, ...], parts: tuple[tuple[int, ...], ...]) -> None:
         """``whole`` is these dims one after another."""
@@ -122,7 +122,7 @@ class Atoms:
         mine, other = self._atoms[left], self._atoms[right]
         if mine.parts and not other.parts:
             left, right, mine, other = right, left, other, mine
-        mine.same = right
+        mine.same_as = right
         if mine.whole:
             self.keep_whole((right,))
         if mine.parts and len(mine.parts) == len(other.parts):
@@ -132,7 +132,7 @@ class Atoms:
             self.keep_whole((right,))
 
     def _root(self, atom: int) -> int:
-        while (same := self._atoms[atom].same) is not None:
+        while (same := self._atoms[atom].same_as) is not None:
             atom = same
         return atom
 

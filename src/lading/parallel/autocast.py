@@ -82,9 +82,13 @@ class _Autocast:
         if not any(self._of(t) in self.wide for t in self.segment.leaves):
             return
         for t in kernel.inputs:
-            found = self.tensors[t]
-            if found.role is Role.ACTIVATION and found.dtype in _HALF and found.storage not in self.made | self.before:
-                self.wide.add(found.storage)
+            incoming = self.tensors[t]
+            if (
+                incoming.role is Role.ACTIVATION
+                and incoming.dtype in _HALF
+                and incoming.storage not in self.made | self.before
+            ):
+                self.wide.add(incoming.storage)
 
     def _narrow(self, kernel: Kernel) -> None:
         """Add a product or attention, its operands in 16 bits."""
@@ -169,8 +173,8 @@ class _Autocast:
         return kernel.kind is OpKind.REDUCTION or any(name in kernel.name for name in ("masked_fill", ".mul."))
 
     def _gradient(self, tensor: int, kernel: Kernel) -> int:
-        own = self._is_activation(tensor) and self._of(tensor) not in self.wide | self.before
-        return self._cast(tensor, kernel, wide=True) if own else tensor
+        is_narrow = self._is_activation(tensor) and self._of(tensor) not in self.wide | self.before
+        return self._cast(tensor, kernel, wide=True) if is_narrow else tensor
 
     def _promotes(self, kernel: Kernel, inputs: tuple[int, ...]) -> bool:
         """Whether an operand is in fp32: an activation, or a parameter of an operation by elements."""
@@ -187,14 +191,14 @@ class _Autocast:
 
     def _saved(self) -> tuple[int, ...]:
         """Local tensors that backward reads of what forward made: copies in the place of what was copied."""
-        behind = [k for k in self.kernels if k.stage is not Stage.FORWARD]
-        read = {self._of(t) for k in behind for t in k.inputs}
+        backward_kernels = [k for k in self.kernels if k.stage is not Stage.FORWARD]
+        read = {self._of(t) for k in backward_kernels for t in k.inputs}
         made = {
             self._of(t): t for k in self.kernels if k.name == AUTOCAST and k.stage is Stage.FORWARD for t in k.outputs
         }
         copied = {storage for storage, _ in self.copies}
-        kept = [t for t in self.segment.saved if self._of(t) in read or self._of(t) not in copied]
-        return (*kept, *(t for storage, t in made.items() if storage in read))
+        kept_tensors = [t for t in self.segment.saved if self._of(t) in read or self._of(t) not in copied]
+        return (*kept_tensors, *(t for storage, t in made.items() if storage in read))
 
 
 def _widened(tensor: LocalTensor) -> LocalTensor:

@@ -72,12 +72,12 @@ def _matrices(tensor: SegmentTensor[Size], symbols: Mapping[str, int]) -> list[B
 
 def projections(table: ModelTable) -> list[tuple[int, str, int, int]]:
     """(layer, name, rows, columns) of every matrix of every block, in order."""
-    layer, found = 0, list[tuple[int, str, int, int]]()
+    layer, matrices_by_layer = 0, list[tuple[int, str, int, int]]()
     for segment, times in zip(table.segments, table.counts, strict=True):
         matrices = matrices_of(segment, table.symbols)
         if not (segment.enters and segment.leaves):
             continue
         for _ in range(times):
-            found += [(layer, m.name, m.rows, m.columns) for m in matrices for _ in range(m.count)]
+            matrices_by_layer += [(layer, m.name, m.rows, m.columns) for m in matrices for _ in range(m.count)]
             layer += 1
-    return found
+    return matrices_by_layer

@@ -54,18 +54,18 @@ class CutAxes:
     heads: set[int] = field(default_factory=set[int])
 
 
-def is_token(found: Lineage, atom: int) -> bool:
+def is_token(lineage: Lineage, atom: int) -> bool:
     """Whether an atom runs over the tokens of a sequence (or of all sequences)."""
-    return "s" in found.atoms.size(atom).symbols
+    return "s" in lineage.atoms.size(atom).symbols
 
 
-def choose(found: Lineage, axes: Axes) -> CutAxes:
+def choose(lineage: Lineage, axes: Axes) -> CutAxes:
     """Choose the axes by which atoms are cut, in one walk over forward."""
-    choice, segment = CutAxes(), found.segment
+    choice, segment = CutAxes(), lineage.segment
     borders = (*segment.enters, *segment.leaves)
-    border = {leaf for tensor in borders for leaf in found.leaves(tensor)}
-    ends, expert_ends = _ends(found, choice)
-    ends -= set(found.atoms.leaves(tuple(found.normed))) - choice.heads - choice.kv
+    border = {leaf for tensor in borders for leaf in lineage.leaves(tensor)}
+    ends, expert_ends = _ends(lineage, choice)
+    ends -= set(lineage.atoms.leaves(tuple(lineage.normed))) - choice.heads - choice.kv
     ends -= expert_ends  # rows go to experts whole
     parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
     for op in segment.ops:
@@ -73,19 +73,19 @@ def choose(found: Lineage, axes: Axes) -> CutAxes:
             continue
         if op.kind is OpKind.MATMUL:
             grouped = base_name(op.name) == "_grouped_mm"
-            _choose_product(found, op, axes, choice, (border, expert_ends if grouped else ends, parameters))
+            _choose_product(lineage, op, axes, choice, (border, expert_ends if grouped else ends, parameters))
         elif base_name(op.name) == "embedding" and axes.tp:
-            _choose_embedding(found, op, choice, border)
+            _choose_embedding(lineage, op, choice, border)
     return choice
 
 
-def _choose_embedding(found: Lineage, op: Op, choice: CutAxes, border: set[int]) -> None:
+def _choose_embedding(lineage: Lineage, op: Op, choice: CutAxes, border: set[int]) -> None:
     weight, index = op.inputs[:2]
-    words = found.atoms.leaves(found.dims[weight][0])
-    given = found.segment.tensors[index].role is Role.INPUT  # tokens, not positions that are counted
+    words = lineage.atoms.leaves(lineage.dims[weight][0])
+    are_tokens = lineage.segment.tensors[index].role is Role.INPUT  # tokens, not positions that are counted
     if (
-        given
-        and any(is_token(found, leaf) for leaf in found.leaves(index))
+        are_tokens
+        and any(is_token(lineage, leaf) for leaf in lineage.leaves(index))
         and not border & set(words)
         and len(words) == 1
     ):
@@ -93,7 +93,7 @@ def _choose_embedding(found: Lineage, op: Op, choice: CutAxes, border: set[int])
         choice.words.add(words[0])
 
 
-def _ends(found: Lineage, choice: CutAxes) -> tuple[set[int], set[int]]:
+def _ends(lineage: Lineage, choice: CutAxes) -> tuple[set[int], set[int]]:
     """Atoms that are contracted with a weight, exchanged by a loss, or shared heads of attention.
 
     Returns:
@@ -101,71 +101,71 @@ def _ends(found: Lineage, choice: CutAxes) -> tuple[set[int], set[int]]:
     """
     ends: set[int] = set()
     expert_ends: set[int] = set()
-    segment = found.segment
+    segment = lineage.segment
     parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
     for op in segment.ops:
         if op.phase is Phase.BACKWARD:
             continue
         if op.kind is OpKind.MATMUL:
-            places = product_operands(op, [len(found.dims[t]) for t in op.inputs])
-            own = [p for p in places if segment.tensors[op.inputs[p]].storage in parameters]
-            if not own and len(found.dims[op.outputs[0]]) == 3:  # batched: each head by itself
-                choice.heads.update(found.atoms.leaves(found.dims[op.outputs[0]][0]))
-            for place in own:
-                result = set(found.leaves(op.outputs[0]))
+            places = product_operands(op, [len(lineage.dims[t]) for t in op.inputs])
+            weight_places = [p for p in places if segment.tensors[op.inputs[p]].storage in parameters]
+            if not weight_places and len(lineage.dims[op.outputs[0]]) == 3:  # batched: each head by itself
+                choice.heads.update(lineage.atoms.leaves(lineage.dims[op.outputs[0]][0]))
+            for place in weight_places:
+                result = set(lineage.leaves(op.outputs[0]))
                 chosen = expert_ends if base_name(op.name) == "_grouped_mm" else ends
-                chosen.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
+                chosen.update(leaf for leaf in lineage.leaves(op.inputs[place]) if leaf not in result)
         elif op.kind is OpKind.ATTENTION:
-            queries, keys = (found.atoms.leaves(found.dims[t][1]) for t in op.inputs[:2])
+            queries, keys = (lineage.atoms.leaves(lineage.dims[t][1]) for t in op.inputs[:2])
             ends.update(keys)
             choice.kv.update(set(keys) - set(queries))
             choice.heads.update(queries)
         elif base_name(op.name) == "_log_softmax":
-            words = found.atoms.leaves(found.dims[op.outputs[0]][cast(int, setting(op, "dim"))])
+            words = lineage.atoms.leaves(lineage.dims[op.outputs[0]][cast(int, setting(op, "dim"))])
             ends.update(words)
             choice.words.update(words)
     return ends, expert_ends
 
 
 def _choose_product(
-    found: Lineage, op: Op, axes: Axes, choice: CutAxes, known: tuple[set[int], set[int], set[int]]
+    lineage: Lineage, op: Op, axes: Axes, choice: CutAxes, known: tuple[set[int], set[int], set[int]]
 ) -> None:
     border, ends, parameters = known
-    places = product_operands(op, [len(found.dims[t]) for t in op.inputs])
-    weights = [op.inputs[p] for p in places if found.segment.tensors[op.inputs[p]].storage in parameters]
+    places = product_operands(op, [len(lineage.dims[t]) for t in op.inputs])
+    weights = [op.inputs[p] for p in places if lineage.segment.tensors[op.inputs[p]].storage in parameters]
     if len(weights) != 1:
         return
     weight, grouped = weights[0], base_name(op.name) == "_grouped_mm"
     if grouped:
-        group = found.atoms.leaves(found.dims[weight][0])
+        group = lineage.atoms.leaves(lineage.dims[weight][0])
         choice.experts.update(group)
         if axes.ep:
             choice.axis.update(dict.fromkeys(group[:1], EXPERT))
     axis = EXPERT_TENSOR if grouped else TENSOR
     if not (axes.etp if grouped else axes.tp):
         return
-    taken = {leaf for leaf, on in choice.axis.items() if on == axis}
-    if taken & {*found.leaves(weight), *found.leaves(op.outputs[0])}:
+    atoms_on_axis = {leaf for leaf, on in choice.axis.items() if on == axis}
+    if atoms_on_axis & {*lineage.leaves(weight), *lineage.leaves(op.outputs[0])}:
         return
-    result = set(found.leaves(op.outputs[0]))
-    for leaf in found.leaves(weight):
-        if leaf in result and (cut := _cuttable(found, leaf, border, ends)):
+    result = set(lineage.leaves(op.outputs[0]))
+    for leaf in lineage.leaves(weight):
+        if leaf in result and (cut := _cuttable(lineage, leaf, border, ends)):
             choice.axis.update(dict.fromkeys(cut, axis))
             return
 
 
-def _cuttable(found: Lineage, leaf: int, border: set[int], ends: set[int]) -> list[int]:
+def _cuttable(lineage: Lineage, leaf: int, border: set[int], ends: set[int]) -> list[int]:
     """The atom, or one in each of its parts; none if it has to stay whole."""
-    if found.atoms.is_whole(leaf) or leaf in border or is_token(found, leaf):
+    if lineage.atoms.is_whole(leaf) or leaf in border or is_token(lineage, leaf):
         return []
-    parts = found.atoms.parts(leaf)
+    parts = lineage.atoms.parts(leaf)
     if not parts:
         return [leaf] if leaf in ends else []
     chosen: list[int] = []
     for part in parts:
         first: list[int] = []
-        for atom in found.atoms.leaves(part):
-            first = first or _cuttable(found, atom, border, ends)
+        for atom in lineage.atoms.leaves(part):
+            first = first or _cuttable(lineage, atom, border, ends)
         if not first:
             return []
         chosen.extend(first)

@@ -90,17 +90,17 @@ def _checked(layers: Sequence[int], total: int, layout: Layout) -> tuple[int, ..
 
 def _take(rest: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """The next ``count`` layers; they may be of more than one kind."""
-    found: list[tuple[int, int]] = []
+    taken_runs: list[tuple[int, int]] = []
     while count:
         segment, left = rest[0]
         taken = min(left, count)
-        found.append((segment, taken))
+        taken_runs.append((segment, taken))
         count -= taken
         if taken == left:
             del rest[0]
         else:
             rest[0] = (segment, left - taken)
-    return found
+    return taken_runs
 
 
 def _places(rank: int, layout: Layout) -> list[int]:

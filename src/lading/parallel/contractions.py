@@ -17,22 +17,22 @@ def product_operands(op: Op, ranks: list[int]) -> tuple[int, int]:
     return (0, 1) if len(ranks) > 1 else (0, 0)
 
 
-def product(found: Lineage, op: Op) -> None:
+def product(lineage: Lineage, op: Op) -> None:
     """Align a product: rows of the first factor and columns of the second run on, contracted dims run along."""
     base, tensors = base_name(op.name), op.inputs
-    first, second = product_operands(op, [len(found.dims[t]) for t in tensors])
-    a, b, c = found.dims[tensors[first]], found.dims[tensors[second]], found.dims[op.outputs[0]]
-    align = found.atoms.align
+    first, second = product_operands(op, [len(lineage.dims[t]) for t in tensors])
+    a, b, c = lineage.dims[tensors[first]], lineage.dims[tensors[second]], lineage.dims[op.outputs[0]]
+    align = lineage.atoms.align
     if base == "linear":
         align(a[-1], b[1])
         align(c[-1], b[0])
         for mine, other in zip(a[:-1], c[:-1], strict=True):
             align(mine, other)
         for bias in tensors[2:]:
-            align(found.dims[bias][0], c[-1])
+            align(lineage.dims[bias][0], c[-1])
         return None
     if base == "_grouped_mm":
-        return _grouped(found, a, b, c)
+        return _grouped(lineage, a, b, c)
     align(a[-1], b[-2])
     align(a[-2], c[-2])
     align(b[-1], c[-1])
@@ -40,16 +40,16 @@ def product(found: Lineage, op: Op) -> None:
         align(a[0], c[0])
         align(b[0], c[0])
     if first:
-        bias = found.dims[tensors[0]]
+        bias = lineage.dims[tensors[0]]
         for mine, other in zip(reversed(bias), reversed(c), strict=False):
             if mine and other:
                 align(mine, other)
     return None
 
 
-def _grouped(found: Lineage, a: Dims, b: Dims, c: Dims) -> None:
+def _grouped(lineage: Lineage, a: Dims, b: Dims, c: Dims) -> None:
     """Rows by expert: (R, k) by (e, k, n) -> (R, n), or (k, R) by (R, n) -> (e, k, n)."""
-    align = found.atoms.align
+    align = lineage.atoms.align
     if len(b) == 3:
         align(a[-1], b[1])
         align(b[2], c[-1])
@@ -60,44 +60,44 @@ def _grouped(found: Lineage, a: Dims, b: Dims, c: Dims) -> None:
         align(b[-1], c[-1])
 
 
-def attention(found: Lineage, op: Op) -> None:
+def attention(lineage: Lineage, op: Op) -> None:
     """(B, N, S, H) each; queries along the result, keys along values; the head size stays whole."""
     backward = "backward" in op.name
-    q, k, v = (found.dims[t] for t in op.inputs[1 if backward else 0 :][:3])
+    q, k, v = (lineage.dims[t] for t in op.inputs[1 if backward else 0 :][:3])
     like_query = [*op.outputs[:1], *(op.inputs[:1] if backward else ())]
-    align = found.atoms.align
+    align = lineage.atoms.align
     for other in (k, v):
         align(q[0], other[0])
     align(k[1], v[1])
     align(k[2], v[2])
     align(q[3], k[3])
     for dims in (q, k, v):
-        found.atoms.keep_whole(dims[3])
+        lineage.atoms.keep_whole(dims[3])
     if backward:
         for made, source in zip(op.outputs[:3], (q, k, v), strict=False):
-            for a, b in zip(found.dims[made], source, strict=True):
+            for a, b in zip(lineage.dims[made], source, strict=True):
                 align(a, b)
         like_query = [op.inputs[0]]
         rest = op.inputs[4:]
     else:
         rest = op.outputs[1:]
     for tensor in like_query:
-        dims = found.dims[tensor]
+        dims = lineage.dims[tensor]
         for a, b in zip(dims[:3], q[:3], strict=True):
             align(a, b)
         align(dims[3], v[3])
-    _attention_rest(found, rest, (q, v))
+    _attention_rest(lineage, rest, (q, v))
 
 
-def _attention_rest(found: Lineage, rest: tuple[int, ...], frames: tuple[Dims, Dims]) -> None:
+def _attention_rest(lineage: Lineage, rest: tuple[int, ...], frames: tuple[Dims, Dims]) -> None:
     """The result as backward reads it, (B, N, S, H), and the log of the sum of each row, (B, N, S)."""
     q, v = frames
     for tensor in rest:
-        dims, sizes = found.dims[tensor], found.segment.tensors[tensor].dims
+        dims, sizes = lineage.dims[tensor], lineage.segment.tensors[tensor].dims
         if len(dims) < 3:
             continue
         for a, b in zip(dims[:3], q[:3], strict=True):
-            if a and b and found.segment.tensors[tensor].dims:
-                found.atoms.align(a, b)
+            if a and b and lineage.segment.tensors[tensor].dims:
+                lineage.atoms.align(a, b)
         if len(sizes) == 4:
-            found.atoms.align(dims[3], v[3])
+            lineage.atoms.align(dims[3], v[3])

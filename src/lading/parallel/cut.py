@@ -79,7 +79,7 @@ class _PresentCopy:
 class _Cutter:
     segment: Segment
     axes: Axes
-    found: Lineage = field(init=False)
+    lineage: Lineage = field(init=False)
     choice: CutAxes = field(init=False)
     lengths: Lengths = field(init=False)
     tensors: list[SegmentTensor[int]] = field(default_factory=lambda: [])
@@ -89,14 +89,14 @@ class _Cutter:
     summed: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
-        self.found = lineage(self.segment)
-        self.choice = choose(self.found, self.axes)
+        self.lineage = lineage(self.segment)
+        self.choice = choose(self.lineage, self.axes)
         if self.choice.experts and self.axes.tp and not (self.axes.etp or self.axes.sp):
             raise ConfigError(
                 f"segment {self.segment.name!r}: experts that are not cut (etp1) need tp ranks of different tokens; "
                 "expected sp, or etp as tp, got neither"
             )
-        self.lengths = Lengths(self.found, self.choice, self.axes.cp)
+        self.lengths = Lengths(self.lineage, self.choice, self.axes.cp)
         self._local: dict[tuple[int, str, bool], int] = {}
         self._storages: dict[tuple[int, str], int] = {}
         self._copies: dict[tuple[int, str, bool], str] = {}
@@ -146,7 +146,7 @@ class _Cutter:
                     f"segment {self.segment.name!r}: context parallel needs fused attention, got {op.name} on scores "
                     "of all pairs of tokens; use a table with fused attention, or cp1"
                 )
-        for op in self.found.unknown if self.axes.cp or self.axes.sp else ():
+        for op in self.lineage.unknown if self.axes.cp or self.axes.sp else ():
             if any(self._has_tokens(t) for t in (*op.inputs, *op.outputs)):
                 raise ConfigError(
                     f"segment {self.segment.name!r}: expected operations that are known to cut along tokens, got "
@@ -165,37 +165,37 @@ class _Cutter:
         whole.
         """
         rest = list(self.segment.leaves_back)
-        found: list[int] = []
+        tensors: list[int] = []
         for tensor in self.segment.enters:
-            if rest and self.found.leaves(rest[0]) == self.found.leaves(tensor):
+            if rest and self.lineage.leaves(rest[0]) == self.lineage.leaves(tensor):
                 rest.pop(0)
             elif self.segment.leaves_back:
-                found.append(tensor)
-        return found
+                tensors.append(tensor)
+        return tensors
 
     # What is known of a tensor.
 
     def _cut_axes(self, tensor: int) -> set[str]:
-        found = {self.choice.axis.get(leaf, "") for leaf in self._atoms_of(tensor)} - {""}
-        return found
+        axes = {self.choice.axis.get(leaf, "") for leaf in self._atoms_of(tensor)} - {""}
+        return axes
 
     def _atoms_of(self, tensor: int) -> set[int]:
         """Find the atoms of a tensor, those within parts too."""
-        found: set[int] = set()
-        todo = list(self.found.leaves(tensor))
+        atoms: set[int] = set()
+        todo = list(self.lineage.leaves(tensor))
         while todo:
             leaf = todo.pop()
-            found.add(leaf)
-            for part in self.found.atoms.parts(leaf):
-                todo.extend(self.found.atoms.leaves(part))
-        return found
+            atoms.add(leaf)
+            for part in self.lineage.atoms.parts(leaf):
+                todo.extend(self.lineage.atoms.leaves(part))
+        return atoms
 
     def _token_dims(self, tensor: int) -> list[int]:
-        dims = enumerate(self.found.dims[tensor])
-        return [p for p, dim in dims if any(is_token(self.found, leaf) for leaf in self.found.atoms.leaves(dim))]
+        dims = enumerate(self.lineage.dims[tensor])
+        return [p for p, dim in dims if any(is_token(self.lineage, leaf) for leaf in self.lineage.atoms.leaves(dim))]
 
     def _has_tokens(self, tensor: int) -> bool:
-        return any(is_token(self.found, leaf) for leaf in self._atoms_of(tensor))
+        return any(is_token(self.lineage, leaf) for leaf in self._atoms_of(tensor))
 
     def _state(self, tensor: int) -> _PresentCopy:
         return self.states.setdefault(self.segment.tensors[tensor].storage, _PresentCopy())
@@ -318,7 +318,7 @@ class _Cutter:
         scattered = not cut_op and self._goes_scattered(op)
         inputs = tuple(self.want(t, slot, scattered=scattered, stage=stage) for t in op.inputs)
         for tensor in op.outputs:
-            self._made(tensor, slot, scattered, away)
+            self._record_copy(tensor, slot, scattered, away)
             self._state(tensor).free = self._makes_free(op)
         if base_name(op.name) == "_log_softmax" and self._exchanges(op):
             self._exchange(slot, op, inputs[0], "max", "sum")
@@ -334,14 +334,14 @@ class _Cutter:
 
     def _norms_cut(self, op: Op) -> bool:
         """Whether a norm is over an atom that is cut: ranks exchange the sums of each token."""
-        frame = self.found.dims[op.inputs[0]]
+        frame = self.lineage.dims[op.inputs[0]]
         places = cast("tuple[int, ...]", setting(op, "normalizes") or ())
-        return any(a in self.choice.axis for place in places for a in self.found.atoms.leaves(frame[place]))
+        return any(a in self.choice.axis for place in places for a in self.lineage.atoms.leaves(frame[place]))
 
     def _makes_free(self, op: Op) -> bool:
         return all(self._is_free(t) and self.segment.tensors[t].role is not Role.PARAMETER for t in op.inputs)
 
-    def _made(self, tensor: int, slot: int, scattered: bool, away: bool) -> None:
+    def _record_copy(self, tensor: int, slot: int, scattered: bool, away: bool) -> None:
         self.states[self.segment.tensors[tensor].storage] = _PresentCopy(
             scattered=scattered and self._has_tokens(tensor), away=away, slot=slot, tensor=tensor
         )
@@ -392,7 +392,7 @@ class _Cutter:
             return False
         inputs = tuple(self._place(t, self._state(t).tag, False) for t in op.inputs)
         for tensor in op.outputs:
-            self._made(tensor, slot, False, states[0].away)
+            self._record_copy(tensor, slot, False, states[0].away)
             self._state(tensor).partial = states[0].partial
         self._emit(slot, op, self._stage(slot, op), inputs)
         return True
@@ -404,8 +404,8 @@ class _Cutter:
         """Add all-reduces of one number a token (``CutKernel.statistic``)."""
         rows = tuple(
             place
-            for place, dim in zip(self.tensors[source].dims, self.found.dims[op.inputs[0]], strict=True)
-            if not any(leaf in self.choice.axis for leaf in self.found.atoms.leaves(dim))
+            for place, dim in zip(self.tensors[source].dims, self.lineage.dims[op.inputs[0]], strict=True)
+            if not any(leaf in self.choice.axis for leaf in self.lineage.atoms.leaves(dim))
         )
         for statistic in statistics:
             made = self._new("float32", rows, Role.ACTIVATION)
@@ -441,11 +441,11 @@ class _Cutter:
     @cached_property
     def _routed(self) -> set[int]:
         """Atoms of the rows of grouped products."""
-        found: set[int] = set()
+        atoms: set[int] = set()
         for op in self.segment.ops:
             if base_name(op.name) == "_grouped_mm" and op.phase is not Phase.BACKWARD:
-                found.update(self.found.atoms.leaves(self.found.dims[op.inputs[0]][0]))
-        return found
+                atoms.update(self.lineage.atoms.leaves(self.lineage.dims[op.inputs[0]][0]))
+        return atoms
 
     def _move(self, tensor: int, slot: int, away: bool, stage: Stage) -> None:
         state, whole = self._state(tensor), self._whole_view(tensor)
@@ -468,8 +468,8 @@ class _Cutter:
         base = base_name(op.name)
         if op.kind is OpKind.ATTENTION:
             first = 1 if "backward" in op.name else 0
-            key = self.found.atoms.leaves(self.found.dims[op.inputs[first + 1]][2])
-            crosses = self.axes.cp and any(is_token(self.found, leaf) for leaf in key)
+            key = self.lineage.atoms.leaves(self.lineage.dims[op.inputs[first + 1]][2])
+            crosses = self.axes.cp and any(is_token(self.lineage, leaf) for leaf in key)
             return Spec("attention", inputs[first : first + 3], axis=CONTEXT if crosses else "")
         if op.kind is not OpKind.MATMUL or base not in PRODUCTS:
             return None
@@ -486,20 +486,20 @@ class _Cutter:
         for kernel in kernels:
             if kernel.stage is Stage.FORWARD:
                 before.update(self.tensors[t].storage for t in (*kernel.inputs, *kernel.outputs, *kernel.mutates))
-        found: dict[int, int] = {}
+        by_storage: dict[int, int] = {}
         for kernel in kernels:
             for t in kernel.inputs if kernel.stage is not Stage.FORWARD else ():
                 mine = self.tensors[t]
                 if mine.storage in before and mine.role in (Role.ACTIVATION, Role.INPUT, Role.WORKSPACE):
-                    found.setdefault(mine.storage, t)
-        return tuple(found.values())
+                    by_storage.setdefault(mine.storage, t)
+        return tuple(by_storage.values())
 
     def _parameters(self) -> tuple[CutParameter, ...]:
         """List each parameter once; heads that stand on more than one rank have gradients to be summed as well.
 
         A gradient whose tokens are cut, as that of learned positions is, is a part of a sum: zero but for its tokens.
         """
-        found: list[CutParameter] = []
+        parameters: list[CutParameter] = []
         for tensor, gradient in self.segment.gradients:
             leaves = self._atoms_of(tensor)
             summed = gradient is not None and (
@@ -507,30 +507,30 @@ class _Cutter:
                 or (self._state(gradient).scattered and self._has_tokens(gradient))
             )
             is_expert = bool(leaves & self.choice.experts)
-            found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
-        return tuple(found)
+            parameters.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
+        return tuple(parameters)
 
 
 def makers(segment: Segment) -> dict[int, int]:
     """First tensor of each storage: an operation's result, or what the storage's first reader takes."""
-    found: dict[int, int] = {}
+    first_tensors: dict[int, int] = {}
     for op in segment.ops:
         for t in (*op.inputs, *op.outputs):
-            found.setdefault(segment.tensors[t].storage, t)
+            first_tensors.setdefault(segment.tensors[t].storage, t)
     for t, tensor in enumerate(segment.tensors):
-        found.setdefault(tensor.storage, t)
-    return found
+        first_tensors.setdefault(tensor.storage, t)
+    return first_tensors
 
 
 def leading_to(segment: Segment) -> frozenset[int]:
     """Operations of backward on whose results the gradients of what entered depend."""
-    needed, found = set(segment.leaves_back), set[int]()
+    needed, leading = set(segment.leaves_back), set[int]()
     for index in range(len(segment.ops) - 1, -1, -1):
         op = segment.ops[index]
         if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
             needed.update(op.inputs)
-            found.add(index)
-    return frozenset(found)
+            leading.add(index)
+    return frozenset(leading)
 
 
 _HALF = ("bfloat16", "float16")
@@ -551,16 +551,16 @@ def widened(segment: Segment) -> Segment:
         if not _is_idle(op, tensors):
             ops.append(op)
             continue
-        source, made = (_last(moved, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
+        source, made = (_final_storage(moved, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
         if written & {source, made} or source == made:
             ops.append(op)
             continue
         moved[made] = source
         ops.append(replace(op, kind=OpKind.VIEW))
     roles = {t.storage: t.role for t in tensors}
-    homes = [_last(moved, t.storage) for t in tensors]
-    found = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
-    return replace(segment, tensors=found, ops=tuple(ops))
+    homes = [_final_storage(moved, t.storage) for t in tensors]
+    wide_tensors = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
+    return replace(segment, tensors=wide_tensors, ops=tuple(ops))
 
 
 def _is_idle(op: Op, tensors: list[SegmentTensor[Size]]) -> bool:
@@ -570,7 +570,7 @@ def _is_idle(op: Op, tensors: list[SegmentTensor[Size]]) -> bool:
     return tensors[op.inputs[0]].dtype == tensors[op.outputs[0]].dtype
 
 
-def _last(moved: dict[int, int], storage: int) -> int:
+def _final_storage(moved: dict[int, int], storage: int) -> int:
     while storage in moved:
         storage = moved[storage]
     return storage

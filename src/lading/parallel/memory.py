@@ -30,18 +30,18 @@ class Loss:
 
     Attributes:
         never: Storages that do not exist.
-        same: Storage -> the one in whose place it is written.
-        kept: Storage -> the one that is kept from forward to backward in its stead.
+        written_over: Storage -> the one in whose place it is written.
+        kept_instead: Storage -> the one that is kept from forward to backward in its stead.
     """
 
     never: frozenset[int] = frozenset()
-    same: dict[int, int] = field(default_factory=lambda: {})
-    kept: dict[int, int] = field(default_factory=lambda: {})
+    written_over: dict[int, int] = field(default_factory=lambda: {})
+    kept_instead: dict[int, int] = field(default_factory=lambda: {})
 
 
 def loss_of(flow: Flow, way: str) -> Loss:
     """The cross-entropy of a segment, run in one of the ways above; empty if it has none."""
-    scores = _first(flow, "_log_softmax.", Stage.FORWARD)
+    scores = _first_kernel_named(flow, "_log_softmax.", Stage.FORWARD)
     if scores is None or way == AS_WRITTEN:
         return Loss()
     source = flow.storages(scores.inputs)[0]
@@ -61,11 +61,11 @@ def loss_of(flow: Flow, way: str) -> Loss:
     return Loss(frozenset(never), same, {result: logits})
 
 
-def _first(flow: Flow, name: str, stage: Stage) -> Kernel | None:
-    found = (
+def _first_kernel_named(flow: Flow, name: str, stage: Stage) -> Kernel | None:
+    named = (
         k for k in flow.segment.kernels if name in k.name and (k.stage is Stage.FORWARD) == (stage is Stage.FORWARD)
     )
-    return next(found, None)
+    return next(named, None)
 
 
 def _cast_of(flow: Flow, storage: int) -> int | None:
@@ -81,7 +81,7 @@ def _backward(flow: Flow) -> tuple[list[int], int | None]:
     """Inner gradients, and that of the logits as the product takes it."""
     inner: list[int] = []
     for name in ("nll_loss_backward", "_log_softmax_backward"):
-        if (kernel := _first(flow, name, Stage.BACKWARD_INPUT)) is not None:
+        if (kernel := _first_kernel_named(flow, name, Stage.BACKWARD_INPUT)) is not None:
             inner.extend(flow.storages(kernel.outputs))
     if not inner:
         return [], None
@@ -134,8 +134,8 @@ def saved_bytes(
         operand_share: Bytes that operands of products are kept in, for each that they have while forward runs; see
             ``_operands``.
     """
-    kept = kept_sizes(segment, recompute, fusion, fused_loss=fused_loss, operand_share=operand_share)
-    return sum(kept.values())
+    sizes = kept_sizes(segment, recompute, fusion, fused_loss=fused_loss, operand_share=operand_share)
+    return sum(sizes.values())
 
 
 def segment_memory(
@@ -153,13 +153,15 @@ def segment_memory(
         makes_weight_gradients: False where products add gradients of weights to the main ones without a tensor between.
     """
     sizes = _sizes(segment)
-    kept = _kept(segment, recompute, (fusion, fused_loss))
+    kept_storages = _kept_storages(segment, recompute, (fusion, fused_loss))
     again = recompute.kernels if recompute else ()
     without = frozenset[int]() if makes_weight_gradients else _weight_gradients(flow_of(segment.form))
-    forward, backward = _walks(segment.form, kept, again, (fusion, fused_loss), without)
-    as_kept = sizes | _operands(segment, kept, again, sizes, operand_share)
+    forward, backward = _walks(segment.form, kept_storages, again, (fusion, fused_loss), without)
+    as_kept = sizes | _operands(segment, kept_storages, again, sizes, operand_share)
     return SegmentMemory(
-        saved=sum(as_kept[s] for s in kept), forward_peak=forward.most(sizes), backward_peak=backward.most(as_kept)
+        saved=sum(as_kept[s] for s in kept_storages),
+        forward_peak=forward.peak_bytes(sizes),
+        backward_peak=backward.peak_bytes(as_kept),
     )
 
 
@@ -172,13 +174,13 @@ def kept_sizes(
     operand_share: float = 1.0,
 ) -> dict[int, int]:
     """Bytes of each storage kept from forward to backward; arguments as ``saved_bytes``."""
-    sizes, kept = _sizes(segment), _kept(segment, recompute, (fusion, fused_loss))
-    as_kept = sizes | _operands(segment, kept, recompute.kernels if recompute else (), sizes, operand_share)
-    return {storage: as_kept[storage] for storage in sorted(kept)}
+    sizes, kept_storages = _sizes(segment), _kept_storages(segment, recompute, (fusion, fused_loss))
+    as_kept = sizes | _operands(segment, kept_storages, recompute.kernels if recompute else (), sizes, operand_share)
+    return {storage: as_kept[storage] for storage in sorted(kept_storages)}
 
 
 def _operands(
-    segment: RankSegment, kept: Iterable[int], again: Sequence[int], sizes: Mapping[int, int], share: float
+    segment: RankSegment, kept_storages: Iterable[int], again: Sequence[int], sizes: Mapping[int, int], share: float
 ) -> dict[int, int]:
     """Bytes of what is kept in the format of products' operands instead of that in which forward made it.
 
@@ -190,7 +192,7 @@ def _operands(
         return {}
     flow, kernels = flow_of(segment.form), segment.kernels
     made: dict[int, int] = {}
-    for storage in kept:
+    for storage in kept_storages:
         places = [p for p in flow.users.get(storage, ()) if kernels[p].stage is not Stage.FORWARD or p in again]
         readers = [kernels[place] for place in places]
         makers = [kernels[place] for place in flow.makers_forward(storage)]
@@ -201,18 +203,24 @@ def _operands(
     return made
 
 
-def _kept(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
+def _kept_storages(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
     """Storages kept from forward to backward, those of one product as one; ``fused``: fusion and fused loss."""
     flow, (fusion, fused_loss) = flow_of(segment.form), fused
     marked = flow.storages(recompute.saved if recompute else segment.saved)
     if fusion != "compiled":
         return _kept_as_marked(segment.form, tuple(marked), fusion, fused_loss)
     loss = loss_of(flow, _way(fusion, fused_loss))
-    kept = {loss.kept.get(storage, storage) for storage in marked}
+    kept_storages = {loss.kept_instead.get(storage, storage) for storage in marked}
     # Of what a checkpoint marks a compiler keeps only what is read.
     again = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
-    read = {*flow.needed, *flow.storages(t for kernel in again for t in kernel.inputs), *loss.kept.values()}
-    return _mapped(_cheapest(flow, kept & read, _each(segment)), _together(flow))
+    read = {
+        *flow.saved_storages,
+        *flow.storages(t for kernel in again for t in kernel.inputs),
+        *loss.kept_instead.values(),
+    }
+    return _mapped(
+        _cheapest(flow, kept_storages & read, _bytes_by_storage(segment)), _products_of_several_results(flow)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -221,8 +229,8 @@ def _kept_as_marked(form: Form, marked: tuple[int, ...], fusion: str, fused_loss
         raise ConfigError(f"fusion: expected eager, fused or compiled, got {fusion!r}")
     flow = flow_of(form)
     loss = loss_of(flow, _way(fusion, fused_loss))
-    kept = {loss.kept.get(storage, storage) for storage in marked}
-    return _mapped(kept - _inner(flow, fusion), _together(flow))
+    kept_storages = {loss.kept_instead.get(storage, storage) for storage in marked}
+    return _mapped(kept_storages - _inner(flow, fusion), _products_of_several_results(flow))
 
 
 @dataclass(frozen=True)
@@ -232,37 +240,44 @@ class _LiveStorages:
     start: tuple[int, ...]
     steps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
-    def most(self, sizes: Mapping[int, int]) -> int:
+    def peak_bytes(self, sizes: Mapping[int, int]) -> int:
         """Largest sum of bytes alive at once, under bytes by storage."""
         return max(self.alive(sizes))
 
     def alive(self, sizes: Mapping[int, int]) -> list[int]:
         """Bytes at first, then while each kernel runs."""
-        now = sum([sizes[s] for s in self.start])
-        found = [now]
-        for made, gone in self.steps:
+        alive_bytes = sum([sizes[s] for s in self.start])
+        bytes_by_step = [alive_bytes]
+        for made, freed in self.steps:
             for storage in made:
-                now += sizes[storage]
-            found.append(now)
-            for storage in gone:
-                now -= sizes[storage]
-        return found
+                alive_bytes += sizes[storage]
+            bytes_by_step.append(alive_bytes)
+            for storage in freed:
+                alive_bytes -= sizes[storage]
+        return bytes_by_step
 
 
 @lru_cache(maxsize=4096)
 def _walks(
-    form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], without: frozenset[int]
+    form: Form, kept_storages: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], without: frozenset[int]
 ) -> tuple[_LiveStorages, _LiveStorages]:
     """Walks of forward, and of backward with what runs again; ``without``: storages that are not counted."""
     flow, (fusion, fused_loss) = flow_of(form), fused
-    loss, together = loss_of(flow, _way(fusion, fused_loss)), _together(flow)
+    loss, together = loss_of(flow, _way(fusion, fused_loss)), _products_of_several_results(flow)
     never = _inner(flow, fusion) | loss.never | without
     enters, leaves = set(flow.storages(form.segment.enters)), set(flow.storages(form.segment.leaves))
     backward = [p for p, kernel in enumerate(form.segment.kernels) if kernel.stage is not Stage.FORWARD]
-    replaced = Loss(frozenset(never), {**together, **loss.same}, loss.kept)
+    replaced = Loss(frozenset(never), {**together, **loss.written_over}, loss.kept_instead)
     return (
-        _walk(flow, flow.forward, enters, kept | leaves, replaced),
-        _walk(flow, [*again, *backward], kept | _coming(flow, backward), set(), replaced, in_nodes=fusion == "eager"),
+        _walk(flow, flow.forward, enters, kept_storages | leaves, replaced),
+        _walk(
+            flow,
+            [*again, *backward],
+            kept_storages | _coming(flow, backward),
+            set(),
+            replaced,
+            in_nodes=fusion == "eager",
+        ),
     )
 
 
@@ -292,15 +307,15 @@ def alive_bytes(
 ) -> AliveBytes:
     """Bytes alive while each kernel runs; arguments as ``saved_bytes``."""
     sizes, flow = _sizes(segment), flow_of(segment.form)
-    kept = _kept(segment, recompute, (fusion, fused_loss))
+    kept_storages = _kept_storages(segment, recompute, (fusion, fused_loss))
     gradients = _gradients(segment, flow)
     without = frozenset(storage for _, storage in gradients.values())
     again = recompute.kernels if recompute else ()
-    forth, back = _walks(segment.form, kept, again, (fusion, fused_loss), without)
+    forth, back = _walks(segment.form, kept_storages, again, (fusion, fused_loss), without)
     places = [*again, *(p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD)]
-    as_kept = sizes | _operands(segment, kept, again, sizes, operand_share)
+    as_kept = sizes | _operands(segment, kept_storages, again, sizes, operand_share)
     return AliveBytes(
-        saved=sum(as_kept[s] for s in kept),
+        saved=sum(as_kept[s] for s in kept_storages),
         forward=tuple(zip(flow.forward, forth.alive(sizes)[1:], strict=True)),
         backward=tuple(zip(places, back.alive(as_kept)[1:], strict=True)),
         gradients={tensor: place for tensor, (place, _) in gradients.items()},
@@ -319,14 +334,16 @@ def _gradients(segment: RankSegment, flow: Flow) -> dict[int, tuple[int, int]]:
         for t in kernel.outputs
         if kernel.stage is not Stage.FORWARD and tensors[t].storage not in flow.users
     }
-    found: dict[int, tuple[int, int]] = {}
-    for own in (True, False):
+    gradients: dict[int, tuple[int, int]] = {}
+    for same_module in (True, False):
         for tensor, _ in segment.parameters:
             module, elements = tensors[tensor].name.rpartition(".")[0], prod(tensors[tensor].shape)
-            fits = (s for s, (p, n) in ends.items() if n == elements and (kernels[p].module == module or not own))
-            if tensor not in found and (storage := next(fits, None)) is not None:
-                found[tensor] = (ends.pop(storage)[0], storage)
-    return found
+            fits = (
+                s for s, (p, n) in ends.items() if n == elements and (kernels[p].module == module or not same_module)
+            )
+            if tensor not in gradients and (storage := next(fits, None)) is not None:
+                gradients[tensor] = (ends.pop(storage)[0], storage)
+    return gradients
 
 
 def _weight_gradients(flow: Flow) -> frozenset[int]:
@@ -340,12 +357,12 @@ def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:
     Transformer Engine adds gradients to the main ones inside the product and hands autograd a placeholder: one tensor
     for each distinct shape and dtype, kept for good (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py).
     """
-    found: dict[tuple[int, ...], int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
     for kernel in segment.kernels:
         if kernel.stage is Stage.BACKWARD_WEIGHT and isinstance(kernel.detail, Product):
             shape = (kernel.detail.m, kernel.detail.n)
-            found[shape] = prod(shape) * DTYPE_BYTES[kernel.dtype]
-    return found
+            shapes[shape] = prod(shape) * DTYPE_BYTES[kernel.dtype]
+    return shapes
 
 
 def _way(fusion: str, fused_loss: bool) -> str:
@@ -357,12 +374,12 @@ def _way(fusion: str, fused_loss: bool) -> str:
 def _coming(flow: Flow, backward: list[int]) -> set[int]:
     """Gradients of what leaves: read in backward, neither made by a kernel nor kept from forward."""
     read = {s for p in backward for s in flow.storages(flow.segment.kernels[p].inputs)}
-    there = {*flow.makers, *flow.needed, *flow.storages(flow.segment.enters)}
+    available = {*flow.makers, *flow.saved_storages, *flow.storages(flow.segment.enters)}
     inputs = {t.storage for t in flow.segment.tensors if t.role is Role.INPUT}
-    return {s for s in read & flow.activations if s not in there and s not in inputs}
+    return {s for s in read & flow.activations if s not in available and s not in inputs}
 
 
-def _each(segment: RankSegment) -> dict[int, int]:
+def _bytes_by_storage(segment: RankSegment) -> dict[int, int]:
     """Map each storage of a segment to its bytes: those of its largest tensor."""
     sizes: dict[int, int] = {}
     for tensor in segment.tensors:
@@ -374,8 +391,8 @@ def _each(segment: RankSegment) -> dict[int, int]:
 
 def _sizes(segment: RankSegment) -> dict[int, int]:
     """Bytes of storages; the first of those that one product makes has all of them."""
-    sizes, whole = _each(segment), dict[int, int]()
-    for storage, first in _together(flow_of(segment.form)).items():
+    sizes, whole = _bytes_by_storage(segment), dict[int, int]()
+    for storage, first in _products_of_several_results(flow_of(segment.form)).items():
         whole[first] = whole.get(first, sizes[first]) + sizes[storage]
     return sizes | whole
 
@@ -384,7 +401,7 @@ def _inner(flow: Flow, fusion: str) -> set[int]:
     """Storages inside chains of pointwise operations, which exist in registers only."""
     if fusion == "eager":
         return set()
-    kernels, found = flow.segment.kernels, set[int]()
+    kernels, inner = flow.segment.kernels, set[int]()
     borders = set(flow.storages((*flow.segment.enters, *flow.segment.leaves)))
     for storage, makers in flow.makers.items():
         stage = kernels[makers[0]].stage
@@ -393,30 +410,30 @@ def _inner(flow: Flow, fusion: str) -> set[int]:
         ]
         chain = [kernels[p].kind in POINTWISE for p in (*makers, *users)]
         if users and all(chain) and storage not in borders:
-            found.add(storage)
-    return found
+            inner.add(storage)
+    return inner
 
 
-def _cheapest(flow: Flow, kept: set[int], sizes: Mapping[int, int]) -> set[int]:
+def _cheapest(flow: Flow, kept_storages: set[int], sizes: Mapping[int, int]) -> set[int]:
     """Leave out, in the order of forward, what follows cheaply from what is kept, or from what is smaller.
 
     A compiler finds the smallest cut; this finds the same for chains, and for what costs little to make again.
     """
     borders = set(flow.storages(flow.segment.enters))
-    found = set(kept)
+    cheapest = set(kept_storages)
     sources: dict[int, frozenset[int]] = {}  # of what is cheap to make: the storages it takes
     for place in flow.forward:
         kernel = flow.segment.kernels[place]
         if kernel.kind not in _CHEAP:
             continue
         inputs = [s for s in flow.storages(kernel.inputs) if s in flow.activations and s not in borders]
-        needs = frozenset(n for s in inputs for n in ((s,) if s in found else sources.get(s, (s,))))
+        needs = frozenset(n for s in inputs for n in ((s,) if s in cheapest else sources.get(s, (s,))))
         for storage in flow.storages(kernel.outputs):
             sources[storage] = needs
-            new = needs - found
-            if storage in kept and not _is_statistic(flow, place, storage) and _gains(sizes, storage, new):
-                found = (found - {storage}) | new
-    return found
+            new = needs - cheapest
+            if storage in kept_storages and not _is_statistic(flow, place, storage) and _gains(sizes, storage, new):
+                cheapest = (cheapest - {storage}) | new
+    return cheapest
 
 
 def _nodes(flow: Flow, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -424,7 +441,7 @@ def _nodes(flow: Flow, places: Sequence[int]) -> list[tuple[int, int]]:
 
     Autograd releases what a node has saved when the node is done: the other factor of a product waits for both.
     """
-    found: list[tuple[int, int]] = []
+    node_spans: list[tuple[int, int]] = []
     begin, common = 0, set[int]()
     for step, place in enumerate(places):
         kernel = flow.segment.kernels[place]
@@ -435,9 +452,9 @@ def _nodes(flow: Flow, places: Sequence[int]) -> list[tuple[int, int]]:
             common &= read
             continue
         if step > begin + 1:
-            found.append((begin, step - 1))
+            node_spans.append((begin, step - 1))
         begin, common = step, read
-    return [*found, (begin, len(places) - 1)] if len(places) - 1 > begin else found
+    return [*node_spans, (begin, len(places) - 1)] if len(places) - 1 > begin else node_spans
 
 
 def _gains(sizes: Mapping[int, int], storage: int, instead: frozenset[int]) -> bool:
@@ -450,7 +467,7 @@ def _is_statistic(flow: Flow, place: int, storage: int) -> bool:
     return kernel.kind is OpKind.NORM and storage != flow.storages(kernel.outputs)[0]
 
 
-def _together(flow: Flow) -> dict[int, int]:
+def _products_of_several_results(flow: Flow) -> dict[int, int]:
     """Results of one product (queries, keys, values) stay while a part does: storage -> the first of them."""
     together: dict[int, int] = {}
     for place in flow.forward:
@@ -478,8 +495,8 @@ def _walk(
     last: dict[int, int] = {}
     for step, place in enumerate(places):
         kernel = flow.segment.kernels[place]
-        made = {loss.same.get(s, s) for s in flow.storages(kernel.outputs)} - fixed
-        used = made | ({loss.same.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
+        made = {loss.written_over.get(s, s) for s in flow.storages(kernel.outputs)} - fixed
+        used = made | ({loss.written_over.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
         steps.append((made, used))
         last.update(dict.fromkeys(used, step))
     for begin, end in _nodes(flow, places) if in_nodes else ():
@@ -492,7 +509,7 @@ def _walk(
     for step, (made, used) in enumerate(steps):
         added = made - live
         live = live | made
-        gone = {s for s in used & live if last[s] == step and s not in stays}
-        live -= gone
-        changes.append((tuple(added), tuple(gone)))
+        freed = {s for s in used & live if last[s] == step and s not in stays}
+        live -= freed
+        changes.append((tuple(added), tuple(freed)))
     return _LiveStorages(tuple(first), tuple(changes))

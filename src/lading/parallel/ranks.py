@@ -59,10 +59,10 @@ def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], 
     if context.comm == "ring" or (context.comm == "all_gather" and context.fp32_rings and not whole.window):
         width = DTYPE_BYTES[tensors[k.spec.tensors[1]].dtype]
         back = _bytes(k, tensors) // width * (4 if context.fp32_rings else width)
-        found = _ring(kernel, whole, (_bytes(k, tensors), back), context)
+        kernels = _ring(kernel, whole, (_bytes(k, tensors), back), context)
         if not context.fp32_rings:
-            return found
-        return _with_workspace(found, k, tensors, context) if whole.backward else _with_merged(found, tensors)
+            return kernels
+        return _with_workspace(kernels, k, tensors, context) if whole.backward else _with_merged(kernels, tensors)
     if context.comm == "all_gather":
         return _all_gather(kernel, whole, _bytes(k, tensors), context.ranks)
     return _all_to_all(k, kernel, whole, tensors, context.ranks)
@@ -118,16 +118,16 @@ def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Con
         raise ConfigError("layout: attention with a window needs cp_comm=all_gather, got ring")
     keys = whole.key_tokens // 2 if whole.causal else whole.key_tokens
     other = dataclasses.replace(whole, causal=False, key_tokens=keys)
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     if context.comm == "all_gather":
-        found.append(_collective(kernel, "all_gather", sizes[0] * context.ranks, _kv(kernel)))
+        kernels.append(_collective(kernel, "all_gather", sizes[0] * context.ranks, _kv(kernel)))
     for step in range(context.ranks):
         if context.comm == "ring" and step < context.ranks - 1:
-            found.append(_collective(kernel, "send", sizes[0], _kv(kernel)))
-        found.append(_share(kernel, whole if step == 0 else other))
+            kernels.append(_collective(kernel, "send", sizes[0], _kv(kernel)))
+        kernels.append(_share(kernel, whole if step == 0 else other))
         if whole.backward:  # gradients of keys and values travel with them, and once more to come home
-            found.append(_collective(kernel, "send", sizes[1], kernel.outputs[1:3]))
-    return found
+            kernels.append(_collective(kernel, "send", sizes[1], kernel.outputs[1:3]))
+    return kernels
 
 
 def _with_merged(kernels: list[Kernel], tensors: list[LocalTensor]) -> list[Kernel]:
@@ -171,10 +171,10 @@ def _all_gather(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> lis
     if whole.window:
         keys = min(tokens, whole.window)
     detail = dataclasses.replace(whole, causal=False, key_tokens=keys, window=0)
-    found = [_collective(kernel, "all_gather", kv_bytes * cp, _kv(kernel)), _share(kernel, detail)]
+    kernels = [_collective(kernel, "all_gather", kv_bytes * cp, _kv(kernel)), _share(kernel, detail)]
     if whole.backward:
-        found.append(_collective(kernel, "reduce_scatter", kv_bytes * cp, kernel.outputs[1:3]))
-    return found
+        kernels.append(_collective(kernel, "reduce_scatter", kv_bytes * cp, kernel.outputs[1:3]))
+    return kernels
 
 
 def _all_to_all(k: CutKernel, kernel: Kernel, whole: Attention, tensors: list[LocalTensor], cp: int) -> list[Kernel]:
@@ -233,9 +233,9 @@ def rank_segment(
 
 def check_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, regather: bool = True) -> None:
     """Whether the lengths of a segment divide; arguments and errors as ``rank_segment``."""
-    found = cut(segment, axes_of(layout, regather=regather))
+    rank_cut = cut(segment, axes_of(layout, regather=regather))
     degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.expert_tp}
-    check(found.lengths, {"b": layout.micro_batch, **sizes}, degrees, found.name)
+    check(rank_cut.lengths, {"b": layout.micro_batch, **sizes}, degrees, rank_cut.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +297,11 @@ def _numbers(cut_segment: CutSegment, lengths: list[int], ways: _Degrees) -> tup
     touched: list[int] = []
     shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
     for t in cut_segment.tensors:
-        found = shapes.get(t.dims)
-        if found is None:
+        local_shape = shapes.get(t.dims)
+        if local_shape is None:
             shape = tuple([lengths[place] for place in t.dims])
-            found = shapes[t.dims] = shape, prod(shape)
-        shape, elements = found
+            local_shape = shapes[t.dims] = shape, prod(shape)
+        shape, elements = local_shape
         if t.repeats:
             elements = prod(length for dim, length in enumerate(shape) if dim not in t.repeats)
         size = elements * DTYPE_BYTES[t.dtype]

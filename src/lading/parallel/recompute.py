@@ -59,7 +59,7 @@ class Flow:
         return [place for place, kernel in enumerate(self.segment.kernels) if kernel.stage is Stage.FORWARD]
 
     @cached_property
-    def needed(self) -> list[int]:
+    def saved_storages(self) -> list[int]:
         """Storages that backward reads of what was there before it."""
         return self.storages(self.segment.saved)
 
@@ -100,8 +100,8 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
     """
     if mode == "none":
         return Recomputed((), segment.saved)
-    places, kept = _recomputed(segment.form, mode, tuple(modules), early_stop)
-    return Recomputed(places, _tensors(segment, kept))
+    places, kept_storages = _recomputed(segment.form, mode, tuple(modules), early_stop)
+    return Recomputed(places, _tensors(segment, kept_storages))
 
 
 def has_parts(segment: RankSegment, words: Iterable[str]) -> bool:
@@ -118,9 +118,9 @@ _Again = tuple[tuple[int, ...], frozenset[int]]
 def _recomputed(form: Form, mode: str, modules: tuple[str, ...], early_stop: bool) -> _Again:
     flow = flow_of(form)
     if mode == "full":
-        kept = _given(flow)
-        places = _needed_again(flow, set(flow.forward), kept) if early_stop else tuple(flow.forward)
-        return places, frozenset(kept)
+        kept_storages = _entering_storages(flow)
+        places = _needed_again(flow, set(flow.forward), kept_storages) if early_stop else tuple(flow.forward)
+        return places, frozenset(kept_storages)
     if mode != "selective":
         raise ConfigError(f"recompute: expected none, selective or full, got {mode!r}")
     words = [_ALIASES.get(word, word) for word in modules] or [CORE]
@@ -132,8 +132,8 @@ def _recomputed(form: Form, mode: str, modules: tuple[str, ...], early_stop: boo
         part = _part(flow, word)
         again |= part
         dropped |= part if word in _DISCARDED else set()
-    kept = {s for s in flow.needed if not _is_dropped(flow, s, again, dropped)}
-    places, stays = _selected(flow, again, kept)
+    kept_storages = {s for s in flow.saved_storages if not _is_dropped(flow, s, again, dropped)}
+    places, stays = _selected(flow, again, kept_storages)
     return (places if early_stop or not again else _with_rings(flow, again)), stays
 
 
@@ -145,32 +145,32 @@ def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) ->
     return makers <= dropped or flow.users_forward(storage) <= again
 
 
-def _selected(flow: Flow, again: set[int], kept: set[int]) -> _Again:
-    kept = kept | _walk(flow, again, kept)[1]
-    return _needed_again(flow, again, kept), frozenset(kept)
+def _selected(flow: Flow, again: set[int], kept_storages: set[int]) -> _Again:
+    kept_storages = kept_storages | _walk(flow, again, kept_storages)[1]
+    return _needed_again(flow, again, kept_storages), frozenset(kept_storages)
 
 
-def _given(flow: Flow) -> set[int]:
+def _entering_storages(flow: Flow) -> set[int]:
     """Storages of what enters a segment, or is given with the batch."""
     inputs = {t.storage for t in flow.segment.tensors if t.role is Role.INPUT}
-    return set(flow.storages(flow.segment.enters)) | (inputs & set(flow.needed))
+    return set(flow.storages(flow.segment.enters)) | (inputs & set(flow.saved_storages))
 
 
 def _tensors(segment: RankSegment, storages: frozenset[int]) -> tuple[int, ...]:
     """One local tensor of each, the largest."""
-    found: dict[int, int] = {}
+    largest: dict[int, int] = {}
     tensors = segment.tensors
     for place, tensor in enumerate(tensors):
         if tensor.storage in storages:
-            best = found.get(tensor.storage)
+            best = largest.get(tensor.storage)
             if best is None or tensors[best].size_bytes < tensor.size_bytes:
-                found[tensor.storage] = place
-    return tuple(sorted(found.values()))
+                largest[tensor.storage] = place
+    return tuple(sorted(largest.values()))
 
 
-def _walk(flow: Flow, again: set[int], kept: set[int]) -> tuple[set[int], set[int]]:
+def _walk(flow: Flow, again: set[int], kept_storages: set[int]) -> tuple[set[int], set[int]]:
     """Kernels to run again for all that backward reads, and storages they need that ``again`` does not make."""
-    todo = [s for s in flow.needed if s not in kept]
+    todo = [s for s in flow.saved_storages if s not in kept_storages]
     places: set[int] = set()
     missing: set[int] = set()
     seen = set(todo)
@@ -183,14 +183,14 @@ def _walk(flow: Flow, again: set[int], kept: set[int]) -> tuple[set[int], set[in
         for place in set(makers) - places:
             places.add(place)
             for source in flow.storages(flow.segment.kernels[place].inputs):
-                if source in flow.activations and source not in kept and source not in seen:
+                if source in flow.activations and source not in kept_storages and source not in seen:
                     seen.add(source)
                     todo.append(source)
     return places, missing
 
 
-def _needed_again(flow: Flow, again: set[int], kept: set[int]) -> tuple[int, ...]:
-    return _with_rings(flow, _walk(flow, again, kept)[0])
+def _needed_again(flow: Flow, again: set[int], kept_storages: set[int]) -> tuple[int, ...]:
+    return _with_rings(flow, _walk(flow, again, kept_storages)[0])
 
 
 def _with_rings(flow: Flow, places: set[int]) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ def _is_on(kernel: Kernel, axis: str, modules: set[str]) -> bool:
 
 
 def _by_operation(flow: Flow) -> _Again:
-    kept, products = _given(flow), 0
+    kept_storages, products = _entering_storages(flow), 0
     again = set(flow.forward)
     for place in flow.forward:
         kernel = flow.segment.kernels[place]
@@ -214,18 +214,18 @@ def _by_operation(flow: Flow) -> _Again:
             keeps = products % 2 == 1
         if keeps:
             again.discard(place)
-            kept.update(flow.storages(kernel.outputs))
-    return _selected(flow, again, kept)
+            kept_storages.update(flow.storages(kernel.outputs))
+    return _selected(flow, again, kept_storages)
 
 
 def _part(flow: Flow, word: str) -> set[int]:
     """Kernels of forward that a word stands for; a module must have some."""
-    found = _kernels_of(flow, word)
-    if not found and word not in (CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS):
+    places = _kernels_of(flow, word)
+    if not places and word not in (CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS):
         known = sorted({name for p in flow.forward for name in flow.segment.kernels[p].module.split(".") if name})
         words = ", ".join((CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS, *known))
         raise ConfigError(f"recompute: expected parts of segment {flow.segment.name!r} ({words}), got {word!r}")
-    return found
+    return places
 
 
 def _kernels_of(flow: Flow, word: str) -> set[int]:
@@ -237,32 +237,32 @@ def _kernels_of(flow: Flow, word: str) -> set[int]:
     if word == ACTIVATIONS:
         return _activations(flow)
     if word == UP_PROJECTIONS:
-        found = {p for p in flow.forward if kernels[p].module.rpartition(".")[2].endswith(("_b", "_up"))}
-        found &= {p for p in flow.forward if isinstance(kernels[p].detail, Product)}
-        return found | _before_attention(flow) if found else found
+        places = {p for p in flow.forward if kernels[p].module.rpartition(".")[2].endswith(("_b", "_up"))}
+        places &= {p for p in flow.forward if isinstance(kernels[p].detail, Product)}
+        return places | _before_attention(flow) if places else places
     return {p for p in flow.forward if word in kernels[p].module.split(".")}
 
 
 def _activations(flow: Flow) -> set[int]:
     """Element by element, between products: all who use the result are such, or products."""
-    kernels, found = flow.segment.kernels, set[int]()
+    kernels, places = flow.segment.kernels, set[int]()
     for place in reversed(flow.forward):
         users = {u for s in flow.storages(kernels[place].outputs) for u in flow.users_forward(s)}
-        pure = all(u in found or isinstance(kernels[u].detail, Product) for u in users)
+        pure = all(u in places or isinstance(kernels[u].detail, Product) for u in users)
         if users and pure and kernels[place].kind in POINTWISE:
-            found.add(place)
-    return found
+            places.add(place)
+    return places
 
 
 def _before_attention(flow: Flow) -> set[int]:
     """Rotations and copies whose results only attention reads: Megatron makes them again with the up-projections."""
-    kernels, found = flow.segment.kernels, set[int]()
+    kernels, places = flow.segment.kernels, set[int]()
     for place in reversed(flow.forward):
         users = {u for s in flow.storages(kernels[place].outputs) for u in flow.users_forward(s)}
-        pure = all(u in found or isinstance(kernels[u].detail, Attention) for u in users)
+        pure = all(u in places or isinstance(kernels[u].detail, Attention) for u in users)
         if users and pure and kernels[place].kind in (*POINTWISE, OpKind.COPY):
-            found.add(place)
-    return found
+            places.add(place)
+    return places
 
 
 def core_of_attention(flow: Flow) -> set[int]:
@@ -291,10 +291,10 @@ def core_of_attention(flow: Flow) -> set[int]:
 def _reaches(flow: Flow, place: int, target: int) -> bool:
     todo, seen = [place], {place}
     while todo:
-        here = todo.pop()
-        if here == target:
+        kernel_place = todo.pop()
+        if kernel_place == target:
             return True
-        for storage in flow.storages(flow.segment.kernels[here].outputs):
+        for storage in flow.storages(flow.segment.kernels[kernel_place].outputs):
             new = {u for u in flow.users_forward(storage) if u <= target} - seen
             seen |= new
             todo.extend(new)

@@ -48,7 +48,7 @@ class Length:
 class Lengths:
     """Table of the distinct lengths of a segment; dims of its tensors are places here."""
 
-    found: Lineage
+    lineage: Lineage
     choice: CutAxes
     cp: bool
     lengths: list[Length] = field(default_factory=lambda: [])
@@ -68,31 +68,31 @@ class Lengths:
             scattered: Its tokens are cut over tp ranks.
             persistent: It is a parameter, which is never cut along tokens.
         """
-        sizes, tokens_cut = self.found.segment.tensors[tensor].dims, False
+        sizes, tokens_cut = self.lineage.segment.tensors[tensor].dims, False
         places: list[int] = []
-        for size, dim in zip(sizes, self.found.dims[tensor], strict=True):
-            leaves = self.found.atoms.leaves(dim)
+        for size, dim in zip(sizes, self.lineage.dims[tensor], strict=True):
+            leaves = self.lineage.atoms.leaves(dim)
             free = persistent or tokens_cut  # scores of all pairs are cut along the first dim of tokens
             places.append(self._dim(size, leaves, scattered and not free, not free))
-            tokens_cut = tokens_cut or any(is_token(self.found, leaf) for leaf in leaves)
+            tokens_cut = tokens_cut or any(is_token(self.lineage, leaf) for leaf in leaves)
         return tuple(places)
 
     def _dim(self, size: Size, leaves: tuple[int, ...], scattered: bool, tokens: bool) -> int:
-        if len(leaves) == 1 and (parts := self.found.atoms.parts(leaves[0])):
-            places = tuple(self._product(self.found.atoms.leaves(part), scattered, tokens) for part in parts)
+        if len(leaves) == 1 and (parts := self.lineage.atoms.parts(leaves[0])):
+            places = tuple(self._product(self.lineage.atoms.leaves(part), scattered, tokens) for part in parts)
             return self.place(Length(size, (), places))
-        cuts = tuple((self.found.atoms.size(leaf), self._factors(leaf, scattered, tokens)) for leaf in leaves)
+        cuts = tuple((self.lineage.atoms.size(leaf), self._factors(leaf, scattered, tokens)) for leaf in leaves)
         factors = tuple(factor for _, of_leaf in cuts for factor in of_leaf)
         return self.place(Length(size, factors, (), cuts if factors else ()))
 
     def _product(self, leaves: tuple[int, ...], scattered: bool, tokens: bool) -> tuple[int, ...]:
-        return tuple(self._dim(self.found.atoms.size(leaf), (leaf,), scattered, tokens) for leaf in leaves)
+        return tuple(self._dim(self.lineage.atoms.size(leaf), (leaf,), scattered, tokens) for leaf in leaves)
 
     def _factors(self, leaf: int, scattered: bool, tokens: bool) -> tuple[Factor, ...]:
-        atom = self.found.atoms.size(leaf)
+        atom = self.lineage.atoms.size(leaf)
         if (axis := self.choice.axis.get(leaf)) is not None:
             return (Factor(axis, self._rule(leaf, axis), atom),)
-        if not tokens or not is_token(self.found, leaf):
+        if not tokens or not is_token(self.lineage, leaf):
             return ()
         over_ranks = (CONTEXT,) * self.cp + (TENSOR,) * scattered
         return tuple(Factor(axis, TOKENS, atom) for axis in over_ranks)
@@ -111,24 +111,24 @@ def evaluate(lengths: tuple[Length, ...], sizes: Mapping[str, int], degrees: Map
     Raises:
         ConfigError: a length does not divide; names the rule and what can be.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for length in lengths:
         if length.parts:
             total = 0
             for part in length.parts:
                 number = 1
                 for place in part:
-                    number *= found[place]
+                    number *= numbers[place]
                 total += number
-            found.append(total)
+            numbers.append(total)
             continue
         number = length.size.at(sizes)
         for factor in length.factors:
             degree = degrees[factor.axis]
             if degree > 1:
                 number = _divided(number, factor, degree, sizes)
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def _divided(number: int, factor: Factor, degree: int, sizes: Mapping[str, int]) -> int:

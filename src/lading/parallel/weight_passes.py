@@ -32,9 +32,9 @@ def weight_passes(layout: Layout, stack: Stack) -> tuple[bool, bool]:
     if layout.zero >= CUT:
         return False, False
     wide = stack.parameters_dtype == "float32" and layout.precision != "fp32"
-    own = stack.own_sums and layout.zero != 1
-    apart = stack.fusion != "fused" or "gradients" in stack.unfused
-    return wide, apart and layout.micro_batches > 1 and not own
+    sums_by_itself = stack.own_sums and layout.zero != 1
+    sums_apart = stack.fusion != "fused" or "gradients" in stack.unfused
+    return wide, sums_apart and layout.micro_batches > 1 and not sums_by_itself
 
 
 def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> RankSegment:
@@ -45,13 +45,13 @@ def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> Ra
     if wide and stack.autocast and layout.tp == layout.cp == layout.ep == 1:
         segment = with_autocast(segment)
     before = tuple(_casts(segment, Stage.FORWARD, 4, _HALF)) if wide else ()
-    behind = tuple(_casts(segment, Stage.BACKWARD_WEIGHT, _HALF, 4)) if wide else ()
+    after = tuple(_casts(segment, Stage.BACKWARD_WEIGHT, _HALF, 4)) if wide else ()
     if adds:
         made = 4 if wide or layout.precision == "fp32" else _HALF
-        kept = 4 if wide else DTYPE_BYTES[stack.gradient_dtype]
-        behind = (*behind, *_sums(segment, made + kept, kept))
+        gradient_width = 4 if wide else DTYPE_BYTES[stack.gradient_dtype]
+        after = (*after, *_sums(segment, made + gradient_width, gradient_width))
     backward = any(kernel.stage is not Stage.FORWARD for kernel in segment.kernels)
-    return replace(segment, kernels=(*before, *segment.kernels, *(behind if backward else ())))
+    return replace(segment, kernels=(*before, *segment.kernels, *(after if backward else ())))
 
 
 def _casts(segment: RankSegment, stage: Stage, read: int, written: int) -> Iterator[Kernel]:

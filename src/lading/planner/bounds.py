@@ -105,7 +105,7 @@ class Rows:
     """
 
     table: PipeTable
-    found: Exchanges
+    exchanges: Exchanges
     micro_batches: Floats
     alive: tuple[Floats, Ints]
     pipe: Ints
@@ -117,10 +117,10 @@ def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> 
 
     A pipeline that turns out slower makes all layouts with it as much slower.
     """
-    table, exchanged, costs = rows.table, rows.found, priced.costs
+    table, exchanged, costs = rows.table, rows.exchanges, priced.costs
     pipe, number = rows.pipe, rows.number
     spans, computed = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
-    after, working = _after(rows, costs, stack), spans.copy()
+    after, working = _reduce_tail_s(rows, costs, stack), spans.copy()
     cut = exchanged.zero[number] >= 2  # a rank computes, and reduces what each stage has before it goes on
     reduced = np.max(computed[cut] + exchanged.reduce_ranks_s[number[cut]], axis=1)
     spans[cut] = np.maximum(spans[cut], reduced - after[cut])
@@ -140,14 +140,14 @@ def peak_bounds(rows: Rows, priced: PricedBlock) -> Floats:
     """[layout]: lower bound of the bytes of its fullest rank."""
     number, forwards_first = rows.number, rows.table.gpipe[rows.pipe]
     # Gradients come behind the forwards.
-    states = rows.found.bytes[number] - np.where(forwards_first[:, None], rows.found.gradients[number], 0.0)
+    states = rows.exchanges.bytes[number] - np.where(forwards_first[:, None], rows.exchanges.gradients[number], 0.0)
     alive = activations(rows.table, priced.costs, rows.alive)
     return np.max(alive[rows.pipe] + states, axis=1)
 
 
-def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
+def _reduce_tail_s(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     """[layout]: seconds by which reducing gradients ends after the pipeline."""
-    exchanged, table = rows.found, rows.table
+    exchanged, table = rows.exchanges, rows.table
     split = table.split[rows.pipe]  # there the rank that ends last may be any, and has reduced one stage at least
     behind = np.where(split, exchanged.reduce_least_s[rows.number], exchanged.reduce_s[rows.number])
     cut = exchanged.zero[rows.number] >= 2
@@ -163,13 +163,13 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
 
 def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Floats:
     """[layout without a pipeline]: least seconds of a step, optimizer apart ([Note: bound of replicas])."""
-    table, exchanged, costs = rows.table, rows.found, priced.costs
+    table, exchanged, costs = rows.table, rows.exchanges, priced.costs
     number, pipe = rows.number[flat], rows.pipe[flat]
     row = table.row[table.first][pipe]
     times, zero = rows.micro_batches[pipe], exchanged.zero[number]
     forward, backward = costs.forward[row], costs.backward[row]
     gathers, reduces = exchanged.segment_gather_s[number], exchanged.segment_reduce_s[number]
-    passes = np.where(costs.again[row] > 0, stack.gathers, 2)
+    passes = np.where(costs.recompute[row] > 0, stack.gathers, 2)
     cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
     alone = reduces[:, 0] if stack.overlap_grad_reduce else exchanged.reduce_all_s[number]  # the last is beside nothing
     reduced = alone * np.where(zero == 2, times, 1.0)
@@ -193,10 +193,10 @@ def _cut(priced: PricedBlock, stack: Stack, of: tuple[Floats, Floats], computed:
     network = every + (passes - 1) * (every - gathers[:, -1]) + reduced
     copied = passes * float(priced.counts @ priced.copy_gather_s) + float(priced.counts @ priced.copy_reduce_s)
     alone = gathers[:, 0] + reduces[:, 0]
-    return _beside(computed + copied, network, alone, priced.slowdown) - computed
+    return _overlapped_min_s(computed + copied, network, alone, priced.slowdown) - computed
 
 
-def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -> Floats:
+def _overlapped_min_s(computed: Floats, network: Floats, alone: Floats, slowdown: float) -> Floats:
     """Least seconds of a micro-batch that computes beside a busy network ([Note: bound of replicas])."""
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
@@ -249,14 +249,14 @@ class _Terms:
         linear_s: [stretch]: seconds that shrink with the tokens.
         fixed_s: [stretch]: seconds that do not.
         moved: Kernels that move bytes, by class.
-        sent: [stretch]: how often each collective runs.
+        collective_counts: [stretch]: how often each collective runs.
     """
 
     linear_s: Floats
     fixed_s: Floats
     moved: dict[str, _MovingKernels]
     grouped: tuple[_Grouped, ...]
-    sent: dict[_Sent, Floats]
+    collective_counts: dict[_Sent, Floats]
 
     def seconds(self, share: float, device: Device) -> Floats:
         """Least seconds with a share of the tokens, ``grouped`` and ``sent`` left out; an array of [stretch]."""
@@ -318,8 +318,8 @@ class KernelBounds:
             outer: Which of them are outside the blocks.
         """
         self.leader, self._plain, self._prices, self._outer = leader, plain, prices, tuple(outer)
-        kernels = [stretches(s.segment, s.kept, prices.stack) for s in plain]
-        self._own = _terms([each[phase] for phase in range(4) for each in kernels], *self._priced(4))
+        kernels = [stretches(s.segment, s.recomputed_parts, prices.stack) for s in plain]
+        self._compute_s = _terms([each[phase] for phase in range(4) for each in kernels], *self._priced(4))
         self._again: dict[RecomputeMode, tuple[_Terms, Sequence[Phases]]] = {}
         self._elements = alone_of(plain)
         self._seconds: dict[tuple[RecomputeMode | None, int], Floats] = {}
@@ -336,7 +336,9 @@ class KernelBounds:
     def learn(self, mode: RecomputeMode, segments: Sequence[Phases]) -> None:
         """Take in the leader's segments of a recompute mode."""
         stack = self._prices.stack
-        again = [stretches(s.segment, s.kept, stack)[1] if s.kept.kernels else [] for s in segments]
+        again = [
+            stretches(s.segment, s.recomputed_parts, stack)[1] if s.recomputed_parts.kernels else [] for s in segments
+        ]
         self._again[mode] = _terms(again, *self._priced(1)), segments
 
     def plain(self, block: LayoutBlock, prices: MachinePrices) -> SegmentCosts:
@@ -366,7 +368,7 @@ class KernelBounds:
         return SegmentCosts(device * _WHOLE, host_of(segments, prices.stack), saved * _WHOLE, elements)
 
     def _own_s(self, block: LayoutBlock, prices: MachinePrices) -> Floats:
-        return self._of(self._own, None, block, prices)
+        return self._of(self._compute_s, None, block, prices)
 
     def _of(self, terms: _Terms, mode: RecomputeMode | None, block: LayoutBlock, prices: MachinePrices) -> Floats:
         """Least seconds of a member; an array of [stretch]."""
@@ -382,7 +384,7 @@ class KernelBounds:
                 groups = one.groups * self.leader.mesh.ep // block.mesh.ep
                 launches = groups * each_s if groups > 1 else 0.0
                 total[one.place] += one.factor * max(share * one.linear_s + one.fixed_s, launches)
-        return total + self._sent_s(terms.sent, block, prices)
+        return total + self._sent_s(terms.collective_counts, block, prices)
 
     def _sent_s(self, sent: Mapping[_Sent, Floats], block: LayoutBlock, prices: MachinePrices) -> Floats | float:
         """Seconds of collectives, less what computing may hide; an array of [stretch]."""

@@ -118,8 +118,8 @@ def neighbors(
         for keep in stays:
             if keep is not bucket.keep:
                 yield (*before, replace(bucket, keep=keep), *after)
-        for ahead in {1, 2, 3} - {bucket.ahead}:
-            yield (*before, replace(bucket, ahead=ahead), *after)
+        for ahead in {1, 2, 3} - {bucket.ahead_forward}:
+            yield (*before, replace(bucket, ahead_forward=ahead), *after)
         for ahead in {1, 2, 3} - {bucket.ahead_backward}:
             yield (*before, replace(bucket, ahead_backward=ahead), *after)
 

@@ -161,7 +161,7 @@ class _Walker:
                 self.copies.pop(storage, None)
                 if is_update(op):
                     self.stepped.setdefault(storage, []).append(op_index)
-            self._after(op_index)
+            self._settle_touched(op_index)
         for storage, stay in self.live.items():
             stay.final = True
             self._end(storage, keep=True)
@@ -265,7 +265,7 @@ class _Walker:
         index = bisect_left(places, here) if inclusive else bisect_right(places, here)
         return self.order[places[index]] if index < len(places) else None
 
-    def _after(self, op_index: int) -> None:
+    def _settle_touched(self, op_index: int) -> None:
         """Decide what becomes of every storage the operation touched, and drop what was recomputed on the way."""
         writes = self.graph.op_writes[op_index]
         touched = dict.fromkeys((*self.graph.op_reads[op_index], *writes))

@@ -96,8 +96,8 @@ def exchanges(
     shapes = list(_all_shapes(space, block, watched, table, plain, alone))
     once = alone - np.array([[held.tied, 0.0] for held in plain])  # of each alone, where there is no pipeline
     found = [_priced(space, block, shape, once, known) for shape in shapes]
-    counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
-    cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
+    counts = [len(shape.cuts) for shape in shapes for _ in shape.rank_counts]
+    cuts = tuple(cut for shape in shapes for _ in shape.rank_counts for cut in shape.cuts)
     arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
     start: Ints = np.cumsum(np.array(counts, np.int64)) - np.array(counts, np.int64)
     return Exchanges(start, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
@@ -170,7 +170,7 @@ class Shapes:
     Attributes:
         chunks: [shape]: chunks of a rank; 0 of the shape without a pipeline.
         cuts: Ways to keep states.
-        held: [shape, watched rank, ``FIRST`` or ``LEAST``; dense and expert parameters, segments]: counts.
+        rank_counts: [shape, watched rank, ``FIRST`` or ``LEAST``; dense and expert parameters, segments]: counts.
         placeholders: [shape, watched rank]: bytes.
         directions: [shape, watched rank]: least seconds of a matrix optimizer: the mean of who shares the matrices, or
             the longest of them.
@@ -179,7 +179,7 @@ class Shapes:
     pp: int
     chunks: list[int]
     cuts: list[StateLayout]
-    held: Floats
+    rank_counts: Floats
     placeholders: Floats
     directions: Floats
 
@@ -195,7 +195,7 @@ def _all_shapes(
     there = watched[:, :WATCHED]
     total, longest = there @ total, np.max((there > 0) * longest, axis=2)
     mesh, begin = block.mesh, 0
-    devices = space.asked.devices // (mesh.tp * mesh.cp)
+    devices = space.wanted_request.devices // (mesh.tp * mesh.cp)
     for pp, group in groupby(table.geometries, key=lambda shape: shape[0]):
         shapes = list(group)
         can = devices % pp == 0 and devices // pp * mesh.cp * mesh.tp % mesh.expert_ways == 0
@@ -204,7 +204,7 @@ def _all_shapes(
         chunks = [0 if single else vpp for _, vpp, _ in shapes]
         own = slice(begin, begin + len(shapes))
         begin += len(shapes)
-        least = np.maximum(total[own] / max(1, space.asked.devices // pp), longest[own])
+        least = np.maximum(total[own] / max(1, space.wanted_request.devices // pp), longest[own])
         yield Shapes(pp, chunks, cuts, held[own], placeholders[own], least)
 
 
@@ -225,7 +225,7 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
 
 def _layout(space: Space, block: LayoutBlock, shape: Shapes, cut: StateLayout) -> Layout:
     mesh, pp = block.mesh, shape.pp
-    dp = space.asked.devices // (mesh.tp * mesh.cp * pp)
+    dp = space.wanted_request.devices // (mesh.tp * mesh.cp * pp)
     return Layout(
         dp=dp, pp=pp, vpp=max(1, *shape.chunks), tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp,
         zero=cut.zero, shard=cut.shard, precision=block.precision, offload=cut.offload,
@@ -235,12 +235,12 @@ def _layout(space: Space, block: LayoutBlock, shape: Shapes, cut: StateLayout) -
 
 def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, known: Known) -> list[Floats]:
     """Price the columns of ``Exchanges``: all ways to keep states of the first shape, then of the second."""
-    number, wide = len(shape.held), len(shape.cuts)
+    number, wide = len(shape.rank_counts), len(shape.cuts)
     if not wide:
         empty = np.zeros((0, len(alone)))
         return [*(np.zeros(0) for _ in range(5)), *(np.zeros((0, WATCHED)) for _ in range(3)), empty, empty]
     overlap = space.request.stack.overlap_param_gather
-    every = np.concatenate([shape.held.reshape(-1, 3)[:, :2], alone])
+    every = np.concatenate([shape.rank_counts.reshape(-1, 3)[:, :2], alone])
     gather, reduce, optimizer, size, gradients = _by_cut(space, block, shape, every, known)
     held = (wide, number, WATCHED + 2)
     gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
@@ -287,7 +287,7 @@ def _by_cut(
         for place, key in enumerate((dense, expert)):
             if key not in known:
                 part = every * np.eye(2)[place]
-                known[key] = (_each(prices.gather_s, part), _each(prices.reduce_s, part))
+                known[key] = (_seconds_by_row(prices.gather_s, part), _seconds_by_row(prices.reduce_s, part))
             found = [total + own for total, own in zip(found, known[key], strict=True)]
         ways = np.array([shards(kind, layout) for kind in _KINDS], np.float64)
         rows[0].append(np.asarray(found[0]))
@@ -311,7 +311,7 @@ def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
     return kept / most * host_step_s(most, layout, stack, space.machine, state_bytes=states)
 
 
-def _each(seconds: Any, elements: Floats) -> Floats:
+def _seconds_by_row(seconds: Any, elements: Floats) -> Floats:
     """Seconds of an exchange of [row, kind] elements; 0 where there are none of a kind; an array of [row]."""
     whole = elements.astype(np.int64)
     total = np.zeros(len(elements))
@@ -344,7 +344,7 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
     roles += [] if layout.offload else [Role.OPTIMIZER_STATE]
     each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
     own = np.array([sum(found[role] for role in roles) / many for found in each])
-    held = shape.held[:, :WATCHED, :2]
+    held = shape.rank_counts[:, :WATCHED, :2]
     return held @ own + shape.placeholders + _whole_bytes(shape, layout, stack)
 
 
@@ -354,10 +354,10 @@ def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
     These are gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
     """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
-        return np.zeros((len(shape.held), WATCHED))
+        return np.zeros((len(shape.rank_counts), WATCHED))
     chunks = np.array(shape.chunks)
     each = gathered_width(layout, stack) / np.where(chunks > GATHERED_AT_ONCE, chunks, 1)
-    parameters = shape.held[:, :WATCHED, :2].sum(axis=2) * each[:, None]
+    parameters = shape.rank_counts[:, :WATCHED, :2].sum(axis=2) * each[:, None]
     return parameters + _whole_gradients(shape, layout, stack)
 
 
@@ -368,5 +368,5 @@ def _whole_gradients(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
         Array of [shape, watched rank].
     """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
-        return np.zeros((len(shape.held), WATCHED))
-    return shape.held[:, :WATCHED, :2].sum(axis=2) * DTYPE_BYTES[stack.gradient_dtype]
+        return np.zeros((len(shape.rank_counts), WATCHED))
+    return shape.rank_counts[:, :WATCHED, :2].sum(axis=2) * DTYPE_BYTES[stack.gradient_dtype]

@@ -457,7 +457,7 @@ def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) 
         gap = candidate.gap
         low, high = (0 if over else gap.start + 1), (last if gap.wraps and not over else gap.end - 1)
         add(low, high, 1, 1)
-        for begin, end in candidate.held.get(Option.RECOMPUTE, ()):
+        for begin, end in candidate.resident_ranges.get(Option.RECOMPUTE, ()):
             add(max(begin, low), min(end, high), 0, -1)
     count = gone = 0
     for at, following in pairwise(sorted(change)):

@@ -39,7 +39,7 @@ Where no layout fits, requests like it that some layout fits are planned, each w
 d_k(q', q) how far another is from it in one kind k of change (a pin less, more devices, a smaller batch, shorter
 sequences, a larger budget, other checkpoints, narrower states),
 
-    minimise    d_k(q', q)   for each k on its own                                         ``_first``, ``nearest``
+    minimise    d_k(q', q)   for each k on its own                                      ``_first_feasible``, ``nearest``
     subject to  q' differs from q in k only                                                ``_unpinned``, ``_budgets``,
                                                           ``_more_devices``, ``_smaller``, ``_shorter``, ``_saved``, ...
                 the least that any layout of q' needs fits                                 ``hopeless``
@@ -139,7 +139,7 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
         space,
-        tuple(best[: space.asked.top]),
+        tuple(best[: space.wanted_request.top]),
         tuple(beside[:_OVER]),
         search.counted,
         search.evaluated,
@@ -159,10 +159,10 @@ def cluster_plan(found: Layouts, version: str) -> Plan:
     if (listed := found.chosen.step.listed) is not None:
         verify(listed.program)
     request = replace(
-        space.asked,
+        space.wanted_request,
         machine_fingerprint=space.machine.fingerprint,
         seq_len=space.request.seq_len,
-        budgets={DEVICE: space.asked.budget_bytes or space.machine.device.memory_bytes},
+        budgets={DEVICE: space.wanted_request.budget_bytes or space.machine.device.memory_bytes},
         policy="layout search",
     )
     step_s = found.chosen.step.step_s
@@ -302,7 +302,7 @@ def nearest(space: Space, budget: int, tell: Tell) -> list[Near]:
         budget: Bytes of a device with which there is a plan; 0 for none.
     """
     kinds = (_unpinned, _offloaded, _more_devices, _smaller, _shorter, _saved, _narrower)
-    found = [_first(_budgets(space, budget), tell), *(_first(kind(space), tell) for kind in kinds)]
+    found = [_first_feasible(_budgets(space, budget), tell), *(_first_feasible(kind(space), tell) for kind in kinds)]
     return [near for near in found if near is not None]
 
 
@@ -312,21 +312,21 @@ _Spaces = Iterator[tuple[str, Space]]
 def _unpinned(space: Space) -> _Spaces:
     """Yield spaces without one of the pins, those that cost memory first; then without all."""
     first = ("offload", "recompute", "zero", "micro_batch", "schedule")
-    for key in sorted(space.asked.pins, key=lambda key: first.index(key) if key in first else len(first)):
-        pins = {name: value for name, value in space.asked.pins.items() if name != key}
-        yield f"{key} not pinned to {_pinned(space.asked.pins[key])}", space.asking(pins=pins)
-    if len(space.asked.pins) > 1:
+    for key in sorted(space.wanted_request.pins, key=lambda key: first.index(key) if key in first else len(first)):
+        pins = {name: value for name, value in space.wanted_request.pins.items() if name != key}
+        yield f"{key} not pinned to {_pinned(space.wanted_request.pins[key])}", space.asking(pins=pins)
+    if len(space.wanted_request.pins) > 1:
         yield "nothing pinned", space.asking(pins={})
 
 
 def _offloaded(space: Space) -> _Spaces:
     """Yield spaces with the optimizer's states, or pieces of parameters too, on each tier of the machine."""
-    if "offload" in space.asked.pins or space.machine.host_device is None or space.request.moves_matrices:
+    if "offload" in space.wanted_request.pins or space.machine.host_device is None or space.request.moves_matrices:
         return
     for tier in (tier.name for tier in space.machine.tiers):
         for what in ("parameters",) if tier == space.machine.host_tier else ("optimizer", "parameters"):
             names = "optimizer states" if what == "optimizer" else "optimizer states and pieces of parameters"
-            pins = {**space.asked.pins, "offload": (what,), "offload_to": tier}
+            pins = {**space.wanted_request.pins, "offload": (what,), "offload_to": tier}
             yield f"{names} on the {tier} (offload={what}, offload_to={tier})", space.asking(pins=pins)
 
 
@@ -337,13 +337,16 @@ def _pinned(value: Any) -> str:
 def _budgets(space: Space, budget: int) -> _Spaces:
     """Yield spaces of a larger budget: the least that there is a plan for, then all that the device has."""
     whole = space.machine.device.memory_bytes
-    if 0 < space.asked.budget_bytes < whole:
-        if space.asked.budget_bytes < budget < whole:
+    if 0 < space.wanted_request.budget_bytes < whole:
+        if space.wanted_request.budget_bytes < budget < whole:
             yield (
-                f"a budget of {budget} bytes instead of {space.asked.budget_bytes}",
+                f"a budget of {budget} bytes instead of {space.wanted_request.budget_bytes}",
                 space.asking(budgets={DEVICE: budget}),
             )
-        yield f"all {whole} bytes of the device instead of {space.asked.budget_bytes}", space.asking(budgets={})
+        yield (
+            f"all {whole} bytes of the device instead of {space.wanted_request.budget_bytes}",
+            space.asking(budgets={}),
+        )
 
 
 def _devices(number: int) -> str:
@@ -352,46 +355,46 @@ def _devices(number: int) -> str:
 
 def _more_devices(space: Space) -> _Spaces:
     """Yield spaces of 3/2, 2, 3, 4, 6, 8, ... times as many devices."""
-    pins = {key: value for key, value in space.asked.pins.items() if key != "dp"}
+    pins = {key: value for key, value in space.wanted_request.pins.items() if key != "dp"}
     for power in range(1, _DOUBLINGS + 1):
-        for devices in (3 * space.asked.devices << power >> 2, space.asked.devices << power):
-            if devices > space.asked.devices:
+        for devices in (3 * space.wanted_request.devices << power >> 2, space.wanted_request.devices << power):
+            if devices > space.wanted_request.devices:
                 yield (
-                    f"{_devices(devices)} instead of {space.asked.devices:,}",
+                    f"{_devices(devices)} instead of {space.wanted_request.devices:,}",
                     space.asking(devices=devices, pins=pins),
                 )
 
 
 def _fewer_devices(space: Space) -> _Spaces:
     """Yield spaces of fewer devices, one by one."""
-    for devices in range(space.asked.devices - 1, max(0, space.asked.devices - _STEPS - 1), -1):
-        yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
+    for devices in range(space.wanted_request.devices - 1, max(0, space.wanted_request.devices - _STEPS - 1), -1):
+        yield f"{_devices(devices)} instead of {space.wanted_request.devices:,}", space.asking(devices=devices)
 
 
 def _some_devices_more(space: Space) -> _Spaces:
     """Yield spaces of more devices, one by one."""
-    for devices in range(space.asked.devices + 1, space.asked.devices + _STEPS + 1):
-        yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
+    for devices in range(space.wanted_request.devices + 1, space.wanted_request.devices + _STEPS + 1):
+        yield f"{_devices(devices)} instead of {space.wanted_request.devices:,}", space.asking(devices=devices)
 
 
 def _larger(space: Space) -> _Spaces:
     """Yield spaces of larger global batches: the next multiples of 1, 2, 4, ... times what is pinned."""
-    each = space.asked.pins.get("dp", 1) * space.asked.pins.get("micro_batch", 1)
+    each = space.wanted_request.pins.get("dp", 1) * space.wanted_request.pins.get("micro_batch", 1)
     for power in range(_DOUBLINGS):
-        batch = -(-space.asked.global_batch // (each << power)) * (each << power)
-        if batch > space.asked.global_batch:
+        batch = -(-space.wanted_request.global_batch // (each << power)) * (each << power)
+        if batch > space.wanted_request.global_batch:
             yield (
-                f"a global batch of {batch:,} instead of {space.asked.global_batch:,}",
+                f"a global batch of {batch:,} instead of {space.wanted_request.global_batch:,}",
                 space.asking(global_batch=batch),
             )
 
 
 def _smaller(space: Space) -> _Spaces:
     for power in range(1, _HALVINGS + 1):
-        batch = space.asked.global_batch >> power
-        if batch << power == space.asked.global_batch and batch:
+        batch = space.wanted_request.global_batch >> power
+        if batch << power == space.wanted_request.global_batch and batch:
             yield (
-                f"a global batch of {batch:,} instead of {space.asked.global_batch:,}",
+                f"a global batch of {batch:,} instead of {space.wanted_request.global_batch:,}",
                 space.asking(global_batch=batch),
             )
 
@@ -403,15 +406,18 @@ def _shorter(space: Space) -> _Spaces:
         request = replace(space.request, seq_len=tokens)
         if not tokens:
             return
-        longest = f", the longest of {space.asked.longest >> power:,}" if space.asked.longest else ""
+        longest = f", the longest of {space.wanted_request.longest >> power:,}" if space.wanted_request.longest else ""
         what = f"sequences of {tokens:,} tokens instead of {whole:,}{longest}"
-        asked = replace(space.asked, seq_len=tokens, longest=space.asked.longest >> power)
-        yield what, replace(space, asked=asked, request=request)
+        asked = replace(space.wanted_request, seq_len=tokens, longest=space.wanted_request.longest >> power)
+        yield what, replace(space, wanted_request=asked, request=request)
 
 
 def _saved(space: Space) -> _Spaces:
-    if space.asked.save != "sharded":
-        yield f"checkpoints in pieces (--save sharded) instead of {space.asked.save}", space.asking(save="sharded")
+    if space.wanted_request.save != "sharded":
+        yield (
+            f"checkpoints in pieces (--save sharded) instead of {space.wanted_request.save}",
+            space.asking(save="sharded"),
+        )
 
 
 def _narrower(space: Space) -> _Spaces:
@@ -423,7 +429,7 @@ def _narrower(space: Space) -> _Spaces:
             yield what, replace(space, request=request)
 
 
-def _first(spaces: _Spaces, tell: Tell) -> Near | None:
+def _first_feasible(spaces: _Spaces, tell: Tell) -> Near | None:
     """Find the first space whose request can be met."""
     for change, space in spaces:
         one = _met(space.asking(top=1, proven=1), tell)
@@ -453,24 +459,26 @@ def _lightest(search: LayoutSearch) -> Refined | None:
     best: Refined | None = None
     room = room_of(search.space)
     for found in search.lightest(_TRIED):
-        if best is not None and found.peak_bytes >= best.most(DEVICE):
+        if best is not None and found.peak_bytes >= best.peak_bytes_of(DEVICE):
             return best
         one = refine(search, found, room)
-        if _fits_behind(one) and (best is None or one.most(DEVICE) < best.most(DEVICE)):
+        if _fits_behind(one) and (best is None or one.peak_bytes_of(DEVICE) < best.peak_bytes_of(DEVICE)):
             best = one
     return best
 
 
 def _fits_behind(one: Refined) -> bool:
     """Whether all fits that a layout needs of the tiers behind the device."""
-    return all(one.most(tier) <= size for tier, size in one.room.items() if tier != DEVICE)
+    return all(one.peak_bytes_of(tier) <= size for tier, size in one.room.items() if tier != DEVICE)
 
 
 def hopeless(space: Space) -> str:
     """Say why no layout can fit, whatever it is; "" where one may (``Least``)."""
-    layout = replace(space.request.layout, precision=space.asked.pins.get("precision", space.request.layout.precision))
-    least = Least.of(replace(space.request, layout=layout), space.table, space.asked.devices)
-    room, hosted = room_of(space), space.asked.pins.get("offload")
+    layout = replace(
+        space.request.layout, precision=space.wanted_request.pins.get("precision", space.request.layout.precision)
+    )
+    least = Least.of(replace(space.request, layout=layout), space.table, space.wanted_request.devices)
+    room, hosted = room_of(space), space.wanted_request.pins.get("offload")
     if not space.offloads_to_host and hosted != ():
         return ""
     here = (
@@ -510,7 +518,7 @@ def infeasible(
         if not tried:
             return impossible(space, search.none_can_be(), tell)
         one = min(tried, key=lambda each: (each.over_bytes, each.order))
-    budget = budget_for(lightest.most(DEVICE), space.machine) if lightest is not None else 0
+    budget = budget_for(lightest.peak_bytes_of(DEVICE), space.machine) if lightest is not None else 0
     moment, tier, _ = one.binding
     there, needed = room[tier], one.peaks[moment][tier]
     kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == DEVICE else ""
@@ -533,12 +541,12 @@ def impossible(space: Space, why: str, tell: Tell) -> ConfigError:
         why: Reason that the search gives.
     """
     kinds = (_unpinned, _fewer_devices, _some_devices_more, _larger)
-    near = [each for each in (_first(kind(space), tell) for kind in kinds) if each is not None]
+    near = [each for each in (_first_feasible(kind(space), tell) for kind in kinds) if each is not None]
     return ConfigError("\n".join([why, *(["nearest plans:"] if near else []), *(f"  {each}" for each in near)]))
 
 
 def _verdict(search: LayoutSearch, proof: Proof | None) -> str:
-    devices = _devices(search.space.asked.devices)
+    devices = _devices(search.space.wanted_request.devices)
     if proof is None:
         return f"no layout of {devices} fits"
     if proof.is_whole:

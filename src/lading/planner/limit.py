@@ -70,11 +70,11 @@ def _streams(step: StepProblem) -> list[ResourceLimit]:
     """Seconds of the operations of each stream, and of the updates among those on the device."""
     graph, seconds = step.graph, step.costs.op_seconds
     updating = sum(
-        seconds[i] for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER and i not in graph.beside
+        seconds[i] for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER and i not in graph.off_compute_ops
     )
     sums = {COMPUTING: float(step.bound_problem.op_seconds.sum()), OPTIMIZER: updating, HOST: 0.0, NETWORK: 0.0}
     names = {HOST_STREAM: HOST, NETWORK_STREAM: NETWORK}
-    for op in graph.beside:
+    for op in graph.off_compute_ops:
         if (name := names.get(stream_of(graph, op))) is not None:
             sums[name] += seconds[op]
     return [ResourceLimit(resource=name, seconds=total) for name, total in sums.items()]
@@ -134,7 +134,7 @@ def _directions(
 
 def _slowed(step: StepProblem, tiers: Sequence[Tier], reads: int, writes: int) -> ResourceLimit:
     """Limit of operations that take longer while tiers move what has to move, each byte by the cheapest tier."""
-    computing_s = sum(s for op, s in enumerate(step.costs.op_seconds) if op not in step.graph.beside)
+    computing_s = sum(s for op, s in enumerate(step.costs.op_seconds) if op not in step.graph.off_compute_ops)
     read = min(min(_slowdowns(tier, read=True)) / tier.read_bytes_per_s for tier in tiers)
     write = min(min(_slowdowns(tier, read=False)) / tier.write_bytes_per_s for tier in tiers)
     most = 1.0 + sum(max(_slowdowns(tier, read=way)) for tier in tiers for way in (True, False))

@@ -359,7 +359,7 @@ class Relaxation:
         table = self.table
         keep = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
         change = np.zeros(self.problem.num_ops + 1)
-        for option, (who, first, last) in table.held.items():
+        for option, (who, first, last) in table.resident_ranges.items():
             taken = (keep if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
             change += np.bincount(first, weights=taken, minlength=len(change))
             change -= np.bincount(last + 1, weights=taken, minlength=len(change))
@@ -418,7 +418,7 @@ class CandidateArrays:
         network_s: Seconds of the network for unsharding it again.
         version: Number of the value that crosses the gap; -1 where a lower tier always has it.
         has: Which candidates offer an option, keep left out.
-        held: (candidate, first, last position) of each range at which an option takes the storage's bytes.
+        resident_ranges: (candidate, first, last position) of each range at which an option takes the storage's bytes.
     """
 
     num_classes: int
@@ -431,7 +431,7 @@ class CandidateArrays:
     network_s: np.ndarray
     version: np.ndarray
     has: dict[Option, np.ndarray]
-    held: dict[Option, _Terms]
+    resident_ranges: dict[Option, _Terms]
 
     @staticmethod
     def of(problem: ResidencyProblem, bound: bool) -> CandidateArrays:
@@ -444,7 +444,7 @@ class CandidateArrays:
         class_of = np.arange(len(rows)) if problem.folding is None else problem.folding.class_of
         ranges = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
         if not bound:
-            ranges |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
+            ranges |= {o: _ranges([c.resident_ranges.get(o, ()) if o in c.options else () for c in rows]) for o in has}
         return CandidateArrays(
             num_classes=int(class_of.max(initial=-1)) + 1,
             class_of=class_of,
@@ -456,7 +456,7 @@ class CandidateArrays:
             network_s=np.array([c.network_s for c in rows]),
             version=_ints(-1 if c.version is None else versions[c.version] for c in rows),
             has=has,
-            held=ranges,
+            resident_ranges=ranges,
         )
 
     def summed(self, value: np.ndarray) -> np.ndarray:
@@ -466,8 +466,8 @@ class CandidateArrays:
     def bytes_held(self, option: Option, position: int) -> np.ndarray:
         """Bytes that it takes at a position with an option; an array of [candidate]."""
         taken = np.zeros(len(self.size))
-        if option in self.held:
-            who, first, last = self.held[option]
+        if option in self.resident_ranges:
+            who, first, last = self.resident_ranges[option]
             here = who[(first <= position) & (position <= last)]
             taken[here] = self.size[here]
         return taken
@@ -564,7 +564,7 @@ def _value(
     scale = 1.0 / max(1.0, sum(prices.values()))
     memory = memory * scale
     until = np.concatenate([[0.0], np.cumsum(memory)])
-    who, first, last = table.held[Option.KEEP]
+    who, first, last = table.resident_ranges[Option.KEEP]
     paid = (until[last + 1] - until[first]) * table.size[who] / 1e6
     least = np.bincount(who, weights=paid, minlength=len(table.size))
     compute, network = (scale * prices.get(row, 0.0) for row in (folded.time_rows[0][2], folded.network_row))

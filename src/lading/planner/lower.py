@@ -415,7 +415,7 @@ class Lowering:
         self.seconds = [_item_seconds(graph, machine, costs, item) for item in self.emission.items]
         if item_seconds:
             timed = iter(item_seconds)
-            self.seconds = [0.0 if item.op in graph.beside else next(timed) for item in self.emission.items]
+            self.seconds = [0.0 if item.op in graph.off_compute_ops else next(timed) for item in self.emission.items]
         elif pace:
             self.seconds = _paced(self.emission, self.seconds, pace)
         self._network = _network_seconds(graph, costs, self.emission)
@@ -442,7 +442,7 @@ class Lowering:
                 above = middle
         return attempt
 
-    def within(self, arena: int, *, sparing: bool) -> PackedEmission:
+    def pack_into(self, arena: int, *, sparing: bool) -> PackedEmission:
         """Find addresses in ``arena`` bytes, or as near to them as they can be, in the way that ``lower`` says."""
         peak = self.peak_bytes
         attempt, soft, step = self.placed(arena, arena), arena, max(1, arena // _STEPS)
@@ -469,7 +469,7 @@ class Lowering:
         low, high = self.peak_bytes, self.placed(0, self.peak_bytes).size_bytes
         while high - low > max(high // 50, PAGE_BYTES):
             middle = (low + high) // 2
-            if self.within(middle, sparing=True).size_bytes > middle:
+            if self.pack_into(middle, sparing=True).size_bytes > middle:
                 low = middle + 1
             else:
                 high = middle
@@ -510,7 +510,7 @@ def lower(  # noqa: PLR0913  all that decides a Program
     arena, emission, peak_item = budgets[DEVICE] - fixed_bytes(machine, costs), lowering.emission, lowering.peak_item
     if lowering.peak_bytes > arena:
         return Lowered(None, emission, lowering.peak_bytes - arena, peak_item, lowering.peak_bytes)
-    attempt = lowering.within(arena, sparing=sparing)
+    attempt = lowering.pack_into(arena, sparing=sparing)
     if attempt.size_bytes > arena:
         return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
     program = _program(graph, attempt, budgets, machine, costs, lives.homes)
@@ -557,7 +557,7 @@ def _one_tier(choices: Choices, machine: Machine) -> Choices:
 
 def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: Item) -> float:
     if item.op is not None:
-        return 0.0 if item.op in graph.beside else costs.op_seconds[item.op]
+        return 0.0 if item.op in graph.off_compute_ops else costs.op_seconds[item.op]
     assert item.storage is not None
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
@@ -724,7 +724,7 @@ def _tier_slots(
         made, room = staged(units[tier]), budgets[tier] - end
         packing = pack(made.lasting, room)
         if packing.size_bytes > room:
-            packing = pack(made.least, room)
+            packing = pack(made.shortest, room)
         slots.setdefault(tier, []).extend(
             (storage, end + offset) for storage, offset in zip(emission.staged, packing.offsets, strict=True)
         )
@@ -736,7 +736,7 @@ class _Staged:
     """Buffers staged for the host's processors: until they should have been used, and until they must have been."""
 
     lasting: list[Buffer]
-    least: list[Buffer]
+    shortest: list[Buffer]
 
 
 def _staged(graph: StepGraph, emission: Emission, costs: StepCosts, seconds: Sequence[float], unit: int) -> _Staged:

@@ -55,12 +55,12 @@ def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
         there = at < moment.place or (moment.is_backward and at == moment.place)
         whole = _BlockMemory(
             segment,
-            _keeps(chosen, segment, block.again) if there else {},
+            _keeps(chosen, segment, block.is_recomputed) if there else {},
             {module: _scales(chosen, home) for module, home in homes.items()},
             {module: f"group {home}, {chosen.buckets[home].keep}" for module, home in homes.items()},
         )
         below = _branches("", whole)
-        branches += [replace(below, name=path)] if path else below.below
+        branches += [replace(below, name=path)] if path else below.children
     kept_bytes = sum(branch.total.get("kept", 0) for branch in branches)
     return Branch(
         _title(chosen), "module", "", {"kept": max(0, moment.activation_bytes - kept_bytes)}, tuple(_folded(branches))
@@ -136,7 +136,9 @@ def _operation(kernel: Kernel, block: _BlockMemory) -> Branch:
         Branch("result", "tensor", _shape(tensors[t].dtype, tensors[t].shape), {"kept": block.keeps[storage]})
         for storage, t in made.items()
     ]
-    return Branch(kernel.name.removeprefix("aten.").rpartition(".")[0] or kernel.name, "operation", below=tuple(below))
+    return Branch(
+        kernel.name.removeprefix("aten.").rpartition(".")[0] or kernel.name, "operation", children=tuple(below)
+    )
 
 
 def _shape(dtype: str, shape: tuple[int, ...]) -> str:
@@ -145,24 +147,24 @@ def _shape(dtype: str, shape: tuple[int, ...]) -> str:
 
 def _as_one(branches: list[Branch]) -> list[Branch]:
     """Leave out operations that have no tensor in memory."""
-    return [branch for branch in branches if branch.kind == "module" or branch.below]
+    return [branch for branch in branches if branch.kind == "module" or branch.children]
 
 
 def _folded(branches: list[Branch]) -> list[Branch]:
     """Merge blocks in a row that differ in their place only into one branch."""
     rows: list[list[Branch]] = []
     for branch in branches:
-        if rows and _alike(rows[-1][0], branch):
+        if rows and _same_contents(rows[-1][0], branch):
             rows[-1].append(branch)
         else:
             rows.append([branch])
     return [
-        replace(row[0], name=f"{row[0].name} to {row[-1].name}", alike=len(row)) if len(row) > 1 else row[0]
+        replace(row[0], name=f"{row[0].name} to {row[-1].name}", num_equal=len(row)) if len(row) > 1 else row[0]
         for row in rows
     ]
 
 
-def _alike(one: Branch, other: Branch) -> bool:
+def _same_contents(one: Branch, other: Branch) -> bool:
     """Whether two blocks have the same, whichever groups they are in."""
     return _bare(one, top=True) == _bare(other, top=True)
 
@@ -170,4 +172,4 @@ def _alike(one: Branch, other: Branch) -> bool:
 def _bare(branch: Branch, *, top: bool = False) -> tuple[object, ...]:
     name = "" if top else branch.name
     note = branch.note.rpartition(", ")[2]
-    return name, branch.kind, note, tuple(branch.states.items()), tuple(_bare(below) for below in branch.below)
+    return name, branch.kind, note, tuple(branch.states.items()), tuple(_bare(below) for below in branch.children)

@@ -125,7 +125,7 @@ class _GreedyRun:
     def __init__(self, step: StepProblem, away: Choices, room_bytes: int, below_s: float, looks: float) -> None:
         self.graph, self.lives, self.seconds = step.graph, step.lives, step.costs.op_seconds
         self.away, self.room, self.most_looks, self.result = away, room_bytes, looks, Greedy()
-        self.computing_s = [0.0 if op in self.graph.beside else took for op, took in enumerate(self.seconds)]
+        self.computing_s = [0.0 if op in self.graph.off_compute_ops else took for op, took in enumerate(self.seconds)]
         self.whole_s = sum(self.computing_s)
         self.spare_s = below_s - self.whole_s  # what may be made again in all
         self.again_s = 0.0

@@ -113,24 +113,24 @@ class Loads:
     ranks: int
     cap_bytes: int | None
     seconds: np.ndarray = field(init=False)
-    kept: np.ndarray = field(init=False)
+    state_bytes: np.ndarray = field(init=False)
     owner: dict[int, tuple[int, ...]] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:
-        self.seconds, self.kept = np.zeros(self.ranks), np.zeros(self.ranks, dtype=np.int64)
+        self.seconds, self.state_bytes = np.zeros(self.ranks), np.zeros(self.ranks, dtype=np.int64)
 
     def room(self, rank: int, matrix: Matrix) -> bool:
         """Whether a matrix's state fits on a rank."""
-        return self.cap_bytes is None or self.kept[rank] + matrix.state_bytes <= self.cap_bytes
+        return self.cap_bytes is None or self.state_bytes[rank] + matrix.state_bytes <= self.cap_bytes
 
-    def put(self, number: int, matrix: Matrix, gang: tuple[int, ...], seconds: float) -> None:
+    def assign_matrix(self, number: int, matrix: Matrix, gang: tuple[int, ...], seconds: float) -> None:
         """Give a matrix to a gang, which begins when all of it are free."""
         self.owner[number] = gang
         if len(gang) == 1:
             self.seconds[gang[0]] += seconds
         else:
             self.seconds[list(gang)] = self.seconds[list(gang)].max() + seconds
-        self.kept[gang[0]] += matrix.state_bytes
+        self.state_bytes[gang[0]] += matrix.state_bytes
 
 
 def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = None, share: bool = True) -> Owners:
@@ -201,17 +201,17 @@ def _packed(matrices: Sequence[Matrix], members: Sequence[Sequence[int]], packin
     for shared, rows in itertools.groupby(
         sorted(packing, key=lambda row: row[0].shared, reverse=True), lambda row: row[0].shared
     ):
-        alone = [pattern.alone for pattern, count in rows for _ in range(count)]
+        alone = [pattern.unshared for pattern, count in rows for _ in range(count)]
         for kind, place in shared:
             for start in range(first, first + len(alone), GANGS[place]):
                 if waiting[kind]:
                     number = waiting[kind].pop()
                     gang = tuple(range(start, start + GANGS[place]))
-                    loads.put(number, matrices[number], gang, matrices[number].shared_s[place])
+                    loads.assign_matrix(number, matrices[number], gang, matrices[number].shared_s[place])
         for rank, counts in enumerate(alone, first):
             for kind, count in enumerate(counts):
                 for number in waiting[kind][max(0, len(waiting[kind]) - count) :]:
-                    loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+                    loads.assign_matrix(number, matrices[number], (rank,), matrices[number].seconds)
                 del waiting[kind][max(0, len(waiting[kind]) - count) :]
         first += len(alone)
     return loads
@@ -227,7 +227,7 @@ def _check_cap(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) ->
 
 def owners_of(policy: str, matrices: Sequence[Matrix], loads: Loads, bound: float) -> Owners:
     owner = tuple(loads.owner[number] for number in range(len(matrices)))
-    return Owners(policy, owner, tuple(loads.seconds.tolist()), bound, tuple(loads.kept.tolist()))
+    return Owners(policy, owner, tuple(loads.seconds.tolist()), bound, tuple(loads.state_bytes.tolist()))
 
 
 def bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
@@ -265,7 +265,7 @@ def fill_largest_first(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | 
         if not heap:
             return None
         _, rank = heap[0]
-        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+        loads.assign_matrix(number, matrices[number], (rank,), matrices[number].seconds)
         heapq.heapreplace(heap, (float(loads.seconds[rank]), rank))
         for entry in full:
             heapq.heappush(heap, entry)
@@ -303,7 +303,7 @@ def _fits(matrices: Sequence[Matrix], order: Sequence[int], loads: Loads, size: 
             return None
         done, rank = levels.pop(place)
         chosen.append(rank)
-        loads.kept[rank] += matrix.state_bytes
+        loads.state_bytes[rank] += matrix.state_bytes
         bisect.insort(levels, (done + matrix.seconds, rank))
     loads.owner = {number: (rank,) for number, rank in zip(order, chosen, strict=True)}
     for done, rank in levels:
@@ -354,7 +354,7 @@ def _best_exchange(
             continue
         seen.add(kind)
         moved = np.maximum(top - costs[leaving], loads.seconds + costs[leaving])
-        moved[(loads.kept + sizes[leaving] > cap)] = np.inf
+        moved[(loads.state_bytes + sizes[leaving] > cap)] = np.inf
         moved[fullest] = np.inf
         to = int(moved.argmin())
         if moved[to] < level:
@@ -362,7 +362,7 @@ def _best_exchange(
         shift, grown = costs[leaving] - costs[others], sizes[leaving] - sizes[others]
         there = where[others]
         swapped = np.maximum(top - shift, loads.seconds[there] + shift)
-        fits = (loads.kept[there] + grown <= cap) & (loads.kept[fullest] - grown <= cap)
+        fits = (loads.state_bytes[there] + grown <= cap) & (loads.state_bytes[fullest] - grown <= cap)
         swapped[~fits] = np.inf
         if len(swapped):
             place = int(swapped.argmin())
@@ -381,7 +381,7 @@ def _apply(
         where[taken] = fullest
     where[given] = to
     loads.seconds[[fullest, to]] += (-seconds, seconds)
-    loads.kept[[fullest, to]] += (-size, size)
+    loads.state_bytes[[fullest, to]] += (-size, size)
 
 
 def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
@@ -481,6 +481,6 @@ class DirectionCosts:
             lines.append(f"whole states: {whole} on the fullest rank, {format_bytes(even)} at least")
         if moves is not None:
             lines.append(
-                f"travelling: {moves.busiest:,} elements to the busiest rank in a step, {moves.least:,} at least"
+                f"travelling: {moves.busiest:,} elements to the busiest rank in a step, {moves.balanced:,} at least"
             )
         return "\n".join(lines)

@@ -103,7 +103,7 @@ class PacedFlow(FlowProgram):
         part_s = float(problem.op_seconds.sum()) / windows / parts
         self.most_fluid = near * part_s if parts > 1 else 0.0
         self.begun_s = np.concatenate([[0.0], np.cumsum(problem.op_seconds)])
-        self.wanted = _wanted(problem)
+        self.wanted = _first_need_by_gap(problem)
         self.whole_room = budget_bytes - problem.base
         self.settled: list[int] = []  # columns that are fixed
         self._parts_of: dict[tuple[int, bool], list[_Part]] = {}
@@ -125,7 +125,7 @@ class PacedFlow(FlowProgram):
     def likeness(self, candidate: Candidate) -> tuple[object, ...]:
         """Collect what a class has in common: windows, not positions."""
         gap, version = candidate.gap, candidate.version and candidate.version[1]
-        held = [int(self.window[at]) for span in candidate.held.get(Option.RECOMPUTE, ()) for at in span]
+        held = [int(self.window[at]) for span in candidate.resident_ranges.get(Option.RECOMPUTE, ()) for at in span]
         short = [
             self._is_short(candidate, (tier.read_bytes_per_s, tier.write_bytes_per_s)) for tier in self.problem.tiers
         ]
@@ -145,7 +145,7 @@ class PacedFlow(FlowProgram):
         """Add rows by which what is recomputed finds the weights that it reads, brought back for it if they move."""
         class_of = {index: number for number, each in enumerate(self.classes) for index in each.members}
         rows: dict[tuple[int, int], int] = {}
-        for index, other, back in _needed(self.problem):
+        for index, other, back in _weights_read_again(self.problem):
             rows.setdefault((class_of[index], class_of[other]), int(self.window[back]))
         for (one, other), window in rows.items():
             again = self.again[one]
@@ -171,10 +171,10 @@ class PacedFlow(FlowProgram):
                 of_storage.setdefault(candidate.gap.storage, []).append(index)
         pairs: dict[tuple[int, int], None] = {}
         for index, candidate in enumerate(self.problem.candidates):
-            again = _again(candidate)
+            again = _recompute_position(candidate)
             for source in (s for storage in candidate.sources for s in of_storage.get(storage, ())):
                 other = self.problem.candidates[source]
-                if other.gap.start < again < _again(other):
+                if other.gap.start < again < _recompute_position(other):
                     pairs[class_of[index], class_of[source]] = None
         for one, other in pairs:
             column, source = self.again[one], self.again[other]
@@ -201,14 +201,14 @@ class PacedFlow(FlowProgram):
         return windows == 0 or passing_s < moving_s
 
     @cached_property
-    def first(self) -> np.ndarray | None:
+    def initial_values(self) -> np.ndarray | None:
         """Values of all columns before anything is settled; None where the flow does not fit."""
         return self.optimum()
 
     @property
     def seconds(self) -> float:
         """Seconds of the step before anything is settled; infinite where the flow does not fit."""
-        return float("inf") if self.first is None else float(self.first[: self.windows].sum())
+        return float("inf") if self.initial_values is None else float(self.initial_values[: self.windows].sum())
 
     def solved(self, extra: np.ndarray | None = None) -> PacedResidency | None:
         """Solve and settle; None where the flow does not fit.
@@ -216,7 +216,7 @@ class PacedFlow(FlowProgram):
         Args:
             extra: [position]: bytes to reserve, from the solution before on; None solves what ``first`` is of.
         """
-        first = self.first if extra is None else self.reserving(extra)
+        first = self.initial_values if extra is None else self.reserving(extra)
         if first is None:
             return None
         values = self._settle(first)
@@ -294,7 +294,7 @@ class PacedFlow(FlowProgram):
         """Yield ranges of positions inside gaps, cut where one begins, ends, or has what is recomputed back."""
         each, again, gap = self.classes[number], self.again[number], self.classes[number].leader.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
-        held = {int(self.window[at]) for span in each.leader.held.get(Option.RECOMPUTE, ()) for at in span}
+        held = {int(self.window[at]) for span in each.leader.resident_ranges.get(Option.RECOMPUTE, ()) for at in span}
         candidates = [self.problem.candidates[index] for index in each.members]
         whole = each.leader.size_bytes > self.most_fluid
         for window in range(first, last + 1):
@@ -336,7 +336,7 @@ class PacedFlow(FlowProgram):
             if not whole and leaving > 0:
                 since = self._begun(number) if window == moves.first else 0.0
             if not whole and read == len(moves.reads) - 1:
-                until = self._done(number)
+                until = self._elapsed_share(number)
             moving.append((max(0, read), int(coming), until, leaving, since))
         for _, _, begun, ended in parts:
             factors: list[float] = []
@@ -354,7 +354,7 @@ class PacedFlow(FlowProgram):
         members = self.classes[number].members
         return float(np.mean([self.ended[self.problem.candidates[index].gap.start] for index in members]))
 
-    def _done(self, number: int) -> float:
+    def _elapsed_share(self, number: int) -> float:
         """Share of their last window that has passed when the gaps of a class end, in the mean."""
         ends = [self.problem.candidates[index].gap.end for index in self.classes[number].members]
         return float(np.mean([self.ended[end - 1] if self._is_inside(end) else 1.0 for end in ends]))
@@ -404,31 +404,31 @@ class PacedFlow(FlowProgram):
             self.settled.append(column)
 
 
-def _needed(problem: ResidencyProblem) -> Iterator[tuple[int, int, int]]:
+def _weights_read_again(problem: ResidencyProblem) -> Iterator[tuple[int, int, int]]:
     """Yield gaps that may be recomputed, gaps of weights that this needs back inside them, and where it does."""
     of_storage: dict[int, list[int]] = {}
     for index, candidate in enumerate(problem.candidates):
         of_storage.setdefault(candidate.gap.storage, []).append(index)
     for index, candidate in enumerate(problem.candidates):
-        back = _again(candidate)
+        back = _recompute_position(candidate)
         for other in (each for storage in candidate.needs for each in of_storage.get(storage, ())):
             gap = problem.candidates[other].gap
             if not gap.wraps and gap.start < back < gap.end:
                 yield index, other, back
 
 
-def _wanted(problem: ResidencyProblem) -> dict[tuple[int, int], int]:
+def _first_need_by_gap(problem: ResidencyProblem) -> dict[tuple[int, int], int]:
     """First position inside each gap of a weight at which a recomputation may need it, by storage and gap's start."""
     wanted: dict[tuple[int, int], int] = {}
-    for _, other, back in _needed(problem):
+    for _, other, back in _weights_read_again(problem):
         gap = problem.candidates[other].gap
         wanted[gap.storage, gap.start] = min(back, wanted.get((gap.storage, gap.start), back))
     return wanted
 
 
-def _again(candidate: Candidate) -> int:
+def _recompute_position(candidate: Candidate) -> int:
     """Position at which a storage is made again where it is recomputed."""
-    held = candidate.held.get(Option.RECOMPUTE, ())
+    held = candidate.resident_ranges.get(Option.RECOMPUTE, ())
     return held[0][0] if held else candidate.gap.end
 
 
@@ -448,14 +448,14 @@ class Pace:
     """Settings of a paced flow.
 
     Attributes:
-        near, far: Shares of the rates of the host's memory, and of what lies behind it.
+        host_share, lower_tier_share: Shares of the rates of the host's memory, and of what lies behind it.
         windows, parts: Windows of the step, and parts of each in which memory is counted.
         reserve: Share of the arena that it leaves.
         across: Whether recomputation may lead from block to block.
     """
 
-    near: float
-    far: float
+    host_share: float
+    lower_tier_share: float
     windows: int
     parts: int
     reserve: float
@@ -599,7 +599,9 @@ def _paces_of(step: StepProblem) -> tuple[tuple[Pace, ...], tuple[Pace, ...]]:
 
 def _flow(step: StepProblem, pace: Pace) -> PacedFlow:
     """Build the flow of a step."""
-    tiers = tuple(slower(tier, pace.near if tier.host_computes else pace.far) for tier in step.machine.tiers)
+    tiers = tuple(
+        slower(tier, pace.host_share if tier.host_computes else pace.lower_tier_share) for tier in step.machine.tiers
+    )
     slow = dataclasses.replace(step, machine=dataclasses.replace(step.machine, tiers=tiers))
     problem = residency_problem(slow, across=pace.across)
     problem = dataclasses.replace(problem, folding=None)

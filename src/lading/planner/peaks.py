@@ -26,7 +26,7 @@ def room_of(space: Space) -> dict[str, int]:
         ConfigError: the budget is less than a process needs.
     """
     device = space.machine.device
-    whole = space.asked.budget_bytes or device.memory_bytes
+    whole = space.wanted_request.budget_bytes or device.memory_bytes
     if whole <= device.overhead_bytes:
         raise ConfigError(
             f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
@@ -52,7 +52,9 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
     runs = runs_of(request, simulated.table)
     whole = _whole_elements(simulated)
     peaks: dict[str, dict[str, int]] = {}
-    for rank, (roles, long, behind) in enumerate(zip(simulated.memory, longest, simulated.behind, strict=True)):
+    for rank, (roles, long, behind) in enumerate(
+        zip(simulated.memory, longest, simulated.lower_tier_by_rank, strict=True)
+    ):
         counts: dict[int, int] = {}
         for segment, count in (part for stage in plan.stages_of(rank) for part in runs[stage]):
             counts[segment] = counts.get(segment, 0) + count
@@ -62,11 +64,12 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             longest_bytes=sum(long.values()),
             piece_bytes=_largest_piece(simulated, counts),
             whole_bytes=max(max(whole[segment], default=0) for segment in counts) * _width(simulated),
-            stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items()) * _kept(simulated),
+            stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items())
+            * _checkpoint_bytes_per_element(simulated),
             shares=_host_shares(simulated),
             host_tier=simulated.machine.host_tier,
             behind_tier=simulated.behind_tier,
-            behind=behind,
+            lower_tier_roles=behind,
             stages_all=request.stack.megatron_order,
         )
         for moment, tiers in moments_of(rank_bytes, asked.save).items():
@@ -129,7 +132,7 @@ def _width(simulated: Simulated) -> int:
     return 4 if stack.master_weights else DTYPE_BYTES[stack.moments_dtype]
 
 
-def _kept(simulated: Simulated) -> int:
+def _checkpoint_bytes_per_element(simulated: Simulated) -> int:
     """Bytes of one element of a parameter with its states in a checkpoint."""
     stack = simulated.request.stack
     return parameter_width(simulated.request.layout, stack) + kept_state_bytes(stack)

@@ -194,9 +194,9 @@ def makespans(
     """
     split = table.split
     forward, both = costs.forward[table.row], costs.backward[table.row]
-    back = np.where(split[table.pipe], (costs.again + costs.inputs)[table.row], both)
+    back = np.where(split[table.pipe], (costs.recompute + costs.inputs)[table.row], both)
     end = np.append(table.first[1:], len(table.row)) - 1
-    reach, leave = _before(forward, table), _before(back, table)
+    reach, leave = _sum_over_earlier_stages(forward, table), _sum_over_earlier_stages(back, table)
     turns = table.turns
     hops = np.where(turns, 2 * (table.pp - 1), table.pp * table.vpp - 1)
     path = (reach + forward + leave + back)[end] + 2 * hops * send_s
@@ -229,7 +229,7 @@ def _late(table: PipeTable, costs: StageCosts) -> Floats:
     return (left + unknown) * most - first
 
 
-def _before(seconds: Floats, table: PipeTable) -> Floats:
+def _sum_over_earlier_stages(seconds: Floats, table: PipeTable) -> Floats:
     """Sum of a number over the stages of its pipe before it; an array of [stage]."""
     total = np.cumsum(seconds) - seconds
     return total - total[table.first][table.pipe]
@@ -245,8 +245,8 @@ def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints])
     shape = (len(table.pipes), WATCHED)
     sizes = count * costs.saved[table.row[table.held_stage]]
     kept_bytes = np.asarray(np.bincount(table.held_rank, weights=sizes), np.float64)
-    ahead = costs.ahead[table.row[running]]
-    behind = costs.behind[table.row[table.last_stage]]
+    ahead = costs.forward_extra[table.row[running]]
+    behind = costs.backward_extra[table.row[table.last_stage]]
     spike: Floats = np.maximum(ahead, behind)
     return kept_bytes.reshape(shape) + spike.reshape(shape)
 

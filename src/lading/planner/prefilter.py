@@ -65,7 +65,7 @@ class Prefilter:
             last=last,
         )
 
-    def kept(self, alive: Floats) -> Floats:
+    def kept_activation_counts(self, alive: Floats) -> Floats:
         """Count how often each watched rank keeps each segment's activations at a moment of the step.
 
         The result is an array of [pipe, watched rank, segment].

@@ -73,14 +73,14 @@ class Refined:
         """Bytes by which it does not fit; 0 where it does."""
         return max(0, over_bytes(self.peaks, self.room))
 
-    def most(self, tier: str) -> int:
+    def peak_bytes_of(self, tier: str) -> int:
         """Bytes of a tier at the moment that needs most of it."""
         return max(tiers.get(tier, 0) for tiers in self.peaks.values())
 
     @property
     def order(self) -> tuple[float, int, str]:
         """Sort key: faster first; of equally fast layouts, to eleven digits, what needs less of the device first."""
-        return float(f"{self.step_s:.11g}"), self.most(DEVICE), str(self.layout)
+        return float(f"{self.step_s:.11g}"), self.peak_bytes_of(DEVICE), str(self.layout)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class _Layout:
     ``exact``: the bound has its pipeline's own seconds.
     """
 
-    found: Bounded
-    rest: Iterator[Bounded]
+    bounded: Bounded
+    rest_of_block: Iterator[Bounded]
     exact: bool = False
 
 
@@ -155,18 +155,18 @@ class _Queue:
     @property
     def is_full(self) -> bool:
         """Whether as many layouts fit as are wanted."""
-        return len(self.good) >= self.search.space.asked.top
+        return len(self.good) >= self.search.space.wanted_request.top
 
     @property
     def worst_s(self) -> float:
         """Seconds of the slowest of those layouts that are to be proven."""
-        return self.good[min(self.search.space.asked.proven, self.search.space.asked.top) - 1].step_s
+        return self.good[min(self.search.space.wanted_request.proven, self.search.space.wanted_request.top) - 1].step_s
 
     @property
     def is_tired(self) -> bool:
         """Whether as many have been simulated as may be, since the first that fits or before it."""
         times = _PATIENCE if self.good else _MOST
-        return self.simulated - self._before >= max(_LEAST, times * self.search.space.asked.top)
+        return self.simulated - self._before >= max(_LEAST, times * self.search.space.wanted_request.top)
 
     def next(self) -> tuple[float, _Item] | None:
         """Take out the entry of least bound: (seconds, entry); None if nothing is left."""
@@ -195,7 +195,7 @@ class _Queue:
             self._following(self.search.bounded(item, self.room[DEVICE]))
         else:
             if not item.exact:
-                self._following(item.rest)
+                self._following(item.rest_of_block)
             self._simulate(item)
 
     def take_lightest(self) -> None:
@@ -212,18 +212,18 @@ class _Queue:
             self._push(bounded.step_s, _Layout(bounded, rest))
 
     def _simulate(self, item: _Layout) -> None:
-        bounded = item.found
+        bounded = item.bounded
         if not item.exact and self.search.peak_bytes(bounded) > self.room[DEVICE]:
             self.search.over.append(bounded)
             return None
         if not item.exact and (span_s := self.search.span_s(bounded)) is not None:
             waits = waiting_share(
-                self.search.space.asked.devices, every_block=bounded.cut.zero >= 2 and bounded.pipe.stages == 1
+                self.search.space.wanted_request.devices, every_block=bounded.cut.zero >= 2 and bounded.pipe.stages == 1
             )
             later = (span_s - bounded.span_s) * (1 + waits)
             if later > 0:
                 return self._push(bounded.step_s + later, replace(item, exact=True))
-        top = self.search.space.asked.top
+        top = self.search.space.wanted_request.top
         self.tell(min(self.simulated, top), top, "layouts simulated")
         one = refine(self.search, bounded, self.room)
         self._keep(one)
@@ -238,4 +238,4 @@ def refine(search: LayoutSearch, found: Bounded, room: Mapping[str, int]) -> Ref
     """Simulate one bounded layout, and count its bytes at all moments."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.space.table, search.segments_with_passes(found))
-    return Refined(simulated, found.step_s, peaks_of(simulated, search.space.asked), room)
+    return Refined(simulated, found.step_s, peaks_of(simulated, search.space.wanted_request), room)

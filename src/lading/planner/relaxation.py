@@ -57,9 +57,9 @@ class Candidate:
     """Gap with a choice. ``recompute_s`` is 0 where recomputing is impossible (see ``options``).
 
     A bound counts ``own_recompute_s`` of it. ``network_s`` are the seconds of the network where recomputing unshards
-    again. ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the
-    bytes. ``sources`` are storages made before that recomputing starts from (with
-    ``across`` only), ``needs`` those it reads that last over the step, such as weights (not for a bound).
+    again. ``resident_ranges`` are the positions inside the gap, as inclusive ranges, at which an option other than keep
+    takes the bytes. ``sources`` are storages made before that recomputing starts from (with ``across`` only), ``needs``
+    those it reads that last over the step, such as weights (not for a bound).
     """
 
     gap: Gap
@@ -67,7 +67,7 @@ class Candidate:
     options: tuple[Option, ...]
     own_recompute_s: float
     recompute_s: float
-    held: dict[Option, tuple[tuple[int, int], ...]]
+    resident_ranges: dict[Option, tuple[tuple[int, int], ...]]
     version: tuple[int, int] | None
     network_s: float = 0.0
     sources: tuple[int, ...] = ()
@@ -166,7 +166,7 @@ def build(
         if homes is None or not gap.wraps or gap.storage not in homes.resident:
             offers.add(gap)
     candidates = offers.candidates
-    beside = np.isin(np.arange(len(graph.ops)), list(graph.beside))
+    beside = np.isin(np.arange(len(graph.ops)), list(graph.off_compute_ops))
     seconds = np.where(beside, 0.0, costs.op_seconds)
     if every:
         candidates = _sharing(candidates, offers.reruns, seconds.tolist())
@@ -185,7 +185,7 @@ def build(
 class _Offered:
     """Offers that ``build`` was asked for."""
 
-    every: bool
+    every_gap: bool
     moving: float
     across: bool
 
@@ -225,7 +225,7 @@ class _Offers:
 
     def add(self, gap: Gap) -> None:
         """Add the candidate of a gap, if there is a choice."""
-        graph, lives, every, across = self.graph, self.lives, self.offered.every, self.offered.across
+        graph, lives, every, across = self.graph, self.lives, self.offered.every_gap, self.offered.across
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
         inner, hosted = gap.wraps or gap.end - gap.start > 1, beside_host(graph, gap)
         if hosted or (size < self.min_bytes and inner and every):
@@ -242,7 +242,7 @@ class _Offers:
         options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *away)
         if len(options) == 1:
             return
-        again_s = [0.0 if op in graph.beside else self.costs.op_seconds[op] for op in again]
+        again_s = [0.0 if op in graph.off_compute_ops else self.costs.op_seconds[op] for op in again]
         network_s = sum(float(self.network_s[op]) for op in (again[:1] if every else again))
         own_s = again_s[0] if again_s else 0.0
         sources = _sources(graph, lives, again) if across else ()
@@ -270,7 +270,7 @@ class _Offers:
         assert producer is not None
         if graph.ops[producer].name == UNSHARD:  # the shard is always there
             return (producer,)
-        if self.offered.every:
+        if self.offered.every_gap:
             return _surely_recomputed(graph, lives, gap, producer)
         if not across and not _stays_inside(graph, lives, items, gap.storage):
             return ()

@@ -198,7 +198,7 @@ class StepProblem:
     @cached_property
     def slower(self) -> float:
         """How many times longer than all its operations the step takes at least."""
-        beside = self.graph.beside
+        beside = self.graph.off_compute_ops
         computing_s = sum(seconds for op, seconds in enumerate(self.costs.op_seconds) if op not in beside)
         return max(1.0, self.bound_s / computing_s) if computing_s else 1.0
 

@@ -154,10 +154,10 @@ class _Mover:
         place = self._place(buffer, [(int(self.first[i]), int(self.last[i])) for i in stays])
         if place < 0:
             return False
-        self._put(buffer, place)
+        self._place_buffer(buffer, place)
         return True
 
-    def _put(self, buffer: int, place: int) -> None:
+    def _place_buffer(self, buffer: int, place: int) -> None:
         stays = self.of_buffer[buffer]
         self.low[stays], self.high[stays] = place, place + self.sizes[buffer]
 
@@ -175,7 +175,7 @@ class _Mover:
             place = self._place(buffer, [(max(first, begin - more), min(last, end + more)), *others])
             grown, most, low = (more, most, place) if place >= 0 else (grown, more - 1, low)
         if grown:
-            self._put(buffer, low)
+            self._place_buffer(buffer, low)
             self.first[index], self.last[index] = max(first, begin - grown), min(last, end + grown)
 
     def _place(self, buffer: int, spans: Sequence[tuple[int, int]]) -> int:

@@ -43,13 +43,13 @@ class Share:
         good: [pipe]: whether it can be, experts apart.
         micro_batches: [pipe]: of a step.
         alive: Micro-batches alive on watched ranks, and the stages that run (``pipes.alive_of``).
-        kept: [pipe, watched rank, segment]: how often the rank keeps its activations.
+        kept_counts: [pipe, watched rank, segment]: how often the rank keeps its activations.
     """
 
     good: Bools
     micro_batches: Floats
     alive: tuple[Floats, Ints]
-    kept: Floats
+    kept_counts: Floats
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Shares:
 
     def partial(self, mode: RecomputeMode) -> bool:
         """Whether only some layers of a chunk may be recomputed in a mode."""
-        return mode.name == "full" or "recompute_layers" in self.space.asked.pins
+        return mode.name == "full" or "recompute_layers" in self.space.wanted_request.pins
 
     def table(self, mode: RecomputeMode) -> PipeTable:
         """Lay out the pipes of a recompute mode.
@@ -88,8 +88,8 @@ class Shares:
             pipes = self.space.pipes(partial=partial)
             if not pipes:
                 raise ConfigError(
-                    f"expected a pipeline that {self.space.asked.devices} devices, {self.space.layers} layers and the "
-                    "pins allow, found none; change pp, vpp, schedule or recompute_layers"
+                    f"expected a pipeline that {self.space.wanted_request.devices} devices, {self.space.layers} layers "
+                    "and the pins allow, found none; change pp, vpp, schedule or recompute_layers"
                 )
             self._tables[partial] = pipe_table(pipes, self.rows)
         return self._tables[partial]
@@ -106,18 +106,18 @@ class Shares:
         key = (block.mesh.tp * block.mesh.cp, block.micro_batch, self.partial(mode))
         if key not in self._shares:
             table, stack = self.table(mode), self.space.request.stack
-            replicas = self.space.asked.devices / key[0] / table.pp
-            micro_batches = self.space.asked.global_batch / (replicas * block.micro_batch)
+            replicas = self.space.wanted_request.devices / key[0] / table.pp
+            micro_batches = self.space.wanted_request.global_batch / (replicas * block.micro_batch)
             good = valid(table, replicas, micro_batches, stack)
-            if "dp" in self.space.asked.pins:
-                good &= replicas == self.space.asked.pins["dp"]
+            if "dp" in self.space.wanted_request.pins:
+                good &= replicas == self.space.wanted_request.pins["dp"]
             alive = alive_of(table, np.maximum(1.0, micro_batches), stack)
-            self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept(alive[0]))
+            self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept_activation_counts(alive[0]))
         return self._shares[key]
 
     def good(self, block: LayoutBlock, mode: RecomputeMode) -> Bools:
         """[pipe]: whether a block can have it."""
-        ranks = self.space.asked.devices / self.table(mode).pp
+        ranks = self.space.wanted_request.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
     def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> tuple[Floats, Floats]:
@@ -132,7 +132,7 @@ class Shares:
         mesh = block.mesh
         key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
         if key not in self._counts:
-            ranks, total = self.space.asked.devices // (mesh.tp * mesh.cp), 0
+            ranks, total = self.space.wanted_request.devices // (mesh.tp * mesh.cp), 0
             for mode in self.space.modes:
                 table, good = self.table(mode), self.good(block, mode)
                 ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)
@@ -228,7 +228,7 @@ class LayoutSearch:
     over: list[Bounded] = field(default_factory=lambda: [])
     _segments: dict[LayoutBlock, dict[RecomputeMode, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
-    _known: Known = field(default_factory=lambda: {})
+    _priced_blocks: Known = field(default_factory=lambda: {})
     _with_passes: dict[tuple[LayoutBlock, RecomputeMode, tuple[bool, bool]], tuple[Phases, ...]] = field(
         default_factory=lambda: {}
     )
@@ -352,7 +352,7 @@ class LayoutSearch:
 
     def none_can_be(self) -> str:
         """Say why there is no layout: the reason of most blocks, or that numbers do not divide."""
-        asked = self.space.asked
+        asked = self.space.wanted_request
         pins = ", ".join(f"{key}={value}" for key, value in sorted(asked.pins.items()))
         each = "tp x cp x pp x dp = devices, dp x micro-batch that divides the batch, shard that divides dp x cp"
         why = f"expected {each}, no more stages pp x vpp than layers, and micro-batches and vpp that the schedule takes"
@@ -436,14 +436,14 @@ class LayoutSearch:
         table = self.shares.table(mode)
         every, forwards_first = self.shares.least_bytes(block, segments, costs.elements)
         states = np.where(table.gpipe[:, None], forwards_first[table.geometry], every[table.geometry])
-        peaks = np.max(share.kept @ costs.saved + states, axis=1) * _ROUNDING
+        peaks = np.max(share.kept_counts @ costs.saved + states, axis=1) * _ROUNDING
         peaks[~self.shares.good(block, mode)] = inf
         fits, nearly = peaks <= budget_bytes, peaks <= _NEARLY * budget_bytes
         seconds = np.full(len(peaks), inf)
         if np.any(nearly):
             prefilter = self.shares.prefilter(mode)
             seconds = prefilter.seconds(costs, share.micro_batches, blocking=stack.launch_blocking)
-            seconds *= (1 + waiting_share(self.space.asked.devices, every_block=False)) * _ROUNDING
+            seconds *= (1 + waiting_share(self.space.wanted_request.devices, every_block=False)) * _ROUNDING
         return Prefiltered(
             pipes=fits,
             step_s=float(np.min(seconds, where=fits, initial=inf)),
@@ -481,9 +481,9 @@ class LayoutSearch:
         counts = np.zeros((1, costs.device.shape[1]))
         counts[0, -len(self.space.table.counts) :] = self.space.table.counts
         work = float(np.sum(costs.spans(counts, blocking=self.space.request.stack.launch_blocking)))
-        ranks = self.space.asked.devices / (block.mesh.tp * block.mesh.cp)
-        waits = waiting_share(self.space.asked.devices, every_block=False)
-        return self.space.asked.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
+        ranks = self.space.wanted_request.devices / (block.mesh.tp * block.mesh.cp)
+        waits = waiting_share(self.space.wanted_request.devices, every_block=False)
+        return self.space.wanted_request.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
 
     def _prices(self, block: LayoutBlock, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of ``pp`` ranks."""
@@ -497,7 +497,9 @@ class LayoutSearch:
         if block.mesh not in self._exchanges:
             table = shares.table(self.space.modes[0])
             segments = self._segments[block][mode]
-            self._exchanges[block.mesh] = exchanges(self.space, block, shares.watched, table, segments, self._known)
+            self._exchanges[block.mesh] = exchanges(
+                self.space, block, shares.watched, table, segments, self._priced_blocks
+            )
         exchanged, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
         table = shares.table(mode)
         return Rows(table, exchanged, share.micro_batches, share.alive, *exchanged.rows(table, good))
@@ -548,7 +550,7 @@ class LayoutSearch:
         alone = replace(block, mesh=replace(block.mesh, ep=1, etp=0))  # sends do not depend on experts
         both = (prices, self._prices(alone, ways))
         priced = priced_block(self._segments[block][mode], self.shares.rows.arrays(), space.table.counts, both)
-        steps, spans = step_bounds(rows, priced, space.request.stack, space.asked.devices)
+        steps, spans = step_bounds(rows, priced, space.request.stack, space.wanted_request.devices)
         peaks = peak_bounds(rows, priced)
         return _BlockBounds(block, mode, rows, steps * _ROUNDING, spans * _ROUNDING, peaks * _ROUNDING)
 
@@ -567,7 +569,7 @@ class _BlockBounds:
     def at(self, place: int) -> Bounded:
         """Take out one layout by its place in ``rows``."""
         rows = self.rows
-        pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
+        pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.exchanges.cuts[int(rows.number[place])]
         bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
         return Bounded(*bounds, self.block, self.mode, pipe, cut)
 

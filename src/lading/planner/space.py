@@ -229,19 +229,19 @@ class Space:
     """Space of the layouts that a request allows.
 
     Attributes:
-        asked: Request: how many devices, which choices are made, what may be used.
+        wanted_request: Request: how many devices, which choices are made, what may be used.
         request: One step of it: model, software and all else that is no choice; of its layout the precision counts.
         table: Operations of the model.
         machine: Each device, and what links them.
     """
 
-    asked: Request
+    wanted_request: Request
     request: StepRequest
     table: ModelTable
     machine: Machine
 
     def __post_init__(self) -> None:
-        asked = self.asked
+        asked = self.wanted_request
         precision = asked.pins.get("precision", next(iter(asked.precisions), self.request.layout.precision))
         if precision != self.request.layout.precision:  # with it goes what the stack keeps
             layout = dataclasses.replace(self.request.layout, precision=precision)
@@ -275,7 +275,7 @@ class Space:
 
     def asking(self, **changes: Any) -> Space:
         """Space of the layouts of a request that differs in these fields."""
-        return dataclasses.replace(self, asked=dataclasses.replace(self.asked, **changes))
+        return dataclasses.replace(self, wanted_request=dataclasses.replace(self.wanted_request, **changes))
 
     @cached_property
     def directions_s(self) -> list[tuple[float, float]]:
@@ -291,7 +291,9 @@ class Space:
     def precisions(self) -> tuple[str, ...]:
         """Precisions of products to choose from; parameters, gradients and states have as many bits in all of them."""
         precision = self.request.layout.precision
-        return (precision,) if "precision" in self.asked.pins else self.asked.precisions or (precision,)
+        return (
+            (precision,) if "precision" in self.wanted_request.pins else self.wanted_request.precisions or (precision,)
+        )
 
     @property
     def experts(self) -> int:
@@ -299,11 +301,11 @@ class Space:
         return self.table.symbols.get("e", 1)
 
     def _pinned(self, key: str, otherwise: list[Any]) -> list[Any]:
-        return [self.asked.pins[key]] if key in self.asked.pins else otherwise
+        return [self.wanted_request.pins[key]] if key in self.wanted_request.pins else otherwise
 
     def meshes(self) -> Iterator[Mesh]:
         """Yield all meshes of the space, in a fixed order."""
-        devices = self.asked.devices
+        devices = self.wanted_request.devices
         domain = self.machine.links[0].ranks if self.machine.links else 0
         for tp in self._pinned("tp", [n for n in divisors(devices) if n <= 2 * (domain or 4)]):
             for cp in self._pinned("cp", self._contexts(devices // tp)):
@@ -321,7 +323,7 @@ class Space:
     def blocks(self, mesh: Mesh) -> Iterator[LayoutBlock]:
         """Yield all blocks with a mesh, in a fixed order."""
         most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.request.seq_len)
-        batches = [n for n in divisors(self.asked.global_batch) if n <= most]
+        batches = [n for n in divisors(self.wanted_request.global_batch) if n <= most]
         for micro_batch in self._pinned("micro_batch", batches):
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
                 ways = list(_CP_COMMS) if mesh.cp > 1 else ["ring"]
@@ -332,7 +334,7 @@ class Space:
     @cached_property
     def modes(self) -> tuple[RecomputeMode, ...]:
         """Recompute modes to choose from: none, attention's core, other parts that the stack recomputes alone, all."""
-        layers = self.asked.pins.get("recompute_layers", -1)
+        layers = self.wanted_request.pins.get("recompute_layers", -1)
         names = self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
         parts = self._pinned("recompute_modules", [(), *self._parts()])
         return tuple(
@@ -358,9 +360,9 @@ class Space:
             partial: Whether only some layers of a chunk may be recomputed.
         """
         pipes: list[Pipe] = []
-        pins = self.asked.pins
+        pins = self.wanted_request.pins
         pipelined = pins.get("vpp", 1) > 1 or pins.get("schedule", ALONE.schedule) != ALONE.schedule
-        depths = [n for n in divisors(self.asked.devices) if n <= self.layers and (n > 1 or not pipelined)]
+        depths = [n for n in divisors(self.wanted_request.devices) if n <= self.layers and (n > 1 or not pipelined)]
         for pp in self._pinned("pp", depths):
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
@@ -398,9 +400,9 @@ class Space:
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
         """List (states, tier) that may lie behind the device; parameters only where that is pinned."""
-        tier = "" if self.offloads_to_host else self.asked.pins["offload_to"]
-        if "offload" in self.asked.pins:
-            pinned = self.asked.pins["offload"]
+        tier = "" if self.offloads_to_host else self.wanted_request.pins["offload_to"]
+        if "offload" in self.wanted_request.pins:
+            pinned = self.wanted_request.pins["offload"]
             return [(pinned, tier if pinned else "")]
         ways: list[tuple[tuple[str, ...], str]] = [((), "")]
         behind = self.machine.tier(tier or self.machine.host_tier)
@@ -411,12 +413,12 @@ class Space:
     @property
     def offloads_to_host(self) -> bool:
         """Whether what is offloaded goes to the nearest tier that the host's processors work on: no other is pinned."""
-        return self.asked.pins.get("offload_to", "") in ("", self.machine.host_tier)
+        return self.wanted_request.pins.get("offload_to", "") in ("", self.machine.host_tier)
 
     @cached_property
     def _least_behind(self) -> int:
         """Bytes of a device that the optimizer's states need where the host updates, whatever the layout."""
-        return Least.of(self.request, self.table, self.asked.devices).host_bytes
+        return Least.of(self.request, self.table, self.wanted_request.devices).host_bytes
 
     def layout(
         self, block: LayoutBlock, mode: RecomputeMode, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
@@ -430,7 +432,7 @@ class Space:
         """
         mesh = block.mesh
         return Layout(
-            dp=self.asked.devices // (mesh.tp * mesh.cp * pipe.pp),
+            dp=self.wanted_request.devices // (mesh.tp * mesh.cp * pipe.pp),
             **dataclasses.asdict(mesh),
             pp=pipe.pp,
             vpp=pipe.vpp,
@@ -438,11 +440,13 @@ class Space:
             sp=block.sp,
             cp_comm=block.cp_comm,
             micro_batch=block.micro_batch,
-            global_batch=self.asked.global_batch if global_batch is None else global_batch,
+            global_batch=self.wanted_request.global_batch if global_batch is None else global_batch,
             zero=cut.zero,
             shard=cut.shard,
             recompute=mode.name,
-            recompute_layers=pipe.layers if mode.name == "full" or "recompute_layers" in self.asked.pins else -1,
+            recompute_layers=pipe.layers
+            if mode.name == "full" or "recompute_layers" in self.wanted_request.pins
+            else -1,
             recompute_modules=mode.modules,
             precision=block.precision,
             offload=cut.offload,
@@ -456,7 +460,7 @@ class Space:
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
-        stack, pins = self.request.stack, self.asked.pins
+        stack, pins = self.request.stack, self.wanted_request.pins
         if "offload" not in pins:
             found.append("activations or pieces of parameters behind the device, or what is on another tier than the "
                          "host's memory (--pin offload, offload_to)")  # fmt: skip

@@ -43,7 +43,7 @@ class StageRows:
     request: StepRequest
     table: ModelTable
     rows: dict[tuple[tuple[int, int], ...], int] = field(default_factory=lambda: {})
-    _known: dict[tuple[int, int], Ints] = field(default_factory=lambda: {})
+    _rows_of: dict[tuple[int, int], Ints] = field(default_factory=lambda: {})
     _arrays: tuple[Ints, Floats, Floats] | None = None
 
     @property
@@ -57,13 +57,13 @@ class StageRows:
         Returns:
             Array of [stage].
         """
-        if (stages, layers) not in self._known:
+        if (stages, layers) not in self._rows_of:
             layout = Layout(pp=stages)
             total = sum(self.table.counts[1:-1])
             ranks = chunks(self.table, layout, uneven_layers(replace(self.request, layout=layout), total))
             runs = [recomputed_parts(rank_chunks[0], self.plain, layers) for rank_chunks in ranks]
-            self._known[stages, layers] = np.array([self._row(tuple(run)) for run in runs])
-        return self._known[stages, layers]
+            self._rows_of[stages, layers] = np.array([self._row(tuple(run)) for run in runs])
+        return self._rows_of[stages, layers]
 
     def _row(self, run: tuple[tuple[int, int], ...]) -> int:
         return self.rows.setdefault(run, len(self.rows))
@@ -92,26 +92,26 @@ class StageCosts:
     """Costs of every row of stages, for one block and recompute mode; each an array over rows.
 
     Attributes:
-        forward, again, inputs, weights: Seconds of a micro-batch: forward, what is recomputed, gradients of
+        forward, recompute, inputs, weights: Seconds of a micro-batch: forward, what is recomputed, gradients of
             activations, gradients of weights.
         saved: Bytes of activations that a micro-batch keeps.
-        ahead, behind: Most bytes beyond ``saved`` while a micro-batch runs forward, and backward.
+        forward_extra, backward_extra: Most bytes beyond ``saved`` while a micro-batch runs forward, and backward.
         blocks: Number of segments in a row.
     """
 
     forward: Floats
-    again: Floats
+    recompute: Floats
     inputs: Floats
     weights: Floats
     saved: Floats
-    ahead: Floats
-    behind: Floats
+    forward_extra: Floats
+    backward_extra: Floats
     blocks: Floats
 
     @property
     def backward(self) -> Floats:
         """Seconds of a backward, with what is recomputed."""
-        return self.again + self.inputs + self.weights
+        return self.recompute + self.inputs + self.weights
 
 
 def stage_costs(
@@ -132,7 +132,9 @@ def stage_costs(
         top = np.array([float(s.transients[way]) for s in segments])
         peak = np.max(np.where(counts > 0, kept_bytes + top[places], 0.0), axis=1)
         spikes.append(peak - kept_bytes[:, -1])
-    return StageCosts(*seconds, saved=kept_bytes[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
+    return StageCosts(
+        *seconds, saved=kept_bytes[:, -1], forward_extra=spikes[0], backward_extra=spikes[1], blocks=counts.sum(axis=1)
+    )
 
 
 def features_of(segments: Sequence[Phases], prices: MachinePrices, stack: Stack) -> list[Floats]:

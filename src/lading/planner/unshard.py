@@ -111,7 +111,7 @@ def choose_groups(
     budget = budget_bytes or device.memory_bytes - device.overhead_bytes
     search = _Search(modules, budget)
     bound = lower_bound(modules, budget)
-    found = {name: search.found(name) for name in POLICIES}
+    found = {name: search.best_of_policy(name) for name in POLICIES}
     steps = {name: gathered_step(search.costs, plan) for name, (plan, _) in found.items()}
     rows = tuple(_row(name, found[name][0], step, budget, bound) for name, step in steps.items())
     buckets, step = found[policy][0], steps[policy]
@@ -133,7 +133,7 @@ def choose_groups(
 def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
     """Bytes at the peak of ZeRO-3 and of ZeRO-2, with a group for each block."""
     search = _Search(modules_of(request, table), 0)
-    low, high = (search.found(policy)[1].peak_bytes for policy in POLICIES[:2])
+    low, high = (search.best_of_policy(policy)[1].peak_bytes for policy in POLICIES[:2])
     return low, high
 
 
@@ -145,7 +145,7 @@ def plan_of(chosen: Chosen, version: str) -> Plan:
     """
     modules = chosen.modules
     step, layout = modules.request, modules.request.layout
-    again = tuple(path for block, path in modules.order if modules.blocks[block].again)
+    again = tuple(path for block, path in modules.order if modules.blocks[block].is_recomputed)
     low = "" if layout.precision == "fp32" else "float16" if layout.precision == "fp16" else "bfloat16"
     request = Request(
         model=step.name,
@@ -196,8 +196,8 @@ def _unit(modules: Modules, costs: Costs, bucket: Bucket) -> ShardedUnit:
         modules=names_of(modules, bucket),
         reshard_after_forward=not bucket.keep.until_backward,
         reshard_after_backward=not bucket.keep.until_forward,
-        unshard_in_backward=bucket.again,
-        prefetch_forward=bucket.ahead,
+        unshard_in_backward=bucket.gather_again,
+        prefetch_forward=bucket.ahead_forward,
         prefetch_backward=bucket.ahead_backward,
         offload="parameters" in modules.request.layout.offload,
         unsharded_bytes=costs.of(bucket).gathered,
@@ -247,7 +247,7 @@ class _Search:
         """Whether the budget holds a plan."""
         return self.peak(buckets) <= self.budget
 
-    def found(self, policy: str) -> _Found:
+    def best_of_policy(self, policy: str) -> _Found:
         """Find the buckets that a policy comes to, and their step."""
         if policy == "residency":
             tried = list(self._residency())
@@ -291,16 +291,16 @@ class _Search:
     def fill(self, base: tuple[Bucket, ...], order: Sequence[int]) -> Iterator[tuple[Bucket, ...]]:
         """Keep as many buckets as fit in an order, then parts of those that follow: their end, or else their start."""
 
-        def first(count: int) -> tuple[Bucket, ...]:
+        def keep_first(count: int) -> tuple[Bucket, ...]:
             chosen = set(order[:count])
             return tuple(replace(b, keep=self.keep) if n in chosen else b for n, b in enumerate(base))
 
         sizes = [self._size(base[n].first, base[n].last) for n in order]
-        count = _most(sizes, self.budget - self.peak(base), lambda n: self.fits(first(n)))
+        count = _bisect_largest_count(sizes, self.budget - self.peak(base), lambda n: self.fits(keep_first(n)))
         if count < 0:
             yield base
             return
-        current = first(count)
+        current = keep_first(count)
         yield current
         for number in order[count : count + _TRIED]:
             left = self.budget - self.peak(current)
@@ -317,11 +317,13 @@ class _Search:
         """Keep as many more buckets, from the first on, from backward to the next forward as fit."""
         released = [n for n, bucket in enumerate(buckets) if bucket.keep is UnitResidency.RELEASE]
 
-        def first(count: int) -> tuple[Bucket, ...]:
+        def keep_first(count: int) -> tuple[Bucket, ...]:
             chosen = set(released[:count])
             return tuple(replace(b, keep=UnitResidency.FORWARD) if n in chosen else b for n, b in enumerate(buckets))
 
-        return first(max(0, _most([0] * len(released), 0, lambda count: self.fits(first(count)))))
+        return keep_first(
+            max(0, _bisect_largest_count([0] * len(released), 0, lambda count: self.fits(keep_first(count))))
+        )
 
     def _with_part(self, buckets: tuple[Bucket, ...], bucket: Bucket, left: int, at_end: bool) -> tuple[Bucket, ...]:
         """Keep as many atoms of a bucket's end, or of its start, as fit."""
@@ -335,7 +337,7 @@ class _Search:
             own = sorted(atoms[:count])
             return keeping(buckets, own[0], own[-1], self.keep) if own else buckets
 
-        count = _most(sizes, left, lambda n: self.fits(part(n)))
+        count = _bisect_largest_count(sizes, left, lambda n: self.fits(part(n)))
         return part(count) if count > 0 else buckets
 
     def _nearby(self, found: _Found) -> list[_Found]:
@@ -347,7 +349,7 @@ class _Search:
         while left:
             left = False
             for plan in neighbors(best, cuts, self.stays):
-                tried = tuple(replace(b, again=self._is_read_again(b)) for b in plan)
+                tried = tuple(replace(b, gather_again=self._is_read_again(b)) for b in plan)
                 work += len(tried) + len(self.modules.order)
                 if work > _WORK:
                     return steps
@@ -387,7 +389,7 @@ class _Search:
     def _can_stay(self, bucket: Bucket) -> bool:
         """Whether a bucket would be gathered less often if it stayed longer."""
         return bucket.keep is not self.keep and (
-            self.keep is UnitResidency.STEP or (bucket.keep is UnitResidency.RELEASE and bucket.again)
+            self.keep is UnitResidency.STEP or (bucket.keep is UnitResidency.RELEASE and bucket.gather_again)
         )
 
     def why(self, found: _Found) -> str:
@@ -434,13 +436,13 @@ class _Search:
     def _residency(self) -> Iterator[_Found]:
         """Yield every plan that is tried; the plain policies first."""
         for policy in POLICIES[:3]:
-            yield self.found(policy)
+            yield self.best_of_policy(policy)
         blocks = max(runs(self.modules))
         for size in _SIZES[: 2 + sum(size < blocks for size in _SIZES[2:])]:
             spans = self._with_small_start(partition(self.modules, size))
             before = float("inf")
             for ahead in (1, 2):
-                base = tuple(replace(b, again=self._is_read_again(b)) for b in self.zero3(spans, ahead))
+                base = tuple(replace(b, gather_again=self._is_read_again(b)) for b in self.zero3(spans, ahead))
                 if self.step(base).step_s >= before * (1 - _ALIKE[0]):
                     break  # asking earlier gains nothing
                 before = self.step(base).step_s
@@ -465,7 +467,7 @@ def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
     return next((each for each in tried if each[1].peak_bytes >= _FULL * budget), tried[1])
 
 
-def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
+def _bisect_largest_count(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
     """Find the largest number for which ``holds`` is true, as it is for all below it; -1 if for none.
 
     Args:

@@ -43,7 +43,7 @@ def lower_bound(modules: Modules, budget: int) -> float:
     count = modules.request.layout.micro_batches
     shape = _shape(modules)
     kept = _kept_bytes(modules, budget)
-    room, tail = _room(shape.gather, shape.before, shape.lost), _tail_s(shape)
+    room, tail = _room(shape.gather, shape.hidden_before_s, shape.lost), _tail_s(shape)
     found = 0.0
     for turns, end in product(_TURNS if count > 1 else _TURNS[:1], (True, False)):
         problem = _problem(shape, count, turns, end, kept[1] >= shape.bytes[0, -1])
@@ -142,8 +142,8 @@ class _Shape:
         again: How often a bucket is gathered in backward where it was released.
         copy, reduce_copy: Seconds of copies out of the gathered buffer, and of gradients into the one that is reduced.
         bytes: Gathered bytes.
-        before: [first atom]: most seconds of the network that are hidden before it is needed in forward.
-        behind: [first atom]: most seconds that are hidden behind the last product of its gradient.
+        hidden_before_s: [first atom]: most seconds of the network that are hidden before it is needed in forward.
+        hidden_after_s: [first atom]: most seconds that are hidden behind the last product of its gradient.
         forward_s, backward_s, turn_s: Seconds of computing of a forward, of a backward, and of both.
         last_s: Seconds of computing of a forward from where its last atom is needed.
         lost: Seconds of computing lost for each second that the network is busy beside it; 1 if nothing runs beside it.
@@ -155,8 +155,8 @@ class _Shape:
     copy: Floats
     reduce_copy: Floats
     bytes: Floats
-    before: Floats
-    behind: Floats
+    hidden_before_s: Floats
+    hidden_after_s: Floats
     forward_s: float
     backward_s: float
     last_s: float
@@ -183,7 +183,7 @@ def _shape(modules: Modules) -> _Shape:
     copy = _by_bucket(elements, lambda number: prices.copies_s(number, stack.gather_copy_bytes))
     reduce_copy = _by_bucket(elements, lambda number: prices.copies_s(number, stack.reduce_copy_bytes))
     read = np.cumsum([0, *(atom.read_again for atom in atoms)])
-    runs = np.cumsum([0, *(modules.blocks[modules.order[place][0]].again for place, _ in modules.atoms)])
+    runs = np.cumsum([0, *(modules.blocks[modules.order[place][0]].is_recomputed for place, _ in modules.atoms)])
     again = np.where(runs[None, :] > runs[:, None], stack.gathers - 1, 1) * (read[None, :] > read[:, None])
     needed, left = _moments(modules)
     forward = sum(piece.seconds for block, _ in modules.order for piece in modules.blocks[block].forward)
@@ -198,8 +198,8 @@ def _shape(modules: Modules) -> _Shape:
         copy=copy,
         reduce_copy=reduce_copy,
         bytes=np.subtract.outer(-elements["dp"], -elements["dp"]) * float(modules.gathered({"dp": 1})),
-        before=factor * (needed + copied),
-        behind=factor * (left + reduced + max(1, stack.gathers - 1) * copied),
+        hidden_before_s=factor * (needed + copied),
+        hidden_after_s=factor * (left + reduced + max(1, stack.gathers - 1) * copied),
         forward_s=forward,
         backward_s=modules.computing_s - forward,
         last_s=forward - float(needed[-1]),
@@ -273,7 +273,9 @@ def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
 
 def _tail_s(shape: _Shape) -> float:
     """Least seconds that reductions add to the last backward: computing that is lost, copies, and waits at its end."""
-    return _cheapest(shape.lost * shape.reduce + shape.reduce_copy, _room(shape.reduce, shape.behind, shape.lost))
+    return _cheapest(
+        shape.lost * shape.reduce + shape.reduce_copy, _room(shape.reduce, shape.hidden_after_s, shape.lost)
+    )
 
 
 def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:

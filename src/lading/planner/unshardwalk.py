@@ -111,16 +111,16 @@ class _Walk:
                 self.waits_s[number] += until - self.device_s if backward else 0.0
                 self.device_s = until
         if self.overlaps:
-            ahead = bucket.ahead_backward if backward else bucket.ahead
+            ahead = bucket.ahead_backward if backward else bucket.ahead_forward
             for other in later[:ahead]:
                 self._ask(other, begins, backward, early=backward or ahead > 1)
 
     def _ask(self, number: int, begins: Sequence[int], backward: bool, *, early: bool = True) -> None:
         """Have a bucket gathered; where it is not asked for ``early``, its buffer is there only when it begins."""
-        if number in self.present or (backward and not self.buckets[number].again):
+        if number in self.present or (backward and not self.buckets[number].gather_again):
             return
         cost, times = self.costs[number], self.times[number] if backward else 1
-        if number not in self.asked and not cost.alone:
+        if number not in self.asked and not cost.needs_no_network:
             self.asked[number] = self._take(cost.gather_s * times)
             if not self.overlaps:
                 self.device_s = self.network_s
@@ -183,12 +183,12 @@ class _Walk:
             self.now -= self.costs[self.input].reduced
         self.input = number
         self._add(cost.reduced)
-        self.now -= cost.made
+        self.now -= cost.gradient_bytes
         self._add(cost.shard)
         if number in self.reduced or self.to_host:
             self.now -= cost.shard
         self.reduced.add(number)
-        if cost.alone:
+        if cost.needs_no_network:
             return
         before, self.reducing_s = self.reducing_s, self._take(cost.reduce_s)
         if not self.overlaps:

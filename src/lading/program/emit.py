@@ -99,9 +99,10 @@ class ListShape:
         plan: Order of micro-batches on each rank; where there is no pipeline at most three micro-batches.
         stages: Units of each stage, in order of forward: (unit, how often).
         shards: What is sharded over data-parallel ranks: "" (nothing), "optimizer", "gradients", "parameters".
-        more: Micro-batches that the second one stands for besides itself.
+        num_repeats: Micro-batches that the second one stands for besides itself.
         pipelined: Stages are pipelined, on one rank or several.
-        alone: Axes on which there is one rank only: parameters and gradients are copied there, which takes no network.
+        single_rank_axes: Axes on which there is one rank only: parameters and gradients are copied there, which takes
+            no network.
         blocks_ahead: Where blocks have several groups, all of the next block's are asked for when a block begins.
         keep: How long gathered parameters stay, where there is no pipeline.
         overlap_gather, overlap_reduce, overlap_send: Whether these run beside computing.
@@ -116,9 +117,9 @@ class ListShape:
     plan: Schedule
     stages: tuple[tuple[tuple[UnitShape, int], ...], ...]
     shards: str = ""
-    more: int = 0
+    num_repeats: int = 0
     pipelined: bool = False
-    alone: frozenset[str] = frozenset()
+    single_rank_axes: frozenset[str] = frozenset()
     blocks_ahead: bool = False
     keep: UnitResidency = UnitResidency.RELEASE
     overlap_gather: bool = True
@@ -137,8 +138,8 @@ def emit(shape: ListShape) -> Program:
     """The lists of all ranks of a step."""
     numbers = Numbers({}, {}, {})
     ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
-    repeat = (1, shape.more) if shape.more else (0, 0)
-    alike = tuple(_alike(runs) for runs in shape.stages)
+    repeat = (1, shape.num_repeats) if shape.num_repeats else (0, 0)
+    alike = tuple(_run_start_of_units(runs) for runs in shape.stages)
     uses = tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions)))
     return Program(
         ranks=ranks,
@@ -151,7 +152,7 @@ def emit(shape: ListShape) -> Program:
     )
 
 
-def _alike(runs: Sequence[tuple[UnitShape, int]]) -> tuple[int, ...]:
+def _run_start_of_units(runs: Sequence[tuple[UnitShape, int]]) -> tuple[int, ...]:
     """For each unit of a stage the first one of its run, which is one segment of the model."""
     starts = [0, *accumulate(count for _, count in runs)]
     return tuple(start for start, (_, count) in zip(starts, runs, strict=False) for _ in range(count))
@@ -167,7 +168,7 @@ class _Rank(ListWriter):
         self.left = dict.fromkeys(self.stages, self.plan.micro_batches)
         self.sharded = shape.shards == "parameters"
         axes = {axes for units in self.stages.values() for unit in units for axes in unit.axes}
-        self.exchanges = bool(axes - shape.alone)
+        self.exchanges = bool(axes - shape.single_rank_axes)
         self.blocks_ahead = shape.blocks_ahead and any(len(u.axes) > 1 for us in self.stages.values() for u in us)
         self.direct = self.plan.kind in DIRECT and self.plan.chunks == 1
         self.asked: dict[ParameterGroup, int] = {}
@@ -187,7 +188,7 @@ class _Rank(ListWriter):
         changes = gathering(self.plan, self.rank) if self.sharded and self.shape.pipelined and not self.direct else None
         if self.shape.shards in ("optimizer", "gradients") and self.exchanges and not self.shape.overlap_gather:
             for stage in self.stages:
-                self._together(ActionKind.UNSHARD, stage)
+                self._communicate_whole_stage(ActionKind.UNSHARD, stage)
         joint: list[tuple[int, int, int]] = []
         special = [*np.flatnonzero(self._special(changes)).tolist(), len(rows)]
         at, written = 0, 0
@@ -386,7 +387,11 @@ class _Rank(ListWriter):
                 self._reshard(group, micro_batch)
 
     def _whole_unit(self, region: Region, unit: UnitShape, micro_batch: int) -> None:
-        groups = [ParameterGroup(region.stage, region.unit, axes) for axes in unit.axes if axes not in self.shape.alone]
+        groups = [
+            ParameterGroup(region.stage, region.unit, axes)
+            for axes in unit.axes
+            if axes not in self.shape.single_rank_axes
+        ]
         if region.work is Work.FORWARD:
             for group in groups:
                 self.pending.append(self.add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, ()))
@@ -436,7 +441,7 @@ class _Rank(ListWriter):
 
     def _unshard(self, group: ParameterGroup, micro_batch: int, after: Sequence[int], times: int) -> None:
         self.present.add(group)
-        if group.axes in self.shape.alone:
+        if group.axes in self.shape.single_rank_axes:
             self.add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
             return
         waits = tuple(action for action in after if action >= 0)
@@ -468,7 +473,7 @@ class _Rank(ListWriter):
         """Reduce a sharded group's gradients; sums over tp of what each rank has a part of go first."""
         if unit.sums and group.axes == "dp":
             self.add_blocking(ActionKind.ALL_REDUCE, group, micro_batch, "tp")
-        if group.axes in self.shape.alone:
+        if group.axes in self.shape.single_rank_axes:
             self.add_group(ActionKind.REDUCE_GRAD, COMPUTE, group, micro_batch, ())
             return
         if self.shape.pipelined or not self.shape.overlap_gather:
@@ -504,9 +509,9 @@ class _Rank(ListWriter):
 
     def _reduce_together(self, stage: int) -> None:
         if self.exchanges:
-            self._together(ActionKind.REDUCE_GRAD, stage)
+            self._communicate_whole_stage(ActionKind.REDUCE_GRAD, stage)
 
-    def _together(self, kind: ActionKind, stage: int) -> None:
+    def _communicate_whole_stage(self, kind: ActionKind, stage: int) -> None:
         """Gather or reduce all of a stage while nothing is computed."""
         self.add_blocking(kind, ParameterGroup(stage, ALL_UNITS, "dp"), -1, "dp")
 

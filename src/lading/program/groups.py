@@ -25,18 +25,19 @@ class GroupTiming(NamedTuple):
 
     Attributes:
         keep: How long it stays unsharded.
-        again: Backward reads it, and so unshards what forward released.
-        ahead, ahead_backward: Number of groups behind it that are asked for when it begins, in forward and in backward.
+        gather_again: Backward reads it, and so unshards what forward released.
+        ahead_forward, ahead_backward: Number of groups behind it that are asked for when it begins, in forward and in
+            backward.
         gathers: Number of times that backward gathers it.
-        alone: Each rank has all of it: it is copied, which takes no network.
+        needs_no_network: Each rank has all of it: it is copied, which takes no network.
     """
 
     keep: UnitResidency = UnitResidency.RELEASE
-    again: bool = True
-    ahead: int = 1
+    gather_again: bool = True
+    ahead_forward: int = 1
     ahead_backward: int = 1
     gathers: int = 1
-    alone: bool = False
+    needs_no_network: bool = False
 
 
 class GroupTurn(NamedTuple):
@@ -55,7 +56,7 @@ class GroupedShape:
         groups: In the order of forward.
         passes: Forward and backward of one micro-batch.
         units: Units that regions count in.
-        micro_batches: Number of them that are listed, from 1; ``more`` are as the last but one.
+        micro_batches: Number of them that are listed, from 1; ``num_repeats`` are as the last but one.
         overlap: Gathers and reductions run beside computing.
     """
 
@@ -63,7 +64,7 @@ class GroupedShape:
     passes: tuple[tuple[GroupTurn, ...], tuple[GroupTurn, ...]]
     units: int
     micro_batches: int
-    more: int = 0
+    num_repeats: int = 0
     overlap: bool = True
 
 
@@ -77,7 +78,7 @@ def emit_groups(shape: GroupedShape) -> Program:
         storages=tuple(numbers.storages),
         uses=tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions))),
         alike=(tuple(range(shape.units)),),
-        repeat=(shape.micro_batches - 2, shape.more) if shape.more else (0, 0),
+        repeat=(shape.micro_batches - 2, shape.num_repeats) if shape.num_repeats else (0, 0),
         schedule="1f1b",
     )
 
@@ -116,7 +117,7 @@ class _GroupedRank(ListWriter):
         for begins, region, ends in turns:
             for number in begins:
                 self._begin(number, order[place + 1 :], micro_batch, backward, root=not (backward or place))
-                under_way += [number] if groups[number].again or not backward else []
+                under_way += [number] if groups[number].gather_again or not backward else []
                 place += 1
             self.add_region(region, micro_batch, [self.groups[number] for number in under_way])
             self.last_region = self.last
@@ -131,7 +132,7 @@ class _GroupedRank(ListWriter):
             self.pending.append(self.asked.pop(number))
         self.began = self.last
         group = self.shape.groups[number]
-        ahead = group.ahead_backward if backward else group.ahead
+        ahead = group.ahead_backward if backward else group.ahead_forward
         if self.shape.overlap and (backward or ahead > 1):
             for other in later[:ahead]:
                 self._ask(other, micro_batch, backward, (self.last,))
@@ -139,13 +140,13 @@ class _GroupedRank(ListWriter):
     def _ask(self, number: int, micro_batch: int, backward: bool, after: Sequence[int]) -> None:
         """Have a group gathered if it is not there and is read."""
         timing, group = self.shape.groups[number], self.groups[number]
-        if number in self.present or (backward and not timing.again):
+        if number in self.present or (backward and not timing.gather_again):
             return
         self.present.add(number)
         for time in range(timing.gathers if backward else 1):
             if time:
                 self.add_group(ActionKind.RESHARD, COMPUTE, group, micro_batch, ())
-            if timing.alone:
+            if timing.needs_no_network:
                 self.add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
             elif not self.shape.overlap:
                 self.add_blocking(ActionKind.UNSHARD, group, micro_batch, group.axes)
@@ -162,7 +163,7 @@ class _GroupedRank(ListWriter):
             self.add_group(ActionKind.RESHARD, COMPUTE, group, micro_batch, ())
         if not backward:
             return
-        if timing.alone:
+        if timing.needs_no_network:
             self.add_group(ActionKind.REDUCE_GRAD, COMPUTE, group, micro_batch, ())
         elif not self.shape.overlap:
             self.add_blocking(ActionKind.REDUCE_GRAD, group, micro_batch, group.axes)

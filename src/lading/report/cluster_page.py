@@ -65,7 +65,7 @@ class ClusterPage:
         tiles: (name, figure, remark) of the numbers at the top.
         shares_s: Seconds of the slowest rank by cause.
         memory: Bytes by role of each pipeline rank.
-        behind: Bytes by role of each rank in ``behind_tier``, if anything does.
+        lower_tier_by_rank: Bytes by role of each rank in ``behind_tier``, if anything does.
         device_bytes: Memory of a device.
         timeline: Representative ranks; a tier of its memory for each, "rank 0".
         growth: (devices, seconds of a step, tokens a second of a device).
@@ -82,7 +82,7 @@ class ClusterPage:
     device_bytes: int
     timeline: Timeline
     growth: Sequence[tuple[int, float, float]] = ()
-    behind: Sequence[Mapping[str, int]] = ()
+    lower_tier_by_rank: Sequence[Mapping[str, int]] = ()
     behind_tier: str = ""
     sentences: Sequence[str] = ()
     assumed: Sequence[str] = ()
@@ -207,16 +207,23 @@ def _memory_table(shown: ClusterPage) -> str:
     total = ["sum", *(format_bytes(totals[rank]) for rank in ranks)]
     head = ["role", *(f"pipeline rank {rank}" for rank in ranks)]
     under = el("p", text(f"A device has {format_bytes(shown.device_bytes)}."), class_="under")
-    return table(head, rows, total=total, swatches=[role_class(role) for role in roles]) + under + _behind(shown, ranks)
+    return (
+        table(head, rows, total=total, swatches=[role_class(role) for role in roles])
+        + under
+        + _lower_tier_table(shown, ranks)
+    )
 
 
-def _behind(shown: ClusterPage, ranks: Sequence[int]) -> str:
+def _lower_tier_table(shown: ClusterPage, ranks: Sequence[int]) -> str:
     """Table of the bytes of those ranks behind the device."""
     if not shown.behind_tier:
         return ""
-    roles = role_names({role for rank in ranks for role in shown.behind[rank]})
-    rows = [[role_title(role), *(format_bytes(shown.behind[rank].get(role, 0)) for rank in ranks)] for role in roles]
-    total = ["sum", *(format_bytes(sum(shown.behind[rank].values())) for rank in ranks)]
+    roles = role_names({role for rank in ranks for role in shown.lower_tier_by_rank[rank]})
+    rows = [
+        [role_title(role), *(format_bytes(shown.lower_tier_by_rank[rank].get(role, 0)) for rank in ranks)]
+        for role in roles
+    ]
+    total = ["sum", *(format_bytes(sum(shown.lower_tier_by_rank[rank].values())) for rank in ranks)]
     head = [f"on tier {shown.behind_tier}"]
     return table([*head, *(f"pipeline rank {rank}" for rank in ranks)], rows, total=total)
 

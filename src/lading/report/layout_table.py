@@ -65,7 +65,7 @@ class LayoutRow:
         """Whether the seconds between two layouts are more than the prediction may be wrong by."""
         return abs(self.step_s - other.step_s) > self.uncertain_s(other)
 
-    def most(self, tier: str) -> int:
+    def peak_bytes_of(self, tier: str) -> int:
         """Bytes of a tier at the moment that needs most."""
         return max(tiers.get(tier, 0) for tiers in self.peaks.values())
 
@@ -150,7 +150,7 @@ def _cells(row: LayoutRow, tiers: Sequence[str]) -> tuple[str, ...]:
         format_seconds(row.step_s),
         f"{row.mfu:.1%}",
         f"{row.tokens_per_s_per_device:,.0f}",
-        *(format_bytes(row.most(tier)) if row.most(tier) else "-" for tier in tiers),
+        *(format_bytes(row.peak_bytes_of(tier)) if row.peak_bytes_of(tier) else "-" for tier in tiers),
         f"{row.exposed_s / row.step_s:.1%}",
         f"{row.bubble_s / row.step_s:.1%}",
         f"{row.binding[0]} {row.binding[2]:.0%}",

@@ -26,7 +26,7 @@ def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int
     for flow in problem.flows:
         source = devices[problem.group_of[flow.source]]
         for late in (False, True):
-            targets = {devices[problem.group_of[t]] for t in flow.targets if problem.tasks[t].once is late}
+            targets = {devices[problem.group_of[t]] for t in flow.targets if problem.tasks[t].once_per_step is late}
             for target in sorted(targets - {source}):
                 times = 1 if late else problem.micro_batches
                 sent[source, target] = sent.get((source, target), 0) + times * flow.size_bytes
@@ -117,7 +117,7 @@ def parts_table(problem: PlacementProblem, placement: Placement) -> Table | None
     for part in parts:
         part_groups = problem.groups[part.first : part.last + 1]
         tasks = [problem.tasks[t] for g in part_groups for t in g.tasks if t not in spared]
-        seconds = sum((1 if t.once else problem.micro_batches) * t.seconds[part.device] for t in tasks)
+        seconds = sum((1 if t.once_per_step else problem.micro_batches) * t.seconds[part.device] for t in tasks)
         shared = {n for n, groups in enumerate(problem.sharing) if any(part.first <= g <= part.last for g in groups)}
         table.add_row(
             problem.network.devices[part.device],

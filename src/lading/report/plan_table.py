@@ -156,9 +156,9 @@ def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
     from rich.tree import Tree
 
     shown, seen = Tree(_line(root)), set[object]()
-    for branch in root.below:
+    for branch in root.children:
         form = _form(branch, top=True)
-        _grow(shown.add(_line(branch)), () if form in seen else branch.below, depth - 2)
+        _grow(shown.add(_line(branch)), () if form in seen else branch.children, depth - 2)
         seen.add(form)
     console.print(shown)
 
@@ -167,12 +167,12 @@ def _grow(tree: Tree, branches: Iterable[Branch], depth: int) -> None:
     if depth < 0:
         return
     for branch in branches:
-        _grow(tree.add(_line(branch)), branch.below, depth - 1)
+        _grow(tree.add(_line(branch)), branch.children, depth - 1)
 
 
 def _form(branch: Branch, *, top: bool = False) -> object:
     """Key that is equal for blocks that differ in their place and group only."""
-    below = tuple(_form(each) for each in branch.below)
+    below = tuple(_form(each) for each in branch.children)
     return "" if top else branch.name, branch.kind, tuple(branch.states.items()), below
 
 
@@ -183,6 +183,6 @@ def _line(branch: Branch) -> str:
     name = f"[{style}]{escape(branch.name)}[/{style}]" if style else escape(branch.name)
     total = branch.total
     sizes = [f"{state} {format_bytes(total[state])}" for state in STATES if total.get(state)]
-    alike = f" x {branch.alike}" if branch.alike > 1 else ""
+    alike = f" x {branch.num_equal}" if branch.num_equal > 1 else ""
     note = f" [dim]{escape(branch.note)}[/dim]" if branch.note else ""
     return f"{name}{alike}{note}" + (f": {', '.join(sizes)}" if sizes else "")

@@ -184,7 +184,7 @@ def _checked(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names:
     _check_compiled(groups, modules)
     _check_parameters(plan, model, groups)
     plan, more_bytes = _joined(plan, model)
-    beside = _beside(plan, model)
+    beside = _frozen_units(plan, model)
     more_bytes += _beside_bytes(beside, mesh.size(-1))
     left_bytes = plan.budgets[DEVICE] - plan.peak_bytes[DEVICE] if more_bytes else 0
     if more_bytes > left_bytes:
@@ -194,7 +194,7 @@ def _checked(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names:
             f"smaller by {more_bytes - left_bytes:,}, or untie what is shared"
         )
     for path in plan.choices.recomputed:
-        _known(path, modules)
+        _module_at(path, modules)
     return plan
 
 
@@ -202,7 +202,7 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     layout = plan.parsed_layout
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.choices.units]
-    beside = [unit for unit, _ in _beside(plan, model)]
+    beside = [unit for unit, _ in _frozen_units(plan, model)]
     whole_parameters = list(model.parameters())
     modules.update({path: _recompute(model, path) for path in plan.choices.recomputed})
     policy = MixedPrecisionPolicy(
@@ -383,7 +383,7 @@ def _check(plan: Plan, layout: Layout, mesh: DeviceMesh) -> None:
         )
 
 
-def _known(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+def _module_at(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     if path in modules:
         return modules[path]
     hint = did_you_mean(path, modules)
@@ -392,7 +392,7 @@ def _known(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 def _members(group: ShardedUnit, modules: Mapping[str, nn.Module]) -> list[str]:
     for path in group.modules:
-        _known(path, modules)
+        _module_at(path, modules)
     return list(group.modules)
 
 
@@ -476,7 +476,7 @@ def _sharing(units: Sequence[ShardedUnit], model: nn.Module) -> tuple[int, int] 
     return None
 
 
-def _beside(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
+def _frozen_units(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Find modules with frozen parameters that no group has, from the innermost outward.
 
     Returns:

@@ -32,7 +32,7 @@ from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import make_durable_folder, parse_json, write_aside, write_text
 from lading.inputs import Input, parse_input
-from lading.runtime.data import Batch, Sampler, check_part, from_the_beginning, split_spans, whole
+from lading.runtime.data import Batch, Sampler, check_part, from_the_beginning, split_spans, whole_span
 from lading.runtime.documents import files_of, fingerprint_of
 from lading.runtime.epochs import DataPosition
 
@@ -139,7 +139,7 @@ class ArrayDataset:
         self._num_rows, self.fingerprint = int(facts["rows"]), str(facts["sha256"])[:16]
         if not self._num_rows:
             raise ConfigError(f"data.source {config.source!r}: expected rows, found none")
-        self._sampler = Sampler(config, seed, whole(self._num_rows), 1, 1, from_the_beginning(config))
+        self._sampler = Sampler(config, seed, whole_span(self._num_rows), 1, 1, from_the_beginning(config))
 
     def __len__(self) -> int:
         """Number of all rows."""
@@ -157,7 +157,7 @@ class ArrayDataset:
             ConfigError: there are none on that side.
         """
         rows, other = self._num_rows, copy.copy(self)
-        other._sampler = self._sampler.within(split_spans(rows, share, held_out=held_out, most_pieces=rows))
+        other._sampler = self._sampler.restricted_to(split_spans(rows, share, held_out=held_out, most_pieces=rows))
         check_part(other._sampler.places, share, rows, "rows")
         return other
 

@@ -73,7 +73,7 @@ class CarriedValues:
         self.tensors = dict[str, torch.Tensor]()
         for name, value in here.items():
             tensor = read_value(executor, dataclasses.replace(value, owner=None) if value.shape else value, ranks)
-            self.tensors[name] = self._file.kept(tensor) if self._file is not None and name in large else tensor
+            self.tensors[name] = self._file.copy_to_file(tensor) if self._file is not None and name in large else tensor
 
     def check(self, values: Mapping[str, Value]) -> None:
         """Refuse a step that keeps other states of a parameter; it may keep none.
@@ -129,7 +129,7 @@ class _NamelessFile:
             raise cannot_write(folder, error) from error
         self._end = 0
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_file(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy of a tensor that takes memory only while it is looked at."""
         start, self._end = self._end, self._end + _whole_pages(tensor.numel() * tensor.element_size())
         copy = torch.frombuffer(self._pages, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)

@@ -87,7 +87,7 @@ class Sampler:
         self.places = Places(spans, length, stride if self._in_epochs else 1)
         self._epochs = Epochs(len(self.places), seed, position)
 
-    def within(self, spans: np.ndarray) -> Sampler:
+    def restricted_to(self, spans: np.ndarray) -> Sampler:
         """Sampler of some of the elements."""
         return Sampler(self._config, self._seed, spans, self._length, self._stride, self._epochs.position)
 
@@ -128,7 +128,7 @@ def from_the_beginning(config: DataConfig, micro_batches: int = 1) -> DataPositi
     return DataPosition(0, 0, config.batch_size * micro_batches)
 
 
-def whole(count: int) -> np.ndarray:
+def whole_span(count: int) -> np.ndarray:
     """Make the span of all of ``count`` elements, as those of ``Places``: int64 [1, 2]."""
     return np.asarray([[0, count]], dtype=np.int64)
 
@@ -194,7 +194,7 @@ class TextDataset:
         window = 1 if labelled else self._window
         # A causal sequence ends with the token that the next one begins with: each is predicted once.
         stride = window - 1 if task == "causal-lm" else window
-        self._sampler = Sampler(config, seed, whole(count), window, stride, from_the_beginning(config))
+        self._sampler = Sampler(config, seed, whole_span(count), window, stride, from_the_beginning(config))
         if labelled:
             self._check_labels(num_labels)
         elif not len(self._sampler.places):
@@ -225,7 +225,7 @@ class TextDataset:
         pieces = count if labelled else max(1, min(_MOST_PIECES, int(count * share) // _PIECE_TOKENS))
         window = 1 if labelled else self._window
         other = copy.copy(self)
-        other._sampler = self._sampler.within(split_spans(count, share, held_out=held_out, most_pieces=pieces))
+        other._sampler = self._sampler.restricted_to(split_spans(count, share, held_out=held_out, most_pieces=pieces))
         elements = "texts" if labelled else f"tokens, of which a sequence takes {window}"
         check_part(other._sampler.places, share, count, elements)
         return other

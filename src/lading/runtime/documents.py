@@ -89,7 +89,7 @@ def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False)
         else:
             if config.format == "auto":
                 _check_text(path)
-            yield from _whole(path)
+            yield from _read_one_text(path)
 
 
 def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
@@ -116,7 +116,7 @@ def _check_text(path: Path) -> None:
             )
 
 
-def _whole(path: Path) -> Iterator[TextPiece]:
+def _read_one_text(path: Path) -> Iterator[TextPiece]:
     """Read a file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
     rest, first = b"", True
     with open(path, "rb") as file:

@@ -72,13 +72,13 @@ class DataPosition:
     samples: int
     step_samples: int
 
-    def before(self, step: int) -> int:
+    def samples_before(self, step: int) -> int:
         """Samples that are taken before a step from ``self.step`` on."""
         return self.samples + (step - self.step) * self.step_samples
 
     def going_on(self, step: int, step_samples: int) -> DataPosition:
         """Position of a run that goes on after ``step`` steps, with steps of another size."""
-        return DataPosition(step, self.before(step), step_samples)
+        return DataPosition(step, self.samples_before(step), step_samples)
 
     def to_dict(self) -> dict[str, int]:
         """Write it as what a checkpoint keeps."""
@@ -118,7 +118,7 @@ class Epochs:
 
     def samples(self, step: int, micro: int, batch_size: int) -> np.ndarray:
         """Samples of micro-batch ``micro`` of a step, of those of all replicas: int64 [batch_size]."""
-        first = self.position.before(step) + micro * batch_size
+        first = self.position.samples_before(step) + micro * batch_size
         numbers = np.arange(first, first + batch_size, dtype=np.int64)
         epochs, made = numbers // self.count, np.empty_like(numbers)
         for epoch in np.unique(epochs):

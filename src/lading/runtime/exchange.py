@@ -181,7 +181,7 @@ def _pack(out: torch.Tensor, rows: Sequence[Sequence[RoutedShard]], source: Plac
 
 def _view(place: Place, piece: RoutedShard) -> torch.Tensor:
     tensor, region = place(piece.whole)
-    return tensor[piece.region.within(region)]
+    return tensor[piece.region.slices_in(region)]
 
 
 @dataclass(frozen=True)

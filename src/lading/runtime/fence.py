@@ -84,7 +84,7 @@ def overwritten(program: Program, regions: Sequence[FusibleRegion] = ()) -> dict
         for tier, storage in _written(program, action):
             place = where.get(storage) if tier == DEVICE else homes.slots[tier][storage]
             if place is not None:
-                found[first.get(action.id, action.id)] |= homes.within(tier, place, storage)
+                found[first.get(action.id, action.id)] |= homes.values_overlapping(tier, place, storage)
         if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
             where.pop(action.storage, None)
     return {action: frozenset(storages) for action, storages in found.items() if storages}
@@ -117,7 +117,7 @@ class _Homes:
         self._places = {tier: sorted(pairs) for tier, pairs in places.items()}
         self._longest = max(self._sizes, default=0)
 
-    def within(self, tier: str, place: int, storage: int) -> set[int]:
+    def values_overlapping(self, tier: str, place: int, storage: int) -> set[int]:
         """Values any byte of whose homes lies where ``storage`` lies at ``place`` of a tier."""
         pairs, end = self._places.get(tier, []), place + self._sizes[storage]
         row = bisect_right(pairs, (end - 1, len(self._sizes)))

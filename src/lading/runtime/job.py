@@ -109,19 +109,19 @@ def _start_of(store: distributed_c10d.Store, rank: int, ranks: int) -> str:
         ConfigError: a rank has not come.
     """
 
-    def told(key: str) -> str:
+    def read_key(key: str) -> str:
         return bytes(store.get(f"lading/{key}")).decode() if store.check([f"lading/{key}"]) else ""
 
     mine, deadline, late = uuid4().hex, time.monotonic() + TIMEOUT_S, [*range(1, ranks)] if rank == 0 else [0]
     store.set(f"lading/hello {rank}", mine)
     while late and time.monotonic() < deadline:
         if rank == 0:
-            late = [peer for peer in late if told(f"joined {peer}") != mine]
+            late = [peer for peer in late if read_key(f"joined {peer}") != mine]
             for peer in late:
-                store.set(f"lading/answer {peer}", f"{told(f'hello {peer}')} {mine}")
-        elif told(f"answer {rank}").startswith(mine):
-            store.set(f"lading/joined {rank}", told(f"answer {rank}").split()[1])
-            return told(f"joined {rank}")
+                store.set(f"lading/answer {peer}", f"{read_key(f'hello {peer}')} {mine}")
+        elif read_key(f"answer {rank}").startswith(mine):
+            store.set(f"lading/joined {rank}", read_key(f"answer {rank}").split()[1])
+            return read_key(f"joined {rank}")
         time.sleep(_PAUSE_S)
     if late:
         raise ConfigError(
@@ -413,7 +413,7 @@ class Replicas:
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._collective(lambda: dist.all_gather(every, mine, group=self._group))
         if other := [rank for rank, row in enumerate(every) if row[0] != mine[0]]:
-            each = ", ".join(f"rank {rank} is about to {self._told(rank)}" for rank in other[:8])
+            each = ", ".join(f"rank {rank} is about to {self._announced_operation(rank)}" for rank in other[:8])
             self.barrier()  # all have read what the others are about to do
             raise ConfigError(f"{doing}: expected all ranks to do the same, but {each}; nothing has run")
         for column, (name, fact) in enumerate(facts.items(), 1):
@@ -453,7 +453,7 @@ class Replicas:
             meanwhile: What the others do first: their part in it.
         """
 
-        def made() -> str:
+        def make_and_announce() -> str:
             try:
                 return make()
             finally:
@@ -463,7 +463,7 @@ class Replicas:
             meanwhile()
             self.hear(0, FIRST_RANK_S)  # which ends with the first rank, as its store may not
 
-        return by_first_rank(call, made, meanwhile=waited)
+        return by_first_rank(call, make_and_announce, meanwhile=waited)
 
     def announce(self) -> None:
         """Tell all other ranks that what they wait for has ended; those that are gone do not matter."""
@@ -523,7 +523,7 @@ class Replicas:
             while silent and time.monotonic() < deadline:
                 silent = [rank for rank in silent if not self._store.check([f"lost in {self._doing} {rank}"])]
                 time.sleep(_PAUSE_S)
-            each = [f"rank {rank} ({self._told(rank) or 'had not come'})" for rank in silent]
+            each = [f"rank {rank} ({self._announced_operation(rank) or 'had not come'})" for rank in silent]
         except RuntimeError as lost:
             return (
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
@@ -535,7 +535,7 @@ class Replicas:
             "again from the last checkpoint"
         )
 
-    def _told(self, rank: int) -> str:
+    def _announced_operation(self, rank: int) -> str:
         key = f"doing {rank}"
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 

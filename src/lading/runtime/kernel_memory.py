@@ -204,7 +204,7 @@ def measure_here(graph: StepGraph) -> dict[str, Any]:
             unmeasured[op.name] = None
             return None
         try:
-            taken = max(_taken(run, meter) for run in runs_of(op, places.of(op), "cpu"))
+            taken = max(_transient_bytes(run, meter) for run in runs_of(op, places.of(op), "cpu"))
         except Exception:  # an operation may raise anything; the caller says which were not measured
             unmeasured[op.name] = None
             return None
@@ -264,7 +264,7 @@ def _start_optimizer(graph: StepGraph) -> None:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
-def _taken(run: Callable[[], object], meter: PeakMeter) -> int:
+def _transient_bytes(run: Callable[[], object], meter: PeakMeter) -> int:
     """Bytes that one call takes only while it runs: its peak above what stays."""
     give_back()
     meter.reset()

@@ -125,18 +125,18 @@ class MatrixFlight:
 
     def send(self) -> None:
         """Start sending this rank's pieces to owners."""
-        self.under = self.ways.inbound.start(self._held, self._device, self.route.traffic)
+        self.under = self.ways.inbound.start(self._outgoing_piece, self._device, self.route.traffic)
 
     def drop(self) -> None:
         """Wait for what was sent, and use none of it."""
         assert self.under is not None
         self.under.wait(self.route.traffic)
 
-    def _own(self, number: int) -> Moving:
+    def _moving_parameter(self, number: int) -> Moving:
         return self.moving[self.route.wholes[number].parameter]
 
-    def _held(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
-        moving = self._own(number)
+    def _outgoing_piece(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
+        moving = self._moving_parameter(number)
         return moving.travels, moving.region
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
@@ -147,7 +147,7 @@ class MatrixFlight:
         mine = [number for number in self.ways.numbers if self.route.owners[number] == self.route.team.rank]
         arrived = {n: torch.empty(wholes[n].region.shape, dtype=inbound.dtype, device=self._device) for n in mine}
         self.under.wait(self.route.traffic)
-        inbound.finish(self.under, self._held, lambda number: (arrived[number], wholes[number].region))
+        inbound.finish(self.under, self._outgoing_piece, lambda number: (arrived[number], wholes[number].region))
         for number, direction in self._directions(arrived, whole):
             self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].region.shape)
         self.under = outbound.start(self._computed, self._device, self.route.traffic)
@@ -171,7 +171,7 @@ class MatrixFlight:
         for stack in stacks_of({number: matrices[number] for number in arrived}, batched=route.batched):
             rule, shape, _ = matrices[stack[0]]
             taken = [arrived.pop(number).view(shape) for number in stack]
-            states, update = whole.get(stack[0], {}), self._own(stack[0]).update
+            states, update = whole.get(stack[0], {}), self._moving_parameter(stack[0]).update
             yield from zip(stack, directions_of(rule, taken, states, update, route.failures), strict=True)
 
     def apply(self) -> None:
@@ -182,14 +182,14 @@ class MatrixFlight:
         for number, (direction, region) in sorted(self.landing.items()):
             matrix = self.route.wholes[number]
             moving = self.moving[matrix.parameter]
-            piece, rate = moving.param[region.within(moving.region)], self.rates[matrix.parameter]
+            piece, rate = moving.param[region.slices_in(moving.region)], self.rates[matrix.parameter]
             self.route.rules[number].post(piece, direction, matrix.rows_columns, lr=rate, update=moving.update)
         self.matrices.clear()
         self.landing.clear()
 
     def _landing(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
         if number not in self.landing:
-            region = self._own(number).region.meet(self.route.wholes[number].region)
+            region = self._moving_parameter(number).region.meet(self.route.wholes[number].region)
             assert region is not None
             made = torch.empty(region.shape, dtype=self.ways.outbound.dtype, device=self._device)
             self.landing[number] = (made, region)
@@ -250,7 +250,9 @@ class ReplicaFlight:
         return self.moving[self.route.wholes[number][0].parameter]
 
     def _view(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.route.wholes[number][0].region.within(ShardRegion((0,) * tensor.ndim, tuple(tensor.shape)))]
+        return tensor[
+            self.route.wholes[number][0].region.slices_in(ShardRegion((0,) * tensor.ndim, tuple(tensor.shape)))
+        ]
 
     def _of(self, rank: int) -> list[int]:
         return [number for number in self.numbers if self.route.owners[number] == rank]
@@ -308,21 +310,21 @@ class ReplicaFlight:
             for number, (matrix, rule) in pairs.items() if not isinstance(rule, PieceRule)
         }  # fmt: skip
 
-        def ahead(number: int) -> torch.Tensor:
+        def preprocess(number: int) -> torch.Tensor:
             rule, shape, _ = matrices[number]
             return rule.pre(gradients.pop(number).view(shape), whole[number], self._own(number).update).contiguous()
 
         for number in shared_of(matrices, route.gangs):
             rule, shape, dtype = matrices[number]
             is_owned = number in gradients
-            matrix = ahead(number) if is_owned else self._own(number).param.new_empty(shape, dtype=dtype)
+            matrix = preprocess(number) if is_owned else self._own(number).param.new_empty(shape, dtype=dtype)
             direction = route.gangs[number].direction(cast(SharedRule, rule), matrix, route.traffic)
             if is_owned:
                 yield number, direction
         for stack in stacks_of({number: matrices[number] for number in gradients}, batched=route.batched):
             rule, _, _ = matrices[stack[0]]
             states, update = whole[stack[0]], self._own(stack[0]).update
-            taken = [ahead(number) for number in stack]
+            taken = [preprocess(number) for number in stack]
             directions = directions_of(rule, taken, states, update, route.failures)
             yield from zip(stack, (each.to(taken[0].dtype) for each in directions), strict=True)
 

@@ -137,17 +137,17 @@ def _needs(model: nn.Module, number_of: Mapping[int, int]) -> list[tuple[nn.Modu
         for child in module.children()
     }
 
-    def below(module: nn.Module) -> set[int]:
+    def parameters_below(module: nn.Module) -> set[int]:
         reads = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
         for child in module.children():
             if id(child) not in elements:
-                reads |= below(child)
+                reads |= parameters_below(child)
         return reads
 
     needs: list[tuple[nn.Module, set[int]]] = []
     for module in model.modules():
         whole = module is model or id(module) in elements
         direct = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
-        if numbers := below(module) if whole else direct:
+        if numbers := parameters_below(module) if whole else direct:
             needs.append((module, numbers))
     return needs

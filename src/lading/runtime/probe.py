@@ -117,7 +117,7 @@ def probe(
             say(f"kernels with {used} threads")
             measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
             meter.run(_DISK_SHARE * seconds)
-            disk = meter.found()
+            disk = meter.median_probe()
     trim()
     today = datetime.date.today().isoformat()
     if disk.note:
@@ -432,7 +432,7 @@ def _host_tier(seconds: float) -> Tier:
         with torch.cuda.stream(streams[1]):
             far[1].copy_(near[1], non_blocking=True)
 
-    def both() -> None:
+    def read_and_write() -> None:
         read()
         write()
 
@@ -444,7 +444,7 @@ def _host_tier(seconds: float) -> Tier:
             streams[0].wait_event(told)
             read(PAGE_BYTES)
 
-    runs = {"read": read, "write": write, "both": both, "page": pages}
+    runs = {"read": read, "write": write, "both": read_and_write, "page": pages}
     samples: dict[str, list[float]] = {key: [] for key in runs}
     end = time.monotonic() + seconds
     while not samples["page"] or (time.monotonic() < end and len(samples["page"]) < 15):

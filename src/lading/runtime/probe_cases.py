@@ -452,9 +452,9 @@ class Stopwatch:
         source = torch.zeros((disturbance_bytes or _disturbance_bytes(device.type)) // 4, device=device)
         self._disturb = partial(torch.empty_like(source).copy_, source)
         self._sample = self._sample_on_gpu if device.type == "cuda" else self._sample_on_cpu
-        self._samples = [self._first(case) for case in self.cases]
+        self._samples = [self._warm_sample(case) for case in self.cases]
 
-    def _first(self, case: Case) -> list[float]:
+    def _warm_sample(self, case: Case) -> list[float]:
         """Take one sample, after a call that loads code and scratch."""
         case.run()
         return [self._sample(case)]

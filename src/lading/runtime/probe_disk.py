@@ -75,7 +75,7 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
     """
     with DiskMeter(folder, work, file_bytes) as meter:
         meter.run(seconds)
-        return meter.found()
+        return meter.median_probe()
 
 
 class DiskMeter:
@@ -126,7 +126,7 @@ class DiskMeter:
                 rounds += 1
         self._rounds += rounds
 
-    def found(self) -> DiskProbe:
+    def median_probe(self) -> DiskProbe:
         """Return the tier by the medians of all rounds so far, of which there has been one at least."""
         tier = replace(_tier(self._samples), capacity_bytes=self._free)
         note = "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
@@ -203,7 +203,7 @@ class _ProbeFile:
             os.close(self.fd)
             self.fd, self.direct = os.open(self.path, os.O_RDWR), False
         for offset in range(0, self.size_bytes, PIECE_BYTES):
-            _whole(os.pwritev(self.fd, [buffer], offset), PIECE_BYTES)
+            _check_all_moved(os.pwritev(self.fd, [buffer], offset), PIECE_BYTES)
         os.fsync(self.fd)
 
     def settle(self) -> None:
@@ -214,7 +214,7 @@ class _ProbeFile:
                 os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _whole(moved: int, expected: int) -> None:
+def _check_all_moved(moved: int, expected: int) -> None:
     if moved != expected:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
@@ -391,7 +391,7 @@ def _stream(
     count, moving_s = 0, 0.0
     while not count or time.perf_counter() < deadline:
         began = time.perf_counter()
-        _whole(move(file.fd, [room.memory[:size]], offsets[draw.randrange(len(offsets))]), size)
+        _check_all_moved(move(file.fd, [room.memory[:size]], offsets[draw.randrange(len(offsets))]), size)
         moving_s += time.perf_counter() - began
         count += 1
         if pausing and count % _ROW == 0:

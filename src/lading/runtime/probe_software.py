@@ -151,7 +151,7 @@ class Measured:
     fresh_s: float = 0.0
 
     @property
-    def others(self) -> float:
+    def other_load(self) -> float:
         """Largest share of the processors that others took while a case trained."""
         return max((timing.others for timing in self.timings), default=0.0)
 
@@ -385,7 +385,7 @@ def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[ProfiledR
         for group, passes in zip(groups, found, strict=True):
             given = (str(path.resolve()), asked[number], besides, group.threads, group.seconds / len(order))
             run = partial(_answer, group.ranks, given)
-            passes[number].append(quietest(run, lambda answer: answer.others))
+            passes[number].append(quietest(run, lambda answer: answer.other_load))
     return [
         replace(passes[-1][-1], timings=tuple(Timing.mean([one.timings[0] for one in both]) for both in passes))
         for passes in found
@@ -520,13 +520,13 @@ def timing_of(training: ScriptTraining, seconds: float) -> Timing:
             training.step()  # the first behind the profiler is not as the others
         dist.barrier()
         steps.append(training.step())
-    others = _others(meter, time.process_time() - worked)
+    others = _measure_other_load(meter, time.process_time() - worked)
     parts = [statistics.median(part) for found in (steps, operations) for part in zip(*found, strict=True)]
     pass_s, update_s, products_s, attention_s, profiled_s, events = _slowest(parts)
     return Timing(pass_s, update_s, products_s, attention_s, profiled_s, events, others)
 
 
-def _others(meter: LoadMeter, worked_s: float) -> float:
+def _measure_other_load(meter: LoadMeter, worked_s: float) -> float:
     """Share of the processors that no rank took while a meter ran; 0 where the system does not say.
 
     Args:
@@ -592,13 +592,13 @@ def _gather_s(software: UserSoftware) -> float:
     seconds: list[float] = []
     for _ in range(15):
         dist.barrier()
-        seconds.append(_once(lambda: gather(whole, part)))
+        seconds.append(_timed_call(lambda: gather(whole, part)))
     if not torch.equal(whole.view(ranks, -1)[dist.get_rank()], part):
         raise ConfigError(f"{software.path}: expected all_gather(whole, part) to put this rank's part in its place")
     return _slowest([statistics.median(seconds)])[0]
 
 
-def _once(call: Callable[[], object]) -> float:
+def _timed_call(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started

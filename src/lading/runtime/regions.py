@@ -146,7 +146,7 @@ class RegionFinder:
             else:
                 read.update(stay for stay in element.reads.values() if stay not in made)
                 made.update((stay, t) for t, stay in element.makes.items())
-            if self._apart(read, made.keys() - freed) and self._worth(run[start : index + 1]):
+            if self._spans_are_disjoint(read, made.keys() - freed) and self._worth(run[start : index + 1]):
                 best = index + 1
         return best
 
@@ -158,8 +158,8 @@ class RegionFinder:
             for t, stay in element.reads.items()
         ) and not any(storage in storages for storage, _ in element.makes.values())
 
-    def _apart(self, read: set[tuple[int, int]], written: set[tuple[int, int]]) -> bool:
-        """Whether the addresses that are written (``kept``) and those that are read do not overlap."""
+    def _spans_are_disjoint(self, read: set[tuple[int, int]], written: set[tuple[int, int]]) -> bool:
+        """Whether the addresses that are written and those that are read do not overlap."""
         spans = sorted((*self._span(stay), stay in written) for stay in read | written)
         high, high_kept = -1, -1  # ends of all spans so far, and of those written
         for low, end, is_kept in spans:

@@ -37,7 +37,7 @@ class Salvage:
     lost: frozenset[int]
     caught_up: frozenset[int]
 
-    def without(self, lost: Set[int], graph: StepGraph) -> Salvage:
+    def with_lost(self, lost: Set[int], graph: StepGraph) -> Salvage:
         """Copy in which more storages are lost: a deferred update that would read one loses what it would move, too."""
         gone, caught_up = self.lost | lost, self.caught_up
         while blocked := {op for op in graph.deferred if op not in caught_up and gone & {*graph.op_reads[op]}}:
@@ -99,7 +99,7 @@ class _SalvageWalk:
             if action.kind is ActionKind.FREE:
                 copies.by_tier.pop(action.source, None)
             elif action.target != CALLER:
-                self._put(action.storage, action.target, None if source is None else source[0])
+                self._set_copy(action.storage, action.target, None if source is None else source[0])
 
     def cut(self, action: Action) -> None:
         """Account for an action that may have done a part of its work: what it was writing is spoilt."""
@@ -134,9 +134,9 @@ class _SalvageWalk:
         good = anew or (before is not None and before[0] == copies.changes)
         copies.changes += 1
         copies.deferred += deferred
-        self._put(storage, tier, copies.changes if good else None)
+        self._set_copy(storage, tier, copies.changes if good else None)
 
-    def _put(self, storage: int, tier: str, changes: int | None) -> None:
+    def _set_copy(self, storage: int, tier: str, changes: int | None) -> None:
         if changes is None:
             self.copies[storage].by_tier.pop(tier, None)
         else:
@@ -175,7 +175,7 @@ def salvage(
         if copy is not None and s not in graph.carried and copy[0] > walk.copies[s].deferred
     }
     places = {s: copy[1] for s, copy in newest.items() if copy is not None}
-    return Salvage(places, changed, frozenset(), frozenset(caught_up)).without(lost, graph)
+    return Salvage(places, changed, frozenset(), frozenset(caught_up)).with_lost(lost, graph)
 
 
 def ended_actions(bound: Bound, reached: Iterable[Reached]) -> set[int]:
@@ -222,7 +222,7 @@ def bring_home(
     slots[DEVICE] = dict(program.resident)
     failed = set[int]()
 
-    def taken(storage: int, source: Location, target: Location) -> None:
+    def copy_or_note_failure(storage: int, source: Location, target: Location) -> None:
         try:
             copy(storage, source, target)
         except OSError:
@@ -235,8 +235,8 @@ def bring_home(
             tiers = (homes[storage], *program.slots)
             tier = next(t for t in tiers if t != DEVICE and storage in slots[t])
             now[storage] = Location(tier, slots[tier][storage])
-            taken(storage, place, now[storage])
+            copy_or_note_failure(storage, place, now[storage])
     for storage, place in now.items():
         if place != goals[storage]:
-            taken(storage, place, goals[storage])
-    return salvaged.without(failed, program.graph)
+            copy_or_note_failure(storage, place, goals[storage])
+    return salvaged.with_lost(failed, program.graph)

@@ -21,7 +21,7 @@ def gather_shards(values: torch.Tensor, shard: torch.Tensor, group: dist.Process
     """
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     parts = values.view(ranks, len(shard))
-    others = _others(here, ranks)
+    others = _other_ranks(here, ranks)
     exchange = _Exchange({peer: parts[peer] for peer in others}, dict.fromkeys(others, shard), group)
     parts[here].copy_(shard)
     exchange.wait()
@@ -33,7 +33,7 @@ def exchange_parts(arrived: torch.Tensor, values: torch.Tensor, group: dist.Proc
     Shapes: values (ranks * n,) -> arrived (ranks * n,).
     """
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
-    into, parts, others = arrived.view(ranks, -1), values.view(ranks, -1), _others(here, ranks)
+    into, parts, others = arrived.view(ranks, -1), values.view(ranks, -1), _other_ranks(here, ranks)
     exchange = _Exchange({peer: into[peer] for peer in others}, {peer: parts[peer] for peer in others}, group)
     into[here].copy_(parts[here])
     exchange.wait()
@@ -47,7 +47,7 @@ def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGro
     Shapes: values (ranks * n,) -> shard (n,).
     """
     ranks, here, length = dist.get_world_size(group), dist.get_rank(group), len(shard)
-    parts, others = values.view(ranks, length), _others(here, ranks)
+    parts, others = values.view(ranks, length), _other_ranks(here, ranks)
     width = min(length, max(1, _RECEIVED_BYTES // (2 * max(1, ranks - 1) * shard.element_size())))
     rooms = shard.new_empty(2, len(others), width)
 
@@ -72,7 +72,7 @@ def rooms_bytes(size_bytes: int, ranks: int) -> int:
     return min(_RECEIVED_BYTES, 2 * (ranks - 1) * size_bytes // ranks)
 
 
-def _others(here: int, ranks: int) -> list[int]:
+def _other_ranks(here: int, ranks: int) -> list[int]:
     """Ranks of a group but this one, the next first, so that not all send to the same one first."""
     return [(here + step) % ranks for step in range(1, ranks)]
 

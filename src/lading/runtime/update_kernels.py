@@ -317,7 +317,7 @@ def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -
     """
     states = {name: state[index] for name, state in update.states.items()}
     kinds = update.rule.state_specs(*update.param.shape[-2:])
-    elementwise = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
+    elementwise = {name: state for name, state in states.items() if kinds[name].place is StatePlace.ELEMENTWISE}
     if update.workspace is None:
         matrix = rule.pre(_gradient(update, index, slice(None)), elementwise, number).contiguous()
         return rule.direction(matrix, states, number).to(matrix.dtype)

@@ -69,7 +69,7 @@ class Values:
         source = self._as_bytes(storage, tensor)
         with HeldInterrupts():
             for start, end in _pieces(home, source.numel()):
-                self._put(home, start, source[start:end])
+                self._write_piece(home, start, source[start:end])
             self.changed.pop(storage, None)
             self.lost -= {storage}
 
@@ -82,7 +82,7 @@ class Values:
                 if low >= high:
                     continue
                 if home.tier == DEVICE:
-                    self._put(home, low, part[low - start : high - start])
+                    self._write_piece(home, low, part[low - start : high - start])
                     continue
                 room = self._bounce.bytes_at(0, stop - begin)  # a lower tier takes whole pages
                 if (low, high) != (begin, stop):
@@ -195,7 +195,7 @@ class Values:
         for start in range(0, size, BOUNCE_BYTES):
             piece = room[: min(BOUNCE_BYTES, size - start)]
             self._fetch(source, start, piece)
-            self._put(target, start, piece)
+            self._write_piece(target, start, piece)
 
     def write_constants(self, storages: Container[int]) -> None:
         """Write the graph's constants among the storages."""
@@ -212,7 +212,7 @@ class Values:
         self._tiers[source.tier].read(source.offset + start, room)
         piece.copy_(room)
 
-    def _put(self, target: Location, start: int, piece: torch.Tensor) -> None:
+    def _write_piece(self, target: Location, start: int, piece: torch.Tensor) -> None:
         """Inverse of ``_fetch``; ``piece`` may lie on the device."""
         if target.tier == DEVICE:
             self._arena.bytes_at(target.offset + start, piece.numel()).copy_(piece)

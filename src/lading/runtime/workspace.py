@@ -26,7 +26,7 @@ def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
     """
     meter = api.meter()
 
-    def taken(run: Callable[[], object]) -> int:
+    def transient_bytes(run: Callable[[], object]) -> int:
         run()  # loads code, and what libraries keep
         _settle(api)
         before = meter.now_bytes()
@@ -36,7 +36,7 @@ def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
         return max(0, meter.peak_bytes() - before)
 
     def scratch(op: Op) -> int:
-        return max(map(taken, runs_of(op, _zeros(graph, api), api.kind)))
+        return max(map(transient_bytes, runs_of(op, _zeros(graph, api), api.kind)))
 
     with torch.inference_mode():
         return by_signature(graph, scratch)

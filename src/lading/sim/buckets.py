@@ -21,15 +21,15 @@ class Bucket:
 
     Attributes:
         first, last: By number in ``Modules.atoms``.
-        keep, again, ahead, ahead_backward: As in ``ShardedUnit``.
+        keep, gather_again, ahead_forward, ahead_backward: As in ``ShardedUnit``.
     """
 
     first: int
     last: int
     keep: UnitResidency = UnitResidency.RELEASE
-    ahead: int = 1
+    ahead_forward: int = 1
     ahead_backward: int = 1
-    again: bool = True
+    gather_again: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Cost:
     Attributes:
         reduced, shard: Bytes of its gradients in the buffer that is reduced, and of this rank's shard of them.
         cast: Bytes of this rank's shard in the dtype that travels, if it is cast to it.
-        made: Bytes of its gradients as backward makes them.
+        gradient_bytes: Bytes of its gradients as backward makes them.
     """
 
     gather_s: float
@@ -74,10 +74,10 @@ class Cost:
     reduced: int
     shard: int
     cast: int
-    made: int
+    gradient_bytes: int
 
     @property
-    def alone(self) -> bool:
+    def needs_no_network(self) -> bool:
         """Whether it takes no network, as each rank has all of it."""
         return not self.gather_s and not self.reduce_s
 
@@ -100,26 +100,28 @@ def names_of(modules: Modules, bucket: Bucket) -> tuple[str, ...]:
     for number in range(bucket.first, bucket.last + 1):
         place, atom = modules.atoms[number]
         inner.setdefault(place, set()).add(atom)
-    found: list[str] = []
+    paths: list[str] = []
     for place, atoms in inner.items():
         block, path = modules.order[place]
-        own = [atom.module for atom in modules.blocks[block].atoms]
-        for module in _cover(own, atoms, "", bool(path)):
-            found.append(f"{path}.{module}" if path and module else path or module)
-    return tuple(found)
+        atom_modules = [atom.module for atom in modules.blocks[block].atoms]
+        for module in _cover(atom_modules, atoms, "", bool(path)):
+            paths.append(f"{path}.{module}" if path and module else path or module)
+    return tuple(paths)
 
 
-def _cover(own: Sequence[str], taken: set[int], outer: str, whole: bool) -> list[str]:
-    """Modules below ``outer`` that make up the atoms ``taken``; ``whole``: it may be named itself."""
-    below = [n for n, module in enumerate(own) if is_in(module, outer)]
-    if not taken & set(below):
+def _cover(atom_modules: Sequence[str], atoms_to_cover: set[int], outer: str, may_name_outer: bool) -> list[str]:
+    """Modules below ``outer`` that make up the atoms ``atoms_to_cover``; ``may_name_outer``: it may be named itself."""
+    below = [n for n, module in enumerate(atom_modules) if is_in(module, outer)]
+    if not atoms_to_cover & set(below):
         return []
-    if whole and taken >= set(below):
+    if may_name_outer and atoms_to_cover >= set(below):
         return [outer]
     depth = outer.count(".") + 1 if outer else 0
-    found = [outer] if any(own[n] == outer for n in taken) else []
-    children = dict.fromkeys(".".join(own[n].split(".")[: depth + 1]) for n in below if own[n] != outer)
-    return found + [name for child in children for name in _cover(own, taken, child, True)]
+    names = [outer] if any(atom_modules[n] == outer for n in atoms_to_cover) else []
+    children = dict.fromkeys(
+        ".".join(atom_modules[n].split(".")[: depth + 1]) for n in below if atom_modules[n] != outer
+    )
+    return names + [name for child in children for name in _cover(atom_modules, atoms_to_cover, child, True)]
 
 
 class Costs:
@@ -156,14 +158,14 @@ class Costs:
                 reduced=sum(elements.values()) * self.modules.reduced_bytes,
                 shard=shard * self.modules.reduced_bytes,
                 cast=shard * width if width != parameter_width(layout, stack) else 0,
-                made=sum(elements.values()) * self.modules.gradient_bytes,
+                gradient_bytes=sum(elements.values()) * self.modules.gradient_bytes,
             )
         return self._costs[key]
 
     def gathers(self, bucket: Bucket) -> int:
         """Number of times that backward gathers a bucket: once more where recomputing releases it again."""
         places = range(self.modules.atoms[bucket.first][0], self.modules.atoms[bucket.last][0] + 1)
-        again = any(self.modules.blocks[self.modules.order[place][0]].again for place in places)
+        again = any(self.modules.blocks[self.modules.order[place][0]].is_recomputed for place in places)
         return self.modules.request.stack.gathers - 1 if again else 1
 
     def courses(self, buckets: Sequence[Bucket]) -> tuple[Course, Course]:
@@ -174,7 +176,7 @@ class Costs:
         """
         for bucket in buckets:
             read = [n for n in range(bucket.first, bucket.last + 1) if self.modules.atom(n).read_again]
-            if read and not bucket.again:
+            if read and not bucket.gather_again:
                 name = names_of(self.modules, Bucket(read[0], read[0]))[0]
                 raise ConfigError(f"buckets: expected {name!r} to be gathered again, as backward reads it")
         numbers = [n for bucket in buckets for n in range(bucket.first, bucket.last + 1)]
@@ -193,7 +195,9 @@ class Costs:
         count = request.layout.micro_batches
         costs = [self.of(bucket) for bucket in buckets]
         timings = [
-            GroupTiming(b.keep, b.again, b.ahead, b.ahead_backward, self.gathers(b), cost.alone)
+            GroupTiming(
+                b.keep, b.gather_again, b.ahead_forward, b.ahead_backward, self.gathers(b), cost.needs_no_network
+            )
             for b, cost in zip(buckets, costs, strict=True)
         ]
         forward, backward = (
@@ -204,7 +208,7 @@ class Costs:
             passes=(forward, backward),
             units=len(self.modules.order),
             micro_batches=min(count, listed),
-            more=max(0, count - listed),
+            num_repeats=max(0, count - listed),
             overlap=request.stack.overlap_param_gather,
         )
 
@@ -248,12 +252,12 @@ class Costs:
         """Work of some pieces of a block, with such copies behind; ``home``: the bucket of each atom."""
         _, place, work, start, stop = region
         backward = work is not Work.FORWARD
-        seconds, most, left, made = self._stretch(place, start, stop, backward)
+        seconds, peak_bytes, end_bytes, gradient_sizes = self._stretch(place, start, stop, backward)
         gradients: dict[int, int] = {}
-        for atom, size in made:
+        for atom, size in gradient_sizes:
             bucket = home[self._first[place] + atom]
             gradients[bucket] = gradients.get(bucket, 0) + size
-        after = left
+        after = end_bytes
         if not backward and stop == len(self._pieces(place, backward)):
             block = self.modules.blocks[self.modules.order[place][0]]
             entering = self.modules.order[place + 1 : place + 2]
@@ -262,8 +266,8 @@ class Costs:
             region=region,
             seconds=seconds + copies_s,
             kept_bytes=self.before[place],
-            most_bytes=most,
-            left_bytes=left,
+            most_bytes=peak_bytes,
+            left_bytes=end_bytes,
             next_bytes=after,
             gradients=tuple(gradients.items()),
             made_bytes=sum(gradients.values()),
@@ -277,10 +281,10 @@ class Costs:
         low, high = max(0, bucket.first - start), min(count - 1, bucket.last - start)
         key = (block, low, high, backward)
         if key not in self._lasts:
-            own = [atom.module for atom in self.modules.blocks[block].atoms]
-            names = _cover(own, set(range(low, high + 1)), "", bool(path))
-            found = [self.modules.blocks[block].lasts(name, backward=backward) for name in names]
-            self._lasts[key] = min(first for first, _ in found), max(last for _, last in found)
+            atom_modules = [atom.module for atom in self.modules.blocks[block].atoms]
+            names = _cover(atom_modules, set(range(low, high + 1)), "", bool(path))
+            spans = [self.modules.blocks[block].lasts(name, backward=backward) for name in names]
+            self._lasts[key] = min(first for first, _ in spans), max(last for _, last in spans)
         return self._lasts[key]
 
     def _stretch(
@@ -292,12 +296,17 @@ class Costs:
         if key not in self._stretches:
             block = self.modules.blocks[number]
             pieces = (block.backward if backward else block.forward)[start:stop]
-            made: list[tuple[int, int]] = []
-            most = total = 0
+            gradient_sizes: list[tuple[int, int]] = []
+            peak_bytes = total = 0
             for piece in pieces:
                 new = [(atom, block.atoms[atom].count * self.modules.gradient_bytes) for atom in piece.gradients]
-                made += new
+                gradient_sizes += new
                 total += sum(size for _, size in new)
-                most = max(most, piece.alive_bytes + total)
-            self._stretches[key] = sum(piece.seconds for piece in pieces), most, pieces[-1].left_bytes, tuple(made)
+                peak_bytes = max(peak_bytes, piece.alive_bytes + total)
+            self._stretches[key] = (
+                sum(piece.seconds for piece in pieces),
+                peak_bytes,
+                pieces[-1].left_bytes,
+                tuple(gradient_sizes),
+            )
         return self._stretches[key]

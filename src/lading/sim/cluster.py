@@ -156,9 +156,9 @@ class _State:
 
     def _run(self, stream: int, action: int) -> None:
         """Run an action on all ranks of its class."""
-        now = self.free[stream]
+        clock_s = self.free[stream]
         for wait in self._wires.waits[action]:
-            np.maximum(now, self._ends[wait], out=now)
+            np.maximum(clock_s, self._ends[wait], out=clock_s)
             self._left[wait] -= 1
             if not self._left[wait]:
                 del self._ends[wait]
@@ -167,40 +167,40 @@ class _State:
         actions, seconds = program.ranks[rank], self._job.seconds[action]
         kind = actions.kind[number]
         if kind is ActionKind.COMPUTE:
-            self._region(rank, program.regions[actions.op[number]], seconds, now)
+            self._region(rank, program.regions[actions.op[number]], seconds, clock_s)
         elif kind in _DATA_PARALLEL or (kind is ActionKind.ALL_REDUCE and actions.group[number] == WORLD):
-            now[:] = now.max()
-            now += seconds * float(self._link[rank].max())
+            clock_s[:] = clock_s.max()
+            clock_s += seconds * float(self._link[rank].max())
         elif kind is ActionKind.SEND:
-            now += seconds * self._link[rank]
+            clock_s += seconds * self._link[rank]
         elif kind is ActionKind.ALL_REDUCE:
-            now[:] = now.max(axis=0)
-            now += seconds * self._meeting[rank]
+            clock_s[:] = clock_s.max(axis=0)
+            clock_s += seconds * self._meeting[rank]
         else:
-            now += seconds
+            clock_s += seconds
         if self._left[action]:
-            self._ends[action] = now.copy()
+            self._ends[action] = clock_s.copy()
 
-    def _region(self, rank: int, region: Region, seconds: float, now: Floats) -> None:
-        """Compute a region's stretches from ``now`` on, which is changed."""
+    def _region(self, rank: int, region: Region, seconds: float, clock_s: Floats) -> None:
+        """Compute a region's stretches from ``clock_s`` on, which is changed."""
         stretches, device, mixed = self._job.stretches[region], self._device[rank], self.mixed[rank]
         scale = seconds / total if (total := stretches.total_s) else 0.0
-        begun, waited = now.copy(), 0.0
+        begun, waited = clock_s.copy(), 0.0
         for alone, together in zip(stretches.seconds, stretches.collective_s, strict=True):
             lasts = device * (alone * scale)
             if not self._calm:
                 lasts *= self._jitter.take(lasts.size).reshape(lasts.shape)
-            now += lasts
-            self._note(mixed, now)
+            clock_s += lasts
+            self._note(mixed, clock_s)
             if together:
-                before = now.copy()
-                now[:] = now.max(axis=0) + together * scale * self._meeting[rank]
-                waited = waited + (now - before)
-                self._note(mixed, now)
-        self.busy[rank] += now - begun - waited
+                before = clock_s.copy()
+                clock_s[:] = clock_s.max(axis=0) + together * scale * self._meeting[rank]
+                waited = waited + (clock_s - before)
+                self._note(mixed, clock_s)
+        self.busy[rank] += clock_s - begun - waited
 
-    def _note(self, mixed: npt.NDArray[np.uint64], now: Floats) -> None:
+    def _note(self, mixed: npt.NDArray[np.uint64], clock_s: Floats) -> None:
         """Count an event of all ranks of a class, and mix its end into their digest."""
         mixed *= _MIX
-        mixed += now.view(np.uint64)
-        self.events += now.size
+        mixed += clock_s.view(np.uint64)
+        self.events += clock_s.size

@@ -494,14 +494,14 @@ class _TierResources:
         if stream == self._host:
             return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
         other = {COMPUTE: NETWORK, NETWORK: COMPUTE}.get(stream, -1)
-        beside = self._beside if other in self._work else 0.0
+        extra_share = self._beside if other in self._work else 0.0
         if stream == NETWORK:
-            return beside
+            return extra_share
         product = self._work[stream].product
-        beside += sum(moving.slowdown[product] * moving.rate / moving.alone_rate for moving in running.values())
-        beside += sum(map(self._preparing, self._latency.values()))
+        extra_share += sum(moving.slowdown[product] * moving.rate / moving.alone_rate for moving in running.values())
+        extra_share += sum(map(self._preparing, self._latency.values()))
         crowding = self._work[stream].crowding
-        return (1.0 + beside) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else beside
+        return (1.0 + extra_share) * crowding[self._crowd - 1] - 1.0 if crowding and self._crowd else extra_share
 
     def _preparing(self, action: int) -> float:
         """Share by which computing takes longer while a move waits for its tier; 0 for one on no tier."""

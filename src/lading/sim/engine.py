@@ -88,20 +88,20 @@ class StreamRun:
 
     def _walk(self, stream: int, resources: Resources) -> list[int]:
         """Run a stream as far as it goes; returns the streams that may go on."""
-        queue, now, waiting, shared = self.queues[stream], self.free[stream], self._waiting, self._shared
+        queue, clock_s, waiting, shared = self.queues[stream], self.free[stream], self._waiting, self._shared
         waits, starts, ends, seconds = self.waits, self.starts, self.ends, self.seconds
         ahead = self._ahead[stream]
         until = self.free[ahead] if ahead >= 0 else self._until
         woken: list[int] = []
         for place in range(self.at[stream], len(queue)):
-            action, start = queue[place], now
+            action, start = queue[place], clock_s
             for wait in waits[action]:
                 end = ends[wait]
                 if end > start:
                     start = end
                 elif end < 0.0:
                     waiting.setdefault(wait, []).append(stream)
-                    self.free[stream], self.at[stream] = now, place
+                    self.free[stream], self.at[stream] = clock_s, place
                     return woken
             starts[action] = start
             if until > start and shared[action]:
@@ -109,17 +109,17 @@ class StreamRun:
                 if end is None:
                     self.at[stream] = place
                     return woken
-                now = end
+                clock_s = end
             else:
-                now = start + seconds[action]
-            ends[action] = now
+                clock_s = start + seconds[action]
+            ends[action] = clock_s
             if action in waiting:
                 woken += waiting.pop(action)
                 if ahead in woken:
                     woken.remove(ahead)
-                    self.free[stream], self.at[stream] = now, place + 1
+                    self.free[stream], self.at[stream] = clock_s, place + 1
                     return [*woken, stream, ahead]
-        self.free[stream], self.at[stream] = now, len(queue)
+        self.free[stream], self.at[stream] = clock_s, len(queue)
         return woken
 
 

@@ -148,7 +148,7 @@ class _Priced:
         if isinstance(of, ParameterGroup):
             cost = self.costs[of.bucket]
             return {
-                What.MADE: cost.made, What.CAST: cost.cast, What.INPUT: cost.reduced, What.SHARD: cost.shard
+                What.MADE: cost.gradient_bytes, What.CAST: cost.cast, What.INPUT: cost.reduced, What.SHARD: cost.shard
             }.get(what, cost.gathered)  # fmt: skip
         block = self.modules.blocks[self.modules.order[of.unit][0]]
         if what in (What.SAVED, What.ENTERS, What.HANDED):
@@ -161,8 +161,8 @@ class _Priced:
 
 def _weights(program: Program) -> list[int]:
     """Number of micro-batches that each action stands for."""
-    alike, more = program.repeat
-    return [1 + more if number == alike else 1 for number in program.ranks[0].micro_batch]
+    repeated, more = program.repeat
+    return [1 + more if number == repeated else 1 for number in program.ranks[0].micro_batch]
 
 
 def _sum_s(times: RankTimes, kinds: Sequence[ActionKind]) -> float:
@@ -188,12 +188,12 @@ def _moment(program: Program, trace: MemoryTrace, runs: dict[Region, Run]) -> Mo
     """Describe the moment of the peak."""
     changes, actions = trace.changes, program.ranks[0]
     until = int(trace.totals.argmax()) + 1
-    there: Counter[int] = Counter()
+    live_counts: Counter[int] = Counter()
     for number, sign in zip(changes.number[:until].tolist(), changes.sign[:until].tolist(), strict=True):
-        there[number] += sign
+        live_counts[number] += sign
     states: dict[What, dict[int, int]] = {what: {} for what in What}
     activation_bytes, state_bytes = 0, sum(trace.fixed.values())
-    for number, times in sorted(there.items()):
+    for number, times in sorted(live_counts.items()):
         thing, size = changes.things[number], times * int(trace.sizes[number])
         if not size:
             continue

@@ -156,8 +156,8 @@ def best_interval_steps(failures: Failures, step_s: float) -> int:
     """
     if not step_s > 0:
         raise ConfigError(f"expected a step of more than 0 s, got {step_s}")
-    least = max(1, int(np.ceil((failures.write_s - failures.checkpoint_s) / step_s)))
-    below = max(least, int(best_interval_s(failures) / step_s))
+    min_steps = max(1, int(np.ceil((failures.write_s - failures.checkpoint_s) / step_s)))
+    below = max(min_steps, int(best_interval_s(failures) / step_s))
     return max((below, below + 1), key=lambda steps: _share(failures, steps * step_s))
 
 

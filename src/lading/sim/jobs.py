@@ -33,7 +33,7 @@ def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
     listed = simulated.step.listed
     if listed is None:
         raise ConfigError("ranks one by one: expected ranks with a device each, got processes of one host")
-    layout, listed = simulated.request.layout, dataclasses.replace(listed, every=True)
+    layout, listed = simulated.request.layout, dataclasses.replace(listed, every_micro_batch=True)
     times = listed.times()
     group = layout.tp * layout.cp
     return Job(
@@ -59,8 +59,8 @@ def _stretches(region: Region, listed: ListedStep, meetings: int, meets: bool) -
 
 _SPANS: dict[Work, Callable[[SimulatedStage], tuple[Span, ...]]] = {
     Work.FORWARD: lambda stage: (stage.forward,),
-    Work.BACKWARD: lambda stage: (stage.again, stage.backward_input, stage.backward_weight),
-    Work.BACKWARD_INPUT: lambda stage: (stage.again, stage.backward_input),
+    Work.BACKWARD: lambda stage: (stage.recompute, stage.backward_input, stage.backward_weight),
+    Work.BACKWARD_INPUT: lambda stage: (stage.recompute, stage.backward_input),
     Work.BACKWARD_WEIGHT: lambda stage: (stage.backward_weight,),
 }
 
@@ -73,8 +73,8 @@ def checkpoint_bytes(simulated: Simulated) -> int:
     for stage in simulated.step.stages:
         for axes, number in stage.elements.items():
             roles = state_bytes({axes: number}, whole, stack)
-            kept = roles[Role.PARAMETER] + roles[Role.OPTIMIZER_STATE]
-            total += kept * (layout.devices // layout.pp // replicas(axes, layout))
+            saved_bytes = roles[Role.PARAMETER] + roles[Role.OPTIMIZER_STATE]
+            total += saved_bytes * (layout.devices // layout.pp // replicas(axes, layout))
     return total - (simulated.updated.saved_fewer_bytes if simulated.updated else 0)
 
 

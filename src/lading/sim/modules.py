@@ -80,7 +80,7 @@ class Block:
         forward, backward: In the order in which they run; what is recomputed is in ``backward``.
         saved_bytes: Kept from forward to backward.
         enters_bytes: Size of what enters it.
-        again: Its forward runs again in backward.
+        is_recomputed: Its forward runs again in backward.
     """
 
     atoms: tuple[Atom, ...]
@@ -88,15 +88,15 @@ class Block:
     backward: tuple[Piece, ...]
     saved_bytes: int
     enters_bytes: int
-    again: bool
+    is_recomputed: bool
 
     def lasts(self, module: str, *, backward: bool) -> tuple[int, int]:
         """First and last piece of a module; of one without a kernel those of the module it is in."""
         pieces = self.backward if backward else self.forward
         while True:
-            found = [place for place, piece in enumerate(pieces) if is_in(piece.module, module)]
-            if found:
-                return found[0], found[-1]
+            places = [place for place, piece in enumerate(pieces) if is_in(piece.module, module)]
+            if places:
+                return places[0], places[-1]
             if not module:
                 raise ConfigError("modules: expected a block with kernels, got none")
             module = module.rpartition(".")[0]
@@ -161,11 +161,11 @@ class Modules:
 
     def elements(self, atoms: Iterable[int]) -> dict[str, int]:
         """Parameters of some atoms by the axes over which they are replicated."""
-        found: dict[str, int] = {}
+        by_axes: dict[str, int] = {}
         for number in atoms:
             for axes, count in self.atom(number).elements.items():
-                found[axes] = found.get(axes, 0) + count
-        return found
+                by_axes[axes] = by_axes.get(axes, 0) + count
+        return by_axes
 
     def gathered(self, elements: Mapping[str, int]) -> int:
         """Bytes of such parameters as they are gathered."""
@@ -258,15 +258,15 @@ def _updates(
     rest_s = optimizer_s + host_s([stage], stack, optimizer_s) + prices.gradient_copies_s(stage.trained)
     if request.moves_matrices:
         of_segment = block_matrices(request, table)
-        found = rank_update([stage], [of_segment[place] for place in places], request, machine)
-        states, rest_s = found.states(states), found.seconds + found.host_s
+        update = rank_update([stage], [of_segment[place] for place in places], request, machine)
+        states, rest_s = update.states(states), update.seconds + update.host_s
     return {} if "parameters" in layout.offload else states, rest_s
 
 
 def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:
     half = len(parts.segments) // 2
-    found = [parts.segments[place + (0 if again else half)] for place, again in made]
-    return [dataclasses.replace(held, tied=0) for held in found]  # groups are gathered each by itself
+    phases = [parts.segments[place + (0 if again else half)] for place, again in made]
+    return [dataclasses.replace(held, tied=0) for held in phases]  # groups are gathered each by itself
 
 
 def _path(name: str, numbers: dict[str, int]) -> str:
@@ -279,18 +279,18 @@ def _path(name: str, numbers: dict[str, int]) -> str:
 def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: StepRequest, again: bool) -> Block:
     layout, stack = request.layout, request.stack
     mode = layout.recompute if again else "none"
-    kept = recomputed(ranked, mode, layout.recompute_modules, early_stop=stack.early_stop)
+    recompute = recomputed(ranked, mode, layout.recompute_modules, early_stop=stack.early_stop)
     share = operand_share(layout.precision, stack)
-    alive = alive_bytes(ranked, kept, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
+    alive = alive_bytes(ranked, recompute, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
     seconds = {
         "forward": span(whole.forward, prices, stack).seconds,
         "again": span(whole.again, prices, stack).seconds,
         "backward": span(whole.backward_input, prices, stack).seconds
         + span(whole.backward_weight, prices, stack).seconds,
     }
-    atoms, homes = _atoms(ranked, kept.kernels)
+    atoms, homes = _atoms(ranked, recompute.kernels)
     ends = _ends(ranked, alive, homes)
-    split = len(kept.kernels)
+    split = len(recompute.kernels)
     return Block(
         atoms=atoms,
         forward=_pieces(ranked, prices, alive.forward, seconds["forward"], {}),
@@ -300,7 +300,7 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: S
         ),
         saved_bytes=alive.saved,
         enters_bytes=sum(ranked.tensors[t].size_bytes for t in ranked.enters),
-        again=again and split > 0,
+        is_recomputed=again and split > 0,
     )
 
 
@@ -315,11 +315,11 @@ def _atoms(ranked: RankSegment, again: Sequence[int]) -> tuple[tuple[Atom, ...],
     for tensor, axes in ranked.parameters:
         local = ranked.tensors[tensor]
         modules[tensor] = local.name.rpartition(".")[0]
-        own = elements.setdefault(modules[tensor], {})
+        by_axes = elements.setdefault(modules[tensor], {})
         count = 1
         for length in local.shape:
             count *= length
-        own[axes] = own.get(axes, 0) + count
+        by_axes[axes] = by_axes.get(axes, 0) + count
     storages = {ranked.tensors[t].storage: module for t, module in modules.items()}
     first: dict[str, int] = {}
     read: set[str] = set()
@@ -341,15 +341,15 @@ def _ends(ranked: RankSegment, alive: AliveBytes, homes: Mapping[int, int]) -> d
     for tensor, place in alive.gradients.items():
         atom = homes[tensor]
         last[atom] = max(last.get(atom, 0), place)
-    found: dict[int, list[int]] = {}
+    ready_atoms: dict[int, list[int]] = {}
     for atom, place in last.items():
-        found.setdefault(place, []).append(atom)
+        ready_atoms.setdefault(place, []).append(atom)
     if missing := set(homes.values()) - set(last):
         raise ConfigError(
             f"unsharding: expected a gradient of every parameter of segment {ranked.name!r}, got none of "
             f"{len(missing)}; leave them out of the model, or freeze none"
         )
-    return found
+    return ready_atoms
 
 
 def _pieces(
@@ -362,17 +362,17 @@ def _pieces(
     """Kernels of one module in a row, each with its share of the seconds."""
     alone = [_alone_s(ranked, prices, place) for place, _ in alive]
     scale = seconds / total if (total := sum(alone)) else 0.0
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for (place, size), each in zip(alive, alone, strict=True):
         module, made = ranked.kernels[place].module, tuple(ends.get(place, ()))
         share = each * scale if total else seconds / len(alive)
-        if found and found[-1].module == module:
-            last = found.pop()
-            most, gradients = max(size, last.alive_bytes), (*last.gradients, *made)
-            found.append(Piece(module, share + last.seconds, most, size, gradients))
+        if pieces and pieces[-1].module == module:
+            last = pieces.pop()
+            peak_bytes, gradients = max(size, last.alive_bytes), (*last.gradients, *made)
+            pieces.append(Piece(module, share + last.seconds, peak_bytes, size, gradients))
         else:
-            found.append(Piece(module, share, size, size, made))
-    return tuple(found)
+            pieces.append(Piece(module, share, size, size, made))
+    return tuple(pieces)
 
 
 def _alone_s(ranked: RankSegment, prices: MachinePrices, place: int) -> float:

@@ -71,9 +71,9 @@ class Noise:
 def _placed(factors: Mapping[int, float], ranks: int, name: str) -> npt.NDArray[np.float64]:
     if bad := [rank for rank in factors if not 0 <= rank < ranks]:
         raise ConfigError(f"noise: {name} are of ranks 0 to {ranks - 1}, got {bad[0]}")
-    found = np.ones(ranks)
-    found[list(factors)] = list(factors.values())
-    return found
+    rank_factors = np.ones(ranks)
+    rank_factors[list(factors)] = list(factors.values())
+    return rank_factors
 
 
 class Jitter:

@@ -52,30 +52,30 @@ class Occupancy:
     """Memory of one pipeline rank over a step.
 
     Attributes:
-        held: Things in memory, in the order in which they come.
+        spans: Things in memory, in the order in which they come.
         duration_s: Seconds of the step.
     """
 
     rank: int
-    held: tuple[MemorySpan, ...]
+    spans: tuple[MemorySpan, ...]
     duration_s: float
 
     @cached_property
     def staircase(self) -> tuple[npt.NDArray[np.float64], dict[Role, npt.NDArray[np.int64]]]:
         """Moments (s), ascending, and bytes by role from each until the next."""
-        count = len(self.held)
-        times = np.array([h.start_s for h in self.held] + [h.end_s for h in self.held])
-        sizes = np.array([h.size_bytes for h in self.held], np.int64)
+        count = len(self.spans)
+        times = np.array([h.start_s for h in self.spans] + [h.end_s for h in self.spans])
+        sizes = np.array([h.size_bytes for h in self.spans], np.int64)
         change = np.concatenate([sizes, -sizes])
         comes = np.arange(2 * count) < count
         order = np.lexsort((comes, times))  # what goes at a moment goes before what comes
         moments = times[order]
         last = np.append(moments[1:] > moments[:-1], True)
-        found: dict[Role, npt.NDArray[np.int64]] = {}
-        for role in dict.fromkeys(h.role for h in self.held):
-            of_role = np.array([h.role is role for h in self.held] * 2)
-            found[role] = np.cumsum(np.where(of_role, change, 0)[order])[last]
-        return moments[last], found
+        by_role: dict[Role, npt.NDArray[np.int64]] = {}
+        for role in dict.fromkeys(h.role for h in self.spans):
+            of_role = np.array([h.role is role for h in self.spans] * 2)
+            by_role[role] = np.cumsum(np.where(of_role, change, 0)[order])[last]
+        return moments[last], by_role
 
     @cached_property
     def total(self) -> npt.NDArray[np.int64]:
@@ -121,16 +121,16 @@ def _times(simulated: Simulated) -> RankTimes:
         return step.times
     units = sum(count for stage in step.stages for _, count in stage.run)
     fine = 2 * units * simulated.request.layout.micro_batches <= _MANY * len(simulated.memory)
-    return dataclasses.replace(listed_of(simulated.request, step), every=fine, by_unit=fine).times()
+    return dataclasses.replace(listed_of(simulated.request, step), every_micro_batch=fine, by_unit=fine).times()
 
 
 def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[MemorySpan]:
     """Yield what is there all the time: with what an update adds, or the layout moves away, beside the lists."""
     for role, size in simulated.memory[rank].items():
-        there = size - trace.peak.get(role, 0) + trace.fixed.get(role, 0)
+        size_bytes = size - trace.peak.get(role, 0) + trace.fixed.get(role, 0)
         name = "buffers that stay" if role is Role.WORKSPACE else role.value.replace("_", " ")
-        if there:
-            yield MemorySpan(0.0, simulated.step.step_s, role, there, name)
+        if size_bytes:
+            yield MemorySpan(0.0, simulated.step.step_s, role, size_bytes, name)
 
 
 def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
@@ -153,26 +153,26 @@ def _drawn(
 ) -> Iterator[MemorySpan]:
     """Yield what comes and goes; what goes is what came first of that thing, or of its stage where grains differ."""
     changes = trace.changes
-    there: dict[tuple[What, int], list[_Coming]] = {}
+    present: dict[tuple[What, int], list[_Coming]] = {}
     rows: list[list[int]] = np.stack([changes.number, changes.sign, changes.action], axis=1).tolist()
     for (number, sign, action), time_s in zip(rows, _moments(trace, times, rank), strict=True):
         thing, size = changes.things[number], int(trace.sizes[number])
         if not size:
             continue
-        alike = there.setdefault((thing.what, thing.of.stage), [])
+        candidates = present.setdefault((thing.what, thing.of.stage), [])
         if sign > 0:
             name = _WORDS.get(thing.what, "") + labels[action]
-            alike.append(_Coming(number, time_s, trace.roles[number], size, name))
+            candidates.append(_Coming(number, time_s, trace.roles[number], size, name))
             continue
-        for one in sorted(alike, key=lambda one: one.number != number):
-            gone = min(size, one.size_bytes)
-            size, one.size_bytes = size - gone, one.size_bytes - gone
-            yield MemorySpan(one.start_s, time_s, one.role, gone, one.name)
+        for one in sorted(candidates, key=lambda one: one.number != number):
+            freed_bytes = min(size, one.size_bytes)
+            size, one.size_bytes = size - freed_bytes, one.size_bytes - freed_bytes
+            yield MemorySpan(one.start_s, time_s, one.role, freed_bytes, one.name)
             if not one.size_bytes:
-                alike.remove(one)
+                candidates.remove(one)
             if not size:
                 break
-    for one in (one for alike in there.values() for one in alike):
+    for one in (one for alike in present.values() for one in alike):
         yield MemorySpan(one.start_s, until_s, one.role, one.size_bytes, one.name)
 
 
@@ -191,17 +191,17 @@ def _moments(trace: MemoryTrace, times: RankTimes, rank: int) -> list[float]:
     """Seconds at which each change is drawn."""
     program, base = times.program, times.program.bounds[rank]
     moments: list[float] = []
-    before_s, asked = 0.0, 0
+    before_s, num_requests = 0.0, 0
     rows: list[list[int]] = np.stack([trace.changes.action, trace.changes.ends], axis=1).tolist()
     for action, ends in rows:
         if not ends:
-            asked += 1
+            num_requests += 1
             continue
         start_s, end_s = times.start_s[base + action], times.end_s[base + action]
-        moments += _between(before_s, start_s + _ASKING * (end_s - start_s), asked)
+        moments += _between(before_s, start_s + _ASKING * (end_s - start_s), num_requests)
         moments.append(end_s)
-        before_s, asked = end_s, 0
-    moments += _between(before_s, max(before_s, times.step_s), asked)
+        before_s, num_requests = end_s, 0
+    moments += _between(before_s, max(before_s, times.step_s), num_requests)
     first, repeats = program.repeat
     if not repeats:
         return moments

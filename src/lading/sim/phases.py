@@ -42,7 +42,7 @@ class Phases:
         trained: Trained parameters among them.
         trained_bytes, frozen_bytes: Bytes of what is trained beside frozen weights, and of these.
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
-        segment, kept: Segment that it is of, and what is run again and kept.
+        segment, recomputed_parts: Segment that it is of, and what is run again and kept.
         moved_bytes: Bytes kept behind the device instead.
         tied: Elements among ``elements["dp"]`` of a weight that is one with one of the first segment.
     """
@@ -60,7 +60,7 @@ class Phases:
     frozen_bytes: int
     placeholders: dict[tuple[int, ...], int]
     segment: RankSegment
-    kept: Recomputed
+    recomputed_parts: Recomputed
     moved_bytes: int = 0
     tied: int = 0
 
@@ -80,10 +80,10 @@ class Phases:
         if not self.tied:
             return self
         share = 1 - self.tied / sum(self.elements.values())
-        trained = less(self.trained, self.tied) if self.trained else self.trained
+        trained = without_tied_elements(self.trained, self.tied) if self.trained else self.trained
         return dataclasses.replace(
             self,
-            elements=less(self.elements, self.tied),
+            elements=without_tied_elements(self.elements, self.tied),
             trained=trained,
             tied=0,
             trained_bytes=round(self.trained_bytes * share),
@@ -98,23 +98,25 @@ def groups_apart(layout: Layout, stack: Stack) -> bool:
 
 def as_held(segments: Sequence[Phases], layout: Layout, stack: Stack) -> tuple[Phases, ...]:
     """Segments, with nothing tied where a layout has groups apart."""
-    apart = groups_apart(layout, stack)
-    return tuple(dataclasses.replace(held, tied=0) if apart and held.tied else held for held in segments)
+    has_groups_apart = groups_apart(layout, stack)
+    return tuple(dataclasses.replace(held, tied=0) if has_groups_apart and held.tied else held for held in segments)
 
 
-def less(elements: Mapping[str, int], tied: int) -> dict[str, int]:
+def without_tied_elements(elements: Mapping[str, int], tied: int) -> dict[str, int]:
     """Parameters without so many that are whole on every data-parallel rank."""
     return {axes: number - tied if axes == DENSE else number for axes, number in elements.items()}
 
 
-def stretches(segment: RankSegment, kept: Recomputed, stack: Stack) -> list[list[Kernel]]:
+def stretches(segment: RankSegment, recompute: Recomputed, stack: Stack) -> list[list[Kernel]]:
     """Kernels of forward, of what runs again, and of gradients of activations and of weights."""
     issued = launched(segment, stack)
     again: tuple[Kernel, ...] = ()
-    if kept.kernels:
-        again = launched(dataclasses.replace(segment, kernels=tuple(segment.kernels[p] for p in kept.kernels)), stack)
-    found = [[k for k in issued if k.stage is stage] for stage in _STAGES]
-    return [found[0], [k for k in again if k.stage is Stage.FORWARD], *found[1:]]
+    if recompute.kernels:
+        again = launched(
+            dataclasses.replace(segment, kernels=tuple(segment.kernels[p] for p in recompute.kernels)), stack
+        )
+    by_stage = [[k for k in issued if k.stage is stage] for stage in _STAGES]
+    return [by_stage[0], [k for k in again if k.stage is Stage.FORWARD], *by_stage[1:]]
 
 
 def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Prices, stack: Stack) -> Phases:
@@ -123,14 +125,14 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
     Args:
         mode, modules: What is recomputed (``lading.parallel.recompute.recomputed``).
     """
-    kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
+    recompute = recomputed(segment, mode, modules, early_stop=stack.early_stop)
     in_place = stack.gradient_placeholders and bool(segment.enters and segment.leaves)
     memory = segment_memory(
-        segment, kept, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place,
+        segment, recompute, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place,
         operand_share=operand_share(prices.precision, stack),
     )  # fmt: skip
     forward, again, backward_input, backward_weight = [
-        part_of(kernels, prices) for kernels in stretches(segment, kept, stack)
+        part_of(kernels, prices) for kernels in stretches(segment, recompute, stack)
     ]
     return Phases(
         forward=forward,
@@ -146,6 +148,6 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         frozen_bytes=segment.frozen_bytes,
         placeholders=weight_shapes(segment) if in_place else {},
         segment=segment,
-        kept=kept,
+        recomputed_parts=recompute,
         tied=segment.tied_elements,
     )

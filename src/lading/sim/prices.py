@@ -38,7 +38,7 @@ _ADDING = ("hopper", "blackwell")
 _SHARED = {PRODUCTS: "products", LOW: "products", ATTENTION: "products"}
 
 
-def _beside(axis: str) -> str:
+def _overlapped_collective(axis: str) -> str:
     """The collective that runs beside computing over an axis."""
     return "all_to_all" if axis == "ep" else "send" if axis in ("pp", "cp") else "all_gather"
 
@@ -121,7 +121,7 @@ class MachinePrices:
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
         """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
-        return self._lost(_beside(axis), axis, memory_bound)
+        return self._lost(_overlapped_collective(axis), axis, memory_bound)
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
         """Seconds of reducing the gradients of ``elements``, by the axes over which they are replicated."""
@@ -129,7 +129,7 @@ class MachinePrices:
         pieces = self.stack.pieces
         seconds = pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
         if self.layout.updates_on_host and self.layout.zero >= 2:
-            seconds += copy_s(self._kept(elements) * width, self.machine, self.machine.host_tier, out=True)
+            seconds += copy_s(self._updated_elements(elements) * width, self.machine, self.machine.host_tier, out=True)
         return seconds
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
@@ -147,7 +147,7 @@ class MachinePrices:
             ranks = max((self._group(self._shard_axis(axes)).ranks for axes in elements), default=1)
             seconds += pieces * ranks * self.stack.gather_rank_s if ranks > 1 else 0.0
         if "parameters" in self.layout.offload:
-            seconds += copy_s(self._kept(elements) * width, self.machine, self.layout.offload_to, out=False)
+            seconds += copy_s(self._updated_elements(elements) * width, self.machine, self.layout.offload_to, out=False)
         return seconds
 
     def _broadcasts_s(self, size_bytes: int, axis: str) -> float:
@@ -171,8 +171,8 @@ class MachinePrices:
         Args:
             elements: Elements of the weight on one rank; with ZeRO 2 and 3 a shard of them is summed.
         """
-        kept = self._kept({"dp": elements}) if self.layout.zero >= 2 else elements
-        return self._collective_s("all_reduce", int(kept * DTYPE_BYTES[self.stack.gradient_dtype]), "pp")
+        num_elements = self._updated_elements({"dp": elements}) if self.layout.zero >= 2 else elements
+        return self._collective_s("all_reduce", int(num_elements * DTYPE_BYTES[self.stack.gradient_dtype]), "pp")
 
     def send_s(self, size_bytes: int) -> float:
         """Seconds of handing the activations on a stage's border, ``size_bytes`` in all, to the next stage."""
@@ -213,12 +213,12 @@ class MachinePrices:
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Seconds of updating what a rank keeps of ``elements``, with clipping where the stack clips."""
-        kept, device = self._kept(elements), self.machine.device
+        num_elements, device = self._updated_elements(elements), self.machine.device
         if self.layout.updates_on_host:
             states = kept_state_bytes(self.stack)
-            return host_step_s(kept, self.layout, self.stack, self.machine, state_bytes=states)
-        clipped = clip_s(kept, self.stack, device) if self.stack.clips else 0.0
-        alone = step_s(kept, adam_bytes(self.stack), device) + clipped
+            return host_step_s(num_elements, self.layout, self.stack, self.machine, state_bytes=states)
+        clipped = clip_s(num_elements, self.stack, device) if self.stack.clips else 0.0
+        alone = step_s(num_elements, adam_bytes(self.stack), device) + clipped
         return alone * self._slower("memory-bound") * self._measured("optimizer")
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
@@ -237,7 +237,7 @@ class MachinePrices:
         """Architecture of the device's kernels, as of ``Device.architecture``."""
         return self.machine.device.architecture
 
-    def _kept(self, elements: Mapping[str, int]) -> float:
+    def _updated_elements(self, elements: Mapping[str, int]) -> float:
         """Number of ``elements`` that a rank updates itself."""
         return sum(number / shards(axes, self.layout) for axes, number in elements.items())
 
@@ -260,9 +260,9 @@ class MachinePrices:
         """Seconds of a collective of one size, or of an array of sizes in bytes."""
         seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
         alone = seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
-        return alone * max(1.0, self.taken(op, axis)) * self._measured(op)
+        return alone * max(1.0, self.processor_share(op, axis)) * self._measured(op)
 
-    def taken(self, op: str, axis: str) -> float:
+    def processor_share(self, op: str, axis: str) -> float:
         """Share of a host's processors that a collective takes in all groups of an axis at once, above 1 if they wait.
 
         0 where ranks are no processes of one host.
@@ -281,7 +281,7 @@ class MachinePrices:
         group, gpu = self._group(axis), self.machine.device.gpu
         if group.ranks == 1 or gpu is None:
             return 1.0, 1.0, 1.0
-        op, nvls = _beside(axis), self.architecture in _ADDING
+        op, nvls = _overlapped_collective(axis), self.architecture in _ADDING
         bound = [contention(op, group, self.machine, gpu.num_sms, memory_bound=m, nvls=nvls) for m in (0.0, 1.0)]
         return bound[0].compute, bound[1].compute, bound[0].collective
 

@@ -83,7 +83,9 @@ class _HostStep:
             at_once = computing * (layout.devices // layout.pp)
             prices = MachinePrices(self.machine, layout, request.stack, computing=at_once)
             stages = [stage_of(run, self.segments, prices, request.stack) for run in self.runs]
-            steps.append(ListedStep(request, stages, self.runs, self.segments, prices, every=True, keep=self.keep))
+            steps.append(
+                ListedStep(request, stages, self.runs, self.segments, prices, every_micro_batch=True, keep=self.keep)
+            )
         return steps
 
     @property
@@ -158,7 +160,7 @@ class _HostStep:
         for axes, number in elements.items():
             buckets = max(1, round(number * DTYPE_BYTES[self.request.stack.gradient_dtype] / _BUCKET_BYTES))
             alone = buckets * prices.reduce_s({axes: number // buckets})
-            seconds += alone * min(1.0, prices.taken("all_reduce", axes))
+            seconds += alone * min(1.0, prices.processor_share("all_reduce", axes))
         return seconds + prices.copies_s(elements, _TO_BUCKET)
 
     @cached_property

@@ -190,11 +190,11 @@ def _waits(program: Program, kind: Ints, storage: Ints, rank: Ints) -> list[tupl
     return [(next(flat),) if count == 1 else tuple(islice(flat, count)) for count in counts.tolist()]
 
 
-def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
+def _first_alike(what: T, run_starts: Sequence[Sequence[int]]) -> T:
     """A region or storage with the first unit of its stage that is like its own, where that is known."""
-    if isinstance(what, Border) or what.unit < 0 or not alike:
+    if isinstance(what, Border) or what.unit < 0 or not run_starts:
         return what
-    return what._replace(unit=alike[what.stage][what.unit])
+    return what._replace(unit=run_starts[what.stage][what.unit])
 
 
 def _meetings(program: Program, kind: Ints, rank: Ints) -> list[list[tuple[int, int]]]:
@@ -245,8 +245,8 @@ def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[flo
     for rank in range(len(program.ranks)):
         ahead[len(STREAMS) * rank + COMPUTE] = len(STREAMS) * rank + NETWORK
     run = StreamRun(wires.queues, wires.waits, seconds, wires.computing, ahead)
-    beside = _BesideNetwork(run, slowdown or [0.0] * len(program.ranks))
-    return _times(program, run, beside, beside.slowed_s)
+    shared_run = _BesideNetwork(run, slowdown or [0.0] * len(program.ranks))
+    return _times(program, run, shared_run, shared_run.slowed_s)
 
 
 def run_order(program: Program) -> list[tuple[int, int]]:
@@ -333,15 +333,15 @@ def end_beside(spans: list[tuple[float, float]], start_s: float, seconds: float,
     Args:
         spans: When the network is busy, as (start, end) in order; at least one.
     """
-    now, left, factor = start_s, seconds, 1 + slowdown
-    if spans[0][1] <= now:
-        spans[:] = [span for span in spans if span[1] > now]
+    clock_s, remaining_s, factor = start_s, seconds, 1 + slowdown
+    if spans[0][1] <= clock_s:
+        spans[:] = [span for span in spans if span[1] > clock_s]
     for begin, end in spans:
-        alone = min(left, max(0.0, begin - now))
-        now, left = now + alone, left - alone
-        beside = max(0.0, min(left * factor, end - now))
-        now, left = now + beside, max(0.0, left - beside / factor)
-    return now + left
+        unshared_s = min(remaining_s, max(0.0, begin - clock_s))
+        clock_s, remaining_s = clock_s + unshared_s, remaining_s - unshared_s
+        shared_s = max(0.0, min(remaining_s * factor, end - clock_s))
+        clock_s, remaining_s = clock_s + shared_s, max(0.0, remaining_s - shared_s / factor)
+    return clock_s + remaining_s
 
 
 class _SharedProcessors:

@@ -49,7 +49,7 @@ def units_of_runs(
 ) -> list[list[tuple[Unit, int]]]:
     """Units of each stage, and how often each stands."""
     early_stop = request.stack.early_stop
-    units = [Unit(one.segment, one.kept, early_stop, not one.segment.leaves) for one in segments]
+    units = [Unit(one.segment, one.recomputed_parts, early_stop, not one.segment.leaves) for one in segments]
     return [[(units[variant], count) for variant, count in run] for run in runs]
 
 
@@ -90,10 +90,10 @@ def list_shape(
         plan=plan,
         stages=tuple(tuple((shape[unit], count) for unit, count in units) for units in stages),
         shards="parameters" if layout.cuts_parameters else _SHARDS[layout.zero],
-        more=more,
+        num_repeats=more,
         blocks_ahead=stack.blocks_ahead,
         pipelined=layout.is_pipeline,
-        alone=frozenset(name for name in axes if replicas(name, layout) == 1),
+        single_rank_axes=frozenset(name for name in axes if replicas(name, layout) == 1),
         keep=keep,
         # FSDP2 inside a pipeline always gathers beside computing, unless the host waits for every kernel.
         overlap_gather=stack.overlap_param_gather
@@ -117,7 +117,7 @@ class ListedStep:
         stages: In the order of forward, each with all its units.
         runs: Segments of each stage, and how often each stands.
         segments: What each costs; ``runs`` count in them.
-        every: List every micro-batch.
+        every_micro_batch: List every micro-batch.
         keep: How long unsharded parameters stay, where there is no pipeline.
         by_unit: Forward and backward are a region for each unit, also where nothing happens between.
     """
@@ -127,7 +127,7 @@ class ListedStep:
     runs: Sequence[Run]
     segments: Sequence[Phases]
     prices: MachinePrices
-    every: bool = False
+    every_micro_batch: bool = False
     keep: UnitResidency = UnitResidency.RELEASE
     by_unit: bool = False
 
@@ -146,7 +146,7 @@ class ListedStep:
             stages,
             buckets=buckets,
             tied=self._tied > 0,
-            every=self.every,
+            every=self.every_micro_batch,
             keep=self.keep,
             by_unit=self.by_unit,
         )
@@ -195,7 +195,7 @@ class ListedStep:
         kind, what, group = key
         if isinstance(what, Region) or kind is ActionKind.UNSHARD or kind is ActionKind.REDUCE_GRAD:
             assert not isinstance(what, Border | None)
-            return self._known(kind, what)
+            return self._cached_seconds(kind, what)
         if kind is ActionKind.SEND:
             return self._send_s
         if kind is ActionKind.STEP:
@@ -226,7 +226,7 @@ class ListedStep:
         """Run the lists: times of every action."""
         return run_ranks(self.program, action_seconds(self.program, self.seconds), self.slowdowns)
 
-    def _known(self, kind: ActionKind, what: Region | ParameterGroup) -> float:
+    def _cached_seconds(self, kind: ActionKind, what: Region | ParameterGroup) -> float:
         """Seconds of a region, or of a gather or reduction: worked out once for units that are alike."""
         segment = self._order[what.stage][what.unit] if what.unit >= 0 else -1
         key = (kind, id(self.stages[what.stage]), segment, what[2:])
@@ -271,15 +271,15 @@ class ListedStep:
         return [[variant for variant, count in run for _ in range(count)] for run in self.runs]
 
     @cached_property
-    def _each(self) -> dict[int, SimulatedStage]:
+    def _stage_by_segment(self) -> dict[int, SimulatedStage]:
         """Sum up each distinct segment as a stage of its own."""
         distinct = {variant for run in self.runs for variant, _ in run}
-        apart = self.layout.is_pipeline
-        once = self.segments if apart else [segment.without_tied for segment in self.segments]
-        return {v: stage_of([(v, 1)], once, self.prices, self.request.stack) for v in distinct}
+        has_groups_apart = self.layout.is_pipeline
+        segments = self.segments if has_groups_apart else [segment.without_tied for segment in self.segments]
+        return {v: stage_of([(v, 1)], segments, self.prices, self.request.stack) for v in distinct}
 
     def _unit(self, stage: int, unit: int) -> SimulatedStage:
-        return self._each[self._order[stage][unit]]
+        return self._stage_by_segment[self._order[stage][unit]]
 
     def _region_s(self, region: Region) -> float:
         stage, copies = self.stages[region.stage], self.stages[region.stage].copies_s
@@ -300,12 +300,12 @@ class ListedStep:
         spread = copies[region.work is not Work.FORWARD] / len(self._order[region.stage])
         if region.work is Work.FORWARD:
             return (unit.forward.seconds + copied + spread) * self._part(region)
-        gathers = stack.gathers - 1 if stage.again.seconds else 1
+        gathers = stack.gathers - 1 if stage.recompute.seconds else 1
         reduced = self.prices.copies_s(unit.trained, stack.reduce_copy_bytes)
         return (unit.backward_s + gathers * copied + reduced + spread) * self._part(region)
 
     def _units_s(self, stage: int, work: Work) -> float:
-        return sum(_work_s(self._each[variant], work) for variant in self._order[stage])
+        return sum(_work_s(self._stage_by_segment[variant], work) for variant in self._order[stage])
 
     def _part(self, region: Region) -> float:
         """Share of a region in its unit's pass: 1 but where groups begin or end within the pass."""
@@ -313,18 +313,18 @@ class ListedStep:
             return 1.0
         segment = self.segments[self._order[region.stage][region.unit]]
         key = (id(segment), region.work)
-        if key not in self._alone:
+        if key not in self._kernel_ends_s:
             stack = self.request.stack
-            unit = Unit(segment.segment, segment.kept, stack.early_stop, not segment.segment.leaves)
+            unit = Unit(segment.segment, segment.recomputed_parts, stack.early_stop, not segment.segment.leaves)
             kernels = unit.in_order(region.work, weights_forward=not stack.megatron_order)
-            self._alone[key] = np.cumsum([0.0, *(self._alone_s(kernel) for kernel in kernels)]).tolist()
-        ends = self._alone[key]
+            self._kernel_ends_s[key] = np.cumsum([0.0, *(self._alone_s(kernel) for kernel in kernels)]).tolist()
+        ends = self._kernel_ends_s[key]
         if region.stop - region.start in (0, len(ends) - 1) or not ends[-1]:
             return 1.0
         return (ends[region.stop] - ends[region.start]) / ends[-1]
 
     @cached_property
-    def _alone(self) -> dict[tuple[int, Work], list[float]]:
+    def _kernel_ends_s(self) -> dict[tuple[int, Work], list[float]]:
         return {}
 
     def _alone_s(self, kernel: Kernel) -> float:
@@ -336,13 +336,13 @@ class ListedStep:
     def _buckets(self) -> list[tuple[list[float], list[float]]]:
         """Seconds of backward until each bucket is full, and of the bucket's reduction, by stage."""
         size = self.layout.bucket_bytes // DTYPE_BYTES[self.request.stack.gradient_dtype]
-        found: list[tuple[list[float], list[float]]] = []
+        bucket_times: list[tuple[list[float], list[float]]] = []
         for number, stage in enumerate(self.stages):
-            units = [self._each[variant] for variant in reversed(self._order[number])]
+            units = [self._stage_by_segment[variant] for variant in reversed(self._order[number])]
             seconds, reduces = buckets_s(units, size, self.prices)
             scale = (_work_s(stage, Work.BACKWARD) + stage.copies_s[1]) / sum(seconds) if sum(seconds) else 0.0
-            found.append(([scale * one for one in seconds], reduces))
-        return found
+            bucket_times.append(([scale * one for one in seconds], reduces))
+        return bucket_times
 
     def _unshard_s(self, group: ParameterGroup) -> float:
         if group.unit == ALL_UNITS:
@@ -405,7 +405,7 @@ class ListedStep:
         if not self.layout.cuts_parameters:
             return self._sums_s() if self.program.ranks and any(stage.summed for stage in self.stages) else 0.0
         times = 1 if self.layout.is_pipeline else self.layout.micro_batches
-        units = [self._each[v] for stage in self.shape.plan.stages_of(rank) for v in self._order[stage]]
+        units = [self._stage_by_segment[v] for stage in self.shape.plan.stages_of(rank) for v in self._order[stage]]
         return times * sum(self.prices.sums_s(unit.summed) for unit in units)
 
     def _exposed_s(self, times: RankTimes, rank: int) -> float:
@@ -424,5 +424,5 @@ def _work_s(stage: SimulatedStage, work: Work) -> float:
     if work is Work.BACKWARD:
         return stage.backward_s
     if work is Work.BACKWARD_INPUT:
-        return stage.again.seconds + stage.backward_input.seconds
+        return stage.recompute.seconds + stage.backward_input.seconds
     return stage.backward_weight.seconds

@@ -58,7 +58,7 @@ class Simulated:
 
     Attributes:
         memory: Bytes of the device by role when their sum is largest, for each pipeline rank.
-        behind: Bytes by role of what lies in ``behind_tier``, for each pipeline rank.
+        lower_tier_by_rank: Bytes by role of what lies in ``behind_tier``, for each pipeline rank.
         segments: Costs of each segment, as of ``Priced``; the runs of stages count in them.
         updated: The update of matrices, where a rule for matrices moves them.
     """
@@ -68,7 +68,7 @@ class Simulated:
     table: ModelTable
     step: Step
     memory: tuple[dict[Role, int], ...]
-    behind: tuple[dict[Role, int], ...]
+    lower_tier_by_rank: tuple[dict[Role, int], ...]
     segments: tuple[Phases, ...]
     updated: Updated | None = None
 
@@ -86,7 +86,7 @@ class Simulated:
     @property
     def behind_bytes(self) -> int:
         """Largest bytes that any rank needs in ``behind_tier``."""
-        return max(sum(roles.values()) for roles in self.behind)
+        return max(sum(roles.values()) for roles in self.lower_tier_by_rank)
 
     @property
     def model_flops(self) -> float:
@@ -144,7 +144,7 @@ class Simulated:
         """The figures, with their intervals."""
         step_s, peak = self.step.step_s, self.peak_bytes
         high = int(peak * (1 + MEMORY_SPREAD))
-        tier, beside = self.machine.tier(self.behind_tier), self.behind_bytes
+        tier, lower_tier_bytes = self.machine.tier(self.behind_tier), self.behind_bytes
         return Prediction(
             step_s=step_s,
             low_s=step_s * self.interval[0],
@@ -153,9 +153,9 @@ class Simulated:
             rank_bytes=tuple(sum(roles.values()) for roles in self.memory),
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
-            tier_bytes={tier.name: beside} if tier else {},
+            tier_bytes={tier.name: lower_tier_bytes} if tier else {},
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes
-            and (tier is None or beside <= tier.capacity_bytes),
+            and (tier is None or lower_tier_bytes <= tier.capacity_bytes),
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
             assumed=(
                 *self.request.assumed,
@@ -172,44 +172,48 @@ class Simulated:
 
 def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
     """Sentences on what the request says and the step does not know."""
-    layout, stack, found = request.layout, request.stack, list[str]()
+    layout, stack, sentences = request.layout, request.stack, list[str]()
     if request.schedule_detail and layout.pp > 1:
-        found.append(f"schedule {request.schedule_detail} simulated as {schedule_of(layout).kind}")
+        sentences.append(f"schedule {request.schedule_detail} simulated as {schedule_of(layout).kind}")
     if layout.is_pipeline and layout.zero >= 2 and not stack.cuts_in_pipeline:
-        found.append(
+        sentences.append(
             f"zero{layout.zero} in a pipeline simulated as PyTorch's FSDP2 has it: no such run of software stack "
             f"{stack.name} is known"
         )
     if table.tied and groups_apart(layout, stack):
-        found.append("tied weights simulated as one of each group that is gathered: a little more than one for both")
-    return tuple(found)
+        sentences.append(
+            "tied weights simulated as one of each group that is gathered: a little more than one for both"
+        )
+    return tuple(sentences)
 
 
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     """Sentences on what is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
     evidence = evidence_on(stack, machine.device.architecture)
-    told: list[str] = []
+    sentences: list[str] = []
     if evidence == GUESSED and stack.framework:
-        told.append(
+        sentences.append(
             f"software stack {stack.name} on {machine.device.name}: no step of any software was seen there, so its "
             "libraries are taken for unknown"
         )
     elif evidence == GUESSED:
-        told.append(f"software that is not known: {stack.title}; what is not stated is the default of {stack.kind}")
+        sentences.append(
+            f"software that is not known: {stack.title}; what is not stated is the default of {stack.kind}"
+        )
     if gpu is None:
-        return tuple(told)
+        return tuple(sentences)
     if request.layout.precision == "fp32":
         tf32 = "half of the rate in 16 bits (TF32), which was not measured"
         products = tf32 if stack.tf32 else "the measured share of the peak"
         kernel = "attention is PyTorch's memory-efficient kernel, at a sixth of its rate in 16 bits"
-        told.append(f"fp32: products take {products}; {kernel}")
+        sentences.append(f"fp32: products take {products}; {kernel}")
     if evidence == SWITCHES:
-        told.append(
+        sentences.append(
             f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "
             "there"
         )
-    return tuple(told)
+    return tuple(sentences)
 
 
 @dataclass(frozen=True)
@@ -279,12 +283,12 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
     stages, step = _timed(request, table, both, machine)
     program = step.program if step.listed is None else listed_of(request, step).program
     given = [trace.peak for trace in device_traces(request, both, stages, step, program)]
-    here, there = zip(*stored(request, given, both, stages, step), strict=True)
-    found = None
+    on_device, on_lower_tier = zip(*stored(request, given, both, stages, step), strict=True)
+    update = None
     if request.moves_matrices:
-        found = updated(request, machine, table, step, here)
-        step, here = found.step, found.memory
-    return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both, found)
+        update = updated(request, machine, table, step, on_device)
+        step, on_device = update.step, update.memory
+    return Simulated(request, machine, table, _waiting(step, request.layout), on_device, on_lower_tier, both, update)
 
 
 def _timed(
@@ -341,23 +345,23 @@ def table_of(request: StepRequest) -> ModelTable:
     table = architecture_table(
         request.model, unfused=unfused, dropout=request.dropout, alibi=request.alibi, name=request.name
     )
-    kept, layers = request.high_precision_layers, request.model.layers
-    if not kept or request.layout.precision not in LOW_PRECISIONS:
+    num_precise, layers = request.high_precision_layers, request.model.layers
+    if not num_precise or request.layout.precision not in LOW_PRECISIONS:
         return table
     # Megatron's recipes keep the first block and the others at the end; torchtitan's all at the end.
     first = int(request.stack.megatron_order)
-    return with_precise_layers(table, first, min(kept, layers) - first, layers)
+    return with_precise_layers(table, first, min(num_precise, layers) - first, layers)
 
 
 def _segments(request: StepRequest, table: ModelTable, prices: MachinePrices) -> list[Phases]:
     """Price all variants of each segment, in the order of ``lading.sim.variants``."""
     mode = request.layout.recompute
     ranked = rank_segments(request, table, prices)
-    found = _by_mode(ranked, request, [(mode, request.layout.recompute_modules)])[0]
+    priced = _by_mode(ranked, request, [(mode, request.layout.recompute_modules)])[0]
     if "activations" not in request.layout.offload:
-        return list(found)
+        return list(priced)
     blocks = [bool(segment.enters and segment.leaves) for segment, _ in ranked] * 2
-    return [*found, *(moved(one) if block else one for one, block in zip(found, blocks, strict=True))]
+    return [*priced, *(moved(one) if block else one for one, block in zip(priced, blocks, strict=True))]
 
 
 def segments_by_mode(
@@ -385,19 +389,19 @@ def _by_mode(
     plain: Sequence[Phases] = (),
 ) -> list[tuple[Phases, ...]]:
     stack = request.stack
-    plain = plain or [phases(segment, "none", (), own, stack) for segment, own in ranked]
-    found: list[tuple[Phases, ...]] = []
+    plain = plain or [phases(segment, "none", (), prices, stack) for segment, prices in ranked]
+    by_mode: list[tuple[Phases, ...]] = []
     blocks = [segment for segment, _ in ranked if segment.enters and segment.leaves]
     for mode, modules in modes:
-        wanted = _parts_wanted(blocks, modules if mode == "selective" else ())
+        parts_by_block = _parts_wanted(blocks, modules if mode == "selective" else ())
         again = [
-            phases(segment, mode, wanted.get(id(segment), ()), own, stack)
-            if mode != "none" and id(segment) in wanted
+            phases(segment, mode, parts_by_block.get(id(segment), ()), own, stack)
+            if mode != "none" and id(segment) in parts_by_block
             else before
             for (segment, own), before in zip(ranked, plain, strict=True)
         ]
-        found.append((*again, *plain))
-    return found
+        by_mode.append((*again, *plain))
+    return by_mode
 
 
 def _parts_wanted(blocks: Sequence[RankSegment], modules: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
@@ -411,8 +415,8 @@ def _parts_wanted(blocks: Sequence[RankSegment], modules: tuple[str, ...]) -> di
     known = [word for word in modules if any(has_parts(block, (word,)) for block in blocks)]
     if len(known) < len(modules):
         return {id(block): modules for block in blocks}
-    wanted = {id(block): tuple(word for word in modules if has_parts(block, (word,))) for block in blocks}
-    return {key: words for key, words in wanted.items() if words}
+    parts_by_block = {id(block): tuple(word for word in modules if has_parts(block, (word,))) for block in blocks}
+    return {key: words for key, words in parts_by_block.items() if words}
 
 
 def outside(prices: MachinePrices) -> MachinePrices:
@@ -444,7 +448,7 @@ def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
     layout, stack = request.layout, request.stack
     sizes = {**table.symbols, "s": request.seq_len}
     adapters = adapters_of(request)
-    found: list[RankSegment] = []
+    ranked_segments: list[RankSegment] = []
     for number, segment in enumerate(table.segments):
         ranked = rank_segment(segment, sizes, layout, regather=stack.regathers, fp32_rings=stack.fp32_rings)
         if stack.fusion == "fused" or stack.merges:
@@ -460,15 +464,15 @@ def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
             ranked = packed(ranked, request.packed_tokens)
         if tied := _tied_elements(ranked, table, number):
             ranked = replace(ranked, tied_elements=tied)
-        found.append(ranked)
-    return found
+        ranked_segments.append(ranked)
+    return ranked_segments
 
 
 def _tied_elements(ranked: RankSegment, table: ModelTable, number: int) -> int:
     """Elements on a rank of what a segment shares with the first one."""
     names = {name for (home, _), (place, name) in table.tied if home == 0 and place == number != 0}
-    own = (ranked.tensors[tensor] for tensor, _ in ranked.parameters)
-    return sum(prod(tensor.shape) for tensor in own if tensor.name in names)
+    parameters = (ranked.tensors[tensor] for tensor, _ in ranked.parameters)
+    return sum(prod(tensor.shape) for tensor in parameters if tensor.name in names)
 
 
 def runs_of(request: StepRequest, table: ModelTable) -> list[Chunk]:

@@ -73,7 +73,7 @@ class SimulatedStage:
 
     run: Run
     forward: Span
-    again: Span
+    recompute: Span
     backward_input: Span
     backward_weight: Span
     elements: dict[str, int]
@@ -94,7 +94,7 @@ class SimulatedStage:
     @property
     def backward_s(self) -> float:
         """Seconds of both gradients, and of what is recomputed for them."""
-        return self.again.seconds + self.backward_input.seconds + self.backward_weight.seconds
+        return self.recompute.seconds + self.backward_input.seconds + self.backward_weight.seconds
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
     Args:
         way: 0 forward, 1 backward.
     """
-    kept = peak = 0
+    saved_bytes = peak = 0
     for segment, count in run:
-        kept += count * phases[segment].saved_bytes
-        peak = max(peak, kept + phases[segment].transients[way])
-    return peak - kept
+        saved_bytes += count * phases[segment].saved_bytes
+        peak = max(peak, saved_bytes + phases[segment].transients[way])
+    return peak - saved_bytes
 
 
 def buckets_s(again: Sequence[SimulatedStage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
@@ -227,7 +227,7 @@ def shares_of(stage: SimulatedStage, times: float, extra: Mapping[str, float]) -
     for part in (stage.forward, stage.backward_input, stage.backward_weight):
         for name, seconds in part.shares_s.items():
             shares[name] = shares.get(name, 0.0) + seconds * times
-    shares["recomputing"] = stage.again.seconds * times
+    shares["recomputing"] = stage.recompute.seconds * times
     for name, seconds in extra.items():
         shares[name] = shares.get(name, 0.0) + seconds
     return shares

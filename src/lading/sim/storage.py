@@ -41,13 +41,13 @@ from lading.ir.stack import Stack
 from lading.ir.work import RankSegment, Stage
 from lading.memory.rank_bytes import (
     adapter_bytes,
-    behind,
     gathered_bytes,
     gathered_width,
     gradient_width,
     parameter_width,
     replicas,
     shards,
+    split_offloaded,
     state_bytes,
 )
 from lading.parallel.memory import AliveBytes, alive_bytes
@@ -90,12 +90,14 @@ def stored(
             f"stack {stack.name}: stock PyTorch keeps activations on the device; expected another stack with "
             "offload=activations"
         )
-    found: list[Places] = []
-    for rank, (own, roles) in enumerate(zip(held_stages(stages, step), given, strict=True)):
-        here, there = behind(roles, _updated(own, layout), _largest(own), layout, stack)
-        moved = _moved_bytes(units_of(stages, both), step, rank) if any(s.moved_bytes for s in own) else 0
-        found.append((here, {**there, Role.ACTIVATION: moved} if moved else there))
-    return found
+    places: list[Places] = []
+    for rank, (rank_stages, roles) in enumerate(zip(held_stages(stages, step), given, strict=True)):
+        on_device, on_lower_tier = split_offloaded(
+            roles, _updated(rank_stages, layout), _largest(rank_stages), layout, stack
+        )
+        moved = _moved_bytes(units_of(stages, both), step, rank) if any(s.moved_bytes for s in rank_stages) else 0
+        places.append((on_device, {**on_lower_tier, Role.ACTIVATION: moved} if moved else on_lower_tier))
+    return places
 
 
 def device_traces(
@@ -123,16 +125,18 @@ def device_traces(
     )
     sizes = _ThingBytes(layout, stack, units_of(stages, both), stages, program, fixed=fixed)
     traces: list[MemoryTrace] = []
-    for rank, own in enumerate(held_stages(stages, step)):
+    for rank, rank_stages in enumerate(held_stages(stages, step)):
         if adapted:
-            frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
+            frozen, trained = (
+                sum(getattr(stage, name) for stage in rank_stages) for name in ("frozen_bytes", "trained_bytes")
+            )
             roles = adapter_bytes(frozen, trained, layout, stack)
         else:
-            roles = state_bytes(elements_of(own), layout, stack)
-        placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
+            roles = state_bytes(elements_of(rank_stages), layout, stack)
+        placeholders = {shape: size for stage in rank_stages for shape, size in stage.placeholders.items()}
         roles[Role.WORKSPACE] = sum(placeholders.values())
         if fixed:
-            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, stack)
+            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(rank_stages), layout, stack)
         if rules.makes and not rules.in_buckets:
             roles[Role.GRADIENT] = 0
         if stack.drops_gradients:
@@ -148,25 +152,27 @@ def device_traces(
 def least_bytes_in_order(listed: ListedStep) -> int:
     """Lower bound on the bytes of a pipeline's fullest rank, of which no list is written ([Note: bytes in order])."""
     layout, stack, plan = listed.layout, listed.request.stack, listed.shape.plan
-    most = 0
-    for rank, own in enumerate(listed.ranks):
-        roles = state_bytes(elements_of(own), layout, stack)
-        beside = np.zeros(len(plan.orders[rank]), np.int64)
+    max_bytes = 0
+    for rank, rank_stages in enumerate(listed.ranks):
+        roles = state_bytes(elements_of(rank_stages), layout, stack)
+        gathered_bytes = np.zeros(len(plan.orders[rank]), np.int64)
         if layout.cuts_parameters:
             roles[Role.GRADIENT] = 0
-            beside = _whole_in_order(plan, rank, own, layout, stack)
-        roles[Role.WORKSPACE] = sum({shape: size for one in own for shape, size in one.placeholders.items()}.values())
-        roles[Role.ACTIVATION] = int(np.max(_activations_in_order(plan, rank, own) + beside))
-        here, _ = behind(roles, _updated(own, layout), _largest(own), layout, stack)
-        most = max(most, sum(here.values()))
-    return most
+            gathered_bytes = _whole_in_order(plan, rank, rank_stages, layout, stack)
+        roles[Role.WORKSPACE] = sum(
+            {shape: size for one in rank_stages for shape, size in one.placeholders.items()}.values()
+        )
+        roles[Role.ACTIVATION] = int(np.max(_activations_in_order(plan, rank, rank_stages) + gathered_bytes))
+        on_device, _ = split_offloaded(roles, _updated(rank_stages, layout), _largest(rank_stages), layout, stack)
+        max_bytes = max(max_bytes, sum(on_device.values()))
+    return max_bytes
 
 
-def _activations_in_order(plan: Schedule, rank: int, own: Sequence[SimulatedStage]) -> Ints:
+def _activations_in_order(plan: Schedule, rank: int, rank_stages: Sequence[SimulatedStage]) -> Ints:
     """[action of the schedule]: bytes of activations while it runs or behind it, what is more."""
     work, chunk, micro_batch, _ = plan.orders[rank].T
-    saved = np.array([one.saved_bytes for one in own], np.int64)[chunk]
-    transients = np.array([one.transients for one in own], np.int64)[chunk]
+    saved = np.array([one.saved_bytes for one in rank_stages], np.int64)[chunk]
+    transients = np.array([one.transients for one in rank_stages], np.int64)[chunk]
     forward, ends = work == Work.FORWARD, (work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)
     change = np.where(forward, saved, np.where(ends, -saved, 0))
     after: Ints = np.cumsum(change)
@@ -176,17 +182,19 @@ def _activations_in_order(plan: Schedule, rank: int, own: Sequence[SimulatedStag
     return np.maximum(after, np.where(whole, running, 0))
 
 
-def _whole_in_order(plan: Schedule, rank: int, own: Sequence[SimulatedStage], layout: Layout, stack: Stack) -> Ints:
+def _whole_in_order(
+    plan: Schedule, rank: int, rank_stages: Sequence[SimulatedStage], layout: Layout, stack: Stack
+) -> Ints:
     """[action of the schedule]: whole parameters and gradients that are there while it runs and behind."""
     work, chunk, _, _ = plan.orders[rank].T
     places, sizes = np.arange(len(work)), np.zeros(len(work), np.int64)
     released = np.full((plan.chunks, len(work)), -1)
     if plan.chunks > 1 or plan.kind not in DIRECT:
         numbers = {stage: number for number, stage in enumerate(plan.stages_of(rank))}
-        for place, (gone, _) in enumerate(gathering(plan, rank)):
-            for stage in gone:
+        for place, (released_stages, _) in enumerate(gathering(plan, rank)):
+            for stage in released_stages:
                 released[numbers[stage], place] = place
-    for number, stage in enumerate(own):
+    for number, stage in enumerate(rank_stages):
         parameters, gradients = (
             sum(count for axes, count in counts.items() if replicas(axes, layout) > 1) * width
             for counts, width in (
@@ -251,12 +259,12 @@ def _moved_bytes(units: Sequence[Sequence[Phases]], step: Step, rank: int) -> in
     return memory_trace(changes, size_of, _ROLES, {}).peak_bytes
 
 
-def _updated(own: Sequence[SimulatedStage], layout: Layout) -> float:
-    return sum(number / shards(axes, layout) for axes, number in trained_of(own).items())
+def _updated(rank_stages: Sequence[SimulatedStage], layout: Layout) -> float:
+    return sum(number / shards(axes, layout) for axes, number in trained_of(rank_stages).items())
 
 
-def _largest(own: Sequence[SimulatedStage]) -> dict[str, int]:
-    return max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
+def _largest(rank_stages: Sequence[SimulatedStage]) -> dict[str, int]:
+    return max((stage.largest_unit for stage in rank_stages), key=lambda unit: sum(unit.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +272,15 @@ class RegionBytes:
     """Bytes of a run of a unit's kernels, between which its groups neither begin nor end.
 
     Attributes:
-        most: Activations when these and the gradients that it has made are most.
+        peak_bytes: Activations when these and the gradients that it has made are most.
         gradients: Gradients that it has made by then.
-        left: Activations while its last kernel runs.
+        end_bytes: Activations while its last kernel runs.
         made: Gradients that it makes, by group.
     """
 
-    most: int
+    peak_bytes: int
     gradients: int
-    left: int
+    end_bytes: int
     made: Mapping[int, int]
 
 
@@ -317,7 +325,7 @@ class _ThingBytes:
         unit, layout = self.units[group.stage][group.unit], self.layout
         elements, trained = (self._elements(counts, group.axes) for counts in (unit.elements, unit.trained))
         if what is What.MADE:
-            return self._made(group, unit) if self.by_unit else trained * self.gradient
+            return self._made_gradient_bytes(group, unit) if self.by_unit else trained * self.gradient
         if what in (What.INPUT, What.SHARD):
             return trained * self.gradient // (shards(group.axes, layout) if what is What.SHARD else 1)
         if what is not What.WHOLE and layout.is_pipeline and not self.stack.drops_gradients:
@@ -331,7 +339,7 @@ class _ThingBytes:
         ranks = replicas(axes, self.layout)
         return sum(count for name, count in counts.items() if replicas(name, self.layout) == ranks)
 
-    def _made(self, group: ParameterGroup, unit: Phases) -> int:
+    def _made_gradient_bytes(self, group: ParameterGroup, unit: Phases) -> int:
         """Gradients of a group as they are made."""
         number = [axes for axes, _ in groups_of(unit.segment, self.layout)].index(group.axes)
         pieces = self._pieces(Region(group.stage, group.unit, Work.BACKWARD))
@@ -356,13 +364,13 @@ class _ThingBytes:
             return sum(made)
         if what is What.SAVED:
             return sum(one.saved_bytes for one in units)
-        most = below = 0
+        peak_bytes = saved_bytes = 0
         for place, one in enumerate(units):
             forward, keeping, adding = self._peaks(one)
             later = sum(made[place + 1 :])
             top = forward if work is Work.FORWARD else adding if what is What.ADDS else keeping + later
-            most, below = max(most, below + top), below + one.saved_bytes
-        return most if what in (What.RUNS, What.ADDS) else 0
+            peak_bytes, saved_bytes = max(peak_bytes, saved_bytes + top), saved_bytes + one.saved_bytes
+        return peak_bytes if what in (What.RUNS, What.ADDS) else 0
 
     def received(self, stage: int) -> int:
         """Bytes of the buffers of a stage for what one micro-batch brings it, forward and back."""
@@ -382,11 +390,14 @@ class _ThingBytes:
             made: dict[int, int] = {}
             for tensor, place in walked.gradients.items():
                 made[place] = made.get(place, 0) + unit.segment.tensors[tensor].size_bytes
-            keeping = adding = there = 0
+            peak_kept = peak_summed = gradients_so_far = 0
             for place, size in walked.backward:
-                there += made.get(place, 0)
-                keeping, adding = max(keeping, size + there), max(adding, size + made.get(place, 0))
-            self.peaks[id(unit)] = max((size for _, size in walked.forward), default=0), keeping, adding
+                gradients_so_far += made.get(place, 0)
+                peak_kept, peak_summed = (
+                    max(peak_kept, size + gradients_so_far),
+                    max(peak_summed, size + made.get(place, 0)),
+                )
+            self.peaks[id(unit)] = max((size for _, size in walked.forward), default=0), peak_kept, peak_summed
         return self.peaks[id(unit)]
 
     def _of_region(self, what: What, region: Region) -> int:
@@ -403,7 +414,7 @@ class _ThingBytes:
         if what is What.GRADIENTS:
             return piece.gradients
         # Where its activations are moved, two units' are there while it runs (``lading.sim.variants.moved``).
-        return (piece.left if what is What.LEAVES else piece.most) + 2 * unit.moved_bytes
+        return (piece.end_bytes if what is What.LEAVES else piece.peak_bytes) + 2 * unit.moved_bytes
 
     def _pieces(self, region: Region) -> dict[int, RegionBytes]:
         """Regions of one pass of a unit, by their first kernel."""
@@ -443,7 +454,9 @@ def _alive(unit: Phases, layout: Layout, stack: Stack) -> AliveBytes:
     (tensor/parallel/loss.py, torch 2.13).
     """
     share = operand_share(layout.precision, stack)
-    alive = alive_bytes(unit.segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss, operand_share=share)
+    alive = alive_bytes(
+        unit.segment, unit.recomputed_parts, stack.fusion, fused_loss=stack.fused_loss, operand_share=share
+    )
     if not stack.drops_gradients or layout.tp == 1 or not (logits := _logits_bytes(unit.segment)):
         return alive
     kernels = unit.segment.kernels
@@ -465,15 +478,15 @@ def _region_bytes(unit: Phases, layout: Layout, stack: Stack, *, backward: bool)
     cuts = sorted({0, len(kernels), *(at for span in spans for at in span)})
     regions: list[RegionBytes] = []
     for start, stop in pairwise(cuts):
-        most = gradients = left = 0
+        peak_bytes = gradients = end_bytes = 0
         of_group: dict[int, int] = {}
         for place, size in walked[start:stop]:
             for group, gradient in made.get(place, ()) if backward else ():
                 of_group[group] = of_group.get(group, 0) + gradient
-            left = size
-            if left + sum(of_group.values()) > most + gradients:
-                most, gradients = left, sum(of_group.values())
-        regions.append(RegionBytes(most, gradients, left, of_group))
+            end_bytes = size
+            if end_bytes + sum(of_group.values()) > peak_bytes + gradients:
+                peak_bytes, gradients = end_bytes, sum(of_group.values())
+        regions.append(RegionBytes(peak_bytes, gradients, end_bytes, of_group))
     return regions
 
 

@@ -40,7 +40,7 @@ class Effect:
     Attributes:
         switch: Key of a stack's file; of ``hidden``, with the axis.
         value: Value of the software.
-        other: Value it was set to instead.
+        other_value: Value it was set to instead.
         change: Seconds of the step with the other value over those with the software's, less 1; None where the step
             cannot be simulated so.
         reason: Reason why it cannot.
@@ -48,7 +48,7 @@ class Effect:
 
     switch: str
     value: Any
-    other: Any
+    other_value: Any
     change: float | None
     reason: str = ""
 
@@ -62,8 +62,8 @@ def effects_of(request: StepRequest, table: ModelTable | None = None) -> list[Ef
         ConfigError: the request itself cannot be simulated.
     """
     base = simulate(request, table).step.step_s
-    found = [_effect(request, table, base, *other) for other in _others(request.stack)]
-    return sorted(found, key=lambda effect: (-abs(effect.change or 0.0), effect.switch, str(effect.other)))
+    effects = [_effect(request, table, base, *other) for other in _alternatives(request.stack)]
+    return sorted(effects, key=lambda effect: (-abs(effect.change or 0.0), effect.switch, str(effect.other_value)))
 
 
 def _effect(
@@ -76,7 +76,7 @@ def _effect(
     return Effect(switch, value, other, step_s / base - 1)
 
 
-def _others(stack: Stack) -> Iterator[tuple[str, Any, Any, Stack]]:
+def _alternatives(stack: Stack) -> Iterator[tuple[str, Any, Any, Stack]]:
     """Yield switch, value, another value, and the software with that."""
     for field in dataclasses.fields(Stack):
         value = getattr(stack, field.name)

@@ -38,25 +38,25 @@ def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Ti
         raise ConfigError(f"expected pipeline ranks from 0 to {last}, got {bad}")
     events: list[Event] = []
     labels: dict[int, str] = {}
-    sent: dict[tuple[int, int], int] = {}
-    taken: list[tuple[tuple[int, int], int]] = []
+    send_of: dict[tuple[int, int], int] = {}
+    receives: list[tuple[tuple[int, int], int]] = []
     for rank in shown:
         base, actions = program.bounds[rank], program.ranks[rank]
         received: dict[int, tuple[int, int]] = {}
         for number, kind in enumerate(actions.kind):
             key = (actions.storage[number], actions.micro_batch[number])
-            taken += [(received[wait], base + number) for wait in actions.waits[number] if wait in received]
+            receives += [(received[wait], base + number) for wait in actions.waits[number] if wait in received]
             if kind is ActionKind.RECV:
                 received[number] = key
             elif kind is ActionKind.SEND:
-                sent[key] = base + number
+                send_of[key] = base + number
             start_s, end_s = times.start_s[base + number], times.end_s[base + number]
             if kind in (ActionKind.RECV, ActionKind.RESHARD) or (end_s <= start_s and kind not in _ALWAYS):
                 continue
             labels[base + number] = program.label(actions.action(number))
             events.append(Event(rank, _stream(kind, actions.stream[number], key, times), base + number, start_s, end_s))
     events.sort(key=lambda event: event.start_s)
-    flows = tuple((sent[key], taker) for key, taker in taken if key in sent and sent[key] in labels)
+    flows = tuple((send_of[key], taker) for key, taker in receives if key in send_of and send_of[key] in labels)
     return Timeline("predicted", tuple(events), (), labels, flows=flows)
 
 
@@ -98,4 +98,4 @@ def step_times(simulated: Simulated) -> RankTimes:
     if step.times is not None:
         return step.times
     assert step.listed is not None
-    return dataclasses.replace(step.listed, every=True).times()
+    return dataclasses.replace(step.listed, every_micro_batch=True).times()

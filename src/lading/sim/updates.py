@@ -79,7 +79,7 @@ def updated(
             adapters.
     """
     of_segment = block_matrices(request, table)
-    rows = [rank_update(own, of_segment, request, machine) for own in held_stages(step.stages, step)]
+    rows = [rank_update(rank_stages, of_segment, request, machine) for rank_stages in held_stages(step.stages, step)]
     slowest = max(rows, key=lambda row: row.seconds)
     shares = {**step.shares_s, "optimizer": slowest.seconds}
     if machine.processes is None:
@@ -104,42 +104,45 @@ def block_matrices(request: StepRequest, table: ModelTable) -> list[tuple[BlockM
 def segment_directions_s(request: StepRequest, table: ModelTable, machine: Machine) -> list[tuple[float, float]]:
     """Seconds of directions of each segment on one device: of all its matrices, and of the longest; 0 without
     a rule for matrices."""
-    found = [(0.0, 0.0) for _ in table.segments]
+    directions_s = [(0.0, 0.0) for _ in table.segments]
     if not request.moves_matrices:
-        return found
+        return directions_s
     rule = _rule(request)
     for place, matrices in enumerate(block_matrices(request, table)):
         each = [(matrix_s(m.rows, m.columns, rule, request.stack, machine), m.count) for m in matrices]
         if each:
-            found[place] = sum(seconds * count for seconds, count in each), max(seconds for seconds, _ in each)
-    return found
+            directions_s[place] = sum(seconds * count for seconds, count in each), max(seconds for seconds, _ in each)
+    return directions_s
 
 
 def rank_update(
-    own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: StepRequest, machine: Machine
+    rank_stages: Sequence[SimulatedStage],
+    of_variant: Sequence[tuple[BlockMatrix, ...]],
+    request: StepRequest,
+    machine: Machine,
 ) -> RankUpdate:
     """The update of a pipeline rank.
 
     Args:
-        own: Its stages.
+        rank_stages: Its stages.
         of_variant: Matrices of each variant of a segment that runs of stages name; they begin again after the last.
     Raises:
         ConfigError: as ``updated``.
     """
     _check(request)
     layout, stack = request.layout, request.stack
-    matrices = _counted(own, of_variant)
+    matrices = _counted(rank_stages, of_variant)
     if not matrices:
         raise ConfigError(
             f"--optimizer {request.optimizer}: expected matrices in the blocks of every pipeline rank, found none on "
             "one; take fewer pipeline ranks, or adamw"
         )
-    on_rank, trained = _on_rank(matrices, layout), trained_of(own)
+    on_rank, trained = _on_rank(matrices, layout), trained_of(rank_stages)
     mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
     update = update_of(matrices, mine, _rule(request), layout, stack, machine)
     rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
     seconds = update.seconds + _adamw_s(rest, request, machine)
-    host = host_s(own, stack, seconds)
+    host = host_s(rank_stages, stack, seconds)
     moment = DTYPE_BYTES[stack.moments_dtype]
     fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))
@@ -169,33 +172,35 @@ def _adamw_s(elements: Mapping[str, int], request: StepRequest, machine: Machine
     return MachinePrices(machine, request.layout, request.stack).optimizer_s(elements)
 
 
-def _counted(own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]]) -> dict[BlockMatrix, int]:
+def _counted(
+    rank_stages: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]]
+) -> dict[BlockMatrix, int]:
     """Matrices of a pipeline rank, each as often as its block is there."""
-    found: dict[BlockMatrix, int] = {}
-    for stage in own:
+    counts: dict[BlockMatrix, int] = {}
+    for stage in rank_stages:
         for variant, times in stage.run:
             for matrix in of_variant[variant % len(of_variant)]:
-                found[matrix] = found.get(matrix, 0) + int(times)
-    return found
+                counts[matrix] = counts.get(matrix, 0) + int(times)
+    return counts
 
 
 def _on_rank(matrices: Mapping[BlockMatrix, int], layout: Layout) -> dict[str, int]:
     """Elements of matrices that a rank works with, by the axes over which they are replicated."""
-    found: dict[str, int] = {}
+    by_axes: dict[str, int] = {}
     for matrix, times in matrices.items():
         axes, ways = (EXPERTS, layout.ep * layout.expert_tp) if matrix.is_expert else (DENSE, layout.tp)
-        found[axes] = found.get(axes, 0) + matrix.elements * times // ways
-    return found
+        by_axes[axes] = by_axes.get(axes, 0) + matrix.elements * times // ways
+    return by_axes
 
 
 def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: StepRequest, moment: int) -> int:
     """Bytes of AdamW's moments of these matrices, less those of the rule's states."""
-    rule, found = _rule(request), 0
+    rule, saved_bytes = _rule(request), 0
     for matrix, times in matrices.items():
         cut, whole = rule.state_elements(matrix.rows, matrix.columns)
         adamw = request.stack.moments * matrix.rows * matrix.columns
-        found += matrix.count * times * ((adamw - cut) * moment - 4 * whole)
-    return found
+        saved_bytes += matrix.count * times * ((adamw - cut) * moment - 4 * whole)
+    return saved_bytes
 
 
 def least_stack(request: StepRequest) -> Stack:

@@ -25,10 +25,13 @@ def moved(phases: Phases) -> Phases:
 
     Twice their bytes are on the device while the block runs, as one block's are copied beside.
     """
-    there = 2 * phases.saved_bytes
+    staged_bytes = 2 * phases.saved_bytes
     forward, backward = phases.transients
     return dataclasses.replace(
-        phases, saved_bytes=0, moved_bytes=phases.saved_bytes, transients=(forward + there, backward + there)
+        phases,
+        saved_bytes=0,
+        moved_bytes=phases.saved_bytes,
+        transients=(forward + staged_bytes, backward + staged_bytes),
     )
 
 
@@ -45,7 +48,7 @@ def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> 
     sizes = [sum(count for index, count in run if index in blocks) for run in runs]
     if layout.recompute_layers < 0 and "activations" not in layout.offload:
         return [tuple(run) for run in runs]
-    found: list[Parts] = []
+    chunk_runs: list[Parts] = []
     for run, size in zip(runs, sizes, strict=True):
         variants: list[int] = []
         place = 0
@@ -53,14 +56,14 @@ def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> 
             shift = _shift(layout, place, size) if index in blocks else 0
             variants.append(index + shift * len(table.segments))
             place += index in blocks
-        found.append(tuple((variant, len(list(same))) for variant, same in groupby(variants)))
+        chunk_runs.append(tuple((variant, len(list(same))) for variant, same in groupby(variants)))
     moving = 2 * len(table.segments)
-    if "activations" in layout.offload and not any(variant >= moving for run in found for variant, _ in run):
+    if "activations" in layout.offload and not any(variant >= moving for run in chunk_runs for variant, _ in run):
         raise ConfigError(
             f"layout: offload=activations moves what all blocks of a chunk but the last keep, and no chunk of {layout} "
             "has more than one; take fewer stages, or offload_layers=1 to move that of the only block"
         )
-    return found
+    return chunk_runs
 
 
 def _shift(layout: Layout, place: int, size: int) -> int:

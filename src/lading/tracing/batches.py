@@ -32,7 +32,7 @@ def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     leaves: dict[str, torch.Tensor] = {}
 
     def visit(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        _put(leaves, name, tensor)
+        _add_leaf(leaves, name, tensor)
         return tensor
 
     map_batch(batch, visit)
@@ -46,11 +46,11 @@ def plain_leaves(batch: Any) -> dict[str, object]:
         CaptureError: as ``input_leaves``.
     """
     leaves: dict[str, object] = {}
-    _mapped(batch, "", lambda _, tensor: tensor, lambda name, value: _put(leaves, name, value))
+    _mapped(batch, "", lambda _, tensor: tensor, lambda name, value: _add_leaf(leaves, name, value))
     return leaves
 
 
-def _put(leaves: dict[str, T], name: str, value: T) -> None:
+def _add_leaf(leaves: dict[str, T], name: str, value: T) -> None:
     """Add what a batch holds under a name.
 
     Raises:

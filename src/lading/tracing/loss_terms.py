@@ -28,7 +28,7 @@ def named_losses(value: Any, *, trained: bool = True) -> dict[str, torch.Tensor]
     Raises:
         CaptureError: none, or one is no scalar tensor or depends on no trainable parameter.
     """
-    value = _beside(value)[0]
+    value = _split_metrics(value)[0]
     if isinstance(value, Mapping):
         terms = {str(name): term for name, term in value.items() if not _has_metrics(value, name)}
     elif type(value) in (list, tuple):
@@ -59,7 +59,7 @@ def named_outputs(value: Any) -> dict[str, torch.Tensor]:
     Raises:
         CaptureError: one is no tensor, or has the name of a term of the loss.
     """
-    value, beside = _beside(value)
+    value, beside = _split_metrics(value)
     outputs = {str(name): output for name, output in beside.items()}
     for name, output in outputs.items():
         if not isinstance(output, torch.Tensor):
@@ -72,7 +72,7 @@ def named_outputs(value: Any) -> dict[str, torch.Tensor]:
     return outputs
 
 
-def _beside(value: Any) -> tuple[Any, Mapping[Any, Any]]:
+def _split_metrics(value: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Part what a loss returns in what is trained and what is not."""
     if type(value) in (list, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         return value

@@ -59,10 +59,10 @@ def settings_of(op: Op, tensors: list[Tensor] | tuple[Tensor, ...]) -> Settings:
         return (("dim", dim), ("sizes", tuple(map(Size.of, sizes))))
     if base in _REDUCE:
         return _reduced(named, len(first))
-    return _others(base, named, len(first))
+    return _remaining_settings(base, named, len(first))
 
 
-def _others(base: str, named: dict[str, Any], rank: int) -> Settings:
+def _remaining_settings(base: str, named: dict[str, Any], rank: int) -> Settings:
     others: list[tuple[str, object]] = []
     if "normalized_shape" in named or base.startswith("_fused_rms_norm"):
         count = len(named.get("normalized_shape") or named["shape"])

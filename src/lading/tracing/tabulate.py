@@ -261,18 +261,18 @@ def module_table(
 
     first = table_at(sizes[0])
 
-    def others() -> list[ModelTable]:
+    def remaining_tables() -> list[ModelTable]:
         return [table_at(at) for at in sizes[1:]]
 
     with _shortened(model, first.counts) as counts:
         try:
-            rest = others()
+            rest = remaining_tables()
         except CaptureError:
             if counts == first.counts:
                 raise
             rest = []
     if not rest or any(table.counts != counts for table in rest):  # the model needs all of its blocks
-        rest, counts = others(), first.counts
+        rest, counts = remaining_tables(), first.counts
     made = _joined([dataclasses.replace(first, counts=counts), *rest], sizes, None)
     return dataclasses.replace(made, counts=first.counts)
 
@@ -343,7 +343,7 @@ def table_over(
 def _joined(tables: Sequence[ModelTable], sizes: Sequence[Mapping[str, int]], largest: int | None) -> ModelTable:
     """Join the tables of several sizes to one whose lengths are polynomials in them."""
     for table, at in zip(tables[1:], sizes[1:], strict=True):
-        _check_alike(tables[0], table, f"at {_said(sizes[0])} and at {_said(at)}")
+        _check_alike(tables[0], table, f"at {_describe_sizes(sizes[0])} and at {_describe_sizes(at)}")
     identifier = Identifier(sizes[:-1], largest)
     identifier.learn(_lengths([table.segments for table in tables[:-1]]))
     segments = tuple(
@@ -352,7 +352,7 @@ def _joined(tables: Sequence[ModelTable], sizes: Sequence[Mapping[str, int]], la
     return dataclasses.replace(tables[0], segments=segments)
 
 
-def _said(at: Mapping[str, int]) -> str:
+def _describe_sizes(at: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in at.items())
 
 
@@ -528,7 +528,7 @@ class _SegmentCutter:
             if self.forward[index] is not forward:
                 continue
             for t in op.inputs:
-                made = self._made(t, index)
+                made = self._producer_before(t, index)
                 if made is None or self.forward[made] is not forward or self._role(t) not in _CROSSING:
                     continue
                 distance = abs(self.places[index] - self.places[made])
@@ -542,7 +542,7 @@ class _SegmentCutter:
                 borders[border][t] = max(borders[border].get(t, 0), distance)
         return [sorted(reaches, key=lambda t: (-reaches[t], self.producers[t][0])) for reaches in borders]
 
-    def _made(self, tensor: int, until: int) -> int | None:
+    def _producer_before(self, tensor: int, until: int) -> int | None:
         """Operation that made a tensor for one that takes it, or None; a view may be made again in every block."""
         places = self.producers.get(tensor, [])
         at = bisect_left(places, until)

@@ -12,8 +12,8 @@ subject to, for each part with K parts from it to the end,
 
 where peak is what one micro-batch takes at most (``micro_peaks.py``), and what several groups share
 is resident once a part. Gradients of weights tied between first and last part are exchanged in the end, then both
-update them: o of the first part ends when both are done (``_Parts.behind``), and the recursion is done for each device
-that may be the last.
+update them: o of the first part ends when both are done (``_Parts.update_tail_s``), and the recursion is done for each
+device that may be the last.
 
 For one micro-batch of a chain L is the simulated time: nothing runs beside anything else but updates, which are counted
 for the first part only (each part's update starts when its own backward is done, the first part's last), and once more
@@ -189,34 +189,36 @@ class _Parts:
         seconds = np.array([g.seconds for g in groups]).T
         last = np.array([g.once_s for g in groups]).T
         self.busy = np.stack([_sums(row) for row in seconds])  # [d, i, j]
-        self.once = np.stack([_sums(row) for row in last])
+        self.update_s = np.stack([_sums(row) for row in last])
         resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
         for shared, members in zip(problem.shared, problem.sharing, strict=True):
             inside = _inside(members, self.count)
             resident += shared.size_bytes * (inside > 0)
-            if problem.tasks[shared.tasks[0]].once:
+            if problem.tasks[shared.tasks[0]].once_per_step:
                 each = problem.tasks[shared.tasks[0]].seconds
                 spared = np.maximum(inside - 1, 0)
-                self.once -= np.where(
+                self.update_s -= np.where(
                     spared, np.array([s if s < inf else 0.0 for s in each])[:, None, None] * spared, 0.0
                 )
         self.resident = resident
         self.ends = _ends(problem)
-        self.first = np.zeros_like(self.once) if once else self.once
-        self.cost = self.busy + (self.once if once else 0.0)
+        self.first = np.zeros_like(self.update_s) if once else self.update_s
+        self.cost = self.busy + (self.update_s if once else 0.0)
         self.kept = np.nan_to_num(_sums(np.array([float(g.kept_bytes) for g in groups])), posinf=0.0)
         self.peaks = peaks
         self.cuts = crossings(problem)  # [j, a, b]
-        self.twin = [next((a for a in range(b)[::-1] if self._alike(a, b)), -1) for b in range(self.devices)]
+        self.twin = [
+            next((a for a in range(b)[::-1] if self._are_interchangeable(a, b)), -1) for b in range(self.devices)
+        ]
 
-    def _alike(self, a: int, b: int) -> bool:
+    def _are_interchangeable(self, a: int, b: int) -> bool:
         """Whether two devices can be exchanged without changing any plan's seconds."""
         others = [c for c in range(self.devices) if c not in (a, b)]
         cuts = self.cuts
         return (
             self.memory[a] == self.memory[b]
             and np.array_equal(self.cost[a], self.cost[b])
-            and np.array_equal(self.once[a], self.once[b])
+            and np.array_equal(self.update_s[a], self.update_s[b])
             and np.array_equal(cuts[:, a, others], cuts[:, b, others])
             and np.array_equal(cuts[:, others, a], cuts[:, others, b])
             and np.array_equal(cuts[:, a, b], cuts[:, b, a])
@@ -284,13 +286,13 @@ class _Parts:
                 end = total.argmin(axis=1)
                 best[members, d] = np.append(total[np.arange(n), end], inf)
                 chosen[members, d] = end, following
-                whole = total[0] if period else total[0] + self.behind(d, last, allowed[0], parts=bool(rest))
+                whole = total[0] if period else total[0] + self.update_tail_s(d, last, allowed[0], parts=bool(rest))
                 first = int(whole.argmin())
                 if whole[first] < best_s:
                     best_s, answer = float(whole[first]), (members, d, first)
         return None if answer is None else self._walk(chosen, answer, best_s)
 
-    def behind(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
+    def update_tail_s(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
         """Seconds after the last backward: its updates, and those of tied weights.
 
         Returns:
@@ -353,8 +355,10 @@ def _ends(problem: PlacementProblem) -> np.ndarray:
     seconds = np.zeros((3, count, count))
     for shared, groups in zip(problem.shared, problem.sharing, strict=True):
         update = problem.tasks[shared.tasks[0]]
-        size = max((f.size_bytes for f in problem.flows if f.held and f.targets[0] in shared.tasks), default=0)
-        if not update.once or not size or not groups:
+        size = max(
+            (f.size_bytes for f in problem.flows if f.resident_at_source and f.targets[0] in shared.tasks), default=0
+        )
+        if not update.once_per_step or not size or not groups:
             continue
         for a, b in permutations(range(count), 2):
             here_s, there_s = _exchange(problem.network, (a, b), size)
@@ -385,7 +389,7 @@ def crossings(problem: PlacementProblem) -> np.ndarray:
     crossed_s = np.zeros((n + 1, len(devices), len(devices)))
     for flow in problem.flows:
         source = problem.group_of[flow.source]
-        targets = [problem.group_of[t] for t in flow.targets if not problem.tasks[t].once]
+        targets = [problem.group_of[t] for t in flow.targets if not problem.tasks[t].once_per_step]
         if not targets:
             continue
         seconds = np.array([[network.transfer_s(a, b, flow.size_bytes) for b in devices] for a in devices])
@@ -422,7 +426,7 @@ def _climbed(trial: Trial, start: Placement, most: int) -> Placement:
     groups, devices = len(trial.problem.groups), len(trial.problem.network.devices)
     best, left = start, most
     while left > 0:
-        near = list(_near(best, groups, devices))[:left]
+        near = list(_neighbor_placements(best, groups, devices))[:left]
         left -= len(near)
         nearest = min(_placed(trial, near, best), key=lambda p: _key(trial, p))
         if nearest is best or not near:
@@ -453,7 +457,7 @@ def _all(groups: int, devices: int) -> Iterator[_Borders]:
                 yield order, (0, *cuts)
 
 
-def _near(placement: Placement, groups: int, devices: int) -> Iterator[_Borders]:
+def _neighbor_placements(placement: Placement, groups: int, devices: int) -> Iterator[_Borders]:
     """Yield placements that differ in one border, one device or one part."""
     order = tuple(part.device for part in placement.parts)
     starts = tuple(part.first for part in placement.parts)

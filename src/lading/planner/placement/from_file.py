@@ -118,5 +118,5 @@ def _task(task: _Task) -> Task:
         working_bytes=task.working_bytes,
         group=task.group,
         backward=task.backward,
-        once=task.once,
+        once_per_step=task.once,
     )

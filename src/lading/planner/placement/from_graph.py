@@ -38,12 +38,12 @@ class Grain:
     """Grain of a placement.
 
     Attributes:
-        operations: Single operations; else modules, as fine as gives at most ``most`` of them.
+        operations: Single operations; else modules, as fine as gives at most ``max_units`` of them.
         training: Forward, backward and update; else one forward pass.
     """
 
     operations: bool = False
-    most: int = _MOST_UNITS
+    max_units: int = _MOST_UNITS
     training: bool = True
 
 
@@ -89,15 +89,15 @@ def _check_divisible(graph: StepGraph, grain: Grain, units: Sequence[PlacementUn
     finer = _cut(graph, _at_depth(fullest.count(".") + 2), training=grain.training)
     inside = {unit.key for unit in finer if unit.key.startswith(f"{fullest}.")}
     needed = len({unit.key for unit in finer if unit.phase is Phase.FORWARD})
-    if share > _MOST_OF_ALL and len(inside) > 1 and needed > grain.most:
+    if share > _MOST_OF_ALL and len(inside) > 1 and needed > grain.max_units:
         raise ConfigError(
-            f"expected units enough to divide the model, got {grain.most}: {fullest!r} is then one module with "
+            f"expected units enough to divide the model, got {grain.max_units}: {fullest!r} is then one module with "
             f"{share:.0%} of the work, of {len(inside)} below it; give --units {needed} or more"
         )
 
 
 def _modules(graph: StepGraph, grain: Grain) -> list[PlacementUnit]:
-    return modules(graph, grain.most, training=grain.training)
+    return modules(graph, grain.max_units, training=grain.training)
 
 
 def _seconds(
@@ -113,7 +113,7 @@ def _seconds(
     for device in devices:
         graph, device_units = graphs[device.kind], units
         if graph is not base:
-            matched = None if grain.operations else like(graph, units, grain.most, training=grain.training)
+            matched = None if grain.operations else like(graph, units, grain.max_units, training=grain.training)
             if matched is None:
                 graph = base
                 said.append(f"operations of {devices[0].kind} timed on {device.name} as they are")
@@ -272,7 +272,7 @@ class _Built:
 
     def tasks(self, seconds: Sequence[tuple[float, ...]], devices: Sequence[Device]) -> list[Task]:
         """Make a task of each unit, then of the update of each group that has parameters."""
-        saved_bytes = self._kept()
+        saved_bytes = self._saved_bytes_by_unit()
         tasks: list[Task] = []
         first: set[str] = set()
         for number, unit in enumerate(self.units):
@@ -291,7 +291,7 @@ class _Built:
             first.add(group)
         for group in self._updated():
             each = self._update_s(self.needs[group,].trained, devices)
-            tasks.append(Task(f"update of {group}", each, group=group, once=True))
+            tasks.append(Task(f"update of {group}", each, group=group, once_per_step=True))
         return tasks
 
     @staticmethod
@@ -316,7 +316,7 @@ class _Built:
                 shared.append(Shared(tuple(first[group] for group in groups), need.resident))
         return shared
 
-    def _kept(self) -> list[int]:
+    def _saved_bytes_by_unit(self) -> list[int]:
         """Bytes that each unit saves for backward; each storage counts once, where it is made or at one reader."""
         saved_bytes = [0] * len(self.units)
         for (storage, made), units in self.readers.items():

@@ -74,7 +74,7 @@ def chain_of(
         costs = [_phases(ranked, member.machine, layout, stack, said) for member in fleet.devices]
         if elements and number in (0, len(table.segments) - 1):
             tied = _tied(elements, costs, fleet, (layout, stack), training=training)
-            ranked = dataclasses.replace(ranked, parameter_elements=_less(ranked.parameter_elements, elements))
+            ranked = dataclasses.replace(ranked, parameter_elements=_without_tied(ranked.parameter_elements, elements))
         blocks.append(_block(ranked, costs, fleet, (layout, stack), training=training))
     names = [_name(table, n) for n in range(len(table.segments))]
     chain = [(names[n].format(i), blocks[n]) for n, count in enumerate(table.counts) for i in range(count)]
@@ -92,7 +92,7 @@ def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
     return sum(prod(dim.at({"b": 1, **sizes}) for dim in tensors[min(pair)].dims) for pair in table.tied)
 
 
-def _less(elements: Mapping[str, int], tied: int) -> dict[str, int]:
+def _without_tied(elements: Mapping[str, int], tied: int) -> dict[str, int]:
     """Count a block's parameters, by axis, without those that are tied."""
     return {axes: number - tied if axes == "dp" else number for axes, number in elements.items()}
 
@@ -213,13 +213,13 @@ def _tasks(chain: Sequence[tuple[str, _SegmentCosts]], *, training: bool) -> tup
     for number, (name, block) in enumerate(chain):
         if any(block.update_s):
             flows.append(TaskFlow(2 * last + 1 - number, (len(tasks),), 0))
-            tasks.append(Task(f"update of {name}", block.update_s, group=name, once=True))
+            tasks.append(Task(f"update of {name}", block.update_s, group=name, once_per_step=True))
     return tasks, flows
 
 
 def _tie(tied: Weight, tasks: list[Task], flows: list[TaskFlow], ends: tuple[str, str], *, training: bool) -> Shared:
     """Tie weights of the first block and the last: an update at each end, from the gradients of both."""
-    count = sum(not (task.backward or task.once) for task in tasks)
+    count = sum(not (task.backward or task.once_per_step) for task in tasks)
     if not training:
         return Shared((0, count - 1), tied.resident_bytes)
     first, last = ends

@@ -53,7 +53,7 @@ class _Edge:
     targets: list[int]
     size: int
     final: bool
-    held: bool
+    resident_at_source: bool
 
 
 class PlacedSimulator:
@@ -67,13 +67,17 @@ class PlacedSimulator:
         self.needs = [0] * len(problem.tasks)
         self.into: list[list[int]] = [[] for _ in problem.tasks]
         for flow in problem.flows:
-            late = [t for t in flow.targets if problem.tasks[t].once]
-            soon = [t for t in flow.targets if not problem.tasks[t].once]
-            if problem.tasks[flow.source].once and soon:
+            late = [t for t in flow.targets if problem.tasks[t].once_per_step]
+            soon = [t for t in flow.targets if not problem.tasks[t].once_per_step]
+            if problem.tasks[flow.source].once_per_step and soon:
                 raise SimulationError(f"task {problem.tasks[flow.source].name} runs once a step and feeds one that not")
             for targets, final in ((soon, False), (late, True)):
                 if targets:
-                    self._add(_Edge(flow.source, list(dict.fromkeys(targets)), flow.size_bytes, final, flow.held))
+                    self._add(
+                        _Edge(
+                            flow.source, list(dict.fromkeys(targets)), flow.size_bytes, final, flow.resident_at_source
+                        )
+                    )
 
     def _add(self, edge: _Edge) -> None:
         number = len(self.edges)
@@ -109,7 +113,7 @@ class _Tally:
 
     busy: list[float]
     channel: list[float]
-    now: list[int]
+    resident_bytes: list[int]
     peak: list[int]
     events: list[tuple[str, str, float, float]] = field(default_factory=lambda: [])
 
@@ -139,13 +143,13 @@ class _Run:
         self.ready: list[list[tuple[tuple[float, ...], int]]] = [[] for _ in range(count)]
         self.waiting: list[tuple[tuple[float, ...], int, _Send]] = []
         self.running = [False] * count
-        self.held = [False] * channels
+        self.channel_is_busy = [False] * channels
         self.heap: list[tuple[float, int, int, object]] = []
         self.tickets = 0
         self.now_s = 0.0
         resident = problem.resident_on(devices)
         self.tally = _Tally([0.0] * count, [0.0] * channels, resident, list(resident))
-        self.left: dict[tuple[int, int, int], int] = {}  # uses of an edge's copy on a device still to come
+        self.uses_to_come: dict[tuple[int, int, int], int] = {}  # uses of an edge's copy on a device still to come
         self._start_counts()
 
     def _by_device(self, edge: _Edge) -> dict[int, list[int]]:
@@ -171,25 +175,27 @@ class _Run:
     def _start_counts(self) -> None:
         """Count what each copy of each task waits for; what waits for nothing is ready."""
         tasks, groups = self.problem.tasks, self.problem.groups
-        self.gate = [sum(not tasks[t].once for t in group.tasks) for group in groups]
+        self.gate = [sum(not tasks[t].once_per_step for t in group.tasks) for group in groups]
         self.undone = [[count] * self.copies for count in self.gate]
         self.needs: list[list[int]] = []
         for copy in range(self.copies):
             row = list(self.of.needs)
             for task in range(self.num):
-                gated = copy >= self.windows[self.device[task]] and not (tasks[task].backward or tasks[task].once)
+                gated = copy >= self.windows[self.device[task]] and not (
+                    tasks[task].backward or tasks[task].once_per_step
+                )
                 row[task] += gated
             self.needs.append(row)
-        self.final = [self.copies if not tasks[e.source].once else 1 for e in self.of.edges]
+        self.final = [self.copies if not tasks[e.source].once_per_step else 1 for e in self.of.edges]
         for copy in range(self.copies):
             for task in range(self.num):
-                if not self.needs[copy][task] and (copy == 0 or not tasks[task].once):
+                if not self.needs[copy][task] and (copy == 0 or not tasks[task].once_per_step):
                     self._make_ready(task, copy)
 
     def _key(self, task: int, copy: int) -> tuple[float, ...]:
         own = self.problem.tasks[task]
-        if self.copies == 1 or own.once:
-            return (float(own.once and self.copies > 1) * 2, 0.0, -self.rank[task], task)
+        if self.copies == 1 or own.once_per_step:
+            return (float(own.once_per_step and self.copies > 1) * 2, 0.0, -self.rank[task], task)
         return (0.0 if own.backward else 1.0, copy, -self.rank[task], task)
 
     def _make_ready(self, task: int, copy: int) -> None:
@@ -230,7 +236,7 @@ class _Run:
         kept: list[tuple[tuple[float, ...], int, _Send]] = []
         while self.waiting:
             entry = heappop(self.waiting)
-            if any(self.held[c] for c in self._hop(entry[2]).channels):
+            if any(self.channel_is_busy[c] for c in self._hop(entry[2]).channels):
                 kept.append(entry)
             else:
                 self._send(entry[2])
@@ -243,16 +249,16 @@ class _Run:
         self._take(device, own.working_bytes)
         for e in self.of.out[task]:
             edge = self.of.edges[e]
-            if not edge.final or copy == self.copies - 1 or own.once:
+            if not edge.final or copy == self.copies - 1 or own.once_per_step:
                 there = self.split[e]
                 remote = len(there) - (device in there)
-                self.left[e, self._copy(e, copy), device] = remote + len(there.get(device, ()))
-                if not edge.held:
+                self.uses_to_come[e, self._copy(e, copy), device] = remote + len(there.get(device, ()))
+                if not edge.resident_at_source:
                     self._take(device, edge.size)
         end_s = self.now_s + self.seconds[task]
         self.tally.busy[device] += self.seconds[task]
         if self.record:
-            tag = f"{own.name} [{copy}]" if self.copies > 1 and not own.once else own.name
+            tag = f"{own.name} [{copy}]" if self.copies > 1 and not own.once_per_step else own.name
             self.tally.events.append((self.problem.network.devices[device], tag, self.now_s, end_s))
         self._push(end_s, 0, number)
 
@@ -261,13 +267,13 @@ class _Run:
 
     def _take(self, device: int, size: int) -> None:
         tally = self.tally
-        tally.now[device] += size
-        tally.peak[device] = max(tally.peak[device], tally.now[device])
+        tally.resident_bytes[device] += size
+        tally.peak[device] = max(tally.peak[device], tally.resident_bytes[device])
 
     def _end(self, task: int, copy: int) -> None:
         own, device = self.problem.tasks[task], self.device[task]
         self.running[device] = False
-        self.tally.now[device] -= own.working_bytes
+        self.tally.resident_bytes[device] -= own.working_bytes
         for e in self.of.into[task]:
             self._used(e, self._copy(e, copy), device)
         for e in self.of.out[task]:
@@ -276,7 +282,7 @@ class _Run:
                 if self.final[e]:
                     continue
             self._give(e, self._copy(e, copy))
-        if not own.once:
+        if not own.once_per_step:
             self._pass_gate(self.problem.group_of[task], copy, device)
 
     def _pass_gate(self, group: int, copy: int, device: int) -> None:
@@ -284,7 +290,7 @@ class _Run:
         later = copy + self.windows[device]
         if self.undone[group][copy] == 0 and later < self.copies:
             for task in self.problem.groups[group].tasks:
-                if not (self.problem.tasks[task].backward or self.problem.tasks[task].once):
+                if not (self.problem.tasks[task].backward or self.problem.tasks[task].once_per_step):
                     self._satisfy(task, later)
 
     def _satisfy(self, task: int, copy: int) -> None:
@@ -312,11 +318,11 @@ class _Run:
         hop, edge = self._hop(send), self.of.edges[send.edge]
         holds_s = edge.size * hop.seconds_per_byte
         for channel in hop.channels:
-            self.held[channel] = True
+            self.channel_is_busy[channel] = True
             self.tally.channel[channel] += holds_s
         if send.hop == len(self.routes[self.device[edge.source]][send.target]) - 1:
             self._take(send.target, edge.size)
-            self.left[send.edge, send.copy, send.target] = len(self.split[send.edge][send.target])
+            self.uses_to_come[send.edge, send.copy, send.target] = len(self.split[send.edge][send.target])
         if self.record:
             name = f"{self.problem.tasks[edge.source].name} to {self.problem.network.devices[send.target]}"
             stream = self.problem.network.channels[hop.channels[0]]
@@ -326,7 +332,7 @@ class _Run:
     def _release_channels(self, send: _Send) -> None:
         hop = self._hop(send)
         for channel in hop.channels:
-            self.held[channel] = False
+            self.channel_is_busy[channel] = False
         if send.hop == 0:
             self._used(send.edge, send.copy, self.device[self.of.edges[send.edge].source])
         self._push(self.now_s + hop.latency_s, 2, send)
@@ -344,9 +350,9 @@ class _Run:
     def _used(self, e: int, copy: int, device: int) -> None:
         """One use of an edge's bytes on a device is over; after the last they are gone."""
         key = (e, copy, device)
-        self.left[key] -= 1
-        if self.left[key] == 0:
-            del self.left[key]
+        self.uses_to_come[key] -= 1
+        if self.uses_to_come[key] == 0:
+            del self.uses_to_come[key]
             edge = self.of.edges[e]
-            if not edge.held or device != self.device[edge.source]:
-                self.tally.now[device] -= edge.size
+            if not edge.resident_at_source or device != self.device[edge.source]:
+                self.tally.resident_bytes[device] -= edge.size

@@ -38,7 +38,7 @@ class _FlowArrays:
     """Arrays of a problem's flows (bytes that one task hands to others) and of their targets."""
 
     def __init__(self, problem: PlacementProblem) -> None:
-        flows = [flow for flow in problem.flows if not flow.held]
+        flows = [flow for flow in problem.flows if not flow.resident_at_source]
         self.tasks = len(problem.tasks)
         self.group = np.array(problem.group_of)
         self.working = np.array([float(task.working_bytes) for task in problem.tasks])

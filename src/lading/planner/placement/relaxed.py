@@ -6,7 +6,7 @@ its targets together; w_sd, the share of what groups share (s) that is on device
 c_f(a, b) those of a transfer, M micro-batches, r_h the bytes a second of the channel h, it minimizes T subject to
 
     sum over d of x_gd = 1                                                           ``_Relaxation._shares``
-    w_sd >= x_gd                               for each group g that shares s        ``_Relaxation._together``
+    w_sd >= x_gd                               for each group g that shares s        ``_Relaxation._add_union_share``
     sum over g of (resident_g + kept_g) x_gd + sum over s of size_s w_sd <= memory_d ``_Relaxation._memory``
     sum over b of y_fgab = x_(source)a,   sum over a of y_fgab = x_gb                ``_Relaxation._flow``
     S_v >= S_u + sum p_ud x_ud + sum c_f(a, b) y_fgab  for each flow f from u to v   ``_Relaxation._order``
@@ -284,7 +284,7 @@ class _Relaxation:
         self.share = self.share.reshape(len(problem.groups), len(self.devices))
         self.channel: list[list[tuple[int, float]]] = [[] for _ in problem.network.channels]
         self._shares()
-        self.together = [self._together(groups) for groups in problem.sharing]
+        self.together = [self._add_union_share(groups) for groups in problem.sharing]
         self._memory()
         between = [(f, g) for f in problem.flows for g in self._groups(f)]
         detailed = len(between) * len(self.devices) ** 2 <= _MOST_COLUMNS
@@ -324,7 +324,7 @@ class _Relaxation:
             if barred := [(row[d], 1.0) for d in self.devices if not can[d]]:
                 self.program.row(barred, high=0.0)
 
-    def _together(self, groups: Sequence[int]) -> np.ndarray:
+    def _add_union_share(self, groups: Sequence[int]) -> np.ndarray:
         """Add the share on each device of what these groups share: at least that of each group."""
         columns = self.program.columns(len(self.devices), upper=1.0)
         for group in groups:
@@ -365,7 +365,7 @@ class _Relaxation:
             terms = [(self.start[target], 1.0), (self.start[flow.source], -1.0), *self._work(flow.source, -1.0)]
             self.program.row([*terms, *ways[group_of[target]]], low=0.0)
         if moved and flow.size_bytes:
-            self._sent(flow, moved)
+            self._count_sent_bytes(flow, moved)
 
     def _flow(self, source: int, group: int) -> np.ndarray:
         count = len(self.devices)
@@ -385,11 +385,11 @@ class _Relaxation:
             terms.append((columns[a], -least / self.unit))
         return terms
 
-    def _sent(self, flow: TaskFlow, moved: list[np.ndarray]) -> None:
+    def _count_sent_bytes(self, flow: TaskFlow, moved: list[np.ndarray]) -> None:
         """Count the bytes of a flow on each channel: for each micro-batch, or once for what works once a step."""
         tasks, number = self.problem.tasks, self.problem.group_of
         for late, times in ((False, self.problem.micro_batches), (True, 1)):
-            targets = {number[t] for t in flow.targets if tasks[t].once is late}
+            targets = {number[t] for t in flow.targets if tasks[t].once_per_step is late}
             part = [columns for g, columns in zip(self._groups(flow), moved, strict=True) if g in targets]
             if part:
                 self._passes(flow, part, times)
@@ -412,12 +412,14 @@ class _Relaxation:
 
     def _load(self) -> None:
         copies, tasks = self.problem.micro_batches, self.problem.tasks
-        updates = {t for shared in self.problem.shared for t in shared.tasks if tasks[t].once}
+        updates = {t for shared in self.problem.shared for t in shared.tasks if tasks[t].once_per_step}
         for d in self.devices:
             terms = [(self.whole, 1.0)]
             for row, group in zip(self.share, self.problem.groups, strict=True):
                 known = [
-                    tasks[t].seconds[d] * (1 if tasks[t].once else copies) for t in group.tasks if t not in updates
+                    tasks[t].seconds[d] * (1 if tasks[t].once_per_step else copies)
+                    for t in group.tasks
+                    if t not in updates
                 ]
                 if isfinite(sum(known)):
                     terms.append((row[d], -sum(known) / self.unit))

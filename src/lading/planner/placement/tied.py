@@ -60,11 +60,15 @@ def tie(tasks: list[Task], flows: list[TaskFlow], holders: Sequence[Holder], wei
             senders.append(holder.makers[-1])
             continue
         senders.append(len(tasks))
-        tasks.append(Task(f"tied gradient at {holder.group}", idle, group=holder.group, once=True))
+        tasks.append(Task(f"tied gradient at {holder.group}", idle, group=holder.group, once_per_step=True))
         flows += [TaskFlow(maker, (senders[-1],), 0) for maker in (*holder.makers, *holders[0].makers)]
     updates = tuple(range(len(tasks), len(tasks) + len(holders)))
     for holder, sender, update in zip(holders, senders, updates, strict=True):
-        tasks.append(Task(f"update of {names} at {holder.group}", weight.update_s, group=holder.group, once=True))
+        tasks.append(
+            Task(f"update of {names} at {holder.group}", weight.update_s, group=holder.group, once_per_step=True)
+        )
         flows += [TaskFlow(maker, (update,), 0) for maker in holder.makers]
-        flows.append(TaskFlow(sender, tuple(u for u in updates if u != update), weight.gradient_bytes, held=True))
+        flows.append(
+            TaskFlow(sender, tuple(u for u in updates if u != update), weight.gradient_bytes, resident_at_source=True)
+        )
     return Shared(updates, weight.resident_bytes)

@@ -149,16 +149,16 @@ def _reduce_tail_s(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     """[layout]: seconds by which reducing gradients ends after the pipeline."""
     exchanged, table = rows.exchanges, rows.table
     split = table.split[rows.pipe]  # there the rank that ends last may be any, and has reduced one stage at least
-    behind = np.where(split, exchanged.reduce_least_s[rows.number], exchanged.reduce_s[rows.number])
+    tail_s = np.where(split, exchanged.reduce_least_s[rows.number], exchanged.reduce_s[rows.number])
     cut = exchanged.zero[rows.number] >= 2
     if not stack.overlap_grad_reduce:
-        return np.where(cut, behind, exchanged.reduce_all_s[rows.number])
+        return np.where(cut, tail_s, exchanged.reduce_all_s[rows.number])
     first = table.row[table.first][rows.pipe]
     # What backward makes last, the first segment's, is reduced behind it; and no reduction begins before backward does.
     exposed = np.maximum(
         exchanged.segment_reduce_s[rows.number][:, 0], exchanged.reduce_s[rows.number] - costs.backward[first]
     )
-    return np.where(cut, behind, np.where(split, 0.0, exposed))
+    return np.where(cut, tail_s, np.where(split, 0.0, exposed))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Floats:

@@ -13,25 +13,25 @@ from lading.sim.modules import Modules
 
 def runs(modules: Modules) -> list[int]:
     """Count the blocks in a row up to each place of the model; 0 outside of blocks."""
-    found = [0]
+    block_runs = [0]
     for _, path in modules.order:
-        found.append(found[-1] + 1 if path else 0)
-    return found
+        block_runs.append(block_runs[-1] + 1 if path else 0)
+    return block_runs
 
 
 def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: UnitResidency) -> tuple[Bucket, ...]:
     """Keep atoms ``first`` to ``last`` gathered, apart from the rest of the bucket they are in."""
-    found: list[Bucket] = []
+    split_buckets: list[Bucket] = []
     for bucket in buckets:
         if last < bucket.first or first > bucket.last:
-            found.append(bucket)
+            split_buckets.append(bucket)
             continue
         if bucket.first < first:
-            found.append(replace(bucket, last=first - 1))
-        found.append(replace(bucket, first=max(first, bucket.first), last=min(last, bucket.last), keep=keep))
+            split_buckets.append(replace(bucket, last=first - 1))
+        split_buckets.append(replace(bucket, first=max(first, bucket.first), last=min(last, bucket.last), keep=keep))
         if last < bucket.last:
-            found.append(replace(bucket, first=last + 1))
-    return tuple(found)
+            split_buckets.append(replace(bucket, first=last + 1))
+    return tuple(split_buckets)
 
 
 def children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
@@ -43,14 +43,14 @@ def children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
     depth = 0
     while len({tuple(path[: depth + 1]) for path in paths}) == 1:
         depth += 1
-    found: list[tuple[int, int]] = []
+    parts: list[tuple[int, int]] = []
     for atom, path in zip(atoms, paths, strict=True):
-        own = tuple(path[: depth + 1])
-        if found and own == tuple(paths[found[-1][0] - first][: depth + 1]):
-            found[-1] = (found[-1][0], atom)
+        module_path = tuple(path[: depth + 1])
+        if parts and module_path == tuple(paths[parts[-1][0] - first][: depth + 1]):
+            parts[-1] = (parts[-1][0], atom)
         else:
-            found.append((atom, atom))
-    return found
+            parts.append((atom, atom))
+    return parts
 
 
 def _path(modules: Modules, number: int) -> list[str]:
@@ -65,7 +65,7 @@ def partition(modules: Modules, size: int) -> list[tuple[int, int]]:
     Returns:
         First and last atom of each bucket.
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     filled = 0
     start = 0
     for block, path in modules.order:
@@ -73,14 +73,14 @@ def partition(modules: Modules, size: int) -> list[tuple[int, int]]:
         if stop == start:
             continue
         if path and size > 1 and filled % size:
-            found[-1] = (found[-1][0], stop - 1)
+            spans[-1] = (spans[-1][0], stop - 1)
         elif path and not size:
-            found += halves(modules, start, stop - 1)
+            spans += halves(modules, start, stop - 1)
         else:
-            found.append((start, stop - 1))
+            spans.append((start, stop - 1))
         filled = filled + 1 if path else 0
         start = stop
-    return found
+    return spans
 
 
 def halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
@@ -129,8 +129,8 @@ def _bordering(
 ) -> Iterator[tuple[Bucket, ...]]:
     """Yield groupings in which two neighbors are one bucket, or have their border elsewhere."""
     other, *rest = after
-    for kept in dict.fromkeys((one.keep, other.keep)):
-        yield (*before, replace(one, last=other.last, keep=kept), *rest)
+    for residency in dict.fromkeys((one.keep, other.keep)):
+        yield (*before, replace(one, last=other.last, keep=residency), *rest)
     at = bisect_left(cuts, other.first)
     for step in (1, -1, 2, -2, 4, -4):
         if 0 <= at + step < len(cuts) and one.first < cuts[at + step] <= other.last:

@@ -94,11 +94,11 @@ def exchanges(
     plain = segments[len(segments) // 2 :]
     alone = alone_of(plain)
     shapes = list(_all_shapes(space, block, watched, table, plain, alone))
-    once = alone - np.array([[held.tied, 0.0] for held in plain])  # of each alone, where there is no pipeline
-    found = [_priced(space, block, shape, once, known) for shape in shapes]
+    untied = alone - np.array([[held.tied, 0.0] for held in plain])  # of each alone, where there is no pipeline
+    columns_by_shape = [_priced(space, block, shape, untied, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.rank_counts]
     cuts = tuple(cut for shape in shapes for _ in shape.rank_counts for cut in shape.cuts)
-    arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
+    arrays = [np.concatenate(column) for column in zip(*columns_by_shape, strict=True)]
     start: Ints = np.cumsum(np.array(counts, np.int64)) - np.array(counts, np.int64)
     return Exchanges(start, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
 
@@ -111,19 +111,19 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
     """
     plain = rows.plain
     watched = watched_rows(table, rows)
-    found = np.zeros((len(watched), WATCHED + 2, plain))
+    counts = np.zeros((len(watched), WATCHED + 2, plain))
     for number, runs in enumerate(watched):
         for place, run in enumerate(runs):
             for segment, count in run:
-                found[number, place, segment % plain] += count
+                counts[number, place, segment % plain] += count
     weights = rows.arrays()[2]
     each = weights[:, :plain] + weights[:, plain:]
     for number in range(len(watched)):
         pipe = int(np.argmax(table.geometry == number))
         begin = int(table.first[pipe])
         stages = table.row[begin : begin + int(table.pp[pipe] * table.vpp[pipe])]
-        found[number, LEAST] = each[stages].min(axis=0)
-    return found
+        counts[number, LEAST] = each[stages].min(axis=0)
+    return counts
 
 
 def least_bytes(
@@ -139,22 +139,22 @@ def least_bytes(
         segments: Priced for any block of the family.
         elements: [segment, kind]: parameters, of this block.
     """
-    found: list[tuple[Floats, Floats]] = []
+    min_by_shape: list[tuple[Floats, Floats]] = []
     for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :], elements):
         widest: dict[tuple[int, tuple[str, ...]], StateLayout] = {}  # more ranks that share states keep fewer each
         for cut in shape.cuts:
             kind = cut.zero, cut.offload
             if kind not in widest or (widest[kind].shard and (not cut.shard or cut.shard > widest[kind].shard)):
                 widest[kind] = cut
-        least = forwards_first = np.full(shape.placeholders.shape, np.inf)
+        min_bytes = forwards_first = np.full(shape.placeholders.shape, np.inf)
         for cut in widest.values():
             layout = _layout(space, block, shape, cut)
             size = _bytes(shape, layout, space.request)
-            least = np.minimum(least, size)
+            min_bytes = np.minimum(min_bytes, size)
             gradients = _whole_gradients(shape, layout, space.request.stack)
             forwards_first = np.minimum(forwards_first, size - gradients)
-        found.append((least, forwards_first))
-    every, first = zip(*found, strict=True)
+        min_by_shape.append((min_bytes, forwards_first))
+    every, first = zip(*min_by_shape, strict=True)
     return np.concatenate(every), np.concatenate(first)
 
 
@@ -189,11 +189,11 @@ def _all_shapes(
 ) -> Iterator[Shapes]:
     """Yield the shapes of each number of pipeline ranks, in the order of the table."""
     weights = np.concatenate([elements, np.ones((len(plain), 1))], axis=1)
-    held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
-    held[..., 0] -= (watched[..., 0] > 0) * (watched @ np.array([float(one.tied) for one in plain]))
+    rank_counts, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
+    rank_counts[..., 0] -= (watched[..., 0] > 0) * (watched @ np.array([float(one.tied) for one in plain]))
     total, longest = np.array(space.directions_s).T
-    there = watched[:, :WATCHED]
-    total, longest = there @ total, np.max((there > 0) * longest, axis=2)
+    present = watched[:, :WATCHED]
+    total, longest = present @ total, np.max((present > 0) * longest, axis=2)
     mesh, begin = block.mesh, 0
     devices = space.wanted_request.devices // (mesh.tp * mesh.cp)
     for pp, group in groupby(table.geometries, key=lambda shape: shape[0]):
@@ -202,24 +202,28 @@ def _all_shapes(
         single = pp == 1 and shapes[0][1] == 1
         cuts = space.cuts(devices // pp * mesh.cp, 1 if single else 2) if can else []
         chunks = [0 if single else vpp for _, vpp, _ in shapes]
-        own = slice(begin, begin + len(shapes))
+        shape_rows = slice(begin, begin + len(shapes))
         begin += len(shapes)
-        least = np.maximum(total[own] / max(1, space.wanted_request.devices // pp), longest[own])
-        yield Shapes(pp, chunks, cuts, held[own], placeholders[own], least)
+        min_directions_s = np.maximum(
+            total[shape_rows] / max(1, space.wanted_request.devices // pp), longest[shape_rows]
+        )
+        yield Shapes(pp, chunks, cuts, rank_counts[shape_rows], placeholders[shape_rows], min_directions_s)
 
 
 def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
     """Bytes of gradients that are tensors in name only; an array of [pipeline shape, watched rank]."""
     if not any(s.placeholders for s in plain):
         return np.zeros(watched.shape[:2])
-    there, which = np.unique(watched.reshape(-1, len(plain)) > 0, axis=0, return_inverse=True)
-    each = np.array([_placeholders(row, plain) for row in there.tolist()], np.float64)
+    distinct, which = np.unique(watched.reshape(-1, len(plain)) > 0, axis=0, return_inverse=True)
+    each = np.array([_placeholders(row, plain) for row in distinct.tolist()], np.float64)
     return each[which].reshape(watched.shape[:2])
 
 
-def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
+def _placeholders(is_present: Sequence[bool], plain: Sequence[Phases]) -> int:
     """Bytes of gradients that are tensors in name only, of the segments that are marked."""
-    shapes = {k: size for s, present in zip(plain, there, strict=True) if present for k, size in s.placeholders.items()}
+    shapes = {
+        k: size for s, present in zip(plain, is_present, strict=True) if present for k, size in s.placeholders.items()
+    }
     return sum(shapes.values())
 
 
@@ -242,14 +246,14 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
     overlap = space.request.stack.overlap_param_gather
     every = np.concatenate([shape.rank_counts.reshape(-1, 3)[:, :2], alone])
     gather, reduce, optimizer, size, gradients = _by_cut(space, block, shape, every, known)
-    held = (wide, number, WATCHED + 2)
-    gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
+    per_shape = (wide, number, WATCHED + 2)
+    gathers, reduces = (part[:, : -len(alone)].reshape(per_shape) for part in (gather, reduce))
     # Nothing runs before the first forward of the first stage, which waits for its first unit, or for the whole stage
     # where units are not gathered one by one. What other stages wait for may be hidden while they wait for the first.
     first, unit = gathers[..., FIRST], gather[:, -len(alone)][:, None]
     cut = np.array([cut.zero >= 2 for cut in shape.cuts])[:, None] & (np.array(shape.chunks) > 0)
     whole = np.where(np.where(cut, np.array(shape.chunks) > 1, not overlap), first, unit)
-    updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED] + shape.directions
+    updates = optimizer[:, : -len(alone)].reshape(per_shape)[..., :WATCHED] + shape.directions
     of_shapes = [
         whole,
         updates.max(axis=2),
@@ -283,32 +287,34 @@ def _by_cut(
         moved = ("down " if cut.offload and cut.zero >= 2 else "") + (cut.tier if "parameters" in cut.offload else "")
         dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, moved)
         expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0, moved)
-        found = [0.0, 0.0]
+        exchange_s = [0.0, 0.0]
         for place, key in enumerate((dense, expert)):
             if key not in known:
                 part = every * np.eye(2)[place]
                 known[key] = (_seconds_by_row(prices.gather_s, part), _seconds_by_row(prices.reduce_s, part))
-            found = [total + own for total, own in zip(found, known[key], strict=True)]
+            exchange_s = [total + part_s for total, part_s in zip(exchange_s, known[key], strict=True)]
         ways = np.array([shards(kind, layout) for kind in _KINDS], np.float64)
-        rows[0].append(np.asarray(found[0]))
-        rows[1].append(np.asarray(found[1]))
+        rows[0].append(np.asarray(exchange_s[0]))
+        rows[1].append(np.asarray(exchange_s[1]))
         rows[2].append(every @ (1 / ways))
         rows[3].append(_bytes(shape, layout, space.request))
         rows[4].append(_whole_gradients(shape, layout, stack))
-    kept = np.stack(rows[2])
-    least = least_stack(space.request)
-    updates = _optimizer(MachinePrices(space.machine, _layout(space, block, shape, StateLayout(0, 0)), least), kept)
+    kept_elements = np.stack(rows[2])
+    min_stack = least_stack(space.request)
+    updates = _optimizer(
+        MachinePrices(space.machine, _layout(space, block, shape, StateLayout(0, 0)), min_stack), kept_elements
+    )
     for place, cut in enumerate(shape.cuts):
         if cut.offload:
-            updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
+            updates[place] = _on_host(space, _layout(space, block, shape, cut), kept_elements[place])
     return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3]), np.stack(rows[4])
 
 
-def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
+def _on_host(space: Space, layout: Layout, kept_elements: Floats) -> Floats:
     """Least seconds of the optimizer on the host: what the largest number takes, scaled, as all of it is affine."""
-    stack, most = space.request.stack, float(np.max(kept))
+    stack, max_elements = space.request.stack, float(np.max(kept_elements))
     states = kept_state_bytes(stack)
-    return kept / most * host_step_s(most, layout, stack, space.machine, state_bytes=states)
+    return kept_elements / max_elements * host_step_s(max_elements, layout, stack, space.machine, state_bytes=states)
 
 
 def _seconds_by_row(seconds: Any, elements: Floats) -> Floats:
@@ -322,12 +328,14 @@ def _seconds_by_row(seconds: Any, elements: Floats) -> Floats:
     return total
 
 
-def _optimizer(prices: MachinePrices, kept: Floats) -> Floats:
+def _optimizer(prices: MachinePrices, kept_elements: Floats) -> Floats:
     """Seconds of the optimizer over numbers of parameters that a rank keeps; ``prices`` are of an uncut layout."""
     seconds: Any = prices.optimizer_s
     if prices.machine.device.gpu is None:  # whose rates are a curve
-        return np.array([seconds({"dp": number}) for number in kept.reshape(-1).tolist()]).reshape(kept.shape)
-    return seconds({"dp": kept})
+        return np.array([seconds({"dp": number}) for number in kept_elements.reshape(-1).tolist()]).reshape(
+            kept_elements.shape
+        )
+    return seconds({"dp": kept_elements})
 
 
 def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
@@ -343,9 +351,9 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
     roles += [] if "parameters" in layout.offload else [Role.PARAMETER]
     roles += [] if layout.offload else [Role.OPTIMIZER_STATE]
     each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
-    own = np.array([sum(found[role] for role in roles) / many for found in each])
-    held = shape.rank_counts[:, :WATCHED, :2]
-    return held @ own + shape.placeholders + _whole_bytes(shape, layout, stack)
+    bytes_per_element = np.array([sum(found[role] for role in roles) / many for found in each])
+    rank_counts = shape.rank_counts[:, :WATCHED, :2]
+    return rank_counts @ bytes_per_element + shape.placeholders + _whole_bytes(shape, layout, stack)
 
 
 def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:

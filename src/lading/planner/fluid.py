@@ -162,11 +162,11 @@ class FlowProgram:
         of_storage: dict[int, list[int]] = {}
         for index, candidate in enumerate(rows):
             of_storage.setdefault(candidate.gap.storage, []).append(index)
-        alike: dict[tuple[object, ...], list[list[int]]] = {}
+        storages_by_likeness: dict[tuple[object, ...], list[list[int]]] = {}
         for indices in of_storage.values():
-            alike.setdefault(tuple(self.likeness(rows[index]) for index in indices), []).append(indices)
+            storages_by_likeness.setdefault(tuple(self.likeness(rows[index]) for index in indices), []).append(indices)
         together: list[tuple[int, ...]] = [
-            members for storages in alike.values() for members in zip(*storages, strict=True)
+            members for storages in storages_by_likeness.values() for members in zip(*storages, strict=True)
         ]
         return [
             FlowClass(
@@ -293,11 +293,11 @@ class FlowProgram:
                         size[each.leader.gap.storage] = each.size_bytes
             if sum(size.values()) <= capacity:
                 continue
-            there = {storage: self._column() for storage in users}
+            placed = {storage: self._column() for storage in users}
             for storage, columns in users.items():
                 for column in columns:
-                    self.add_row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
-            self.add_row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
+                    self.add_row(0.0, np.inf, [placed[storage], column], [1.0, -1.0])
+            self.add_row(-np.inf, capacity / 1e6, list(placed.values()), [size[s] / 1e6 for s in placed])
 
     def solve(self) -> RelaxedResidency | None:
         """Solve, with more memory rows until none is broken; None where there is no solution."""
@@ -374,13 +374,13 @@ class FlowProgram:
             columns, factors = self.terms_at(number, window)
             if again is not None:
                 columns, factors = [again, *columns], [-1.0, *factors]
-            here = self.positions_of(window)
-            if here is None:
+            positions = self.positions_of(window)
+            if positions is None:
                 continue
             if window not in ends:
-                yield *here, each.size_bytes, columns, factors
+                yield *positions, each.size_bytes, columns, factors
                 continue
-            for first, last, count, _ in counted(candidates, *here, window >= self.windows):
+            for first, last, count, _ in counted(candidates, *positions, window >= self.windows):
                 scaled = [factor * len(candidates) / count for factor in factors]
                 yield first, last, count * each.leader.size_bytes, columns, scaled
 
@@ -420,15 +420,17 @@ class FlowProgram:
     def _add_memory(self, positions: Sequence[int]) -> None:
         pieces = self.pieces
         for t in positions:
-            here = np.flatnonzero((pieces.first <= t) & (t <= pieces.last))
-            counts = pieces.starts[here + 1] - pieces.starts[here]
+            alive_pieces = np.flatnonzero((pieces.first <= t) & (t <= pieces.last))
+            counts = pieces.starts[alive_pieces + 1] - pieces.starts[alive_pieces]
             ends = np.cumsum(counts)
             at = (
-                np.arange(int(counts.sum())) - np.repeat(ends - counts, counts) + np.repeat(pieces.starts[here], counts)
+                np.arange(int(counts.sum()))
+                - np.repeat(ends - counts, counts)
+                + np.repeat(pieces.starts[alive_pieces], counts)
             )
-            values = np.repeat(pieces.size[here], counts) * pieces.factor[at] / 1e6
+            values = np.repeat(pieces.size[alive_pieces], counts) * pieces.factor[at] / 1e6
             columns, place = np.unique(pieces.column[at], return_inverse=True)  # before and after the boundary
-            covered = float(pieces.size[here].sum())
+            covered = float(pieces.size[alive_pieces].sum())
             self.memory[t] = self.num_rows + len(self.rows), covered
             room = (float(self.room[t]) - covered) / 1e6
             self.add_row(-np.inf, room, columns.tolist(), np.bincount(place, weights=values).tolist())
@@ -445,13 +447,13 @@ def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) 
     """
     change: dict[int, list[int]] = {first: [0, 0], last + 1: [0, 0]}
 
-    def add(low: int, high: int, count: int, gone: int) -> None:
+    def add(low: int, high: int, count: int, recomputable: int) -> None:
         low, high = max(low, first), min(high, last)
         if low <= high:
             for at, sign in ((low, 1), (high + 1, -1)):
                 row = change.setdefault(at, [0, 0])
                 row[0] += sign * count
-                row[1] += sign * gone
+                row[1] += sign * recomputable
 
     for candidate in candidates:
         gap = candidate.gap
@@ -459,11 +461,11 @@ def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) 
         add(low, high, 1, 1)
         for begin, end in candidate.resident_ranges.get(Option.RECOMPUTE, ()):
             add(max(begin, low), min(end, high), 0, -1)
-    count = gone = 0
+    count = recomputable = 0
     for at, following in pairwise(sorted(change)):
-        count, gone = count + change[at][0], gone + change[at][1]
+        count, recomputable = count + change[at][0], recomputable + change[at][1]
         if count:
-            yield at, following - 1, count, gone
+            yield at, following - 1, count, recomputable
 
 
 def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:

@@ -136,11 +136,11 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
     if not best:
         raise infeasible(search, over, proof, tell)
     faster = [refine(search, bounded, room) for bounded in search.nearly(2 * _OVER, best[0].step_s, room[DEVICE])]
-    beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
+    rejected = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
         space,
         tuple(best[: space.wanted_request.top]),
-        tuple(beside[:_OVER]),
+        tuple(rejected[:_OVER]),
         search.counted,
         search.evaluated,
         proof,
@@ -209,12 +209,12 @@ class BucketComparison:
     is_worth: bool
 
     def __str__(self) -> str:
-        said = f"gradients: reduced a block at a time, up to {format_capacity(self.block_bytes)}"
+        sentence = f"gradients: reduced a block at a time, up to {format_capacity(self.block_bytes)}"
         share = self.saves_s / (self.simulated.step.step_s + self.saves_s)
         size = f"buckets of {format_capacity(self.best_bytes)}"
         if self.is_worth:
             return f"gradients: reduced in {size}, which saves {share:.1%} of the step against a block at a time"
-        return f"{said}; {size}, the best of other sizes, would change the step by {-share:+.2%}"
+        return f"{sentence}; {size}, the best of other sizes, would change the step by {-share:+.2%}"
 
 
 def best_bucket(found: Simulated) -> BucketComparison | None:
@@ -302,8 +302,11 @@ def nearest(space: Space, budget: int, tell: Tell) -> list[Near]:
         budget: Bytes of a device with which there is a plan; 0 for none.
     """
     kinds = (_unpinned, _offloaded, _more_devices, _smaller, _shorter, _saved, _narrower)
-    found = [_first_feasible(_budgets(space, budget), tell), *(_first_feasible(kind(space), tell) for kind in kinds)]
-    return [near for near in found if near is not None]
+    candidates = [
+        _first_feasible(_budgets(space, budget), tell),
+        *(_first_feasible(kind(space), tell) for kind in kinds),
+    ]
+    return [near for near in candidates if near is not None]
 
 
 _Spaces = Iterator[tuple[str, Space]]
@@ -458,10 +461,10 @@ def _lightest(search: LayoutSearch) -> Refined | None:
     """
     best: Refined | None = None
     room = room_of(search.space)
-    for found in search.lightest(_TRIED):
-        if best is not None and found.peak_bytes >= best.peak_bytes_of(DEVICE):
+    for bounded in search.lightest(_TRIED):
+        if best is not None and bounded.peak_bytes >= best.peak_bytes_of(DEVICE):
             return best
-        one = refine(search, found, room)
+        one = refine(search, bounded, room)
         if _fits_behind(one) and (best is None or one.peak_bytes_of(DEVICE) < best.peak_bytes_of(DEVICE)):
             best = one
     return best
@@ -477,24 +480,24 @@ def hopeless(space: Space) -> str:
     layout = replace(
         space.request.layout, precision=space.wanted_request.pins.get("precision", space.request.layout.precision)
     )
-    least = Least.of(replace(space.request, layout=layout), space.table, space.wanted_request.devices)
+    min_needs = Least.of(replace(space.request, layout=layout), space.table, space.wanted_request.devices)
     room, hosted = room_of(space), space.wanted_request.pins.get("offload")
     if not space.offloads_to_host and hosted != ():
         return ""
-    here = (
-        f"parameters, gradients and optimizer states, spread over all devices, take {format_bytes(least.device_bytes)} "
-        f"of each, which has {format_bytes(room[DEVICE])}"
+    device_text = (
+        f"parameters, gradients and optimizer states, spread over all devices, take "
+        f"{format_bytes(min_needs.device_bytes)} of each, which has {format_bytes(room[DEVICE])}"
     )
-    there = (
-        f"with the optimizer on the host they take {format_bytes(least.host_bytes)} of each device's part of the "
+    host_text = (
+        f"with the optimizer on the host they take {format_bytes(min_needs.host_bytes)} of each device's part of the "
         f"host's memory, which is {format_bytes(room.get(space.machine.host_tier, 0))}"
     )
     can_host = space.machine.host_device is not None and bool(space.machine.host_tier) and hosted != ()
     reasons: list[str] = []
     if not hosted:
-        reasons.append(here if least.device_bytes > room[DEVICE] else "")
+        reasons.append(device_text if min_needs.device_bytes > room[DEVICE] else "")
     if can_host:
-        reasons.append(there if least.host_bytes > room.get(space.machine.host_tier, 0) else "")
+        reasons.append(host_text if min_needs.host_bytes > room.get(space.machine.host_tier, 0) else "")
     return "; ".join(reasons) if all(reasons) else ""
 
 
@@ -514,17 +517,18 @@ def infeasible(
         list(search.families(tell))  # raises where none can be
     one = lightest = _lightest(search)
     if one is None:
-        tried = list(over) or [refine(search, found, room) for found in search.lightest(1)]
+        tried = list(over) or [refine(search, bounded, room) for bounded in search.lightest(1)]
         if not tried:
             return impossible(space, search.none_can_be(), tell)
         one = min(tried, key=lambda each: (each.over_bytes, each.order))
     budget = budget_for(lightest.peak_bytes_of(DEVICE), space.machine) if lightest is not None else 0
     moment, tier, _ = one.binding
-    there, needed = room[tier], one.peaks[moment][tier]
-    kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == DEVICE else ""
+    room_bytes, needed = room[tier], one.peaks[moment][tier]
+    margin_text = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == DEVICE else ""
     lines = [
         f"{_verdict(search, proof)}: the one that needs least, {one.layout}, needs {format_bytes(needed)} of the "
-        f"{tier} at moment {moment!r}, {format_bytes(one.over_bytes)} more than there are ({format_bytes(there)}{kept})"
+        f"{tier} at moment {moment!r}, {format_bytes(one.over_bytes)} more than there are "
+        f"({format_bytes(room_bytes)}{margin_text})"
     ]
     if proof is None:
         lines.append(f"none can: {hopeless(space)}")

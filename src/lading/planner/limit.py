@@ -48,12 +48,12 @@ def resource_limits(steps: Sequence[StepProblem]) -> tuple[ResourceLimit, ...]:
     Returns:
         Limits, the largest first; those of no seconds are left out.
     """
-    least: dict[str, ResourceLimit] = {}
+    min_limits: dict[str, ResourceLimit] = {}
     forms = [{each.resource: each for each in _of_form(step)} for step in steps]
     for resource, limit in forms[0].items():
         if all(resource in form for form in forms):
-            least[resource] = min((form[resource] for form in forms), key=lambda each: each.seconds, default=limit)
-    return tuple(sorted((each for each in least.values() if each.seconds > 0), key=lambda each: -each.seconds))
+            min_limits[resource] = min((form[resource] for form in forms), key=lambda each: each.seconds, default=limit)
+    return tuple(sorted((each for each in min_limits.values() if each.seconds > 0), key=lambda each: -each.seconds))
 
 
 def _of_form(step: StepProblem) -> list[ResourceLimit]:
@@ -88,8 +88,8 @@ def _least_moved(problem: ResidencyProblem, budget_bytes: int) -> tuple[int, int
     moved = [c for c in problem.candidates if Option.RECOMPUTE not in c.options]
     reads = np.maximum(need - budget_bytes - _over(count, again), 0.0)
     writes = np.maximum(reads - _over(count, [c for c in moved if c.version is None]), 0.0)
-    most = float(reads.max(initial=0.0))
-    return int(max(most, _of_pairs(problem, moved, reads))), int(writes.max(initial=0.0)), int(most)
+    max_reads = float(reads.max(initial=0.0))
+    return int(max(max_reads, _of_pairs(problem, moved, reads))), int(writes.max(initial=0.0)), int(max_reads)
 
 
 def _over(count: int, candidates: Sequence[Candidate]) -> np.ndarray:
@@ -137,8 +137,8 @@ def _slowed(step: StepProblem, tiers: Sequence[Tier], reads: int, writes: int) -
     computing_s = sum(s for op, s in enumerate(step.costs.op_seconds) if op not in step.graph.off_compute_ops)
     read = min(min(_slowdowns(tier, read=True)) / tier.read_bytes_per_s for tier in tiers)
     write = min(min(_slowdowns(tier, read=False)) / tier.write_bytes_per_s for tier in tiers)
-    most = 1.0 + sum(max(_slowdowns(tier, read=way)) for tier in tiers for way in (True, False))
-    longer_s = (read * reads + write * writes) / most
+    max_slowdown = 1.0 + sum(max(_slowdowns(tier, read=way)) for tier in tiers for way in (True, False))
+    longer_s = (read * reads + write * writes) / max_slowdown
     seconds = computing_s + longer_s if longer_s else 0.0
     return ResourceLimit(resource=f"{COMPUTING} beside {_names(tiers)}", seconds=seconds)
 

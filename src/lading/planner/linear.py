@@ -166,16 +166,16 @@ class Relaxation:
             if size.sum() <= capacity:
                 continue
             kinds, kind_of = _kinds(table.storage[users], table.class_of[users])
-            there = self._add_columns(np.zeros(len(kinds)))
+            placed = self._add_columns(np.zeros(len(kinds)))
             kind, member = np.array([(kind, member) for kind, members in enumerate(kinds) for member in members]).T
             rows = np.arange(len(kind))
             terms = (
-                (rows, there[kind], np.ones(len(rows))),
+                (rows, placed[kind], np.ones(len(rows))),
                 (rows, self.column[Option(name)][member], -np.ones(len(rows))),
             )
             self._add_rows(np.zeros(len(rows)), np.full(len(rows), self.inf), terms)
             self.capacity_rows[Option(name)] = self.model.getNumRow()
-            total = (np.zeros(len(kind_of), dtype=int), there[kind_of], size / 1e6)
+            total = (np.zeros(len(kind_of), dtype=int), placed[kind_of], size / 1e6)
             self._add_rows(np.array([-self.inf]), np.array([capacity / 1e6]), (total,))
 
     def _add_time(self) -> None:
@@ -309,9 +309,9 @@ class Relaxation:
             left = np.flatnonzero(seats - whole.sum(axis=0) > 0.5)
             if not len(left):
                 break
-            most = rest[:, left].argmax(axis=0)
-            whole[most, left] += 1.0
-            rest[most, left] = -1.0
+            largest = rest[:, left].argmax(axis=0)
+            whole[largest, left] += 1.0
+            rest[largest, left] = -1.0
         size = np.zeros(table.num_classes)
         np.maximum.at(size, table.class_of, table.size)
         columns = np.stack([self.column[option] for option in options])
@@ -360,9 +360,9 @@ class Relaxation:
         keep = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
         change = np.zeros(self.problem.num_ops + 1)
         for option, (who, first, last) in table.resident_ranges.items():
-            taken = (keep if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
-            change += np.bincount(first, weights=taken, minlength=len(change))
-            change -= np.bincount(last + 1, weights=taken, minlength=len(change))
+            taken_bytes = (keep if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
+            change += np.bincount(first, weights=taken_bytes, minlength=len(change))
+            change -= np.bincount(last + 1, weights=taken_bytes, minlength=len(change))
         return np.cumsum(change)[:-1]
 
     def _worst(self, shares: dict[Option, np.ndarray]) -> list[int]:
@@ -465,12 +465,12 @@ class CandidateArrays:
 
     def bytes_held(self, option: Option, position: int) -> np.ndarray:
         """Bytes that it takes at a position with an option; an array of [candidate]."""
-        taken = np.zeros(len(self.size))
+        taken_bytes = np.zeros(len(self.size))
         if option in self.resident_ranges:
             who, first, last = self.resident_ranges[option]
-            here = who[(first <= position) & (position <= last)]
-            taken[here] = self.size[here]
-        return taken
+            resident = who[(first <= position) & (position <= last)]
+            taken_bytes[resident] = self.size[resident]
+        return taken_bytes
 
 
 def _ranges(rows: Sequence[Sequence[tuple[int, int]]]) -> _Terms:
@@ -541,8 +541,8 @@ def _spread(folded: Relaxation, duals: np.ndarray, share: float) -> np.ndarray:
     prices = np.zeros(folded.problem.num_ops)
     half = int(share * len(prices))
     for row, position in enumerate(folded.positions, folded.first_memory_row):
-        here = slice(max(0, position - half), position + half + 1)
-        prices[here] += max(0.0, -float(duals[row])) / len(prices[here])
+        window = slice(max(0, position - half), position + half + 1)
+        prices[window] += max(0.0, -float(duals[row])) / len(prices[window])
     return prices
 
 
@@ -566,29 +566,29 @@ def _value(
     until = np.concatenate([[0.0], np.cumsum(memory)])
     who, first, last = table.resident_ranges[Option.KEEP]
     paid = (until[last + 1] - until[first]) * table.size[who] / 1e6
-    least = np.bincount(who, weights=paid, minlength=len(table.size))
+    min_price = np.bincount(who, weights=paid, minlength=len(table.size))
     compute, network = (scale * prices.get(row, 0.0) for row in (folded.time_rows[0][2], folded.network_row))
     if Option.RECOMPUTE in table.has:
         again_s = compute * table.again_s + network * table.network_s
         again = np.where(table.has[Option.RECOMPUTE], again_s, np.inf)
-        least = np.minimum(least, again)
+        min_price = np.minimum(min_price, again)
     total = compute * problem.op_seconds.sum() + network * problem.network_seconds.sum() - memory @ room
     fixed = np.zeros(problem.num_ops, dtype=np.int64)  # all in one window
     for tier in problem.tiers:
         for of_tier, limit, row in folded.time_rows:
             if of_tier == Option(tier.name):
                 total += scale * prices[row] * problem.fixed_seconds(tier, (limit[1], limit[3]), fixed, 1)[0]
-    best = least
+    best = min_price
     for option in table.has.keys() - {Option.RECOMPUTE}:
         limits = [(limit, prices[row] * scale) for tier, limit, row in folded.time_rows if tier == option]
         read = sum(price * (limit[0] + table.size * limit[1]) for limit, price in limits)
         write = sum(price * (limit[2] + table.size * limit[3]) for limit, price in limits)
-        saved = np.where(table.has[option], np.maximum(least - read, 0.0), 0.0)
+        saved = np.where(table.has[option], np.maximum(min_price - read, 0.0), 0.0)
         price = read + _split(np.where(table.version >= 0, write, 0.0), table.version, saved)
         if option in folded.capacity_rows:
             place_price = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
             total -= place_price * problem.capacity_bytes[option] / 1e6
-            price = price + _split(place_price * table.size / 1e6, table.storage, np.maximum(least - price, 0.0))
+            price = price + _split(place_price * table.size / 1e6, table.storage, np.maximum(min_price - price, 0.0))
         best = np.minimum(best, np.where(table.has[option], price, np.inf))
     return float(total + best.sum())
 

@@ -752,6 +752,6 @@ def _staged(graph: StepGraph, emission: Emission, costs: StepCosts, seconds: Seq
             free_s = max(free_s, float(start[index])) + costs.op_seconds[item.op]
             ended[index] = min(int(np.searchsorted(start, free_s, side="left")), len(emission.items) - 1)
     sizes = {s: -(-graph.storages[s].size_bytes // unit) * unit for s in emission.staged}
-    least = [Buffer(sizes[s], (span,)) for s, span in emission.staged.items()]
+    shortest = [Buffer(sizes[s], (span,)) for s, span in emission.staged.items()]
     lasting = [Buffer(sizes[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
-    return _Staged(lasting, least)
+    return _Staged(lasting, shortest)

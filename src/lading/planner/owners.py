@@ -172,11 +172,11 @@ def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = No
 
 def _members(matrices: Sequence[Matrix], share: bool) -> dict[tuple[float, int, tuple[float, ...]], list[int]]:
     """Group equal matrices, longest first: their numbers by (seconds, bytes of state, seconds shared)."""
-    alike: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
+    numbers_by_cost: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
     for number, matrix in enumerate(matrices):
         key = matrix.seconds, matrix.state_bytes, matrix.shared_s if share else ()
-        alike.setdefault(key, []).append(number)
-    return dict(sorted(alike.items(), reverse=True))
+        numbers_by_cost.setdefault(key, []).append(number)
+    return dict(sorted(numbers_by_cost.items(), reverse=True))
 
 
 def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bound: float) -> Loads | None:
@@ -328,8 +328,8 @@ def _exchange(matrices: Sequence[Matrix], loads: Loads) -> Loads:
         best = _best_exchange(fullest, costs, sizes, where, loads, cap)
         if best is None:
             break
-        leaving, taken, to = best
-        _apply(leaving, taken, to, fullest, costs, sizes, where, loads)
+        leaving, received, to = best
+        _apply(leaving, received, to, fullest, costs, sizes, where, loads)
     for number, rank in zip(single, where.tolist(), strict=True):
         loads.owner[number] = (rank,)
     return loads
@@ -360,25 +360,25 @@ def _best_exchange(
         if moved[to] < level:
             best, level = (leaving, None, to), float(moved[to])
         shift, grown = costs[leaving] - costs[others], sizes[leaving] - sizes[others]
-        there = where[others]
-        swapped = np.maximum(top - shift, loads.seconds[there] + shift)
-        fits = (loads.state_bytes[there] + grown <= cap) & (loads.state_bytes[fullest] - grown <= cap)
+        targets = where[others]
+        swapped = np.maximum(top - shift, loads.seconds[targets] + shift)
+        fits = (loads.state_bytes[targets] + grown <= cap) & (loads.state_bytes[fullest] - grown <= cap)
         swapped[~fits] = np.inf
         if len(swapped):
             place = int(swapped.argmin())
             if swapped[place] < level:
-                best, level = (leaving, int(others[place]), int(there[place])), float(swapped[place])
+                best, level = (leaving, int(others[place]), int(targets[place])), float(swapped[place])
     return best
 
 
 def _apply(
-    given: int, taken: int | None, to: int, fullest: int, costs: np.ndarray, sizes: np.ndarray, where: np.ndarray,
+    given: int, received: int | None, to: int, fullest: int, costs: np.ndarray, sizes: np.ndarray, where: np.ndarray,
     loads: Loads,
 ) -> None:  # fmt: skip
     seconds, size = costs[given], sizes[given]
-    if taken is not None:
-        seconds, size = seconds - costs[taken], size - sizes[taken]
-        where[taken] = fullest
+    if received is not None:
+        seconds, size = seconds - costs[received], size - sizes[received]
+        where[received] = fullest
     where[given] = to
     loads.seconds[[fullest, to]] += (-seconds, seconds)
     loads.state_bytes[[fullest, to]] += (-size, size)
@@ -465,15 +465,16 @@ class DirectionCosts:
         """Describe owners: loads, whole states and what travels, each beside its lower bound."""
         amounts = [owners.makespan_s, owners.bound_s]
         if self.machine is None:
-            most, least = (f"{amount:.3g} operations" for amount in amounts)
+            fullest, bound = (f"{amount:.3g} operations" for amount in amounts)
             why = "; name a machine for seconds"
         else:
-            (most, least), why = (format_seconds(amount) for amount in amounts), f" on {self.machine.name}"
+            (fullest, bound), why = (format_seconds(amount) for amount in amounts), f" on {self.machine.name}"
         gangs = sum(len(gang) > 1 for gang in owners.ranks)
         shared = f", {gangs} of them with several" if gangs else ""
         lines = [
-            f"{len(owners.ranks)} matrices with owners among {len(owners.loads_s)} ranks{shared}: fullest {most}{why}",
-            f"load ratio {owners.load_ratio:.3f}, bound {least}, {owners.gap:.1%} above it",
+            f"{len(owners.ranks)} matrices with owners among {len(owners.loads_s)} ranks{shared}: "
+            f"fullest {fullest}{why}",
+            f"load ratio {owners.load_ratio:.3f}, bound {bound}, {owners.gap:.1%} above it",
         ]
         if max(owners.state_bytes, default=0):
             even = -(-sum(owners.state_bytes) // len(owners.state_bytes))

@@ -125,12 +125,14 @@ class PacedFlow(FlowProgram):
     def likeness(self, candidate: Candidate) -> tuple[object, ...]:
         """Collect what a class has in common: windows, not positions."""
         gap, version = candidate.gap, candidate.version and candidate.version[1]
-        held = [int(self.window[at]) for span in candidate.resident_ranges.get(Option.RECOMPUTE, ()) for at in span]
+        window_spans = [
+            int(self.window[at]) for span in candidate.resident_ranges.get(Option.RECOMPUTE, ()) for at in span
+        ]
         short = [
             self._is_short(candidate, (tier.read_bytes_per_s, tier.write_bytes_per_s)) for tier in self.problem.tiers
         ]
         windows = int(self.window[gap.start]), int(self.window[gap.end]), self._wanted_in(candidate)
-        return *windows, gap.wraps, candidate.size_bytes, candidate.options, version, *held, *short
+        return *windows, gap.wraps, candidate.size_bytes, candidate.options, version, *window_spans, *short
 
     def most_reads(self, candidate: Candidate) -> int:
         """Windows in which a gap may be read: the last ones before its use, or before a recomputation needs it."""
@@ -294,29 +296,31 @@ class PacedFlow(FlowProgram):
         """Yield ranges of positions inside gaps, cut where one begins, ends, or has what is recomputed back."""
         each, again, gap = self.classes[number], self.again[number], self.classes[number].leader.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
-        held = {int(self.window[at]) for span in each.leader.resident_ranges.get(Option.RECOMPUTE, ()) for at in span}
+        recompute_windows = {
+            int(self.window[at]) for span in each.leader.resident_ranges.get(Option.RECOMPUTE, ()) for at in span
+        }
         candidates = [self.problem.candidates[index] for index in each.members]
         whole = each.leader.size_bytes > self.most_fluid
         for window in range(first, last + 1):
-            alike = window not in (first, last, *held)  # all members are there all the time
+            same_windows = window not in (first, last, *recompute_windows)  # all members are there all the time
             parts = self._parts(window, whole=whole)
             for (begin, end, *_), (columns, factors) in zip(parts, self._terms(number, window, parts), strict=True):
-                shown = candidates[:1] if alike else candidates
-                for low, high, count, gone in counted(shown, begin, end, window >= self.windows):
-                    size = each.size_bytes if alike else count * each.leader.size_bytes
-                    if again is None or not gone:
+                shown = candidates[:1] if same_windows else candidates
+                for low, high, count, num_recomputed in counted(shown, begin, end, window >= self.windows):
+                    size = each.size_bytes if same_windows else count * each.leader.size_bytes
+                    if again is None or not num_recomputed:
                         yield low, high, size, columns, factors
                     else:
-                        yield low, high, size, [again, *columns], [-gone / count, *factors]
+                        yield low, high, size, [again, *columns], [-num_recomputed / count, *factors]
 
     def _parts(self, window: int, *, whole: bool) -> list[_Part]:
         """List the parts of a window, or all of it as one."""
         key = window % self.windows, whole
         if key not in self._parts_of:
-            here = self.positions_of(window)
-            first, last = here or (0, -1)
+            positions = self.positions_of(window)
+            first, last = positions or (0, -1)
             inner = [] if whole else (np.flatnonzero(np.diff(self.part[first : last + 1])) + first + 1).tolist()
-            edges = [first, *inner, last + 1] if here else []
+            edges = [first, *inner, last + 1] if positions else []
             self._parts_of[key] = [
                 (low, end - 1, float(self.ended[low - 1]) if self._is_inside(low) else 0.0, float(self.ended[end - 1]))
                 for low, end in pairwise(edges)
@@ -345,8 +349,8 @@ class PacedFlow(FlowProgram):
                 if coming:
                     factors.append(1.0 if whole else min(1.0, ended / max(until, _TINY)))
                 if leaving > 0:
-                    gone = 0.0 if whole else max(0.0, begun - since) / max(1.0 - since, _TINY)
-                    factors += [1.0 - gone, *[1.0] * (leaving - 1)]
+                    elapsed = 0.0 if whole else max(0.0, begun - since) / max(1.0 - since, _TINY)
+                    factors += [1.0 - elapsed, *[1.0] * (leaving - 1)]
             yield columns, factors
 
     def _begun(self, number: int) -> float:
@@ -428,8 +432,8 @@ def _first_need_by_gap(problem: ResidencyProblem) -> dict[tuple[int, int], int]:
 
 def _recompute_position(candidate: Candidate) -> int:
     """Position at which a storage is made again where it is recomputed."""
-    held = candidate.resident_ranges.get(Option.RECOMPUTE, ())
-    return held[0][0] if held else candidate.gap.end
+    ranges = candidate.resident_ranges.get(Option.RECOMPUTE, ())
+    return ranges[0][0] if ranges else candidate.gap.end
 
 
 def _ended(problem: ResidencyProblem, windows: int) -> np.ndarray:
@@ -620,14 +624,14 @@ def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found 
         The plan, None where there is none, and how often it lowered.
     """
     step = dataclasses.replace(step, both_ways=True)  # a flow keeps directions of a tier busy side by side
-    least = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
+    min_reserve = extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     tried, fitting = 0, list[Found]()
     for attempt in range(_REPAIRS):
         if attempt and flow.iterations >= iterations:
             break
         solved = flow.solved(extra if attempt else None)
         if solved is None:  # more was missing than there is
-            extra = (least + extra) // 2
+            extra = (min_reserve + extra) // 2
             continue
         choices = rounded(dataclasses.replace(flow.problem, folding=solved.folding), solved.relaxed)
         made, tried = step.lower(choices, pace=solved.pace), tried + 1
@@ -639,5 +643,5 @@ def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found 
             program, tried = sparing.lower(choices, pace=solved.pace).program, tried + 1
             if program is not None:
                 fitting.append(Found(choices, program, sparing, pace=solved.pace))
-        least, extra = extra, extra + missing_bytes(step, made)
+        min_reserve, extra = extra, extra + missing_bytes(step, made)
     return min(fitting, key=lambda found: found.step_s, default=None), tried

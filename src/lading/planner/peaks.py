@@ -32,8 +32,8 @@ def room_of(space: Space) -> dict[str, int]:
             f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
             f"{device.name}, got {whole}"
         )
-    behind = {tier.name: tier.capacity_bytes for tier in space.machine.tiers}
-    return {DEVICE: int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)), **behind}
+    lower_tiers = {tier.name: tier.capacity_bytes for tier in space.machine.tiers}
+    return {DEVICE: int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)), **lower_tiers}
 
 
 def budget_for(device_bytes: int, machine: Machine) -> int:
@@ -52,7 +52,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
     runs = runs_of(request, simulated.table)
     whole = _whole_elements(simulated)
     peaks: dict[str, dict[str, int]] = {}
-    for rank, (roles, long, behind) in enumerate(
+    for rank, (roles, long, lower_tier_roles) in enumerate(
         zip(simulated.memory, longest, simulated.lower_tier_by_rank, strict=True)
     ):
         counts: dict[int, int] = {}
@@ -69,12 +69,12 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             shares=_host_shares(simulated),
             host_tier=simulated.machine.host_tier,
             behind_tier=simulated.behind_tier,
-            lower_tier_roles=behind,
+            lower_tier_roles=lower_tier_roles,
             stages_all=request.stack.megatron_order,
         )
         for moment, tiers in moments_of(rank_bytes, asked.save).items():
-            most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
-            most.update({tier: max(most[tier], size) for tier, size in tiers.items()})
+            peak = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
+            peak.update({tier: max(peak[tier], size) for tier, size in tiers.items()})
     return peaks
 
 

@@ -222,11 +222,11 @@ def _late(table: PipeTable, costs: StageCosts) -> Floats:
     first rank has left at its end, one.
     """
     weights = costs.weights[table.row]
-    most = np.maximum.reduceat(weights, table.first)[table.rank_pipe]
+    max_weight_s = np.maximum.reduceat(weights, table.first)[table.rank_pipe]
     first = weights[table.first][table.rank_pipe]
     left = np.where(table.turns[table.rank_pipe], 2 * table.place + 1, table.place + 1)
     unknown: Floats = np.where(table.dual, 2.0 * table.pp, 0.0)[table.rank_pipe]
-    return (left + unknown) * most - first
+    return (left + unknown) * max_weight_s - first
 
 
 def _sum_over_earlier_stages(seconds: Floats, table: PipeTable) -> Floats:
@@ -246,8 +246,8 @@ def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints])
     sizes = count * costs.saved[table.row[table.held_stage]]
     kept_bytes = np.asarray(np.bincount(table.held_rank, weights=sizes), np.float64)
     ahead = costs.forward_extra[table.row[running]]
-    behind = costs.backward_extra[table.row[table.last_stage]]
-    spike: Floats = np.maximum(ahead, behind)
+    backward_extra = costs.backward_extra[table.row[table.last_stage]]
+    spike: Floats = np.maximum(ahead, backward_extra)
     return kept_bytes.reshape(shape) + spike.reshape(shape)
 
 

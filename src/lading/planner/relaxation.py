@@ -166,8 +166,8 @@ def build(
         if homes is None or not gap.wraps or gap.storage not in homes.resident:
             offers.add(gap)
     candidates = offers.candidates
-    beside = np.isin(np.arange(len(graph.ops)), list(graph.off_compute_ops))
-    seconds = np.where(beside, 0.0, costs.op_seconds)
+    off_compute = np.isin(np.arange(len(graph.ops)), list(graph.off_compute_ops))
+    seconds = np.where(off_compute, 0.0, costs.op_seconds)
     if every:
         candidates = _sharing(candidates, offers.reruns, seconds.tolist())
         seconds += _with_caller(graph, lives, machine)
@@ -233,9 +233,9 @@ class _Offers:
         if hosted or size < self.min_bytes or not inner:
             return
         version = _version(graph, lives, gap)
-        away, taken = self._away(gap, size, version)
-        held = taken[Option.RECOMPUTE]
-        back = held[0][0] if held else gap.end
+        away, resident_ranges = self._away(gap, size, version)
+        recompute_ranges = resident_ranges[Option.RECOMPUTE]
+        back = recompute_ranges[0][0] if recompute_ranges else gap.end
         again = self._recomputed(gap, back)
         if not every and away and self._holds_up(again, gap):
             again = ()
@@ -248,7 +248,7 @@ class _Offers:
         sources = _sources(graph, lives, again) if across else ()
         needs = () if every else tuple({s: None for op in again for s in graph.op_reads[op] if s in graph.persistent})
         self.candidates.append(
-            Candidate(gap, size, options, own_s, sum(again_s), taken, version, network_s, sources, needs)
+            Candidate(gap, size, options, own_s, sum(again_s), resident_ranges, version, network_s, sources, needs)
         )
         self.chosen.add((gap.storage, gap.start))
         self.reruns.append(again)
@@ -307,15 +307,15 @@ class _Offers:
     ) -> tuple[tuple[Option, ...], dict[Option, tuple[tuple[int, int], ...]]]:
         """Tiers that a storage may be in over a gap, and the positions at which each option takes its bytes."""
         away = self.tiers if is_movable(self.graph, gap.storage, self.min_bytes) else ()
-        taken = {Option.RECOMPUTE: _held_again(self.lives, self.enters, gap)}
+        resident_ranges = {Option.RECOMPUTE: _held_again(self.lives, self.enters, gap)}
         if self.offered.moving and away:
             written = version is not None and (gap.wraps or version not in self.left)
             for tier in self.machine.tiers:
-                taken[Option(tier.name)] = _on_the_way(gap, size, tier, self.clock, written=written)
-            away = tuple(option for option in away if taken[option] != spans(gap, len(self.graph.ops)))
+                resident_ranges[Option(tier.name)] = _on_the_way(gap, size, tier, self.clock, written=written)
+            away = tuple(option for option in away if resident_ranges[option] != spans(gap, len(self.graph.ops)))
         if away:
             self.left.add(version)
-        return away, taken
+        return away, resident_ranges
 
 
 def _beside_host(
@@ -399,12 +399,12 @@ def _on_the_way(gap: Gap, size: int, tier: Tier, clock: np.ndarray, *, written: 
     end = gap.end + (count if gap.wraps else 0)
     gone_s = float(circle[gap.start + 1]) + (size / tier.write_bytes_per_s if written else 0.0)
     needed_s = float(circle[end]) - size / tier.read_bytes_per_s
-    gone = int(np.searchsorted(circle, gone_s, side="left"))  # the first position without it
+    gone_at = int(np.searchsorted(circle, gone_s, side="left"))  # the first position without it
     coming = int(np.searchsorted(circle, needed_s, side="right")) - 1
-    if gone >= coming:
+    if gone_at >= coming:
         return spans(gap, count)
     ranges: list[tuple[int, int]] = []
-    for first, last in ((gap.start + 1, gone - 1), (coming, end - 1)):
+    for first, last in ((gap.start + 1, gone_at - 1), (coming, end - 1)):
         ranges += [(first, min(last, count - 1)), (max(first, count) - count, last - count)]
     return tuple((first, last) for first, last in ranges if first <= last and last >= 0)
 
@@ -528,12 +528,12 @@ def fold(graph: StepGraph, candidates: Sequence[Candidate], most: int) -> Foldin
     return seated(np.array(class_of), np.array(of))
 
 
-def _layers_per_group(keys: Sequence[object], layers: Sequence[int], most: int) -> int:
+def _layers_per_group(keys: Sequence[object], layers: Sequence[int], max_classes: int) -> int:
     """Layers in a group, so that classes are few enough; at least two, as there are too many candidates."""
     repeats = Counter(keys)
     alone = sum(count == 1 for count in repeats.values())
     shared = len(repeats) - alone
-    groups = max(1, (most - alone) // max(shared, 1))
+    groups = max(1, (max_classes - alone) // max(shared, 1))
     return max(2, -(-(max(layers) + 1) // groups))
 
 

@@ -126,21 +126,21 @@ class _Mover:
 
     def _free(self, index: int, first: int, last: int) -> tuple[int, int]:
         """First and last item, of first..last, between which nothing else has the addresses of a stay."""
-        there = (self.low < self.high[index]) & (self.high > self.low[index])
-        there[index] = False
-        before = self.last[there & (self.last < self.first[index])]
-        after = self.first[there & (self.first > self.last[index])]
+        conflicts = (self.low < self.high[index]) & (self.high > self.low[index])
+        conflicts[index] = False
+        before = self.last[conflicts & (self.last < self.first[index])]
+        after = self.first[conflicts & (self.first > self.last[index])]
         begin = max(first, int(before.max(initial=-1)) + 1)
         return begin, min(last, int(after.min(initial=last + 1)) - 1)
 
     def _cleared(self, index: int, item: int, first: int, last: int) -> bool:
         """Move what has the addresses of a stay at an item elsewhere; False where one of these has to stay."""
-        there = (self.low < self.high[index]) & (self.high > self.low[index])
-        there &= (self.first <= item) & (self.last >= item)
-        kept = int(self.first[index]), int(self.last[index])
+        conflicts = (self.low < self.high[index]) & (self.high > self.low[index])
+        conflicts &= (self.first <= item) & (self.last >= item)
+        old_items = int(self.first[index]), int(self.last[index])
         self.first[index], self.last[index] = first, last  # what moves, moves out of the way of all of it
-        moved = all(self._moved(owner) for owner in dict.fromkeys(self.owner[there].tolist()))
-        self.first[index], self.last[index] = kept
+        moved = all(self._moved(owner) for owner in dict.fromkeys(self.owner[conflicts].tolist()))
+        self.first[index], self.last[index] = old_items
         return moved
 
     def _stays_put(self, buffer: int) -> bool:
@@ -168,12 +168,12 @@ class _Mover:
             return
         others = [(int(self.first[i]), int(self.last[i])) for i in self.of_buffer[buffer] if i != index]
         begin, end = int(self.first[index]), int(self.last[index])
-        most = max(begin - first, last - end)
+        max_growth = max(begin - first, last - end)
         grown, low = 0, -1
-        while grown < most:  # by items next to its own
-            more = (grown + most + 1) // 2
+        while grown < max_growth:  # by items next to its own
+            more = (grown + max_growth + 1) // 2
             place = self._place(buffer, [(max(first, begin - more), min(last, end + more)), *others])
-            grown, most, low = (more, most, place) if place >= 0 else (grown, more - 1, low)
+            grown, max_growth, low = (more, max_growth, place) if place >= 0 else (grown, more - 1, low)
         if grown:
             self._place_buffer(buffer, low)
             self.first[index], self.last[index] = max(first, begin - grown), min(last, end + grown)

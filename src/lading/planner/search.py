@@ -293,13 +293,13 @@ class LayoutSearch:
         """
         for mode in self.space.modes:
             self.shares.table(mode)
-        alike: dict[tuple[object, ...], list[LayoutBlock]] = {}
+        family_blocks: dict[tuple[object, ...], list[LayoutBlock]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
                 key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm, block.precision)
-                alike.setdefault(key, []).append(block)
-        for number, blocks in enumerate(alike.values()):
-            tell(number, len(alike), "blocks priced")
+                family_blocks.setdefault(key, []).append(block)
+        for number, blocks in enumerate(family_blocks.values()):
+            tell(number, len(family_blocks), "blocks priced")
             blocks.sort(key=lambda block: (block.micro_batch, block.mesh.ep))
             family = self._family(blocks)
             if family is not None and len(blocks) > 1 and not self._all_can_be(blocks):
@@ -574,8 +574,8 @@ class _BlockBounds:
         return Bounded(*bounds, self.block, self.mode, pipe, cut)
 
 
-def _memory_first(found: Bounded) -> tuple[float, float]:
-    return found.peak_bytes, found.step_s
+def _memory_first(bounded: Bounded) -> tuple[float, float]:
+    return bounded.peak_bytes, bounded.step_s
 
 
 def _silent(done: int, of: int, what: str) -> None:

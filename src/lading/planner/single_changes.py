@@ -73,7 +73,7 @@ def _key(choices: Choices) -> frozenset[tuple[tuple[int, int], Option]]:
 def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:
     """Copy choices with one changed; a storage has a place in one tier only, so its other gaps follow to a new one."""
     changed = {**choices, key: option}
-    here = (Option.KEEP, Option.RECOMPUTE)
-    if option in here:
+    on_device = (Option.KEEP, Option.RECOMPUTE)
+    if option in on_device:
         return changed
-    return {k: option if k[0] == key[0] and o not in here else o for k, o in changed.items()}
+    return {k: option if k[0] == key[0] and o not in on_device else o for k, o in changed.items()}

@@ -124,20 +124,20 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
     Raises:
         ConfigError: not such a text, an unknown key or a value that is none of its kind.
     """
-    found: dict[str, Any] = {}
+    pins: dict[str, Any] = {}
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
         key = _SHORT.get(key, key)
         if not equals or key not in PINS:
             hint = did_you_mean(key, (*PINS, *_SHORT))
             raise ConfigError(f"--pin: expected KEY=VALUE with one of {', '.join(PINS)}, got {text!r}{hint}")
-        if key in found:
+        if key in pins:
             raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
-        found[key] = _value(key, value)
-    Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
-    if (ways := found.get("cp_comm", "ring")) not in _CP_COMMS:
+        pins[key] = _value(key, value)
+    Layout(**{key: value for key, value in pins.items() if key in ("zero", "schedule", "recompute", "precision")})
+    if (ways := pins.get("cp_comm", "ring")) not in _CP_COMMS:
         raise ConfigError(f"--pin cp_comm: expected {', '.join(_CP_COMMS)}, got {ways!r}")
-    return found
+    return pins
 
 
 def _value(key: str, value: str) -> Any:
@@ -160,9 +160,9 @@ def _value(key: str, value: str) -> Any:
         number = int(value)
     except ValueError:
         raise ConfigError(f"--pin {key}: expected a whole number, got {value!r}") from None
-    least = {"zero": 0, "shard": 0, "etp": 0, "recompute_layers": -1}.get(key, 1)
-    if number < least:
-        raise ConfigError(f"--pin {key}: expected at least {least}, got {number}")
+    min_value = {"zero": 0, "shard": 0, "etp": 0, "recompute_layers": -1}.get(key, 1)
+    if number < min_value:
+        raise ConfigError(f"--pin {key}: expected at least {min_value}, got {number}")
     return number
 
 
@@ -178,14 +178,14 @@ def precisions_of(text: str, machine: Machine, stack: Stack) -> tuple[str, ...]:
     low = [name for name in LOW_PRECISIONS if not _lacks(name, machine, stack)]
     if text == "any":
         return ("bf16", *low)
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in found:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
         if name not in PRECISIONS:
             hint = did_you_mean(name, PRECISIONS)
             raise ConfigError(f"--precision: expected any, or of {', '.join(PRECISIONS)}, got {name!r}{hint}")
-        if len(found) > 1 and (why := _lacks(name, machine, stack)):
+        if len(names) > 1 and (why := _lacks(name, machine, stack)):
             raise ConfigError(f"--precision: {name} cannot be chosen: {why}; leave it out")
-    return found
+    return names
 
 
 def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
@@ -322,8 +322,8 @@ class Space:
 
     def blocks(self, mesh: Mesh) -> Iterator[LayoutBlock]:
         """Yield all blocks with a mesh, in a fixed order."""
-        most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.request.seq_len)
-        batches = [n for n in divisors(self.wanted_request.global_batch) if n <= most]
+        max_sequences = max(_MOST_SEQUENCES, _MOST_TOKENS // self.request.seq_len)
+        batches = [n for n in divisors(self.wanted_request.global_batch) if n <= max_sequences]
         for micro_batch in self._pinned("micro_batch", batches):
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
                 ways = list(_CP_COMMS) if mesh.cp > 1 else ["ring"]
@@ -367,9 +367,11 @@ class Space:
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
                     continue
-                most = -(-self.layers // (pp * vpp)) - 1
+                max_layers = -(-self.layers // (pp * vpp)) - 1
                 for schedule in self._pinned("schedule", self._schedules(pp, vpp)):
-                    for layers in self._pinned("recompute_layers", [-1, *range(1, most + 1)] if partial else [-1]):
+                    for layers in self._pinned(
+                        "recompute_layers", [-1, *range(1, max_layers + 1)] if partial else [-1]
+                    ):
                         pipes.append(Pipe(pp, vpp, schedule, layers))
         return pipes
 
@@ -405,10 +407,10 @@ class Space:
             pinned = self.wanted_request.pins["offload"]
             return [(pinned, tier if pinned else "")]
         ways: list[tuple[tuple[str, ...], str]] = [((), "")]
-        behind = self.machine.tier(tier or self.machine.host_tier)
-        if behind is None or self.machine.host_device is None or self.request.moves_matrices:
+        lower_tier = self.machine.tier(tier or self.machine.host_tier)
+        if lower_tier is None or self.machine.host_device is None or self.request.moves_matrices:
             return ways  # the host updates elements, not whole matrices
-        return [*ways, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else ways
+        return [*ways, (("optimizer",), tier)] if self._least_behind <= lower_tier.capacity_bytes else ways
 
     @property
     def offloads_to_host(self) -> bool:
@@ -455,30 +457,34 @@ class Space:
 
     def left_out(self) -> tuple[str, ...]:
         """Say which layouts are not searched unless they are pinned."""
-        found = [
+        sentences = [
             f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and micro-batches of more than "
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
         stack, pins = self.request.stack, self.wanted_request.pins
         if "offload" not in pins:
-            found.append("activations or pieces of parameters behind the device, or what is on another tier than the "
-                         "host's memory (--pin offload, offload_to)")  # fmt: skip
+            sentences.append("activations or pieces of parameters behind the device, or what is on another tier than "
+                             "the host's memory (--pin offload, offload_to)")  # fmt: skip
         if "etp" not in pins and self.experts > 1:
-            found.append("an expert over some of the ranks of tp, not one or all (--pin etp)")
+            sentences.append("an expert over some of the ranks of tp, not one or all (--pin etp)")
         if "recompute_modules" not in pins and any(mode.name == "selective" for mode in self.modes):
             parts = ", ".join(
                 ("the core of attention", *("+".join(mode.modules) for mode in self.modes if mode.modules))
             )
-            found.append(f"other parts of a block recomputed than {parts} (--pin recompute_modules)")
+            sentences.append(f"other parts of a block recomputed than {parts} (--pin recompute_modules)")
         if fewer := [str(zero) for zero in range(4) if zero not in stack.zeros]:
-            found.append(f"zero {', '.join(fewer)}, which software stack {stack.name} has not")
+            sentences.append(f"zero {', '.join(fewer)}, which software stack {stack.name} has not")
         if not stack.cuts_in_pipeline:
-            found.append(f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none")
+            sentences.append(
+                f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none"
+            )
         if len(self.precisions) == 1:
-            own = self.precisions[0]
-            found.append(f"products in another precision than {own}, as it changes what is trained: --precision any")
+            precision = self.precisions[0]
+            sentences.append(
+                f"products in another precision than {precision}, as it changes what is trained: --precision any"
+            )
         if stack.megatron_order:
             others = ", ".join(kind for kind in SCHEDULES if kind not in ("1f1b", "interleaved"))
-            found.append(f"schedules that software stack {stack.name} has not: {others}")
-        return tuple(found)
+            sentences.append(f"schedules that software stack {stack.name} has not: {others}")
+        return tuple(sentences)

@@ -270,8 +270,8 @@ class _Search:
 
     def zero3(self, spans: Sequence[tuple[int, int]], ahead: int = 1) -> tuple[Bucket, ...]:
         """Make buckets that are all gathered again in backward, but for the last, which backward begins with."""
-        found = [Bucket(first, last, UnitResidency.RELEASE, ahead, ahead) for first, last in spans]
-        return (*found[:-1], replace(found[-1], keep=UnitResidency.BACKWARD))
+        buckets = [Bucket(first, last, UnitResidency.RELEASE, ahead, ahead) for first, last in spans]
+        return (*buckets[:-1], replace(buckets[-1], keep=UnitResidency.BACKWARD))
 
     def greedy(self, whole: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         """Keep buckets from the last to the first; of the first that does not fit, its modules in the same way."""
@@ -334,17 +334,17 @@ class _Search:
             return buckets
 
         def part(count: int) -> tuple[Bucket, ...]:
-            own = sorted(atoms[:count])
-            return keeping(buckets, own[0], own[-1], self.keep) if own else buckets
+            kept_atoms = sorted(atoms[:count])
+            return keeping(buckets, kept_atoms[0], kept_atoms[-1], self.keep) if kept_atoms else buckets
 
         count = _bisect_largest_count(sizes, left, lambda n: self.fits(part(n)))
         return part(count) if count > 0 else buckets
 
-    def _nearby(self, found: _Found) -> list[_Found]:
+    def _nearby(self, start: _Found) -> list[_Found]:
         """Walk to faster and faster plans, each a neighbor of the one before, as long as ``_WORK`` lasts."""
         cuts = borders(self.modules)
-        work, steps = 0, [found]
-        best, seconds = found[0], found[1].step_s
+        work, steps = 0, [start]
+        best, seconds = start[0], start[1].step_s
         left = True
         while left:
             left = False
@@ -375,16 +375,16 @@ class _Search:
 
     def _rows(self, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
         """List rows of atoms that could stay longer and each fit what is left of the budget."""
-        left, found = self.budget - self.peak(buckets), list[tuple[int, int]]()
+        left, fitting_rows = self.budget - self.peak(buckets), list[tuple[int, int]]()
         for bucket in buckets:
             for atom in range(bucket.first, bucket.last + 1) if self._can_stay(bucket) else ():
                 if self._size(atom, atom) > left:
                     continue
-                if found and found[-1][1] == atom - 1 >= bucket.first:
-                    found[-1] = (found[-1][0], atom)
+                if fitting_rows and fitting_rows[-1][1] == atom - 1 >= bucket.first:
+                    fitting_rows[-1] = (fitting_rows[-1][0], atom)
                 else:
-                    found.append((atom, atom))
-        return found
+                    fitting_rows.append((atom, atom))
+        return fitting_rows
 
     def _can_stay(self, bucket: Bucket) -> bool:
         """Whether a bucket would be gathered less often if it stayed longer."""
@@ -392,16 +392,16 @@ class _Search:
             self.keep is UnitResidency.STEP or (bucket.keep is UnitResidency.RELEASE and bucket.gather_again)
         )
 
-    def why(self, found: _Found) -> str:
+    def why(self, chosen: _Found) -> str:
         """Say why no more of the budget is used."""
-        left = self.budget - found[1].peak_bytes
-        released = [bucket for bucket in found[0] if self._can_stay(bucket)]
+        left = self.budget - chosen[1].peak_bytes
+        released = [bucket for bucket in chosen[0] if self._can_stay(bucket)]
         if left <= (1 - _FULL) * self.budget:
             return "full"
         if not released:
             return f"{format_bytes(left)} left: nothing is gathered twice"
         if self.fuller:
-            slower = min(self.fuller) / found[1].step_s - 1
+            slower = min(self.fuller) / chosen[1].step_s - 1
             return f"{format_bytes(left)} left: of the fuller plans tried, the fastest takes {slower:.2%} longer"
         atoms = (n for bucket in released for n in range(bucket.first, bucket.last + 1))
         size, atom = min((self._size(n, n), n) for n in atoms)
@@ -455,13 +455,13 @@ class _Search:
                         yield plan, self.step(plan)
 
 
-def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
+def _best(plans: Sequence[_Found], budget: int, plain: float) -> _Found:
     """Pick the fastest plan; of those as fast the fullest; never slower than the plain policies."""
-    fastest = min(step.step_s for _, step in found)
+    fastest = min(step.step_s for _, step in plans)
 
     def fullest(nearly: float) -> _Found:
-        alike = [each for each in found if each[1].step_s <= min(plain, fastest * (1 + nearly))]
-        return max(alike, key=lambda each: each[1].peak_bytes)
+        as_fast = [each for each in plans if each[1].step_s <= min(plain, fastest * (1 + nearly))]
+        return max(as_fast, key=lambda each: each[1].peak_bytes)
 
     tried = [fullest(nearly) for nearly in _ALIKE]
     return next((each for each in tried if each[1].peak_bytes >= _FULL * budget), tried[1])

@@ -42,15 +42,15 @@ def lower_bound(modules: Modules, budget: int) -> float:
     """Lower bound in seconds over all choices of buckets and what stays ([Note: bound of unsharding])."""
     count = modules.request.layout.micro_batches
     shape = _shape(modules)
-    kept = _kept_bytes(modules, budget)
+    kept_bytes = _kept_bytes(modules, budget)
     room, tail = _room(shape.gather, shape.hidden_before_s, shape.lost), _tail_s(shape)
-    found = 0.0
+    bound_s = 0.0
     for turns, end in product(_TURNS if count > 1 else _TURNS[:1], (True, False)):
-        problem = _problem(shape, count, turns, end, kept[1] >= shape.bytes[0, -1])
+        problem = _problem(shape, count, turns, end, kept_bytes[1] >= shape.bytes[0, -1])
         if problem is not None:
             fixed = problem.fixed_s + (shape.backward_s + tail if end else 0.0)
-            found = max(found, fixed + _priced(problem, room, shape.bytes, kept))
-    return found + modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits
+            bound_s = max(bound_s, fixed + _priced(problem, room, shape.bytes, kept_bytes))
+    return bound_s + modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +75,13 @@ def _room(cost: Floats, hidden: Floats, lost: float) -> _Room:
     """
     low, high = (max(1e-9, float(cost[0, end] - hidden[0])) for end in (1, -1))
     waits = np.geomspace(low, max(high, low) * (1 + 1e-9), max(4, min(_WAITS, _WAITS * 250 // len(hidden))))
-    least = np.full((len(waits), len(cost)), np.inf)
-    least[:, 0] = 0.0
+    min_waits_s = np.full((len(waits), len(cost)), np.inf)
+    min_waits_s[:, 0] = 0.0
     barred: list[Floats] = [np.zeros((len(waits), 0))]
     for end in range(1, len(cost)):
-        until = least[:, :end] + cost[:end, end]
+        until = min_waits_s[:, :end] + cost[:end, end]
         barred.append(np.where(until > waits[:, None] * (1 + 1e-9) + hidden[:end], np.inf, 0.0))
-        least[:, end] = (until + barred[-1]).min(axis=1)
+        min_waits_s[:, end] = (until + barred[-1]).min(axis=1)
     return _Room((1 - lost) * np.concatenate([waits[:1], waits[:-1]]), tuple(barred))
 
 
@@ -120,8 +120,8 @@ def _problem(shape: _Shape, count: int, turns: str, end: bool, all_stay: bool) -
     forward, backward = (count - 1) * gather, (count - 1) * turn.again + last.again
     if turns != "backward":
         return _Problem(fixed, always, forward, backward)
-    there = (1 - count) * (1 - shape.lost) * shape.reduce[0]
-    return _Problem(fixed, always, forward, backward, (there, (count - 1) * shape.gather[0]))
+    first_wait_s = (1 - count) * (1 - shape.lost) * shape.reduce[0]
+    return _Problem(fixed, always, forward, backward, (first_wait_s, (count - 1) * shape.gather[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,13 +210,13 @@ def _shape(modules: Modules) -> _Shape:
 def _by_bucket(sums: Mapping[str, npt.NDArray[np.int64]], price: Callable[[dict[str, int]], float]) -> Floats:
     """[first atom, end]: price of every bucket, by the sums of elements before each atom; 0 where there is none."""
     length = len(next(iter(sums.values())))
-    found = np.zeros((length, length))
+    bucket_prices = np.zeros((length, length))
     for axes, before in sums.items():
         counts = np.maximum(0, before[None, :] - before[:, None])
         distinct, inverse = np.unique(counts, return_inverse=True)
         seconds = np.array([price({axes: number}) if number else 0.0 for number in distinct.tolist()])
-        found += seconds[inverse].reshape(counts.shape)
-    return found
+        bucket_prices += seconds[inverse].reshape(counts.shape)
+    return bucket_prices
 
 
 def _moments(modules: Modules) -> tuple[Floats, Floats]:
@@ -230,16 +230,16 @@ def _moments(modules: Modules) -> tuple[Floats, Floats]:
     """
     needed: list[float] = []
     left: list[float] = []
-    before = behind = 0.0
+    before = later_s = 0.0
     for number, _ in modules.order:
         block = modules.blocks[number]
         for n, atom in enumerate(block.atoms):
             first, _ = block.lasts(atom.module, backward=False)
             made = next(place for place, piece in enumerate(block.backward) if n in piece.gradients)
             needed.append(before + sum(piece.seconds for piece in block.forward[:first]))
-            left.append(behind + sum(piece.seconds for piece in block.backward[made + 1 :]))
+            left.append(later_s + sum(piece.seconds for piece in block.backward[made + 1 :]))
         before += sum(piece.seconds for piece in block.forward)
-        behind += sum(piece.seconds for piece in block.backward)
+        later_s += sum(piece.seconds for piece in block.backward)
     return np.maximum.accumulate(needed), np.maximum.accumulate(left)
 
 
@@ -256,19 +256,19 @@ def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
     count, left = sum(modules.atom(0).elements.values()), budget - modules.state_bytes - modules.summed_bytes
     reduced = count * modules.reduced_bytes if modules.request.layout.micro_batches > 1 else 0
     saved = sum(block.saved_bytes for block in blocks)
-    after, least = 0, left
+    after, min_room = 0, left
     for block in reversed(blocks):
         saved -= block.saved_bytes
-        most = max(piece.alive_bytes for piece in block.forward) + reduced
+        max_bytes = max(piece.alive_bytes for piece in block.forward) + reduced
         is_last = not after
         for piece in block.backward:
             made = sum(block.atoms[n].count for n in piece.gradients) * modules.gradient_bytes
-            most = max(most, piece.alive_bytes + made + (reduced if is_last else 0))
+            max_bytes = max(max_bytes, piece.alive_bytes + made + (reduced if is_last else 0))
             is_last = is_last and not piece.gradients
-        least = min(least, left - saved - most + after)
+        min_room = min(min_room, left - saved - max_bytes + after)
         after += sum(modules.gathered(atom.elements) for atom in block.atoms)
     between = left - reduced - max(count * modules.gradient_bytes, blocks[0].forward[0].alive_bytes)
-    return max(0, least), max(0, between)
+    return max(0, min_room), max(0, between)
 
 
 def _tail_s(shape: _Shape) -> float:
@@ -284,34 +284,34 @@ def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:
     ``first`` has what its first bucket adds, where that differs.
     """
     added = added if first is None else np.vstack([first, added[1:]])
-    found = np.full((len(room.waited_s), added.shape[1]), np.inf)
-    found[:, 0] = 0.0
+    best_s = np.full((len(room.waited_s), added.shape[1]), np.inf)
+    best_s[:, 0] = 0.0
     for end in range(1, added.shape[1]):
-        found[:, end] = (found[:, :end] + added[:end, end] + room.barred[end]).min(axis=1)
-    return float(np.min(room.waited_s + found[:, -1]))
+        best_s[:, end] = (best_s[:, :end] + added[:end, end] + room.barred[end]).min(axis=1)
+    return float(np.min(room.waited_s + best_s[:, -1]))
 
 
-def _priced(problem: _Problem, room: _Room, size: Floats, kept: tuple[int, int]) -> float:
+def _priced(problem: _Problem, room: _Room, size: Floats, kept_bytes: tuple[int, int]) -> float:
     """Least seconds that buckets add, by the best prices of bytes that stay until backward and until forward.
 
     It is concave in both: the best of one is found for the other's, and again.
     """
     usual = [float(each[0, -1] / size[0, -1]) for each in (problem.backward, problem.forward)]
-    open_ = [bool(price) and room < size[0, -1] for price, room in zip(usual, kept, strict=True)]
-    found: dict[tuple[int, ...], float] = {}
+    open_ = [bool(price) and room < size[0, -1] for price, room in zip(usual, kept_bytes, strict=True)]
+    bound_by_numbers: dict[tuple[int, ...], float] = {}
 
     def at(*numbers: int) -> float:
-        if numbers not in found:
+        if numbers not in bound_by_numbers:
             until = [_PRICES[number] * price for number, price in zip(numbers, usual, strict=True)]
             forward = np.minimum(problem.forward, until[1] * size)
             backward = np.minimum(problem.backward, until[0] * size)
             first = None
             if problem.first is not None:
-                there, gathered = problem.first
-                first = (problem.always + backward)[0] + np.minimum(there + until[1] * size[0], gathered)
-            paid = until[0] * kept[0] + until[1] * kept[1]
-            found[numbers] = _cheapest(problem.always + forward + backward, room, first) - paid
-        return found[numbers]
+                first_wait_s, gathered = problem.first
+                first = (problem.always + backward)[0] + np.minimum(first_wait_s + until[1] * size[0], gathered)
+            paid = until[0] * kept_bytes[0] + until[1] * kept_bytes[1]
+            bound_by_numbers[numbers] = _cheapest(problem.always + forward + backward, room, first) - paid
+        return bound_by_numbers[numbers]
 
     best = [_PRICES.index(1.0) if each else 0 for each in open_]
     for axis in (0, 1, 0) if all(open_) else [n for n in (0, 1) if open_[n]]:
@@ -321,4 +321,4 @@ def _priced(problem: _Problem, room: _Room, size: Floats, kept: tuple[int, int])
             ends = [[*best[:axis], n, *best[axis + 1 :]] for n in (middle, middle + 1)]
             low, high = (middle + 1, high) if at(*ends[0]) < at(*ends[1]) else (low, middle)
         best[axis] = low
-    return max(at(*best), *found.values())
+    return max(at(*best), *bound_by_numbers.values())

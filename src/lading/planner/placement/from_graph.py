@@ -69,9 +69,9 @@ def problem_of(
     built = _Built(base, units, grain.training)
     tasks, flows = built.tasks(seconds, devices), built.flows()
     shared = built.shared(tasks, flows, devices)
-    said = dict.fromkeys(assumed)
+    sentences = dict.fromkeys(assumed)
     return PlacementProblem(
-        name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), tuple(shared)
+        name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(sentences), tuple(shared)
     )
 
 
@@ -109,24 +109,24 @@ def _seconds(
 ) -> tuple[list[tuple[float, ...]], list[str]]:
     """Predict the seconds of every unit on every device; and say what that assumes."""
     columns: list[list[float]] = []
-    said: list[str] = []
+    sentences: list[str] = []
     for device in devices:
         graph, device_units = graphs[device.kind], units
         if graph is not base:
             matched = None if grain.operations else like(graph, units, grain.max_units, training=grain.training)
             if matched is None:
                 graph = base
-                said.append(f"operations of {devices[0].kind} timed on {device.name} as they are")
+                sentences.append(f"operations of {devices[0].kind} timed on {device.name} as they are")
             device_units = matched or units
         try:
             costs = op_costs(graph, device)
         except ConfigError as error:
             columns.append([inf] * len(units))
-            said.append(f"{device.name} is left out: {error}")
+            sentences.append(f"{device.name} is left out: {error}")
             continue
-        said += missing_rates(graph, device)
+        sentences += missing_rates(graph, device)
         columns.append([sum(costs[unit.first : unit.last + 1]) for unit in device_units])
-    return list(zip(*columns, strict=True)), said
+    return list(zip(*columns, strict=True)), sentences
 
 
 @dataclass(slots=True)
@@ -217,15 +217,15 @@ class _Built:
 
     def _peak(self, unit: PlacementUnit, ends: dict[int, int]) -> int:
         """Largest sum of bytes at once of storages that only the unit itself sees."""
-        graph, now, peak, there = self.graph, 0, 0, set[int]()
+        graph, live_bytes, peak, live = self.graph, 0, 0, set[int]()
         for index in range(unit.first, unit.last + 1):
-            new = [s for s in graph.op_writes[index] if s in ends and s not in there]
-            there.update(new)
-            now += sum(graph.storages[s].size_bytes for s in new)
-            peak = max(peak, now)
-            gone = [s for s in there if ends[s] <= index]
-            there.difference_update(gone)
-            now -= sum(graph.storages[s].size_bytes for s in gone)
+            new = [s for s in graph.op_writes[index] if s in ends and s not in live]
+            live.update(new)
+            live_bytes += sum(graph.storages[s].size_bytes for s in new)
+            peak = max(peak, live_bytes)
+            ended = [s for s in live if ends[s] <= index]
+            live.difference_update(ended)
+            live_bytes -= sum(graph.storages[s].size_bytes for s in ended)
         return peak
 
     def _parameters(self) -> None:

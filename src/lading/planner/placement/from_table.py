@@ -65,13 +65,13 @@ def chain_of(
     """
     sizes = {**table.symbols, "s": seq_len}
     layout = Layout(micro_batch=batch)
-    said: dict[str, None] = dict.fromkeys(table.assumed)
+    sentences: dict[str, None] = dict.fromkeys(table.assumed)
     blocks: list[_SegmentCosts] = []
     elements = _tied_elements(table, sizes)
     tied: Weight | None = None
     for number, segment in enumerate(table.segments):
         ranked = rank_segment(segment, sizes, layout)
-        costs = [_phases(ranked, member.machine, layout, stack, said) for member in fleet.devices]
+        costs = [_phases(ranked, member.machine, layout, stack, sentences) for member in fleet.devices]
         if elements and number in (0, len(table.segments) - 1):
             tied = _tied(elements, costs, fleet, (layout, stack), training=training)
             ranked = dataclasses.replace(ranked, parameter_elements=_without_tied(ranked.parameter_elements, elements))
@@ -80,7 +80,9 @@ def chain_of(
     chain = [(names[n].format(i), blocks[n]) for n, count in enumerate(table.counts) for i in range(count)]
     tasks, flows = _tasks(chain, training=training)
     shared = () if tied is None else (_tie(tied, tasks, flows, (chain[0][0], chain[-1][0]), training=training),)
-    return PlacementProblem(table.name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), shared)
+    return PlacementProblem(
+        table.name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(sentences), shared
+    )
 
 
 def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
@@ -121,7 +123,7 @@ def _name(table: ModelTable, number: int) -> str:
 
 
 def _phases(
-    ranked: RankSegment, machine: Machine, layout: Layout, stack: Stack, said: dict[str, None]
+    ranked: RankSegment, machine: Machine, layout: Layout, stack: Stack, sentences: dict[str, None]
 ) -> tuple[Phases, MachinePrices, Stack] | None:
     """Price a segment on a device; None where it cannot run it."""
     device = machine.device
@@ -129,12 +131,12 @@ def _phases(
         stack = dataclasses.replace(stack, launch_s=device.op_overhead_s, launch_blocking=device.kind == "cpu")
     if "bfloat16" not in device.peak_flops_per_s and "float16" in device.peak_flops_per_s:
         layout = dataclasses.replace(layout, precision="fp16")
-        said[f"{device.name} computes in float16, as it has no bfloat16"] = None
+        sentences[f"{device.name} computes in float16, as it has no bfloat16"] = None
     prices = MachinePrices(machine, layout, stack)
     try:
         return phases(ranked, "none", (), prices, stack), prices, stack
     except ConfigError as error:
-        said[f"{device.name} is left out: {error}"] = None
+        sentences[f"{device.name} is left out: {error}"] = None
         return None
 
 

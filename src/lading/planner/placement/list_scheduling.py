@@ -153,10 +153,10 @@ class _Run:
         self._start_counts()
 
     def _by_device(self, edge: _Edge) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        by_device: dict[int, list[int]] = {}
         for target in edge.targets:
-            found.setdefault(self.device[target], []).append(target)
-        return found
+            by_device.setdefault(self.device[target], []).append(target)
+        return by_device
 
     def _ranks(self) -> list[float]:
         """Seconds of the longest way from each task's start to the end."""
@@ -193,10 +193,10 @@ class _Run:
                     self._make_ready(task, copy)
 
     def _key(self, task: int, copy: int) -> tuple[float, ...]:
-        own = self.problem.tasks[task]
-        if self.copies == 1 or own.once_per_step:
-            return (float(own.once_per_step and self.copies > 1) * 2, 0.0, -self.rank[task], task)
-        return (0.0 if own.backward else 1.0, copy, -self.rank[task], task)
+        work = self.problem.tasks[task]
+        if self.copies == 1 or work.once_per_step:
+            return (float(work.once_per_step and self.copies > 1) * 2, 0.0, -self.rank[task], task)
+        return (0.0 if work.backward else 1.0, copy, -self.rank[task], task)
 
     def _make_ready(self, task: int, copy: int) -> None:
         heappush(self.ready[self.device[task]], (self._key(task, copy), copy * self.num + task))
@@ -233,32 +233,32 @@ class _Run:
                 self._start(device, heappop(queue)[1])
         if not self.waiting:
             return
-        kept: list[tuple[tuple[float, ...], int, _Send]] = []
+        still_waiting: list[tuple[tuple[float, ...], int, _Send]] = []
         while self.waiting:
             entry = heappop(self.waiting)
             if any(self.channel_is_busy[c] for c in self._hop(entry[2]).channels):
-                kept.append(entry)
+                still_waiting.append(entry)
             else:
                 self._send(entry[2])
-        self.waiting = kept  # sorted, so a heap
+        self.waiting = still_waiting  # sorted, so a heap
 
     def _start(self, device: int, number: int) -> None:
         copy, task = divmod(number, self.num)
         self.running[device] = True
-        own = self.problem.tasks[task]
-        self._take(device, own.working_bytes)
+        work = self.problem.tasks[task]
+        self._take(device, work.working_bytes)
         for e in self.of.out[task]:
             edge = self.of.edges[e]
-            if not edge.final or copy == self.copies - 1 or own.once_per_step:
-                there = self.split[e]
-                remote = len(there) - (device in there)
-                self.uses_to_come[e, self._copy(e, copy), device] = remote + len(there.get(device, ()))
+            if not edge.final or copy == self.copies - 1 or work.once_per_step:
+                targets = self.split[e]
+                remote = len(targets) - (device in targets)
+                self.uses_to_come[e, self._copy(e, copy), device] = remote + len(targets.get(device, ()))
                 if not edge.resident_at_source:
                     self._take(device, edge.size)
         end_s = self.now_s + self.seconds[task]
         self.tally.busy[device] += self.seconds[task]
         if self.record:
-            tag = f"{own.name} [{copy}]" if self.copies > 1 and not own.once_per_step else own.name
+            tag = f"{work.name} [{copy}]" if self.copies > 1 and not work.once_per_step else work.name
             self.tally.events.append((self.problem.network.devices[device], tag, self.now_s, end_s))
         self._push(end_s, 0, number)
 
@@ -271,9 +271,9 @@ class _Run:
         tally.peak[device] = max(tally.peak[device], tally.resident_bytes[device])
 
     def _end(self, task: int, copy: int) -> None:
-        own, device = self.problem.tasks[task], self.device[task]
+        work, device = self.problem.tasks[task], self.device[task]
         self.running[device] = False
-        self.tally.resident_bytes[device] -= own.working_bytes
+        self.tally.resident_bytes[device] -= work.working_bytes
         for e in self.of.into[task]:
             self._used(e, self._copy(e, copy), device)
         for e in self.of.out[task]:
@@ -282,7 +282,7 @@ class _Run:
                 if self.final[e]:
                     continue
             self._give(e, self._copy(e, copy))
-        if not own.once_per_step:
+        if not work.once_per_step:
             self._pass_gate(self.problem.group_of[task], copy, device)
 
     def _pass_gate(self, group: int, copy: int, device: int) -> None:

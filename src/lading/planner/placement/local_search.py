@@ -33,20 +33,20 @@ def improve(trial: Trial, start: Placement, effort: float) -> Placement:
         return start
     random, memory = Random(0), problem.network.memory_bytes
     steps = int(min(max(_FEWEST, trial.affordable(effort)), effort * _MOST))
-    now, best, room = start, start, sum(memory)
+    current, best, room = start, start, sum(memory)
 
     def worth(placement: Placement, done: float) -> float:
         missing, step_s = key_of(placement, memory)
         return step_s * (1 + _MILD * (_HARD / _MILD) ** done * missing / room)
 
     for step in range(steps):
-        devices = _changed(now, random, count)
-        if devices == list(now.devices) or not trial.can_run(devices):
+        devices = _changed(current, random, count)
+        if devices == list(current.devices) or not trial.can_run(devices):
             continue
         changed = trial.of(devices, start.policy)
         done = step / steps
-        if worth(changed, done) <= worth(now, done) * (1 + _LOOSE * (1 - done)):
-            now = changed
+        if worth(changed, done) <= worth(current, done) * (1 + _LOOSE * (1 - done)):
+            current = changed
         if key_of(changed, memory) < key_of(best, memory):
             best = changed
     return best

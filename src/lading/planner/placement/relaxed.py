@@ -381,8 +381,10 @@ class _Relaxation:
         for a in self.devices:
             row = [(columns[a], 1.0), (self.share[source][a], -1.0), (self.share[group][a], 1.0)]
             self.program.row(row, low=0.0)
-            least = min((self.network.transfer_s(a, b, flow.size_bytes) for b in self.devices if b != a), default=0.0)
-            terms.append((columns[a], -least / self.unit))
+            min_transfer_s = min(
+                (self.network.transfer_s(a, b, flow.size_bytes) for b in self.devices if b != a), default=0.0
+            )
+            terms.append((columns[a], -min_transfer_s / self.unit))
         return terms
 
     def _count_sent_bytes(self, flow: TaskFlow, moved: list[np.ndarray]) -> None:

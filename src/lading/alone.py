@@ -65,8 +65,8 @@ def num_ranks() -> tuple[int, str]:
     """Number of ranks of the job that this process belongs to, and what says so: torch.distributed, or the launcher."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        told = 1 if "fake" in distributed.get_backend() else distributed.get_world_size()
-        return told, "torch.distributed is initialized"
+        world_size = 1 if "fake" in distributed.get_backend() else distributed.get_world_size()
+        return world_size, "torch.distributed is initialized"
     told_by_launcher = os.environ.get("WORLD_SIZE", "")
     return int(told_by_launcher) if told_by_launcher.isdecimal() else 1, "its launcher set WORLD_SIZE"
 
@@ -82,11 +82,11 @@ def import_groupless() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or "torch.distributed.nn.functional" in sys.modules:
         return
-    there, distributed.group.WORLD = distributed.group.WORLD, None
+    world_group, distributed.group.WORLD = distributed.group.WORLD, None
     try:
         importlib.import_module("torch.distributed.nn.functional")
     finally:
-        distributed.group.WORLD = there
+        distributed.group.WORLD = world_group
 
 
 def rank_number() -> int:

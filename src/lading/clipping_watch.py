@@ -64,18 +64,18 @@ class ClippingWatch:
 
     def advance(self, steps_left: int) -> str:
         """Compare after so many steps, and plan again where that pays; returns what to say, "" for nothing."""
-        told = self._host.advance(steps_left)
-        if told or not self._plans or self._steps < self._look_steps:
-            return told
+        message = self._host.advance(steps_left)
+        if message or not self._plans or self._steps < self._look_steps:
+            return message
         steps, step_s = self._steps, (time.perf_counter() - self._began) / self._steps
         share = (self._clipped + 0.5) / (steps + 1)  # below 1 where all were
         self._look_from_here()
         if abs(share - self._share) - chance(share, self._share, steps) <= _DRIFT or step_s * steps_left <= _WORTH_S:
             return ""
         self._share = share
-        told = f"{share:.0%} of the last {steps} steps were clipped; {self._planned_again(share)}"
+        message = f"{share:.0%} of the last {steps} steps were clipped; {self._planned_again(share)}"
         self._look_from_here()
-        return told
+        return message
 
     def _look_from_here(self) -> None:
         self._began, self._steps, self._clipped = time.perf_counter(), 0, 0

@@ -84,23 +84,25 @@ def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> t
         ConfigError: no layout, or no seconds.
     """
     runs: list[KnownRun] = []
-    told: list[dict[str, Any]] = []
+    measured_runs: list[dict[str, Any]] = []
     for text in known:
         layout, measured_s = _measured(text)
         other = simulate(*step_of(replace(request, layout=layout, devices=0, global_batch=0)))
         runs.append(KnownRun(measured_s / other.step.step_s, other.causes))
-        told.append({"layout": str(other.request.layout), "measured_s": measured_s, "step_s": other.step.step_s})
+        measured_runs.append(
+            {"layout": str(other.request.layout), "measured_s": measured_s, "step_s": other.step.step_s}
+        )
     evidence = simulated.evidence
     shift = shift_of(simulated.causes, runs, evidence)
     step_s, spread = simulated.step.step_s * shift.factor, exp(shift.narrowed(simulated.spread))
     sentences = [
         f"known: {run['layout']} took {format_seconds(run['measured_s'])}, predicted {format_seconds(run['step_s'])} "
         f"({run['step_s'] / run['measured_s'] - 1:+.1%})"
-        for run in told
+        for run in measured_runs
     ]
     low, high = format_seconds(step_s / spread), format_seconds(step_s * spread)
     sentences.append(f"with that known, the step takes {format_seconds(step_s)} ({low} to {high})")
-    return {"runs": told, "step_s": step_s, "low_s": step_s / spread, "high_s": step_s * spread}, sentences
+    return {"runs": measured_runs, "step_s": step_s, "low_s": step_s / spread, "high_s": step_s * spread}, sentences
 
 
 def _measured(text: str) -> tuple[str, float]:
@@ -181,7 +183,7 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
     request, prediction = simulated.request, simulated.prediction
     devices, tokens = request.layout.devices, request.tokens
     rate = simulated.model_flops / prediction.step_s / devices
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "model": simulated.table.name,
         "machine": simulated.machine.name,
         "devices": devices,
@@ -206,10 +208,10 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "assumptions": list(simulated.assumed),
     }
     if simulated.updated is not None:
-        found["optimizer"] = {"name": request.optimizer, **_update_figures(simulated.updated.update)}
+        figures["optimizer"] = {"name": request.optimizer, **_update_figures(simulated.updated.update)}
     if price_per_hour is not None:
-        found["price_per_billion_tokens"] = price_per_hour * devices * prediction.step_s / 3600 / tokens * 1e9
-    return found
+        figures["price_per_billion_tokens"] = price_per_hour * devices * prediction.step_s / 3600 / tokens * 1e9
+    return figures
 
 
 def _update_figures(update: Update) -> dict[str, float]:
@@ -267,8 +269,8 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
 def verdict(simulated: Simulated) -> str:
     """Say whether all fits, and into how much."""
     prediction, tier = simulated.prediction, simulated.machine.tier(simulated.behind_tier)
-    needed, there = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
-    sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {there}"
+    needed, memory_text = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
+    sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {memory_text}"
     if tier is None:
         return sentence
     room = format_bytes(tier.capacity_bytes)
@@ -288,10 +290,10 @@ def _memory_table(simulated: Simulated) -> Any:
     """Table of memory of the first, last and fullest pipeline rank, and the one that has most behind its device."""
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
-    there = [sum(roles.values()) for roles in simulated.lower_tier_by_rank]
+    lower_tier_bytes = [sum(roles.values()) for roles in simulated.lower_tier_by_rank]
     shown = set(_ranks_shown(simulated))
-    if max(there):
-        shown.add(there.index(max(there)))
+    if max(lower_tier_bytes):
+        shown.add(lower_tier_bytes.index(max(lower_tier_bytes)))
     ranks = sorted(shown)
     table = figures_table("Memory of a device", "role", *(f"pipeline rank {rank}" for rank in ranks))
     for role in memory[0]:
@@ -308,9 +310,9 @@ def fullest_chart(simulated: Simulated) -> Any:
     from lading.report.memory_chart import memory_chart
 
     rank = _ranks_shown(simulated)[1]
-    held = occupancy(simulated, rank)
+    rank_occupancy = occupancy(simulated, rank)
     title = f"Memory of pipeline rank {rank} over the step" if len(simulated.memory) > 1 else "Memory over the step"
-    return memory_chart(held.samples("device"), simulated.step.step_s, title)
+    return memory_chart(rank_occupancy.samples("device"), simulated.step.step_s, title)
 
 
 def write_cluster_snapshot(path: Path, simulated: Simulated) -> None:

@@ -132,11 +132,11 @@ def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> f
 
 def crowded_words(run: RunConfig) -> str:
     """Say that a run has more threads than this process may use processors; "" where it has not."""
-    if run.threads <= (there := processors()):
+    if run.threads <= (num_processors := processors()):
         return ""
     return (
-        f"threads = {run.threads}, but this process may use {there} processors: threads take turns and wait for each "
-        f"other, so steps take longer; leave threads out, or set at most {there}"
+        f"threads = {run.threads}, but this process may use {num_processors} processors: threads take turns and wait "
+        f"for each other, so steps take longer; leave threads out, or set at most {num_processors}"
     )
 
 
@@ -555,9 +555,9 @@ class RunConfig:
         stays = set(sorted(last)[-keep:])
         if not every:
             return len(stays)
-        kept = {step for step in newest if step % every == 0} | {step for step in at_end if step % every == 0}
+        kept_steps = {step for step in newest if step % every == 0} | {step for step in at_end if step % every == 0}
         first = -(-due.start // every) * every
-        return len(stays | kept | set(range(first, due.stop, every)))
+        return len(stays | kept_steps | set(range(first, due.stop, every)))
 
     @property
     def num_threads(self) -> int:
@@ -725,8 +725,8 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 def _nearest_key(prefix: str, key: str) -> str:
     """Nearest spelling among all keys; this section's win over others of the same name, then the first."""
     known = list(_keys(RunConfig))
-    here = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
-    by_name = {k.split(".")[-1]: k for k in (*reversed(known), *here)}
+    section_keys = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
+    by_name = {k.split(".")[-1]: k for k in (*reversed(known), *section_keys)}
     for match in difflib.get_close_matches(key, by_name, 1):
         return f"; did you mean {by_name[match]!r}?"
-    return f"; expected one of {', '.join(sorted(here))}"
+    return f"; expected one of {', '.join(sorted(section_keys))}"

@@ -86,10 +86,10 @@ def host_cache(beside: Path) -> Path:
         return beside
     folder = home / "lading"
     try:
-        there = next(each for each in (folder, *folder.parents) if each.exists())
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
     except OSError:  # a home that may not even be looked into
         return beside
-    return folder if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else beside
+    return folder if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else beside
 
 
 def make_folder(path: Path) -> None:

@@ -246,8 +246,8 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
         if size is None:
             continue
         if not name:
-            there = ", ".join((DEVICE, *(tier.name for tier in machine.tiers)))
-            raise ConfigError(f"{option}: {machine.name} has no such tier (it has {there}); leave the option out")
+            tier_names = ", ".join((DEVICE, *(tier.name for tier in machine.tiers)))
+            raise ConfigError(f"{option}: {machine.name} has no such tier (it has {tier_names}); leave the option out")
         capacity = parse_bytes(size, option)
         if name == machine.host_tier:
             reserved[name] = _HOST_RESERVE_BYTES

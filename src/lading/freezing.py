@@ -293,14 +293,14 @@ class PrefixCache:
     def _decide(self, forward_s: float) -> None:
         size = self._like.nbytes
         reads = {place: self._latency_s[place] + size / rate for place, rate in self._bandwidth.items()}
-        told = f"a sample of {format_bytes(size)} is computed in {format_seconds(forward_s)}"
-        told += "".join(f", read from {place} in {format_seconds(reads[place])}" for place in reads)
+        reason = f"a sample of {format_bytes(size)} is computed in {format_seconds(forward_s)}"
+        reason += "".join(f", read from {place} in {format_seconds(reads[place])}" for place in reads)
         slow = [place for place in reads if self._room[place] and reads[place] >= forward_s]
         self._room |= dict.fromkeys(slow, 0)
         if "memory" in slow or (slow and not any(isinstance(row, torch.Tensor) for row in self._rows.values())):
-            self._drop(f"not kept, as reading would not pay: {told}")
+            self._drop(f"not kept, as reading would not pay: {reason}")
             return
-        self.verdict = f"kept{' in memory alone' if slow else ''}: {told}"
+        self.verdict = f"kept{' in memory alone' if slow else ''}: {reason}"
         self._rows = {key: row for key, row in self._rows.items() if not slow or isinstance(row, torch.Tensor)}
 
     def _drop(self, why: str) -> None:

@@ -84,8 +84,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         mesh = shared_mesh(mesh, [m.param for m in self._members])
         self._call = f"lading.optim.{type(self).__name__}"
         self._live = LiveSettings(self.param_groups, rules, reduces=how.reduces)
-        told = facts_of(self._members, how)
-        self._live.current = self._live.agree(self._call, ranks_of(mesh), told, how.timeout_s)
+        facts = facts_of(self._members, how)
+        self._live.current = self._live.agree(self._call, ranks_of(mesh), facts, how.timeout_s)
         self._team = Team.of(process_group(mesh))
         with _uncollected():
             self._set_up(model)
@@ -289,8 +289,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         other = self._early.changed(gradients)
         changed = {m.name: other.get(number, False) for number, m in enumerate(self._members)}
         finite = all_finite(list(gradients.values())) if self.how.skip_nonfinite else None
-        told = None if isinstance(settings, ConfigError) else digest(settings)
-        report = Report(has, changed, finite, self._early.groups, steps, told)
+        settings_digest = None if isinstance(settings, ConfigError) else digest(settings)
+        report = Report(has, changed, finite, self._early.groups, steps, settings_digest)
         return agree(report, len(self._route.groups), self._team, self._device)
 
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -347,13 +347,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             update=self._next(number),
         )
 
-    def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
-        """Make what travels of a parameter from its gradient; updates its elementwise states ``held``."""
+    def _moving(self, number: int, grad: torch.Tensor, states: States) -> Moving:
+        """Make what travels of a parameter from its gradient; updates its elementwise ``states``."""
         member, update = self._members[number], self._next(number)
         if not self.how.reduces:
             assert not isinstance(member.rule, PieceRule)
-            grad = member.rule.pre(grad, held, update)
-        return Moving(piece(member.param, self._regions[number]), grad, self._regions[number], held, update)
+            grad = member.rule.pre(grad, states, update)
+        return Moving(piece(member.param, self._regions[number]), grad, self._regions[number], states, update)
 
     @torch.no_grad()
     def _prepared(self, number: int) -> Moving:
@@ -482,14 +482,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         saved, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
         self._live.check_loadable(groups)
         keys = [key for group in groups for key in group["params"]]
-        found = {m.name: saved.get(key) for key, m in zip(keys, self._members, strict=True)}
+        states_by_name = {m.name: saved.get(key) for key, m in zip(keys, self._members, strict=True)}
         for member in self._members:
-            states = found[member.name]
+            states = states_by_name[member.name]
             if states is not None or member.param.requires_grad:  # torch leaves out what is frozen
                 check_states(member.name, self.state[member.param], states)
         self._give_up()  # it was made with the states of before
         for member in self._members:
-            for key, value in (found[member.name] or {}).items():
+            for key, value in (states_by_name[member.name] or {}).items():
                 take_over(self.state[member.param][key], value)
         self._live.load(groups)
 
@@ -531,13 +531,13 @@ def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
         made, how = split(rule, settings)
         MatrixOptimizer.__init__(self, params, made, lr, mesh=mesh, model=model, how=how)
 
-    told = (
+    doc = (
         f"{rule.__name__} (``{rule.__module__}``) of matrices that ranks share; see ``MatrixOptimizer``.\n\n"
         "Products are taken, and gradients of matrices travel, in the number format of the rule's ``dtype`` where it "
         "has one: Muon's is bfloat16 as in ``torch.optim.Muon``, whatever parameters are, and dtype='float32' keeps "
         "float32. States have the parameters' own, or float32 where the rule says so."
     )
-    return type(rule.__name__, (MatrixOptimizer,), {"__init__": __init__, "__doc__": told, "__module__": __name__})
+    return type(rule.__name__, (MatrixOptimizer,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
 
 
 def __getattr__(name: str) -> type[MatrixOptimizer]:

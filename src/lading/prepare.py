@@ -204,8 +204,8 @@ def _check_switches(matrices: Matrices | None, **switches: bool) -> None:
 
 def _shared_machine(machine: Machine, devices: int) -> Machine:
     """Make the machine that each of so many ranks has: those of this job on this host share it, or all will."""
-    here = min(ranks_here() if num_ranks()[0] > 1 else devices, devices)
-    return _with_threads(machine, here).shared_by(here)
+    local_ranks = min(ranks_here() if num_ranks()[0] > 1 else devices, devices)
+    return _with_threads(machine, local_ranks).shared_by(local_ranks)
 
 
 class _MovedBy(TypedDict):
@@ -302,11 +302,13 @@ class _LayoutPlanner:
 
     def _with_staging(self, each: list[Planned], layout: Layout) -> list[Planned]:
         """Let every rank stage its part of a checkpoint; the plans are those of the ranks along a pipeline."""
-        here = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
+        local_ranks = min(ranks_here() if num_ranks()[0] > 1 else layout.devices, layout.devices)
         programs = [planned.program for planned in each]
-        found = planned_staging_bytes(programs, layout, self.extra_tensors, is_one_host=here == layout.devices)
+        staging_bytes = planned_staging_bytes(
+            programs, layout, self.extra_tensors, is_one_host=local_ranks == layout.devices
+        )
         of_stage = [0] * len(each)
-        for rank, size_bytes in enumerate(found):
+        for rank, size_bytes in enumerate(staging_bytes):
             stage = layout.place(rank)["pp"]
             of_stage[stage] = max(of_stage[stage], size_bytes)
         return staging_saves(each, of_stage)
@@ -557,8 +559,8 @@ def plan_run(
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
     asked, memory = run.optimization, run.memory
-    told = (memory.clipped, asked.clip_norm)
-    check_alone(step.captured, ranks, memory.experts, told, compile=asked.compile, others=bool(step.others))
+    clipping = (memory.clipped, asked.clip_norm)
+    check_alone(step.captured, ranks, memory.experts, clipping, compile=asked.compile, others=bool(step.others))
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
@@ -632,8 +634,8 @@ class _RunPlanner:
 def _plan_on_ranks(run: RunConfig, machine: Machine, step: CapturedRun, ranks: int, *, cache: bool) -> Prepared:
     """Plan a captured run for several ranks, which share this host."""
     chosen = run.optimization
-    here = ranks_here() if num_ranks()[0] > 1 else ranks
-    sizes = {tier.name: _whole_bytes(tier, run) // here for tier in machine.tiers}
+    local_ranks = ranks_here() if num_ranks()[0] > 1 else ranks
+    sizes = {tier.name: _whole_bytes(tier, run) // local_ranks for tier in machine.tiers}
     made = plan(
         step.captured,
         machine,
@@ -698,35 +700,35 @@ def _annotated(
     layout: Layout = ALONE,
 ) -> Plan:
     """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
-    said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
+    assumptions = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
     if isinstance(optimizer, TorchUpdate):
-        said = (
+        assumptions = (
             f"updates by {optimizer.optimizer} are timed by what their {optimizer.calls} operations read and write, "
             "partly from a cache, and by Python's part in each",
-            *said,
+            *assumptions,
         )
-    if told := _states_told(captured, optimizer):
-        said = (told, *said)
+    if states_sentence := _states_told(captured, optimizer):
+        assumptions = (states_sentence, *assumptions)
     settings = {} if optimizer == default_rule() else dataclasses.asdict(optimizer)
     request = dataclasses.replace(plan.request, optimizer=name_of(optimizer), optimizer_settings=settings)
     if matrices is not None:
         request = dataclasses.replace(request, matrices=dataclasses.asdict(matrices))
-        said = (grouped(captured, matrices, name_of(optimizer))[1], *said)
-    plan = dataclasses.replace(plan, request=request, assumptions=said)
+        assumptions = (grouped(captured, matrices, name_of(optimizer))[1], *assumptions)
+    plan = dataclasses.replace(plan, request=request, assumptions=assumptions)
     if layout.devices == 1:
         return plan
     request = dataclasses.replace(request, layout=str(layout), devices=layout.devices)
     return dataclasses.replace(plan, request=request, layout=str(layout))
 
 
-def _with_threads(machine: Machine, here: int, threads: int = 0) -> Machine:
+def _with_threads(machine: Machine, local_ranks: int, threads: int = 0) -> Machine:
     """Make the machine of processes with so many threads, or those of this one where it is one of those that train.
 
     Others, and all on another host, have a rank's share of it, as it was measured; one process there has all of it.
     """
     if machine.host_id != host_id():
-        return machine if here == 1 else machine.with_threads()
-    if not threads and (here == 1 or num_ranks()[0] > 1):
+        return machine if local_ranks == 1 else machine.with_threads()
+    if not threads and (local_ranks == 1 or num_ranks()[0] > 1):
         threads = torch.get_num_threads()
     return machine.with_threads(threads)
 

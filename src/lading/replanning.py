@@ -47,8 +47,12 @@ def plan_apart(before: Prepared, machine: Machine, shares: Mapping[str, Sequence
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_PLANNING_S)
         except (subprocess.TimeoutExpired, OSError) as error:
             return f"{error}"
-        said = done.stderr.strip().splitlines()
-        return Plan.load(made) if done.returncode == 0 else (said[-1] if said else f"it ended with {done.returncode}")
+        error_lines = done.stderr.strip().splitlines()
+        return (
+            Plan.load(made)
+            if done.returncode == 0
+            else (error_lines[-1] if error_lines else f"it ended with {done.returncode}")
+        )
 
 
 def plan_for(path: str) -> None:

@@ -94,8 +94,10 @@ def _checkpoint_of_run(out: Path, given: Path) -> Path:
     paths = run_checkpoints(out / NEWEST)
     path = next((path for path in paths if path.resolve() == given.resolve()), None)
     if path is None:
-        found = ", ".join(f"{path}" for path in paths) or "none"
-        raise ConfigError(f"expected a checkpoint of the run in {out} to resume from ({found}), got {str(given)!r}")
+        path_texts = ", ".join(f"{path}" for path in paths) or "none"
+        raise ConfigError(
+            f"expected a checkpoint of the run in {out} to resume from ({path_texts}), got {str(given)!r}"
+        )
     return path
 
 
@@ -147,10 +149,14 @@ def going_on_words(out: Path) -> str:
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None, ranks: RunRanks) -> dict[str, str]:
     """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
     usual = {"ranks": 1, _STATES: "auto"}  # those of older checkpoints, and of rules without formats
-    now, before = {**usual, **meta_of(run, data, ranks)}, {**usual, **checkpoint.meta}
+    current, before = {**usual, **meta_of(run, data, ranks)}, {**usual, **checkpoint.meta}
     beside = {VALIDATION, FREEZING, POSITION, *([] if data is not None else ["data.source"])}
-    keys = (now.keys() | before.keys()) - beside
-    return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
+    keys = (current.keys() | before.keys()) - beside
+    return {
+        k: f"{k} (was {before.get(k)!r}, is {current.get(k)!r})"
+        for k in sorted(keys)
+        if before.get(k) != current.get(k)
+    }
 
 
 def _may_change(key: str) -> bool:
@@ -167,8 +173,8 @@ def resuming_words(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -
     if newest.step >= steps:
         return f"the run had ended after step {newest.step}; a larger optimization.steps than {steps} goes on"
     changes = _changes(run, newest, None, ranks)
-    said = f", with another {', '.join(changes.values())}" if changes else ""
-    return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
+    changes_text = f", with another {', '.join(changes.values())}" if changes else ""
+    return f"going on after step {newest.step} of {steps}, from {newest.path}{changes_text}"
 
 
 def position_of(run: RunConfig, newest: Checkpoint | None, ranks: RunRanks) -> DataPosition:

@@ -103,15 +103,15 @@ class RunRanks:
         Returns:
             That, whether it had the run's folder then, and the names of the processes that started the job.
         """
-        told = [(restarts(), agent())]
+        restarts_by_rank = [(restarts(), agent())]
         if self.count > 1:
             import torch.distributed as dist  # which takes most of a second
 
-            told *= self.count
-            dist.all_gather_object(told, told[0])
-        agents = tuple(sorted({name for _, name in told if name}))
+            restarts_by_rank *= self.count
+            dist.all_gather_object(restarts_by_rank, restarts_by_rank[0])
+        agents = tuple(sorted({name for _, name in restarts_by_rank if name}))
         again = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
-        return again or any(count for count, _ in told), again, agents
+        return again or any(count for count, _ in restarts_by_rank), again, agents
 
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""

@@ -235,8 +235,10 @@ class Saves:
             mine, every = _shortage(staging, snapshot), None
             if snapshot.ranks is not None:
                 every = snapshot.ranks.gather(mine)
-            told = mine if every is None else next((f"rank {r}: {text}" for r, text in enumerate(every) if text), "")
-            self._laid = staging, gathered, json.loads(_by_first(snapshot.ranks, lambda: json.dumps(told)))
+            shortage_text = (
+                mine if every is None else next((f"rank {r}: {text}" for r, text in enumerate(every) if text), "")
+            )
+            self._laid = staging, gathered, json.loads(_by_first(snapshot.ranks, lambda: json.dumps(shortage_text)))
         return self._laid[2]
 
     def _laid_out(self, snapshot: Snapshot) -> tuple[StagingLayout, list[str]]:

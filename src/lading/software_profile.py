@@ -143,15 +143,17 @@ def profile_to(
         groups.append(ProfiledRanks(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
     who = f"one process and of {ranks}" if ranks > 1 else "one process"
     progress(f"steps of {who}, {seconds:.0f} s and what starting and compiling take")
-    found = measure(script, asked, groups)
-    stack = _of_one(bench, base, found[0], machine)
+    measurements = measure(script, asked, groups)
+    stack = _of_one(bench, base, measurements[0], machine)
     if ranks > 1:
-        stack = _of_ranks(bench, stack, found[1], ranks)
+        stack = _of_ranks(bench, stack, measurements[1], ranks)
     rows = [
-        row for group, one in zip(groups, found, strict=True) for row in _rows(bench, base, stack, one, group.ranks)
+        row
+        for group, one in zip(groups, measurements, strict=True)
+        for row in _rows(bench, base, stack, one, group.ranks)
     ]
-    stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, found))
-    if (others := max(one.other_load for one in found)) > QUIET:
+    stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, measurements))
+    if (others := max(one.other_load for one in measurements)) > QUIET:
         progress(busy_sentence(others))
     write_text(path, stack_to_toml(stack))
     return Profile(stack, tuple(rows))
@@ -230,9 +232,9 @@ class _Bench:
         except ConfigError:
             raise
         except Exception as error:  # code of the user's: whatever it raises under capture is told as theirs
-            said = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error!s:.300}"
+            message = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(
-                f"{self.software.path}: block({case.width}) cannot be captured: {said}; give a plain module from "
+                f"{self.software.path}: block({case.width}) cannot be captured: {message}; give a plain module from "
                 "block and compile or wrap it in prepare(model)"
             ) from error
         if len(table.counts) != 3:
@@ -270,15 +272,15 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     base = _with_fresh(base, measured, 1)
     counted = [_Counted.of(bench, base, number) for number in range(len(bench.asked))]
     timings = _paired(measured.timings)
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     kernels = [number for number, case in enumerate(bench.asked) if case.name in _OF_KERNELS]
     seen = sum(timings[number].attention_s for number in kernels)
-    said = sum(counted[number].attention for number in kernels)
-    if seen and said:
-        found[ATTENTION] = seen / said
+    predicted_s = sum(counted[number].attention for number in kernels)
+    if seen and predicted_s:
+        factors[ATTENTION] = seen / predicted_s
     weights = _weights(timings)
-    found[PRODUCTS], rate = _products(bench, base, np.array([each.products_s for each in timings]), weights)
-    if ATTENTION not in found:  # in operations of its own: it is in what is left of the pass
+    factors[PRODUCTS], rate = _products(bench, base, np.array([each.products_s for each in timings]), weights)
+    if ATTENTION not in factors:  # in operations of its own: it is in what is left of the pass
         counted = [replace(one, memory=one.memory + one.attention) for one in counted]
     left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
     columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, one.copies, 1.0] for one in counted]
@@ -287,15 +289,15 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     if solved[3] < _LEAST_COPIES:
         solved = _solved([[*row[:3], 0.0, row[4]] for row in columns], left, weights, drawn=drawn)
     launches, memory, beyond, copies, once_s = solved
-    found |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
-    if ATTENTION not in found:
-        found[ATTENTION] = memory
+    factors |= {MEMORY: memory, "loss": (_limited(memory) + beyond) / _limited(memory)}
+    if ATTENTION not in factors:
+        factors[ATTENTION] = memory
     behind = np.array([timing.update_s for timing in timings])
     columns = [[one.optimizer, one.tensors * _UNIT_S, 1.0] for one in counted]
     optimizer, each, step_s = _solved(columns, behind, weights, drawn=(True, False, False))
-    found["optimizer"] = optimizer
+    factors["optimizer"] = optimizer
     if measured.product_s:
-        found[LOW_KEY] = measured.product_s[0] / measured.product_s[1]
+        factors[LOW_KEY] = measured.product_s[0] / measured.product_s[1]
     return replace(
         base,
         title=f"{bench.software.framework}, measured",
@@ -306,7 +308,7 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
         product_bytes_per_s=_rounded(rate),
         step_s=_rounded(step_s + once_s),
         gradient_copies=_rounded(copies),
-        in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()},
+        in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in factors.items()},
         **_host_update(base, counted[-1], timings[-1], machine),
     )
 
@@ -340,37 +342,41 @@ def _weights(timings: Sequence[Timing]) -> Any:
 
 def _products(bench: _Bench, base: Stack, seen: Any, weights: Any) -> tuple[float, float]:
     """Fit the factor of products, and the rate of their bytes (0 where none is worth it), to seconds of each case."""
-    best, least = (1.0, 0.0), float("inf")
+    best, min_error = (1.0, 0.0), float("inf")
     for rate in (0.0, *_PRODUCT_BYTES_PER_S):
         stack = replace(base, product_bytes_per_s=rate)
-        said = [bench.simulated(number, stack).step.shares_s.get(PRODUCTS, 0.0) for number in range(len(bench.asked))]
-        (factor,) = _solved([[seconds] for seconds in said], seen, weights, drawn=(True,))
-        error = float(np.sum(((factor * np.array(said) - seen) * weights) ** 2))
-        if error < least:
-            best, least = (factor, rate), error
+        predicted_s = [
+            bench.simulated(number, stack).step.shares_s.get(PRODUCTS, 0.0) for number in range(len(bench.asked))
+        ]
+        (factor,) = _solved([[seconds] for seconds in predicted_s], seen, weights, drawn=(True,))
+        error = float(np.sum(((factor * np.array(predicted_s) - seen) * weights) ** 2))
+        if error < min_error:
+            best, min_error = (factor, rate), error
     return best
 
 
 def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
     """Fit what several processes say beyond one."""
     stack = _with_fresh(stack, measured, ranks)
-    found: dict[str, float] = {}
+    factors_by_op: dict[str, float] = {}
     if measured.gather_s:
         request = bench.request(0, stack, ranks)
         machine = machine_of(request)
         gathered = Collective("all_gather", "dp", GATHERED_BYTES)
-        found["all_gather"] = measured.gather_s / prices_of(request, machine, bench.tables[0]).collective_s(gathered)
-        stack = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.all_gather": _limited(found["all_gather"])})
+        factors_by_op["all_gather"] = measured.gather_s / prices_of(request, machine, bench.tables[0]).collective_s(
+            gathered
+        )
+        stack = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.all_gather": _limited(factors_by_op["all_gather"])})
     op = "all_reduce" if bench.software.layout == "zero0" else "reduce_scatter"
     twice = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.{op}": 2.0})
     hooked = replace(stack, reduced_parameter_s=_UNIT_S)
-    own, columns = [], []
+    beyond_own_s, columns = [], []
     for number, timing in enumerate(measured.timings):
         one, two, hooks = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice, hooked))
-        own.append(timing.step_s - (2 * one - two))
+        beyond_own_s.append(timing.step_s - (2 * one - two))
         columns.append([two - one, hooks - one])
-    found[op], each = _solved(columns, np.array(own), _weights(measured.timings), drawn=(True, False))
-    factors = {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in found.items()}
+    factors_by_op[op], each = _solved(columns, np.array(beyond_own_s), _weights(measured.timings), drawn=(True, False))
+    factors = {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in factors_by_op.items()}
     return replace(stack, reduced_parameter_s=_rounded(each * _UNIT_S), in_situ=stack.in_situ | factors)
 
 
@@ -434,21 +440,21 @@ def _solved(columns: Sequence[Sequence[float]], right: Any, weights: Any, *, dra
         drawn: Whether an unknown is a factor, drawn to 1.
     """
     left = np.array(columns) * weights[:, None]
-    told = right * weights
+    targets = right * weights
     for place, draws in enumerate(drawn):
         if draws:
             row = np.zeros(left.shape[1])
             row[place] = _DRAWN
-            left, told = np.vstack([left, row]), np.append(told, _DRAWN)
+            left, targets = np.vstack([left, row]), np.append(targets, _DRAWN)
     unknowns = range(left.shape[1])
-    best, least = np.zeros(left.shape[1]), float("inf")
+    best, min_error = np.zeros(left.shape[1]), float("inf")
     for count in range(1, left.shape[1] + 1):
         for chosen in combinations(unknowns, count):
             tried = np.zeros(left.shape[1])
-            tried[list(chosen)] = np.linalg.lstsq(left[:, list(chosen)], told, rcond=None)[0]
-            error = float(np.sum((left @ tried - told) ** 2))
-            if tried.min() >= 0 and error < least:
-                best, least = tried, error
+            tried[list(chosen)] = np.linalg.lstsq(left[:, list(chosen)], targets, rcond=None)[0]
+            error = float(np.sum((left @ tried - targets) ** 2))
+            if tried.min() >= 0 and error < min_error:
+                best, min_error = tried, error
     return [float(value) for value in best]
 
 
@@ -486,15 +492,15 @@ def _sources(
         f"{torch.__version__}, {host_id()}"
     )
     limits = [name for name, factor in stack.in_situ.items() if factor in _RANGE]
-    told = f"{how}; among {ranks} ranks" if ranks > 1 else f"{how}; collectives as the machine file has them"
+    source = f"{how}; among {ranks} ranks" if ranks > 1 else f"{how}; collectives as the machine file has them"
     if measured[0].no_product:
-        told += f"; {measured[0].no_product}"
+        source += f"; {measured[0].no_product}"
     if limits:
-        told += f"; at the end of what a factor may be: {', '.join(limits)}"
+        source += f"; at the end of what a factor may be: {', '.join(limits)}"
     if (others := max(one.other_load for one in measured)) > QUIET:
-        told += f"; {busy_sentence(others)}"
+        source += f"; {busy_sentence(others)}"
     keys = ("launch_s", "parameter_s", "step_s", "gradient_copies", "host_update", "host_optimizer", "fitted")
-    return stack.sources | dict.fromkeys(keys, how) | {"in_situ": told}
+    return stack.sources | dict.fromkeys(keys, how) | {"in_situ": source}
 
 
 @cache

@@ -154,22 +154,22 @@ def layouts_of_run(devices: int, pins: Mapping[str, Any]) -> tuple[list[Layout],
     Raises:
         ConfigError: none is left.
     """
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     refused: list[str] = []
     for layout in _candidates(devices, pins):
         if any(getattr(layout, key) != value for key, value in pins.items() if key != "micro_batch"):
             continue
         try:
             spread = check_spread_layout(str(layout), devices)
-            found.setdefault(str(spread), spread)
+            layouts.setdefault(str(spread), spread)
         except ConfigError as error:
             refused.append(str(error))
-    if not found:
+    if not layouts:
         pinned = ", ".join(f"{key}={value}" for key, value in sorted(pins.items()))
         raise ConfigError(
             refused[0] if refused else f"--pin: no layout of {devices} devices has {pinned}; leave one out"
         )
-    return list(found.values()), refused
+    return list(layouts.values()), refused
 
 
 def _candidates(devices: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
@@ -199,14 +199,14 @@ def _candidates(devices: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
 
 def _not_searched(request: Request, layouts: list[Layout], refused: list[str], *, has_experts: bool) -> tuple[str, ...]:
     """Say which layouts a search leaves out."""
-    said: list[str] = []
+    sentences: list[str] = []
     if "schedule" not in request.pins and any(layout.pp > 1 for layout in layouts):
-        said.append("pipelines of several chunks a rank: --pin schedule=interleaved, or zbv, searches them")
+        sentences.append("pipelines of several chunks a rank: --pin schedule=interleaved, or zbv, searches them")
     if has_experts and "ep" not in request.pins and request.devices > 1:
-        said.append(f"experts on ranks: --pin ep={request.devices} searches them")
+        sentences.append(f"experts on ranks: --pin ep={request.devices} searches them")
     if refused:
-        said.append(f"{len(refused)} layouts in which a run is not spread yet, such as sequence parallel with cp")
-    return tuple(said)
+        sentences.append(f"{len(refused)} layouts in which a run is not spread yet, such as sequence parallel with cp")
+    return tuple(sentences)
 
 
 @dataclass(frozen=True)

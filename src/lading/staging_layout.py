@@ -116,11 +116,11 @@ def staged_runs(
     for name, value in values.items():
         if not _stages(value, rank):
             continue
-        found = _runs_of(value, storages, rank)
-        if found is None or not all(can_stage(storage) for _, storage, _, _ in found):
+        value_runs = _runs_of(value, storages, rank)
+        if value_runs is None or not all(can_stage(storage) for _, storage, _, _ in value_runs):
             gathered.append(name)
         else:
-            runs[name] = found
+            runs[name] = value_runs
     return runs, gathered
 
 
@@ -175,22 +175,22 @@ def planned_staging_bytes(
     """
     graphs = [program.graph for program in programs]
     whole = [values_of_ranks(graphs, n) if len(graphs) > 1 else values_of(graphs[0]) for n in range(len(graphs))]
-    kept = [_storages_to_stage(program) for program in programs]
+    staged_storages = [_storages_to_stage(program) for program in programs]
     rows = list[tuple[Program, dict[str, list[Run]], list[str]]]()
     for number in range(layout.devices):
         rank = None if layout.devices == 1 else RankOfLayout(layout, number)
         stage = layout.place(number)["pp"]
         values, program = values_here(whole[stage], rank), programs[stage]
-        rows.append((program, *staged_runs(values, program.graph.storages, kept[stage].__contains__, rank)))
+        rows.append((program, *staged_runs(values, program.graph.storages, staged_storages[stage].__contains__, rank)))
     values = values_here(whole[0], None if layout.devices == 1 else RankOfLayout(layout, 0))
     spread = [] if is_one_host else [name for name, value in values.items() if is_spread(value)]
     gathered = dict.fromkeys([*(name for _, _, names in rows for name in names), *spread])
     sizes = [*((name, values[name].size_bytes) for name in gathered), *beside]
-    found = list[int]()
+    staging_bytes = list[int]()
     for program, runs, _ in rows:
         mine = {name: each for name, each in runs.items() if name not in gathered}
-        found.append(StagingLayout.of(program.graph.storages, mine, [] if found else sizes).size_bytes)
-    return found
+        staging_bytes.append(StagingLayout.of(program.graph.storages, mine, [] if staging_bytes else sizes).size_bytes)
+    return staging_bytes
 
 
 def _storages_to_stage(program: Program) -> set[int]:

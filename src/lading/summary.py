@@ -129,8 +129,8 @@ class RunResult:
     @property
     def of_rank(self) -> str:
         """Words that say whose peak it is, where there are several ranks: " of rank 1"."""
-        here = [rank for rank, each in enumerate(self.rank_peaks) if each.peak_bytes == self.peak_bytes]
-        return f" of rank {here[0]}" if len(self.rank_peaks) > 1 and here else ""
+        peak_ranks = [rank for rank, each in enumerate(self.rank_peaks) if each.peak_bytes == self.peak_bytes]
+        return f" of rank {peak_ranks[0]}" if len(self.rank_peaks) > 1 and peak_ranks else ""
 
 
 #: Says how long a step takes of which a rank computes so many times as long.
@@ -308,8 +308,8 @@ def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
 def reproduction(out: Path, ranks: int = 1) -> str:
     """Commands that run the plan of so many ranks in ``out`` once more; checkpoints there are moved aside first."""
     again = f"{launcher(ranks)}lading train --plan {shlex.quote(str(out / 'plan.json'))}"
-    held = [str(out / name) for name in ("checkpoints", "best") if (out / name).is_dir()]
-    return "\n".join([*(f"mv {shlex.quote(path)} {shlex.quote(f'{path}-before')}" for path in held), again])
+    old_folders = [str(out / name) for name in ("checkpoints", "best") if (out / name).is_dir()]
+    return "\n".join([*(f"mv {shlex.quote(path)} {shlex.quote(f'{path}-before')}" for path in old_folders), again])
 
 
 def run_summary(

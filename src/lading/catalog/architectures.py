@@ -163,8 +163,8 @@ def _unmasked(op: Op) -> Op:
     """The operation without a causal mask, where it is an attention."""
     if op.kind is not OpKind.ATTENTION:
         return op
-    kept = tuple((key, value) for key, value in op.settings if key != "is_causal")
-    return dataclasses.replace(op, settings=(*kept, ("is_causal", False)))
+    settings = tuple((key, value) for key, value in op.settings if key != "is_causal")
+    return dataclasses.replace(op, settings=(*settings, ("is_causal", False)))
 
 
 def _biased(segment: Segment, model: Architecture) -> Segment:

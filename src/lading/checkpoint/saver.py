@@ -123,10 +123,10 @@ class Saver:
         Raises:
             ConfigError, StorageError: as ``save_checkpoint``; or the process died. Older checkpoints are whole.
         """
-        process, said = self.start(), list[str]()
+        process, warnings_of_start = self.start(), list[str]()
         answer = self._answer(process, order)
         if answer is None and not self._is_killed:
-            said.append(
+            warnings_of_start.append(
                 f"training leaves no processor idle, so checkpoints are written with {_SHARE:.0%} of one from step "
                 f"{order.step} on, beside training; train with a thread less, or let it wait for them "
                 "(checkpoint.wait = true in a run), if they last too long"
@@ -140,13 +140,13 @@ class Saver:
                 f"({_ending(process.wait())}); older checkpoints are whole; look at the system's log for its memory, "
                 "and save again"
             )
-        told = json.loads(answer)
-        if "failed" not in told:
-            return said + told["warnings"]
-        kind = ConfigError if told["kind"] == ConfigError.__name__ else StorageError
-        error = kind(told["failed"])
+        outcome = json.loads(answer)
+        if "failed" not in outcome:
+            return warnings_of_start + outcome["warnings"]
+        kind = ConfigError if outcome["kind"] == ConfigError.__name__ else StorageError
+        error = kind(outcome["failed"])
         if isinstance(error, StorageError):
-            error.errno = told["errno"]
+            error.errno = outcome["errno"]
         raise error
 
     @property
@@ -163,9 +163,9 @@ class Saver:
             process.stdin.flush()
         except BrokenPipeError:
             return b""
-        told = select.poll()
-        told.register(process.stdout, select.POLLIN)
-        while not told.poll(1000 * _LOOK_S if self._is_idle_work else None):
+        poller = select.poll()
+        poller.register(process.stdout, select.POLLIN)
+        while not poller.poll(1000 * _LOOK_S if self._is_idle_work else None):
             if _starves(before, _ran_and_waited_s(process.pid)):
                 process.kill()
                 process.wait()
@@ -229,8 +229,8 @@ def main() -> None:
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     while True:
-        told = _carry_out(json.loads(orders.get()), memories)
-        sys.stdout.write(json.dumps(told) + "\n")
+        outcome = _carry_out(json.loads(orders.get()), memories)
+        sys.stdout.write(json.dumps(outcome) + "\n")
         sys.stdout.flush()
 
 
@@ -244,16 +244,16 @@ def _listen(orders: queue.SimpleQueue[bytes]) -> None:
 def _carry_out(order: dict[str, Any], memories: Sequence[memoryview]) -> dict[str, Any]:
     """Write the checkpoint of an order; returns the answer."""
     tensors = [_source(StagedTensor(**each), memories) for each in order["tensors"]]
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            kept = order["keep"], order["keep_every_steps"]
-            save_checkpoint(Path(order["folder"]), order["step"], tensors, order["meta"], *kept)
+            retention = order["keep"], order["keep_every_steps"]
+            save_checkpoint(Path(order["folder"]), order["step"], tensors, order["meta"], *retention)
         except (LadingError, OSError, MemoryError) as error:
-            told |= {"failed": f"{error}" or type(error).__name__, "kind": type(error).__name__}
-            told["errno"] = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
-    return {**told, "warnings": [str(warning.message) for warning in caught]}
+            outcome |= {"failed": f"{error}" or type(error).__name__, "kind": type(error).__name__}
+            outcome["errno"] = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
+    return {**outcome, "warnings": [str(warning.message) for warning in caught]}
 
 
 def _source(tensor: StagedTensor, memories: Sequence[memoryview]) -> TensorSource:

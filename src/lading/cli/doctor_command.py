@@ -57,8 +57,8 @@ class DoctorCommand:
     def run(self) -> None:
         """Print every finding."""
         findings = doctor(self.folder)
-        said = "\n".join(fitted(str(finding), hang=24) for finding in findings)
-        print(json.dumps(as_json(findings), indent=2) if self.json else said, flush=True)
+        report = "\n".join(fitted(str(finding), hang=24) for finding in findings)
+        print(json.dumps(as_json(findings), indent=2) if self.json else report, flush=True)
         check(findings)
 
 
@@ -145,15 +145,15 @@ def _torch() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     blas = "MKL" if torch.backends.mkl.is_available() else "another than MKL"
     oneapi = ", oneDNN" if torch.backends.mkldnn.is_available() else ""
-    found = f"{torch.get_num_threads()} of {cores} processors, BLAS {blas}{oneapi}"
+    description = f"{torch.get_num_threads()} of {cores} processors, BLAS {blas}{oneapi}"
     few = torch.get_num_threads() < cores
     cost = "a run with threads = 0 uses all processors; OMP_NUM_THREADS is not looked at" if few else ""
-    yield Finding(name="threads", state="ok", found=found, cost=cost)
+    yield Finding(name="threads", state="ok", found=description, cost=cost)
     capability = torch.backends.cpu.get_cpu_capability()
     quick = bool(torch.cpu._is_avx512_bf16_supported())  # pyright: ignore[reportPrivateUsage]
     cost = "" if quick else "bf16 products are several times slower than fp32 here: use precision = 'fp32' on this CPU"
-    found = f"{host_id().partition(' | ')[0]}, {capability}, {'' if quick else 'no '}bf16 instructions"
-    yield Finding(name="cpu", state="ok" if quick else "lacking", found=found, cost=cost)
+    description = f"{host_id().partition(' | ')[0]}, {capability}, {'' if quick else 'no '}bf16 instructions"
+    yield Finding(name="cpu", state="ok" if quick else "lacking", found=description, cost=cost)
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         yield Finding(name="gpu", state="ok", found=f"{names}, CUDA {torch.version.cuda}")
@@ -165,17 +165,17 @@ def _torch() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     usable, whole = usable_bytes(), memory_bytes()
-    found = f"{format_bytes(usable)} of {format_bytes(whole)} usable"
+    description = f"{format_bytes(usable)} of {format_bytes(whole)} usable"
     small = usable < 2 * GiB
     cost = "a process with torch and a plan takes about 0.4 GiB of it" if small else ""
-    yield Finding(name="memory", state="lacking" if small else "ok", found=found, cost=cost)
+    yield Finding(name="memory", state="lacking" if small else "ok", found=description, cost=cost)
     from lading.runtime.resident import PeakMeter
 
     meter = PeakMeter()
     meter.close()
     cost = "" if meter.exact else "peaks are sampled every 2 ms: short ones can be missed"
-    found = "kept by the kernel, resettable" if meter.exact else "/proc/self/clear_refs cannot be written"
-    yield Finding(name="peak meter", state="ok" if meter.exact else "lacking", found=found, cost=cost)
+    description = "kept by the kernel, resettable" if meter.exact else "/proc/self/clear_refs cannot be written"
+    yield Finding(name="peak meter", state="ok" if meter.exact else "lacking", found=description, cost=cost)
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -186,11 +186,11 @@ def _disk(folder: Path) -> Iterator[Finding]:
         cost = "nothing can be written there: give --folder"
         yield Finding(name="disk", state="bad", found=f"{folder}: {error.strerror}", cost=cost)
         return
-    found = f"{folder.absolute()}, {format_bytes(free)} free, {'O_DIRECT' if direct else 'no O_DIRECT'}"
+    description = f"{folder.absolute()}, {format_bytes(free)} free, {'O_DIRECT' if direct else 'no O_DIRECT'}"
     cost = "" if direct else "swap goes through the page cache: slower, and memory of others is taken for it"
     if free < 2 * GiB:
         cost = "too little for optimizer states and checkpoints of most models"
-    yield Finding(name="disk", state="lacking" if cost else "ok", found=found, cost=cost)
+    yield Finding(name="disk", state="lacking" if cost else "ok", found=description, cost=cost)
 
 
 def _direct(folder: Path) -> bool:
@@ -238,6 +238,8 @@ def _probes(folder: Path) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "")
-    cost = "" if found else "torch.compile has no C++ compiler to call on the CPU"
-    return Finding(name="compiler", state="ok" if found else "lacking", found=found or "none", cost=cost)
+    compiler_path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "")
+    cost = "" if compiler_path else "torch.compile has no C++ compiler to call on the CPU"
+    return Finding(
+        name="compiler", state="ok" if compiler_path else "lacking", found=compiler_path or "none", cost=cost
+    )

@@ -31,5 +31,5 @@ class ExportCommand:
         folder = export_run(self.folder, self.to, shard_bytes=shard_bytes, best=self.best)
         print(f"wrote {folder}")
         if (folder / OWN_CONFIG).is_file():
-            said = f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name"
-            print(fitted(f"{said} and sizes, model.safetensors its weights"))
+            sentence = f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name"
+            print(fitted(f"{sentence} and sizes, model.safetensors its weights"))

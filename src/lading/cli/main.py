@@ -118,8 +118,8 @@ def _main(argv: Sequence[str] | None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
             raise
-        said = str(error).strip().partition("\n")[0] or "an allocation failed"
-        _say_error(f"the process was refused memory: {said}; raise its limit (ulimit -v, or the container's)")
+        message = str(error).strip().partition("\n")[0] or "an allocation failed"
+        _say_error(f"the process was refused memory: {message}; raise its limit (ulimit -v, or the container's)")
         return 2
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:  # not about a file that the user could mend
@@ -249,12 +249,12 @@ def _flags_of(options: type) -> set[str]:
 @contextmanager
 def _fitted_output() -> Generator[None, None, None]:
     """Break lines that are printed wider than the terminal, such as tyro's of usage."""
-    said = StringIO()
+    captured_output = StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(captured_output):
             yield
     finally:
-        print(fitted(said.getvalue(), styled=True))
+        print(fitted(captured_output.getvalue(), styled=True))
 
 
 def _help() -> str:

@@ -75,9 +75,9 @@ class PlaceCommand:
         if self.plan is not None:
             return self._simulate(self.plan)
         problem, fleet = self._problem()
-        found = _contest(problem, self.policy, self.effort)
-        print_contest(found, latency=self.latency)
-        self._write(found, fleet)
+        contest = _contest(problem, self.policy, self.effort)
+        print_contest(contest, latency=self.latency)
+        self._write(contest, fleet)
 
     def _simulate(self, path: Path) -> None:
         """Simulate the placement of a file, on the devices it was made for or others."""
@@ -96,8 +96,8 @@ class PlaceCommand:
         problem, placement = replayed(plan, fleet)
         relaxed = relax(problem)
         placement = dataclasses.replace(placement, bound_s=relaxed.bound_s if relaxed else 0.0)
-        found = Contest(problem, (placement,), (), placement.bound_s)
-        print_contest(found, latency=not plan.request.training)
+        contest = Contest(problem, (placement,), (), placement.bound_s)
+        print_contest(contest, latency=not plan.request.training)
         print(f"predicted when it was made: {format_seconds(plan.step_s)}", end="")
         print(
             ""
@@ -106,21 +106,21 @@ class PlaceCommand:
         )
         if not placement.fits:
             raise too_full(problem, placement, "the saved placement")
-        self._write(found, fleet)
+        self._write(contest, fleet)
 
     def _refuse(self, option: str, but: tuple[str, ...]) -> None:
         """Refuse options that would mean nothing beside ``--option``."""
         if given := first_given(self, but=but):
             raise ConfigError(f"{given}: expected nothing of the kind next to --{option}, which says it; leave it out")
 
-    def _write(self, found: Contest, fleet: Fleet | None) -> None:
+    def _write(self, contest: Contest, fleet: Fleet | None) -> None:
         """Write the files that were asked for."""
-        problem = found.problem
+        problem = contest.problem
         if self.json is not None:
             from lading import __version__
             from lading.report.placement_table import summary
 
-            figures = summary(problem, found.placements, found.failed, fleet)
+            figures = summary(problem, contest.placements, contest.failed, fleet)
             figures["version"] = __version__
             write_text(self.json, json.dumps(figures, indent=1) + "\n")
             print(f"wrote {self.json}")
@@ -128,12 +128,12 @@ class PlaceCommand:
             from lading.planner.placement.trial import Trial
             from lading.report.perfetto import write_trace
 
-            write_trace(self.trace, [Trial(problem).run(found.best.devices, record=True).timeline()])
+            write_trace(self.trace, [Trial(problem).run(contest.best.devices, record=True).timeline()])
             print(f"wrote {self.trace}")
         if self.out is not None and fleet is not None:
             from lading.placing import saved
 
-            saved(self._make_request(), fleet, problem, found.best).save(self.out)
+            saved(self._make_request(), fleet, problem, contest.best).save(self.out)
             print(f"wrote {self.out}")
 
     def _make_request(self) -> Request:
@@ -178,8 +178,8 @@ def _contest(problem: PlacementProblem, policy: str | None, effort: int) -> Cont
 
     if policy is None:
         return contest(problem, effort=effort)
-    found = place(problem, policy, effort=effort)
-    return Contest(problem, (found,), (), found.bound_s)
+    placement = place(problem, policy, effort=effort)
+    return Contest(problem, (placement,), (), placement.bound_s)
 
 
 def print_contest(found: Contest, *, latency: bool) -> None:

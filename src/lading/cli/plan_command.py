@@ -196,20 +196,20 @@ def _plan_host(asked: PlanCommand, host: Machine) -> None:
     if search.precision is not None:
         request = dataclasses.replace(request, precisions=tuple(map(str.strip, search.precision.split(","))))
     with planning_progress() as progress:
-        found = spread_model(request, host, progress=progress)
-    prepared, console = found.best, Console(highlight=False, width=line_columns())
+        spread_layouts = spread_model(request, host, progress=progress)
+    prepared, console = spread_layouts.best, Console(highlight=False, width=line_columns())
     run, plan = prepared.run, prepared.plan
     batch = f"{request.global_batch:,} sequences of {run.data.sequence_length:,} tokens a step"
     ranks = "one rank" if request.devices == 1 else f"{request.devices:,} ranks"
     say(console, f"{request.model} on {ranks} of {host.device.name}, {batch}, "
         f"{run.optimization.precision}, by Lading", "bold")  # fmt: skip
     table = figures_table("Layouts", "layout", "micro-batches", "step", "memory a rank", "", texts=("",))
-    for way in found.ways[: search.top]:
+    for way in spread_layouts.ways[: search.top]:
         table.add_row(*way.cells)
     console.print(table)
-    if any(way.prepared is None and not way.why for way in found.ways[: search.top]):
+    if any(way.prepared is None and not way.why for way in spread_layouts.ways[: search.top]):
         say(console, "> is the step with all of it in memory: not planned, as it is slower than the first even so")
-    for sentence in found.left_out:
+    for sentence in spread_layouts.left_out:
         say(console, f"not searched - {sentence}")
     print_plan(plan, prepared.program.graph, console)
     plan.save(asked.out)
@@ -233,13 +233,13 @@ def _plan_cluster(asked: PlanCommand) -> None:
     console = Console(highlight=False, width=line_columns())
     begun = time.perf_counter()
     with planning_progress() as progress:
-        found = find_layouts(
+        layouts = find_layouts(
             space, lambda done, of, what: progress.update(done / max(1, of), f"{done:,} of {of:,} {what}")
         )
     seconds = time.perf_counter() - begun
-    alike = shown(found.best, asked.search.top)
-    rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]
-    over = [_row(one, asked.with_model.price) for one in found.over]
+    groups = shown(layouts.best, asked.search.top)
+    rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in groups]
+    over = [_row(one, asked.with_model.price) for one in layouts.over]
     device = space.machine.device.name
     request, batch = space.request, space.wanted_request.global_batch
     say(console, f"{request.name} on {space.wanted_request.devices:,} x {device}, {batch:,} sequences of "
@@ -247,32 +247,34 @@ def _plan_cluster(asked: PlanCommand) -> None:
     say(console, request.stack.sentence())
     title, *table = layouts_lines(rows, over, console.width)
     say(console, title, "bold")
-    updated = found.winner.simulated.updated
+    updated = layouts.winner.simulated.updated
     update = [update_sentence(request.optimizer, updated.update)] if updated is not None else []
-    for line in (*table, "", *update, *_describe_search(found, seconds), *_moments(found.winner)):
+    for line in (*table, "", *update, *_describe_search(layouts, seconds), *_moments(layouts.winner)):
         say(console, line)
     if asked.search.json is not None:
-        write_text(asked.search.json, json.dumps(_document(found, rows, over, asked.with_model.price), indent=1) + "\n")
-    plan = unsharded(asked, found, cluster_plan(found, __version__), console)
+        write_text(
+            asked.search.json, json.dumps(_document(layouts, rows, over, asked.with_model.price), indent=1) + "\n"
+        )
+    plan = unsharded(asked, layouts, cluster_plan(layouts, __version__), console)
     plan.save(asked.out)
     say(console, f"wrote {asked.out}")
     if asked.search.to is not None:
-        _hand_over(asked.search.to, found, asked.out, console)
+        _hand_over(asked.search.to, layouts, asked.out, console)
 
 
-def _hand_over(framework: str, found: Layouts, out: Path, console: Console) -> None:
+def _hand_over(framework: str, layouts: Layouts, out: Path, console: Console) -> None:
     """Write the first layout as settings of a framework, and say what it cannot be told."""
     from lading.report.handover import HANDOVERS, HandedLayout
 
-    request, stack = found.winner.simulated.request, found.space.request.stack
+    request, stack = layouts.winner.simulated.request, layouts.space.request.stack
     handed = HandedLayout(
         model=request.name,
         layout=request.layout,
         seq_len=request.seq_len,
         compiled=stack.fusion == "compiled",
         overlaps=(stack.overlap_grad_reduce, stack.overlap_param_gather),
-        stage_layers=found.winner.simulated.stage_layers,
-        ahead=sum(found.space.table.counts[1:-1]) - request.model.layers,
+        stage_layers=layouts.winner.simulated.stage_layers,
+        ahead=sum(layouts.space.table.counts[1:-1]) - request.model.layers,
     )
     settings = HANDOVERS[framework](handed)
     path = out.with_name(f"{out.stem}.{settings.file_name}")
@@ -283,12 +285,12 @@ def _hand_over(framework: str, found: Layouts, out: Path, console: Console) -> N
 
 
 def _document(
-    found: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
+    layouts: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
 ) -> dict[str, Any]:
     """Make the document that ``--json`` writes."""
     from lading.report.layout_table import layout_figures
 
-    space = found.space
+    space = layouts.space
     return {
         "model": space.request.name,
         "machine": space.machine.name,
@@ -297,22 +299,22 @@ def _document(
         "global_batch": space.wanted_request.global_batch,
         "seq_len": space.request.seq_len,
         "pins": dict(sorted(space.wanted_request.pins.items())),
-        "plans": found.counted,
-        "plans_bounded_one_by_one": found.evaluated,
-        "plans_simulated": found.proof.simulated,
-        "proven": found.proven,
-        "rest_s": found.proof.rest_s if found.proof.rest_s < float("inf") else None,
-        "left_out": list(found.left_out),
-        "layouts": [layout_figures(_row(one, price), rows[0]) for one in found.best],
+        "plans": layouts.counted,
+        "plans_bounded_one_by_one": layouts.evaluated,
+        "plans_simulated": layouts.proof.simulated,
+        "proven": layouts.proven,
+        "rest_s": layouts.proof.rest_s if layouts.proof.rest_s < float("inf") else None,
+        "left_out": list(layouts.left_out),
+        "layouts": [layout_figures(_row(one, price), rows[0]) for one in layouts.best],
         "over": [layout_figures(row, rows[0]) for row in over],
-        "buckets": _buckets(found),
-        "assumptions": list(found.winner.simulated.assumed),
+        "buckets": _buckets(layouts),
+        "assumptions": list(layouts.winner.simulated.assumed),
     }
 
 
-def _buckets(found: Layouts) -> dict[str, Any] | None:
+def _buckets(layouts: Layouts) -> dict[str, Any] | None:
     """Bytes of gradients that the winner reduces together, and what the best size saves against a block at a time."""
-    bucket = found.bucket
+    bucket = layouts.bucket
     if bucket is None:
         return None
     return {
@@ -320,8 +322,8 @@ def _buckets(found: Layouts) -> dict[str, Any] | None:
         "is_block": not bucket.is_worth,
         "best_bytes": bucket.best_bytes,
         "best_saves_s": bucket.saves_s,
-        "layout": str(found.chosen.request.layout),
-        "step_s": found.chosen.step.step_s,
+        "layout": str(layouts.chosen.request.layout),
+        "step_s": layouts.chosen.step.step_s,
     }
 
 
@@ -362,17 +364,17 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: Plan, console: Console) 
         say(console, f"budget: {chosen.why}")
     if asked.search.tree:
         print_tree(tree_of(chosen, space.table), console)
-    own = plan_of(chosen, plan.version)
-    forward, backward = own.unshards
-    said = f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards"
-    say(console, f"{said}; {own.gap:.1%} above the bound")
-    steady, moments = own.peak_bytes["device"], plan.predictions.peaks
+    unshard_plan = plan_of(chosen, plan.version)
+    forward, backward = unshard_plan.unshards
+    sentence = f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards"
+    say(console, f"{sentence}; {unshard_plan.gap:.1%} above the bound")
+    steady, moments = unshard_plan.peak_bytes["device"], plan.predictions.peaks
     longest = {**moments["longest"], "device": steady + grown}
-    peaks = {**moments, "step": {**moments["step"], **own.peak_bytes}, "longest": longest}
+    peaks = {**moments, "step": {**moments["step"], **unshard_plan.peak_bytes}, "longest": longest}
     return dataclasses.replace(
-        own,
-        request=dataclasses.replace(plan.request, policy=own.request.policy, budgets=own.budgets),
-        predictions=dataclasses.replace(own.predictions, peaks=peaks),
+        unshard_plan,
+        request=dataclasses.replace(plan.request, policy=unshard_plan.request.policy, budgets=unshard_plan.budgets),
+        predictions=dataclasses.replace(unshard_plan.predictions, peaks=peaks),
         assumptions=plan.assumptions,
     )
 
@@ -451,10 +453,10 @@ def like_text(one: Refined, *others: Refined) -> str:
     if not others:
         return ""
     names = [field.name for field in dataclasses.fields(one.layout)]
-    own = [name for name in names if any(getattr(o.layout, name) != getattr(one.layout, name) for o in others)]
+    differing = [name for name in names if any(getattr(o.layout, name) != getattr(one.layout, name) for o in others)]
     slower = max(other.step_s for other in others) / one.step_s - 1
     speed = f"up to {slower:.1%} slower" if slower >= 5e-4 else "as fast"
-    return f"{len(others)} variant{'s' if len(others) > 1 else ''} {speed} ({', '.join(own)})"
+    return f"{len(others)} variant{'s' if len(others) > 1 else ''} {speed} ({', '.join(differing)})"
 
 
 def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
@@ -486,21 +488,21 @@ def over_text(one: Refined) -> str:
     return f"{role} {format_bytes(one.over_bytes)} over"
 
 
-def _describe_search(found: Layouts, seconds: float) -> list[str]:
+def _describe_search(layouts: Layouts, seconds: float) -> list[str]:
     """Say how much was searched, and what is proven."""
     from lading.report.handover import stages_text
 
-    proof, winner = found.proof, found.winner
+    proof, winner = layouts.proof, layouts.winner
     low, high = winner.simulated.interval
     lines = [
         f"interval: nine of ten steps of software stack {winner.simulated.request.stack.name} take {low:.2f} to "
         f"{high:.2f} times what is predicted; of two layouts only what differs counts",
-        f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
-        f"block; {proof.simulated:,} simulated by events",
+        f"{layouts.counted:,} plans in {seconds:.1f} s: {layouts.evaluated:,} bounded one by one, the others with "
+        f"their block; {proof.simulated:,} simulated by events",
     ]
-    if found.proven:
+    if layouts.proven:
         lines.append(f"proven: no plan of the space that fits is faster as simulated, nor comes before the first "
-                     f"{found.proven} of {len(found.best)}")  # fmt: skip
+                     f"{layouts.proven} of {len(layouts.best)}")  # fmt: skip
     else:
         gap = 1 - proof.rest_s / winner.step_s
         lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
@@ -511,9 +513,9 @@ def _describe_search(found: Layouts, seconds: float) -> list[str]:
             f"layers of the {len(layers)} stages of the first, in order of forward: {stages_text(layers)} (torchtitan: "
             "module_fqns_per_model_part, Megatron-LM: --pipeline-model-parallel-layout; --to writes them)"
         )
-    if found.bucket is not None:
-        lines.append(str(found.bucket))
-    lines += [f"not searched - {sentence}" for sentence in found.left_out]
+    if layouts.bucket is not None:
+        lines.append(str(layouts.bucket))
+    lines += [f"not searched - {sentence}" for sentence in layouts.left_out]
     return lines + [f"assumed - {sentence}" for sentence in winner.simulated.assumed]
 
 

@@ -212,8 +212,8 @@ def _simulate_model(asked: SimulateCommand) -> None:
     if spread.known:
         from lading.clusters import corrected
 
-        figures["known"], said = corrected(simulated, request, spread.known)
-        sentences = [*said, *sentences]
+        figures["known"], corrections = corrected(simulated, request, spread.known)
+        sentences = [*corrections, *sentences]
     console = Console(width=line_columns(), highlight=False)
     print_cluster(simulated, console, model.price)
     console.print(fullest_chart(simulated))
@@ -270,13 +270,13 @@ def _scaled(simulated: Simulated, asked: ScaleOptions, price: float | None) -> t
     lines: list[str] = []
     step_s = simulated.step.step_s
     if any(value is not None for value in (asked.jitter, asked.straggler, asked.slow_link)):
-        found, sentence = _unequal(simulated, asked)
-        step_s = found["step_s"]
-        figures["unequal_ranks"] = found
+        figures_of_ranks, sentence = _unequal(simulated, asked)
+        step_s = figures_of_ranks["step_s"]
+        figures["unequal_ranks"] = figures_of_ranks
         lines.append(sentence)
     if asked.mtbf is not None:
-        found, sentences = _long_run(simulated, asked, price, step_s)
-        figures["long_run"] = found
+        figures_of_run, sentences = _long_run(simulated, asked, price, step_s)
+        figures["long_run"] = figures_of_run
         lines += sentences
     elif asked.storage is not None or asked.restart is not None:
         raise ConfigError("--storage and --restart say what failures cost; expected --mtbf HOURS next to them")
@@ -302,7 +302,7 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
     if most < each:
         raise ConfigError(f"expected --growth of at least one replica's {each} devices, got {most}")
     batch = request.layout.micro_batch * request.layout.micro_batches
-    found: list[tuple[int, float, float]] = []
+    growth: list[tuple[int, float, float]] = []
     replicas = 1
     while replicas * each <= most:
         try:
@@ -311,12 +311,12 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
         except ConfigError:
             replicas *= 2
             continue
-        found.append((layout.devices, step_s, layout.global_batch * request.seq_len / step_s / layout.devices))
+        growth.append((layout.devices, step_s, layout.global_batch * request.seq_len / step_s / layout.devices))
         replicas *= 2
-    return found
+    return growth
 
 
-def _growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
+def _growth_table(growth: Sequence[tuple[int, float, float]]) -> Any:
     """Table for the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
     from lading.report.plan_table import figures_table
 
@@ -324,10 +324,10 @@ def _growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
         "Replicas added, each with its own batch", "devices", "step", "tokens/s a device", "of the fewest"
     )
     table.columns[-1].justify = "left"
-    for devices, step_s, rate in found:
-        kept = rate / found[0][2]
-        bar = "#" * round(30 * min(kept, 1.0))
-        table.add_row(f"{devices:,}", format_seconds(step_s), f"{rate:,.0f}", f"{kept:6.1%} {bar}")
+    for devices, step_s, rate in growth:
+        kept_share = rate / growth[0][2]
+        bar = "#" * round(30 * min(kept_share, 1.0))
+        table.add_row(f"{devices:,}", format_seconds(step_s), f"{rate:,.0f}", f"{kept_share:6.1%} {bar}")
     return table
 
 
@@ -345,8 +345,8 @@ def _cluster_page(
 
     prediction, request = simulated.prediction, simulated.request
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
-    there, said = format_bytes(figures["device_bytes"]), verdict(simulated)
-    verb = said.partition(":")[0]
+    memory_text, verdict_text = format_bytes(figures["device_bytes"]), verdict(simulated)
+    verb = verdict_text.partition(":")[0]
     tiles = [
         ("Step", format_seconds(prediction.step_s), f"{low} to {high}"),
         (
@@ -355,12 +355,12 @@ def _cluster_page(
             f"{figures['tokens_per_s']:,.0f} in all",
         ),
         ("Of the device's peak", f"{figures['mfu']:.1%}", "of the model's own FLOP"),
-        ("Peak memory", format_bytes(prediction.peak_bytes), f"of {there}"),
+        ("Peak memory", format_bytes(prediction.peak_bytes), f"of {memory_text}"),
     ]
     return ClusterPage(
         title=f"{simulated.table.name} on {request.layout.devices:,} x {simulated.machine.device.name}",
         subtitle=f"{request.layout}; software stack {request.stack.name}",
-        fits=(prediction.fits, f"{said[0]}{said[1:].replace(verb[1:], verb[1:].lower(), 1)}"),
+        fits=(prediction.fits, f"{verdict_text[0]}{verdict_text[1:].replace(verb[1:], verb[1:].lower(), 1)}"),
         tiles=tiles,
         shares_s=simulated.step.shares_s,
         memory=[{str(role): size for role, size in roles.items()} for roles in simulated.memory],
@@ -393,7 +393,7 @@ def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any],
     longer = unequal_s / calm_s
     # One slow device is waited for beside the others' own differences: the larger of both counts.
     step_s = equal_s * longer if asked.jitter is not None else max(equal_s * longer, simulated.step.step_s)
-    said = [
+    causes = [
         text
         for value, text in (
             (asked.jitter, f"equal work varying by {jitter:.1%}"),
@@ -403,7 +403,7 @@ def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any],
         if value is not None
     ]
     sentence = (
-        f"{job.ranks:,} ranks one by one, {', '.join(said)}: step {format_seconds(step_s)}, "
+        f"{job.ranks:,} ranks one by one, {', '.join(causes)}: step {format_seconds(step_s)}, "
         f"{longer - 1:.1%} longer than of equal ranks"
     )
     return {"jitter": jitter, "rank": rank, "ranks": job.ranks, "step_s": step_s, "longer": longer - 1}, sentence
@@ -428,24 +428,24 @@ def _long_run(
         storage_bytes_per_s=parse_rate(asked.storage, "--storage"),
     )
     steps = best_interval_steps(failures, step_s)
-    found = goodput(failures, steps * step_s, run_s=_RUN_S)
+    long_run = goodput(failures, steps * step_s, run_s=_RUN_S)
     figures: dict[str, Any] = {
         "mtbf_s": failures.mtbf_s,
         "checkpoint_bytes": checkpoint_bytes(simulated),
         "checkpoint_s": failures.checkpoint_s,
         "interval_steps": steps,
-        "goodput": found.useful,
-        "deviation_in_30_days": found.deviation,
-        "checkpoint": found.checkpoint,
-        "restart": found.restart,
-        "redone": found.redone,
+        "goodput": long_run.useful,
+        "deviation_in_30_days": long_run.deviation,
+        "checkpoint": long_run.checkpoint,
+        "restart": long_run.restart,
+        "redone": long_run.redone,
     }
     size, takes = format_capacity(figures["checkpoint_bytes"]), format_seconds(failures.checkpoint_s)
     lines = [
         f"a failure every {failures.mtbf_s / 3600:,.1f} h: checkpoints of {size} in {takes}, "
-        f"best every {steps:,} steps ({format_seconds(found.interval_s)})",
-        f"goodput {found.useful:.1%}, give or take {found.deviation:.1%} in 30 days; "
-        f"{found.checkpoint:.1%} checkpoints, {found.restart:.1%} restarts, {found.redone:.1%} done again",
+        f"best every {steps:,} steps ({format_seconds(long_run.interval_s)})",
+        f"goodput {long_run.useful:.1%}, give or take {long_run.deviation:.1%} in 30 days; "
+        f"{long_run.checkpoint:.1%} checkpoints, {long_run.restart:.1%} restarts, {long_run.redone:.1%} done again",
     ]
     if asked.restart is None:
         lines.append(f"Assumed - a restart takes {_RESTART_S:.0f} s; --restart says another")
@@ -455,7 +455,7 @@ def _long_run(
             tokens_per_s=request.tokens / step_s,
             price_per_device_hour=price,
             devices=request.layout.devices,
-            useful=found.useful,
+            useful=long_run.useful,
         )
         lines.append(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens, failures included")
     return figures, lines

@@ -79,11 +79,11 @@ def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, in
     """
     if save not in SAVES:
         raise ConfigError(f"expected checkpoints that are {', '.join(SAVES)}, got {save!r}")
-    here = _saved(held.roles)
-    states = here + max(held.gradient_bytes, held.roles.get(Role.GRADIENT, 0))
+    device_states = _saved(held.roles)
+    states = device_states + max(held.gradient_bytes, held.roles.get(Role.GRADIENT, 0))
     whole = ceil(held.stage_bytes / held.shares)
-    every = here + (_saved(held.lower_tier_roles) if held.behind_tier == held.host_tier else 0)
-    pieces = here if held.stages_all else min(here, held.piece_bytes + _AHEAD_BYTES)
+    every = device_states + (_saved(held.lower_tier_roles) if held.behind_tier == held.host_tier else 0)
+    pieces = device_states if held.stages_all else min(device_states, held.piece_bytes + _AHEAD_BYTES)
     piece = held.whole_bytes if save == "gathered" else 0
     device = {
         "start": states,
@@ -100,11 +100,11 @@ def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, in
     return {moment: {DEVICE: device[moment], **_lower_tier_bytes(held, copied.get(moment, 0))} for moment in MOMENTS}
 
 
-def _lower_tier_bytes(held: RankBytes, copied_bytes: int) -> dict[str, int]:
+def _lower_tier_bytes(rank_bytes: RankBytes, copied_bytes: int) -> dict[str, int]:
     """Add up bytes by tier behind the device: copies in the host's memory, and what lies behind it between uses."""
-    tiers = {held.host_tier: copied_bytes} if held.host_tier else {}
-    if held.behind_tier:
-        tiers[held.behind_tier] = tiers.get(held.behind_tier, 0) + sum(held.lower_tier_roles.values())
+    tiers = {rank_bytes.host_tier: copied_bytes} if rank_bytes.host_tier else {}
+    if rank_bytes.behind_tier:
+        tiers[rank_bytes.behind_tier] = tiers.get(rank_bytes.behind_tier, 0) + sum(rank_bytes.lower_tier_roles.values())
     return tiers
 
 

@@ -46,16 +46,16 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     Args:
         elements: Parameters that the rank works with, by the axes over which they are replicated.
     """
-    kept = parameter_width(layout, stack)
-    gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
+    width = parameter_width(layout, stack)
+    gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else width
     states = kept_state_bytes(stack)
-    found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
+    by_role = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
     for axes, number in elements.items():
         ways = shards(axes, layout)
-        found[Role.PARAMETER] += number * kept / (ways if layout.cuts_parameters else 1)
-        found[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
-        found[Role.OPTIMIZER_STATE] += number * states / ways
-    return {role: int(size) for role, size in found.items()}
+        by_role[Role.PARAMETER] += number * width / (ways if layout.cuts_parameters else 1)
+        by_role[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
+        by_role[Role.OPTIMIZER_STATE] += number * states / ways
+    return {role: int(size) for role, size in by_role.items()}
 
 
 def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: Stack) -> dict[Role, int]:
@@ -114,10 +114,10 @@ def split_offloaded(
     if not layout.updates_on_host:
         return roles, {}
     width = DTYPE_BYTES[stack.gradient_dtype]
-    there = {Role.OPTIMIZER_STATE: roles[Role.OPTIMIZER_STATE], Role.GRADIENT: int(updated * width)}
-    here = {**roles, Role.OPTIMIZER_STATE: 0}
+    on_lower_tier = {Role.OPTIMIZER_STATE: roles[Role.OPTIMIZER_STATE], Role.GRADIENT: int(updated * width)}
+    on_device = {**roles, Role.OPTIMIZER_STATE: 0}
     if layout.zero >= 2:
-        here[Role.GRADIENT] = min(here[Role.GRADIENT], sum(largest.values()) * width)
+        on_device[Role.GRADIENT] = min(on_device[Role.GRADIENT], sum(largest.values()) * width)
     if "parameters" in layout.offload:
-        there[Role.PARAMETER], here[Role.PARAMETER] = here[Role.PARAMETER], 0
-    return here, there
+        on_lower_tier[Role.PARAMETER], on_device[Role.PARAMETER] = on_device[Role.PARAMETER], 0
+    return on_device, on_lower_tier

@@ -155,9 +155,9 @@ def _part(captured: StepGraph, layout: Layout, choices: Choices | None) -> RankS
 
 def _unit_keys(part: RankStep | None, choices: Choices | None) -> dict[str, object]:
     """Say by a parameter's first name what parameters in one unit of shards have in common."""
-    apart: dict[str, object] = {} if part is None else {**part.gather_keys()}
+    unit_keys: dict[str, object] = {} if part is None else {**part.gather_keys()}
     groups = enumerate(choices.groups, 1) if choices is not None else ()
-    return apart | {name: (number, apart.get(name)) for number, names in groups for name in names}
+    return unit_keys | {name: (number, unit_keys.get(name)) for number, names in groups for name in names}
 
 
 def _blocks(micro: StepGraph, rule: ParameterRule) -> dict[str, int]:
@@ -191,8 +191,8 @@ def _named(matrices: Matrices, rows: Mapping[str, tuple[int, ...]], part: StepGr
         None without a matrix.
     """
     trained = [p.names[0] for p in part.parameters if p.gradient is not None]
-    told = {name: (" ".join(map(str, rows[name])) or MATRIX) if name in rows else REST for name in trained}
-    return dataclasses.replace(matrices, parameters=told) if rows.keys() & told.keys() else None
+    by_parameter = {name: (" ".join(map(str, rows[name])) or MATRIX) if name in rows else REST for name in trained}
+    return dataclasses.replace(matrices, parameters=by_parameter) if rows.keys() & by_parameter.keys() else None
 
 
 def pipeline_of(layout: Layout, micro_batches: int) -> Schedule:
@@ -257,9 +257,11 @@ def programs_of(
     programs = [restore_program(other, step, machine) for other, step in zip(plan.others, rest, strict=True)]
     homes = homes_of(program)
     for other in programs:
-        now = homes_of(other)
-        alike = all(places.items() <= now.slots.get(tier, {}).items() for tier, places in homes.slots.items())
-        if not (alike and homes.resident.items() <= now.resident.items()):
+        homes_now = homes_of(other)
+        same_places = all(
+            places.items() <= homes_now.slots.get(tier, {}).items() for tier, places in homes.slots.items()
+        )
+        if not (same_places and homes.resident.items() <= homes_now.resident.items()):
             raise ConfigError("others: expected values where the plan has them between steps, found others; plan again")
     return program, *programs
 
@@ -281,9 +283,9 @@ def smaller_program(
         ConfigError: it is another step, or a larger one, and says where; or the plan has none for smaller batches.
     """
     if plan.compiled or plan.parsed_layout.pp > 1:
-        found = "compile=True" if plan.compiled else "a pipeline"
+        obstacle = "compile=True" if plan.compiled else "a pipeline"
         raise ConfigError(
-            f"shapes: expected a plan without compiled regions and without stages, got {found}; plan again without"
+            f"shapes: expected a plan without compiled regions and without stages, got {obstacle}; plan again without"
         )
     step = planned_step(plan, captured)
     graphs = [with_states(step, [planned_step(plan, other) for other in others])]

@@ -38,7 +38,7 @@ def _fail(program: Program, rank: int, number: int, expected: str) -> ProgramErr
 def _check_gathered(program: Program, rank: int) -> None:
     """Follow one list: which sharded parameters are gathered, and which of that computing has waited for."""
     actions = program.ranks[rank]
-    there: dict[int, int] = {}  # storage -> its UNSHARD
+    gathered_by: dict[int, int] = {}  # storage -> its UNSHARD
     seen = -1  # last action on the network's stream that has surely ended before what computes next
     sharded = {storage for used in program.uses for storage in used}
     for number, kind in enumerate(actions.kind):
@@ -47,23 +47,23 @@ def _check_gathered(program: Program, rank: int) -> None:
             seen = max([seen, *(w for w in actions.waits[number] if actions.stream[w] == NETWORK)])
         if kind is ActionKind.COMPUTE and program.uses:
             for used in sorted(program.uses[actions.op[number]]):
-                if used not in there:
+                if used not in gathered_by:
                     raise _fail(program, rank, number, f"expected storage {used} gathered, got it sharded")
-                asked = there[used]
-                if actions.stream[asked] == NETWORK and asked > seen:
-                    raise _fail(program, rank, number, f"expected to wait for action {asked}, which gathers {used}")
+                unshard = gathered_by[used]
+                if actions.stream[unshard] == NETWORK and unshard > seen:
+                    raise _fail(program, rank, number, f"expected to wait for action {unshard}, which gathers {used}")
         elif kind is ActionKind.UNSHARD and storage in sharded:
-            if storage in there:
+            if storage in gathered_by:
                 raise _fail(
-                    program, rank, number, f"expected a sharded storage, got one that {there[storage]} gathered"
+                    program, rank, number, f"expected a sharded storage, got one that {gathered_by[storage]} gathered"
                 )
-            there[storage] = number
-        elif kind is ActionKind.RESHARD and there.pop(storage, None) is None:
+            gathered_by[storage] = number
+        elif kind is ActionKind.RESHARD and gathered_by.pop(storage, None) is None:
             raise _fail(program, rank, number, "expected a gathered storage, got a sharded one")
-    if there and program.schedule != "1f1b":
+    if gathered_by and program.schedule != "1f1b":
         return  # torch's lists of actions release what is left when the step ends
-    if there:
-        storage, number = next(iter(there.items()))
+    if gathered_by:
+        storage, number = next(iter(gathered_by.items()))
         raise _fail(program, rank, number, f"expected storage {storage} released by the end of the step")
 
 

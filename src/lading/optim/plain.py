@@ -31,18 +31,18 @@ class PlainOptimizer(torch.optim.Optimizer):
         return loss
 
     def _move(self, param: torch.Tensor, lr: float) -> None:
-        kept, rule = self.state[param], self.rule.of_size(param.numel())
-        if not kept:
-            kept["step"] = torch.zeros(())
+        param_state, rule = self.state[param], self.rule.of_size(param.numel())
+        if not param_state:
+            param_state["step"] = torch.zeros(())
             for name, state in rule.state_specs(tuple(param.shape)).items():
                 dtype = dtype_of(state, param.dtype)
                 is_like = state.shape == tuple(param.shape)
-                kept[name] = (
+                param_state[name] = (
                     torch.zeros_like(param, dtype=dtype)
                     if is_like
                     else torch.zeros(state.shape, dtype=dtype, device=param.device)
                 )
-        kept["step"] += 1
-        states = {name: value for name, value in kept.items() if name != "step"}
+        param_state["step"] += 1
+        states = {name: value for name, value in param_state.items() if name != "step"}
         assert param.grad is not None
-        rule.update(param, param.grad, states, lr=lr, step=kept["step"] if rule.counts else None)
+        rule.update(param, param.grad, states, lr=lr, step=param_state["step"] if rule.counts else None)

@@ -185,13 +185,13 @@ def check_states(rule: TorchUpdate) -> None:
     Raises:
         ConfigError: with them the optimizer keeps other states than were planned.
     """
-    planned, now = (
+    planned, states_now = (
         ", ".join(each.state_specs(())) or "none" for each in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
     )
-    if planned != now:
+    if planned != states_now:
         raise ConfigError(
             f"optimizer: expected parameter groups by which {rule.optimizer} keeps the states that were planned, "
-            f"{planned}, found one by which it keeps {now}: {rule.numbers}; set it back, or plan again and make "
+            f"{planned}, found one by which it keeps {states_now}: {rule.numbers}; set it back, or plan again and make "
             "another Trainer"
         )
 

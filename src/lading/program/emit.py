@@ -592,9 +592,9 @@ def gathering(plan: Schedule, rank: int) -> tuple[tuple[tuple[int, ...], tuple[i
         behind = coming[-1] if coming else ()
         coming.append((stage, *[other for other in behind if other != stage])[:GATHERED_AT_ONCE])
     changes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    there: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
     for wanted in reversed(coming):
-        gone = tuple(stage for stage in there if stage not in wanted)
-        changes.append((gone, tuple(stage for stage in wanted if stage not in there)))
-        there = wanted
+        released = tuple(stage for stage in gathered if stage not in wanted)
+        changes.append((released, tuple(stage for stage in wanted if stage not in gathered)))
+        gathered = wanted
     return tuple(changes)

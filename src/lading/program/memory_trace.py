@@ -106,8 +106,8 @@ class MemoryTrace:
         if not len(self.totals) or self.totals.max() < sum(self.fixed.values()):
             return peak
         until = int(self.totals.argmax()) + 1
-        there = np.bincount(self.changes.number[:until], self.changes.sign[:until], len(self.sizes))
-        for role, size in zip(self.roles, (there.astype(np.int64) * self.sizes).tolist(), strict=True):
+        counts = np.bincount(self.changes.number[:until], self.changes.sign[:until], len(self.sizes))
+        for role, size in zip(self.roles, (counts.astype(np.int64) * self.sizes).tolist(), strict=True):
             peak[role] = peak.get(role, 0) + size
         return peak
 
@@ -262,8 +262,8 @@ class _Reader:
             self._drop_buffer()
         self._drop_left()
         if first:
-            there = (region.stage, region.unit) in self.made or (region.stage, ALL_UNITS) in self.made
-            self.adds = makes and (there or in_buckets)
+            already_made = (region.stage, region.unit) in self.made or (region.stage, ALL_UNITS) in self.made
+            self.adds = makes and (already_made or in_buckets)
             if backward:
                 self._change(What.SAVED, region._replace(work=Work.FORWARD, start=0, stop=0), -1)
         running = [What.ADDS] if self.adds else [What.RUNS, What.GRADIENTS] if makes else [What.RUNS]
@@ -283,11 +283,11 @@ class _Reader:
 
     def _end_pass(self, region: Region, in_buckets: bool) -> None:
         """Go on from the last region of a unit's pass."""
-        kept = region._replace(work=Work.FORWARD, start=0, stop=0)
+        kept_region = region._replace(work=Work.FORWARD, start=0, stop=0)
         if region.work in (Work.FORWARD, Work.BACKWARD_INPUT):
-            self._change(What.SAVED, kept, 1)
+            self._change(What.SAVED, kept_region, 1)
         if region.work is Work.FORWARD and self._ends_stage(region):
-            self._change(What.HANDED, kept, 1)
+            self._change(What.HANDED, kept_region, 1)
         if region.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
             if region.unit <= 0:
                 self._change(What.HANDED, self._last_of(region), -1)

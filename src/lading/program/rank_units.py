@@ -36,16 +36,20 @@ class Unit:
 
     def kernels(self, work: Work) -> list[Kernel]:
         """Kernels that an action of a schedule runs of it, in order."""
-        own = [k for k in self.segment.kernels if (k.stage is Stage.FORWARD) == (work is Work.FORWARD)]
+        stage_kernels = [k for k in self.segment.kernels if (k.stage is Stage.FORWARD) == (work is Work.FORWARD)]
         if work is Work.BACKWARD_WEIGHT:
-            return [k for k in own if k.stage is Stage.BACKWARD_WEIGHT]
+            return [k for k in stage_kernels if k.stage is Stage.BACKWARD_WEIGHT]
         if work is Work.BACKWARD_INPUT:
-            own = [k for k in own if k.stage is Stage.BACKWARD_INPUT]
+            stage_kernels = [k for k in stage_kernels if k.stage is Stage.BACKWARD_INPUT]
         if work is Work.FORWARD or not self.again.kernels:
-            return own
-        looks = (at for at, kernel in enumerate(own) if self._looks_back(kernel))
-        first = next(looks, len(own)) if self.lazy else 0
-        return [*own[:first], *(self.segment.kernels[place] for place in self.again.kernels), *own[first:]]
+            return stage_kernels
+        looks = (at for at, kernel in enumerate(stage_kernels) if self._looks_back(kernel))
+        first = next(looks, len(stage_kernels)) if self.lazy else 0
+        return [
+            *stage_kernels[:first],
+            *(self.segment.kernels[place] for place in self.again.kernels),
+            *stage_kernels[first:],
+        ]
 
     def in_order(self, work: Work, *, weights_forward: bool) -> list[Kernel]:
         """``kernels`` as a list's region numbers them; torch goes through weights alone in their own order."""
@@ -57,9 +61,9 @@ class Unit:
 
     def _looks_back(self, kernel: Kernel) -> bool:
         """Whether a kernel of backward reads what forward kept: before it the forward is run again."""
-        kept = {self.segment.tensors[t].storage for t in self.segment.saved}
+        kept_storages = {self.segment.tensors[t].storage for t in self.segment.saved}
         read = [self.segment.tensors[t] for t in kernel.inputs]
-        return any(t.storage in kept or t.role is Role.PARAMETER for t in read)
+        return any(t.storage in kept_storages or t.role is Role.PARAMETER for t in read)
 
 
 def groups_of(segment: RankSegment, layout: Layout) -> tuple[tuple[str, int], ...]:

@@ -130,13 +130,13 @@ def _torchtitan_pipeline(handed: HandedLayout, unsaid: list[str]) -> dict[str, o
     layout, counts = handed.layout, handed.stage_layers
     if layout.vpp == 1 and layout.schedule == "zero-bubble":
         unsaid.append("zero-bubble with one chunk a rank: torch's InterleavedZeroBubble wants two or more")
-    found: dict[str, object] = {
+    keys: dict[str, object] = {
         "pipeline_parallel_degree": layout.pp,
         "pipeline_parallel_schedule": _TORCH_SCHEDULES[layout.schedule],
         "num_pp_microbatches": layout.micro_batches,
     }
     if len(set(counts)) == 1:
-        return found | {
+        return keys | {
             "pipeline_parallel_first_stage_less_layers": 0,
             "pipeline_parallel_last_stage_less_layers": 0,
             "pipeline_parallel_layers_per_stage": counts[0],
@@ -145,7 +145,7 @@ def _torchtitan_pipeline(handed: HandedLayout, unsaid: list[str]) -> dict[str, o
     parts = [[f"layers.{n}" for n in range(first, first + count)] for first, count in zip(firsts, counts, strict=True)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "lm_head"]
-    return found | {"module_fqns_per_model_part": parts}
+    return keys | {"module_fqns_per_model_part": parts}
 
 
 def _torchtitan_recompute(layout: Layout, unsaid: list[str]) -> str:
@@ -207,19 +207,19 @@ def _megatron_precision(layout: Layout) -> list[str]:
 
 
 def _megatron_states(handed: HandedLayout, unsaid: list[str]) -> list[str]:
-    layout, found = handed.layout, list[str]()
+    layout, flags = handed.layout, list[str]()
     if layout.zero >= 1:
-        found.append("--use-distributed-optimizer")
+        flags.append("--use-distributed-optimizer")
         if (instances := layout.dp * layout.cp // layout.sharding_ranks) > 1:
-            found.append(f"--num-distributed-optimizer-instances {instances}")
+            flags.append(f"--num-distributed-optimizer-instances {instances}")
     if layout.zero >= 2:
-        found.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {_SHARDING[layout.zero]}")
-    found += [f"--overlap-{what}" for what, runs in zip(_OVERLAPS, handed.overlaps, strict=True) if runs]
+        flags.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {_SHARDING[layout.zero]}")
+    flags += [f"--overlap-{what}" for what, runs in zip(_OVERLAPS, handed.overlaps, strict=True) if runs]
     if layout.offload == ("optimizer",):
-        found.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
+        flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
     elif layout.offload:
         unsaid.append(f"{' and '.join(layout.offload)} in {layout.offload_to}: Megatron-LM moves the optimizer only")
-    return found
+    return flags
 
 
 _OVERLAPS = ("grad-reduce", "param-gather")

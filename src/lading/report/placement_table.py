@@ -41,11 +41,11 @@ def limit(problem: PlacementProblem, placement: Placement) -> str:
     share, name = max(busy)
     pairs = zip(placement.peak_bytes, network.memory_bytes, network.devices, strict=True)
     full = [name for peak, size, name in pairs if peak >= _FULL * size]
-    said = f"{name} for {share:.0%} of the step"
+    sentence = f"{name} for {share:.0%} of the step"
     if share < _BUSY:
         sending = sum(placement.channel_s) / step_s
-        said += f"; parts wait for one another, and for transfers {sending:.0%} of it"
-    return said + (f"; the memory of {' and '.join(full)} is full" if full else "")
+        sentence += f"; parts wait for one another, and for transfers {sending:.0%} of it"
+    return sentence + (f"; the memory of {' and '.join(full)} is full" if full else "")
 
 
 def _device_figures(problem: PlacementProblem, placement: Placement) -> list[dict[str, Any]]:

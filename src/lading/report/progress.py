@@ -153,11 +153,11 @@ class _Lines:
     def update(
         self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int, losses: Mapping[str, float] = NO_LOSSES
     ) -> None:
-        now = self._clock()
-        if self._last_s is not None and now - self._last_s < self._every_s and step < self._total:
+        now_s = self._clock()
+        if self._last_s is not None and now_s - self._last_s < self._every_s and step < self._total:
             return
-        self._last_s = now
-        elapsed, done = now - self._start_s, step - self._first
+        self._last_s = now_s
+        elapsed, done = now_s - self._start_s, step - self._first
         left = f"{clock_text(elapsed / done * (self._total - step))} left" if done > 0 else "time left unknown"
         ending = f"done in {clock_text(elapsed)}" if step >= self._total else left
         self.note(
@@ -213,10 +213,10 @@ class _PlanLines:
         self._next_s, self._shown = self._start_s + after_s, False
 
     def update(self, share: float, doing: str) -> None:
-        now = self._clock()
-        if now >= self._next_s:
-            self._next_s, self._shown = now + self._every_s, True
-            self.note(f"planning, {floor(100 * share)}% after {clock_text(now - self._start_s)}: {doing}")
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s, self._shown = now_s + self._every_s, True
+            self.note(f"planning, {floor(100 * share)}% after {clock_text(now_s - self._start_s)}: {doing}")
 
     def note(self, text: str) -> None:
         self._stream.write(text + "\n")

@@ -20,7 +20,7 @@ def understood(request: StepRequest, machine: Machine) -> dict[str, str]:
         machine: Machine of the request, on its network (``lading.sim.simulate.machine_of``).
     """
     layout, stack, model = request.layout, request.stack, request.model
-    said = {
+    by_subject = {
         "devices": f"{layout.devices} x {machine.device.name}",
         "links": "; ".join(_link(link) for link in machine.links) or "none known",
         "software": f"{stack.name}: {stack.fusion}, {stack.attention} attention"
@@ -35,15 +35,15 @@ def understood(request: StepRequest, machine: Machine) -> dict[str, str]:
     }
     if request.task in ("lora", "qlora"):
         modules = ", ".join(stack.adapter_modules) or "every product of a block"
-        said["adapters"] = f"{request.task} of rank {request.lora_rank} on {modules}"
-        said["adapters"] += ", embeddings trained in full" if request.trains_embeddings else ""
+        by_subject["adapters"] = f"{request.task} of rank {request.lora_rank} on {modules}"
+        by_subject["adapters"] += ", embeddings trained in full" if request.trains_embeddings else ""
     if layout.offload:
-        said["offload"] = _offload(request, machine)
+        by_subject["offload"] = _offload(request, machine)
     if request.dropout:
-        said["dropout"] = f"{request.dropout:g}"
+        by_subject["dropout"] = f"{request.dropout:g}"
     if machine.links and layout.devices > 1:
-        said["groups"] = _groups(request, machine)
-    return said
+        by_subject["groups"] = _groups(request, machine)
+    return by_subject
 
 
 def _link(link: Link) -> str:
@@ -63,21 +63,21 @@ def _switches(stack: Stack, *, expert: bool) -> str:
         **{axis: stack.hidden.get(axis, 0.0) for axis in ("tp", "cp", "ep", "pp")},
     }
     shares = [name if share == 1 else f"{share:.0%} of {name}" for name, share in beside.items() if share]
-    said = f"beside computing: {', '.join(shares) or 'nothing'}"
+    sentence = f"beside computing: {', '.join(shares) or 'nothing'}"
     if expert:
-        said += f"; experts by {stack.dispatcher}, busiest {stack.imbalance:g} of the mean"
-    return said
+        sentence += f"; experts by {stack.dispatcher}, busiest {stack.imbalance:g} of the mean"
+    return sentence
 
 
 def _formats(request: StepRequest) -> str:
     stack, precision = request.stack, request.layout.precision
     scaled = f" ({request.linear_dtype})" if request.linear_dtype else ""
-    kept = stack.parameters_dtype or "as products, 16 bits"
+    parameter_format = stack.parameters_dtype or "as products, 16 bits"
     master = ", fp32 masters" if stack.master_weights else ", no masters"
     precise = f"; {request.high_precision_layers} blocks in 16 bits" if request.high_precision_layers else ""
     return (
-        f"products {precision}{scaled}; parameters {kept}{master}; gradients {stack.gradient_dtype}; gathered "
-        f"{stack.gather_dtype or 'as products'}{precise}"
+        f"products {precision}{scaled}; parameters {parameter_format}{master}; gradients {stack.gradient_dtype}; "
+        f"gathered {stack.gather_dtype or 'as products'}{precise}"
     )
 
 
@@ -99,21 +99,21 @@ def _recompute(request: StepRequest) -> str:
 def _offload(request: StepRequest, machine: Machine) -> str:
     layout, host = request.layout, machine.host_device
     tier = machine.offload_tier(layout.offload_to)
-    said = f"{', '.join(layout.offload)} in {tier.name}, {tier.read_bytes_per_s / 1e9:.3g} GB/s to a device"
+    sentence = f"{', '.join(layout.offload)} in {tier.name}, {tier.read_bytes_per_s / 1e9:.3g} GB/s to a device"
     if layout.updates_on_host and host is not None:
-        said += (
+        sentence += (
             f"; updates by {request.stack.host_update} of {update_bytes(request.stack):g} bytes an element, of "
             f"{host.memory_bandwidth_bytes_per_s / 1e9:.3g} GB/s of memory for each rank"
         )
-    return said
+    return sentence
 
 
 def _groups(request: StepRequest, machine: Machine) -> str:
     """Say how many ranks of each axis are joined by the nearest link."""
-    found: list[str] = []
+    axis_texts: list[str] = []
     for axis in ("tp", "cp", "ep", "pp", "dp"):
         ranks = getattr(request.layout, axis)
         if ranks > 1:
             group = group_of(request.layout, axis, machine)
-            found.append(f"{axis} {group.domain_ranks} of {group.ranks}")
-    return f"ranks in one {machine.links[0].name} domain: {', '.join(found)}" if found else "one rank"
+            axis_texts.append(f"{axis} {group.domain_ranks} of {group.ranks}")
+    return f"ranks in one {machine.links[0].name} domain: {', '.join(axis_texts)}" if axis_texts else "one rank"

@@ -288,7 +288,7 @@ def _on_ranks(rank: int, layouts: list[str], out: str) -> None:
             share = trainer._saves._share
             assert share is not None
             assert share.gathered == []
-            assert len(share.others) == (OTHERS[layout] if rank == 0 else 0)
+            assert len(share.watched_ranks) == (OTHERS[layout] if rank == 0 else 0)
             assert share.staging.size_bytes == staged_of(made)[rank]
             again = trainer.save(folder / "beside", wait=False)
             trainer.wait_saved()

@@ -74,8 +74,8 @@ def probe_to(
         curves, busy = probe_job(seconds / 5)
         shared, how = machine.processes, f"measured {machine.date} over gloo among {count} ranks of a job"
         if shared is not None:
-            here = {name: processors * ranks_here() / count for name, processors in busy.items()}
-            shared = dataclasses.replace(shared, busy={**shared.busy, **here})
+            busy_processors = {name: processors * ranks_here() / count for name, processors in busy.items()}
+            shared = dataclasses.replace(shared, busy={**shared.busy, **busy_processors})
         machine = dataclasses.replace(
             machine,
             collectives={**machine.collectives, **curves},

@@ -53,10 +53,10 @@ class KernelScratch:
 
 def memory_of_kernels(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> KernelScratch:
     """Measure kernels' memory where the machine is this host; else work it out from the bindings of the operations."""
-    kind, here = machine.device.kind, machine.host_id == host_id()
-    if kind == "cuda" and here and torch.cuda.is_available():
+    kind, is_this_host = machine.device.kind, machine.host_id == host_id()
+    if kind == "cuda" and is_this_host and torch.cuda.is_available():
         return KernelScratch(measured_workspace(graph, Cuda()))
-    if kind != "cpu" or not here:
+    if kind != "cpu" or not is_this_host:
         return KernelScratch(workspace_of(graph, kind))
     progress.update(0.0, "measuring what kernels take beside tensors")
     plans = cache_folder()
@@ -65,12 +65,14 @@ def memory_of_kernels(graph: StepGraph, machine: Machine, progress: PlanProgress
             graph, machine.device.num_threads or torch.get_num_threads(), cache=plans and plans.with_name("kernels")
         )
     except StorageError as error:
-        said = f"memory of kernels beside tensors is worked out by cause, not measured: {error}"
-        return KernelScratch(workspace_of(graph), assumption=said)
+        assumption = f"memory of kernels beside tensors is worked out by cause, not measured: {error}"
+        return KernelScratch(workspace_of(graph), assumption=assumption)
     names = ", ".join(measured.unmeasured)
-    said = f"scratch of {names} is worked out from shapes, as they could not be run by themselves" if names else ""
+    assumption = (
+        f"scratch of {names} is worked out from shapes, as they could not be run by themselves" if names else ""
+    )
     scratch = (measured.workspace_bytes, *measured.scratch_bytes[1:])  # of which plans ask for the largest
-    return KernelScratch(scratch, measured.kept_bytes, said, measured.spare_bytes)
+    return KernelScratch(scratch, measured.kept_bytes, assumption, measured.spare_bytes)
 
 
 def memory_by_turns(

@@ -259,7 +259,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         settings = self._live.read_or_error(begun=bool(self._early.moving))
         verdict = self._agreed(gradients, settings)
         if verdict.error or not verdict.finite or not verdict.settled:
-            self._early.drop(verdict.sent)
+            self._early.drop(verdict.max_sent_groups)
         if verdict.error:
             raise ValueError(verdict.error)
         if isinstance(settings, ConfigError) or not verdict.settled:  # all know that something is wrong: now, what
@@ -410,8 +410,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _give_up(self) -> None:
         if self._early.stirred:
             verdict = self._agreed({}, self._live.current, steps=False)
-            self._early.drop(verdict.sent)
-            if verdict.apart:
+            self._early.drop(verdict.max_sent_groups)
+            if verdict.ranks_disagree:
                 raise ValueError(verdict.error)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

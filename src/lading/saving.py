@@ -66,14 +66,14 @@ class _Share:
     Attributes:
         gathered: Names of the values that the first rank gathers, in order.
         tensors: Those of a checkpoint, on the first rank.
-        others: Ranks whose memory its saver reads, too.
+        watched_ranks: Ranks whose memory its saver reads, too.
     """
 
     staging: StagingLayout
     gathered: Sequence[str]
     memory: StagingMemory
     tensors: tuple[StagedTensor, ...] = ()
-    others: tuple[int, ...] = ()
+    watched_ranks: tuple[int, ...] = ()
 
     def rooms(self, snapshot: Snapshot) -> dict[int, list[torch.Tensor]]:
         """Places in staging memory by the storage that is copied there."""
@@ -311,7 +311,7 @@ class Saves:
                 return
             saver.start()
             if ranks is not None:
-                _wait_for(ranks, mark, share.others)
+                _wait_for(ranks, mark, share.watched_ranks)
             job.warnings = saver.save(job.order)
         except Exception as error:
             job.failure = error

@@ -240,7 +240,7 @@ def test_pieces_give_the_bits_of_the_whole(rule: Rule):
     expected = run(rule, param, grads, 0.02)
     pieces = [param[cut].clone() for cut in cuts]
     states = rule.settings.state_specs(rows, columns)
-    elementwise = [name for name, state in states.items() if state.held is StatePlace.ELEMENTWISE]
+    elementwise = [name for name, state in states.items() if state.place is StatePlace.ELEMENTWISE]
     held = [{name: torch.zeros(piece.shape) for name in elementwise} for piece in pieces]
     _, whole = fresh(rule, (rows, columns), torch.float32)
     for update, grad in enumerate(grads, 1):
@@ -267,7 +267,7 @@ def test_a_matrix_cut_in_two_is_another_update():
 def test_states_are_as_many_as_a_plan_counts(rule: Rule):
     states = rule.settings.state_specs(12, 20).values()
     cut, whole = (
-        sum(int(np.prod(s.shape)) for s in states if s.held is held)
+        sum(int(np.prod(s.shape)) for s in states if s.place is held)
         for held in (StatePlace.ELEMENTWISE, StatePlace.WHOLE)
     )
     assert rule.settings.state_elements(12, 20) == (cut, whole)

@@ -178,8 +178,8 @@ def _cached(curve: object, cache_bytes: float) -> object:
     plain = Curve(size=tuple(cast("list[float]", sizes)), rate=tuple(cast("list[float]", rates)))
     room = _CACHE_SHARE * cache_bytes
     grid = sorted({*plain.size, *(room * step for step in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0))})
-    held = [1 / (1 + (size / room) ** 2) for size in grid]
-    faster = [1 / (1 - share + share / _CACHE_SPEED) for share in held]
+    miss_share = [1 / (1 + (size / room) ** 2) for size in grid]
+    faster = [1 / (1 - share + share / _CACHE_SPEED) for share in miss_share]
     return {**table, "size": grid, "rate": [plain.at(size) * more for size, more in zip(grid, faster, strict=True)]}
 
 

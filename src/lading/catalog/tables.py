@@ -168,10 +168,10 @@ def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -
         values.setdefault("f", 4 * given["h"])
     missing = [name for name in wanted if name not in values]
     if unknown or missing:
-        said = ", ".join(f"{name} ({SYMBOLS.get(name, 'size')})" for name in wanted)
+        size_list = ", ".join(f"{name} ({SYMBOLS.get(name, 'size')})" for name in wanted)
         wrong = [f"no {', '.join(missing)}"] if missing else []
         wrong += [f"{', '.join(unknown)} too"] if unknown else []
-        raise ConfigError(f"sizes of {family!r}: expected {said}; got {' and '.join(wrong)}")
+        raise ConfigError(f"sizes of {family!r}: expected {size_list}; got {' and '.join(wrong)}")
     for name in wanted:
         if values[name] < 1:
             raise ConfigError(f"sizes of {family!r}: expected {name} of at least 1, got {values[name]!r}")

@@ -59,12 +59,12 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """
     if (folder / MANIFEST).exists() or (step_of(folder) >= 0 and folder.is_dir()):
         return [folder]
-    found = [path for each in (folder, folder / NEWEST, folder / BEST) for path in reversed(checkpoint_folders(each))]
-    if not found:
+    paths = [path for each in (folder, folder / NEWEST, folder / BEST) for path in reversed(checkpoint_folders(each))]
+    if not paths:
         raise ConfigError(
             f"expected a checkpoint, a folder of checkpoints or the out folder of a run, found none in {str(folder)!r}"
         )
-    return found
+    return paths
 
 
 def list_checkpoint(path: Path) -> ListedCheckpoint | None:

@@ -205,8 +205,8 @@ def locate_damage(data: memoryview | None, start: int, size_bytes: int, sha256: 
     words = f"expected bytes {start} to {start + size_bytes - 1} of the file of sha256 {sha256[:16]}, found others"
     if data is None or adler32 is None or size_bytes > CHUNK_BYTES:
         return Damage(start, start + size_bytes, words)
-    found = zlib.adler32(data)
-    low, high = ((found & 0xFFFF) - (adler32 & 0xFFFF)) % _ADLER, ((found >> 16) - (adler32 >> 16)) % _ADLER
+    checksum = zlib.adler32(data)
+    low, high = ((checksum & 0xFFFF) - (adler32 & 0xFFFF)) % _ADLER, ((checksum >> 16) - (adler32 >> 16)) % _ADLER
     excess = low if low < 256 else low - _ADLER  # of the altered byte
     if excess and abs(excess) < 256:
         repaired = bytearray(data)
@@ -362,7 +362,9 @@ def _write_tensor(output: _Output, source: TensorSource) -> SavedTensor:
             data = chunk.cast("B")
             checksums.update(data)
             output.write(data)
-    found, expected = output.size_bytes - start, source_bytes(source)
-    if found != expected:
-        raise StorageError(f"tensor {name!r} ({dtype} {list(shape)}): expected {expected} bytes to save, got {found}")
+    num_written, expected = output.size_bytes - start, source_bytes(source)
+    if num_written != expected:
+        raise StorageError(
+            f"tensor {name!r} ({dtype} {list(shape)}): expected {expected} bytes to save, got {num_written}"
+        )
     return SavedTensor(start, expected, **checksums.end(), name=name, dtype=dtype, shape=tuple(shape))

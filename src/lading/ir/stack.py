@@ -338,5 +338,7 @@ class Stack:
         alone = [what for what, share in shares.items() if not share]
         if "sends of a pipeline" in alone:  # a rank with several chunks has another to compute
             alone[-1] += " with one chunk a rank"
-        said = [f"{what}: {', '.join(of)}" for what, of in (("beside computing", beside), ("waited for", alone)) if of]
-        return f"software stack {self.name} ({self.title}); {'; '.join(said)}"
+        parts_texts = [
+            f"{what}: {', '.join(of)}" for what, of in (("beside computing", beside), ("waited for", alone)) if of
+        ]
+        return f"software stack {self.name} ({self.title}); {'; '.join(parts_texts)}"

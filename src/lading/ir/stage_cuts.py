@@ -337,12 +337,12 @@ class _StageCutter:
     def rank(self, rank: int) -> RankStep:
         """Make the step of one rank."""
         graph = self.graph
-        own = [index for index, of in enumerate(self.rank_of_op) if of == rank]
-        entries = [((index, 1), self.rows[index], graph.ops[index]) for index in own]
-        entries += self._repeated(own)
-        entries += [self._receive(storage, own) for storage, ranks in self.readers.items() if rank in ranks]
+        rank_ops = [index for index, of in enumerate(self.rank_of_op) if of == rank]
+        entries = [((index, 1), self.rows[index], graph.ops[index]) for index in rank_ops]
+        entries += self._repeated(rank_ops)
+        entries += [self._receive(storage, rank_ops) for storage, ranks in self.readers.items() if rank in ranks]
         entries += [
-            self._send(storage, peer, own)
+            self._send(storage, peer, rank_ops)
             for storage, ranks in self.readers.items()
             if self.maker[storage] == rank
             for peer in ranks
@@ -377,31 +377,31 @@ class _StageCutter:
                     readers[storage].append(rank)
         return readers
 
-    def _repeated(self, own: Sequence[int]) -> list[tuple[tuple[int, int], Row, Op]]:
+    def _repeated(self, rank_ops: Sequence[int]) -> list[tuple[tuple[int, int], Row, Op]]:
         """Work without parameters that a rank does of itself, in the first pass that reads it."""
         graph = self.graph
         needed: dict[int, Row] = {}
-        for index in reversed(own):
+        for index in reversed(rank_ops):
             needed.update(dict.fromkeys(graph.op_reads[index], self.rows[index]))
-        found: list[tuple[tuple[int, int], Row, Op]] = []
+        repeated: list[tuple[tuple[int, int], Row, Op]] = []
         for index in reversed(range(len(graph.ops))):
             made = [storage for storage in graph.op_writes[index] if storage in needed]
             if self.stages[index] < 0 and made:
                 row = min((needed[storage] for storage in made), key=_arrival_key)
-                found.append(((index, 1), row, graph.ops[index]))
+                repeated.append(((index, 1), row, graph.ops[index]))
                 for storage in graph.op_reads[index]:
                     needed[storage] = min(row, needed.get(storage, row), key=_arrival_key)
-        return found
+        return repeated
 
-    def _receive(self, storage: int, own: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
-        readers = [index for index in own if storage in self.graph.op_reads[index]]
+    def _receive(self, storage: int, rank_ops: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
+        readers = [index for index in rank_ops if storage in self.graph.op_reads[index]]
         first, row = readers[0], min((self.rows[index] for index in readers), key=_arrival_key)
         flat = self._flat(storage)
         made = self._transfer(RECEIVE, storage, self.maker[storage], self.graph.ops[first])
         return (first, 0), row, dataclasses.replace(made, outputs=(flat,), results=(flat,))
 
-    def _send(self, storage: int, peer: int, own: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
-        last = next(index for index in reversed(own) if storage in self.graph.op_writes[index])
+    def _send(self, storage: int, peer: int, rank_ops: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
+        last = next(index for index in reversed(rank_ops) if storage in self.graph.op_writes[index])
         flat = self._flat(storage)
         made = self._transfer(SEND, storage, peer, self.graph.ops[last])
         return (last, 2), self.rows[last], dataclasses.replace(made, args=(Ref(flat),), inputs=(flat,), results=(None,))

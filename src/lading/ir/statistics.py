@@ -113,8 +113,8 @@ class _Sharer:
         for index, op in enumerate(self.step.ops):
             ops += before.get(index, [])
             touched = {*op.inputs, *op.mutates, *op.outputs, *(t for t in op.results if t is not None)}
-            own = {t: names.get(t, t) for t in touched}
-            ops.append(op if names.keys().isdisjoint(op.mutates) else rename_op(op, own))
+            rank_names = {t: names.get(t, t) for t in touched}
+            ops.append(op if names.keys().isdisjoint(op.mutates) else rename_op(op, rank_names))
             ops += after if index == self.last else []
         storages, tensors = tuple(self.storages), tuple(self.tensors)
         graph = dataclasses.replace(self.step, storages=storages, tensors=tensors, ops=tuple(ops), blocks=())

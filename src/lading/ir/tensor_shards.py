@@ -510,8 +510,8 @@ class _Partitioner:
 
     def _gathered(self, storage: int, dtype: str, op: Op) -> int:
         """Gather the runs of all ranks, and lay them in order."""
-        parts, held = next((p, s) for p, s in self.versions[storage].items() if p != SUMMED)
-        source, count = self._flat(held, dtype)
+        parts, source_storage = next((p, s) for p, s in self.versions[storage].items() if p != SUMMED)
+        source, count = self._flat(source_storage, dtype)
         local = sum(parts) // self.ranks
         buffer = self.writer.version(storage, "gathered", dtype, count * self.ranks)
         self.writer.add(ALL_GATHER, (source,), (self.writer.row(buffer, dtype),), op, OpKind.COLLECTIVE)
@@ -549,10 +549,10 @@ class _Partitioner:
 
     def _copy_own_runs(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Copy a rank's own runs out of what is whole."""
-        held = self.versions[storage][WHOLE]
+        whole_storage = self.versions[storage][WHOLE]
         period = sum(parts)
-        count = self.writer.storages[held].size_bytes // DTYPE_BYTES[dtype]
-        source = self.writer.view(held, dtype, (count // period, period))
+        count = self.writer.storages[whole_storage].size_bytes // DTYPE_BYTES[dtype]
+        source = self.writer.view(whole_storage, dtype, (count // period, period))
         made = self.writer.version(storage, "shard", dtype, count // self.ranks)
         out = self.writer.view(made, dtype, (count // period, period // self.ranks))
         self.writer.add(OWN_RUNS, (source,), (out,), op, OpKind.COPY, (Ref(source), parts))
@@ -651,40 +651,40 @@ class _Partitioner:
         if key not in self.words:
             source = self._as(index, WHOLE, op)
             local = self.writer.fresh("own words", view.dtype, view.shape)
-            here = self.writer.fresh("words here", dtype, (*view.shape, 1))
-            self.writer.add(OWN_WORDS, (source,), (local, here), op, OpKind.COPY, (Ref(source), rows))
-            self.words[key] = local, here
+            word_mask = self.writer.fresh("words here", dtype, (*view.shape, 1))
+            self.writer.add(OWN_WORDS, (source,), (local, word_mask), op, OpKind.COPY, (Ref(source), rows))
+            self.words[key] = local, word_mask
         return self.words[key]
 
     def _embedding(self, op: Op, strategy: _Strategy) -> None:
         """Look up a rank's own words; rows of others are zeros, so that the ranks' results add up."""
         weight, index = op.inputs
         table = self._as(weight, strategy.inputs[weight], op)
-        local, here = self._own_words(index, weight, self.writer.tensors[table].shape[0], op)
+        local, word_mask = self._own_words(index, weight, self.writer.tensors[table].shape[0], op)
         out = self.whole[op.outputs[0]]
         looked = self.writer.fresh("rows of own words", out.dtype, out.shape)
         args = (Ref(table), Ref(local), *op.args[2:])
         lookup = dataclasses.replace(op, args=args, inputs=(table, local), outputs=(looked,), results=(looked,))
         self.writer.ops.append(lookup)
-        self._masked(looked, here, self._record_version(op.outputs[0], SUMMED), op)
+        self._masked(looked, word_mask, self._record_version(op.outputs[0], SUMMED), op)
 
     def _embedding_backward(self, op: Op, strategy: _Strategy) -> None:
         """Add up the gradients of a rank's own words."""
         gradient, index = op.inputs
         out, view = self.whole[op.outputs[0]], self.whole[gradient]
         source = self._as(gradient, WHOLE, op)
-        local, here = self._own_words(index, gradient, out.shape[0] // self.ranks, op)
+        local, word_mask = self._own_words(index, gradient, out.shape[0] // self.ranks, op)
         masked = self.writer.fresh("gradient of own words", view.dtype, view.shape)
-        self._masked(source, here, masked, op)
+        self._masked(source, word_mask, masked, op)
         made = self._record_version(op.outputs[0], strategy.outputs[0])
         args = (Ref(masked), Ref(local), out.shape[0] // self.ranks, *op.args[3:])
         self.writer.ops.append(
             dataclasses.replace(op, args=args, inputs=(masked, local), outputs=(made,), results=(made,))
         )
 
-    def _masked(self, source: int, here: int, out: int, op: Op) -> None:
+    def _masked(self, source: int, mask: int, out: int, op: Op) -> None:
         count = prod(self.writer.tensors[out].shape)
-        self.writer.add("aten.mul.Tensor", (source, here), (out,), op, OpKind.ELEMENTWISE, flops=count)
+        self.writer.add("aten.mul.Tensor", (source, mask), (out,), op, OpKind.ELEMENTWISE, flops=count)
 
     def _sized(self, op: Op, whole: Op, strategy: _Strategy) -> Op:
         """Give an operation the lengths, the work and the bytes of a rank."""

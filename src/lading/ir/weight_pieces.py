@@ -64,7 +64,7 @@ def _cuts(graph: StepGraph, piece_bytes: int) -> dict[int, tuple[int, ...]]:
             tensor = graph.tensors[number]
             if tensor.storage in large:
                 parts[tensor.storage].add(tensor.offset * DTYPE_BYTES[tensor.dtype])
-    found: dict[int, tuple[int, ...]] = {}
+    bounds_of: dict[int, tuple[int, ...]] = {}
     for storage in sorted(large):
         starts, size = [0], graph.storages[storage].size_bytes
         for start in sorted(parts[storage]):
@@ -72,8 +72,8 @@ def _cuts(graph: StepGraph, piece_bytes: int) -> dict[int, tuple[int, ...]]:
             if is_page and start - starts[-1] >= piece_bytes:
                 starts.append(start)
         if len(starts) > 1:
-            found[storage] = (*starts, size)
-    return found
+            bounds_of[storage] = (*starts, size)
+    return bounds_of
 
 
 def _in_piece(tensor: Tensor, starts: tuple[int, ...], run: tuple[int, ...]) -> Tensor:

@@ -33,8 +33,8 @@ def memory_samples(
         DEVICE: Counter({OVERHEAD: overhead_bytes}),
         **{tier.name: Counter() for tier in program.tiers if tier.name in program.slots},
     }
-    held = {(home, storage) for storage, home in home_tiers(program).items()}
-    for tier, storage in sorted(held):
+    present = {(home, storage) for storage, home in home_tiers(program).items()}
+    for tier, storage in sorted(present):
         used[tier][storages[storage].role.value] += slot_bytes(storages[storage].size_bytes)
 
     def change(time: float, order: int, tier: str, storage: int, sign: int) -> None:
@@ -45,12 +45,12 @@ def memory_samples(
         for storage, _ in action.places:
             change(event.start_s, 1, DEVICE, storage, 1)
         if action.storage is not None and action.kind is ActionKind.FREE:
-            held.discard((action.source, action.storage))
+            present.discard((action.source, action.storage))
             change(event.end_s, 0, action.source, action.storage, -1)
         elif action.storage is not None and action.target in program.slots:
-            if (action.target, action.storage) not in held:
+            if (action.target, action.storage) not in present:
                 change(event.start_s, 1, action.target, action.storage, 1)
-            held.add((action.target, action.storage))
+            present.add((action.target, action.storage))
         if scratch := scratch_bytes.get(action.id, 0):
             changes.append((event.start_s, 1, DEVICE, WORKSPACE, scratch))
             changes.append((event.end_s, 0, DEVICE, WORKSPACE, -scratch))

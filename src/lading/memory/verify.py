@@ -502,9 +502,9 @@ class _Verifier:
         return action.op, self.graph.ops[action.op]
 
     def _check_places(self, action: Action, expected: list[int]) -> None:
-        found = sorted(s for s, _ in action.places)
-        if found != sorted(expected):
-            _fail(action, f"expected an address for exactly the storages {sorted(expected)}, got {found} in at=")
+        addressed = sorted(s for s, _ in action.places)
+        if addressed != sorted(expected):
+            _fail(action, f"expected an address for exactly the storages {sorted(expected)}, got {addressed} in at=")
 
     def _move(self, action: Action) -> None:
         storage = action.storage

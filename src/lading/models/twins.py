@@ -83,14 +83,14 @@ def check_same_model(twin: Twin, found: Any, where: Path) -> None:
     from transformers import AutoConfig
 
     kind, expected = found.model_type, AutoConfig.for_model(**twin.config).to_dict()
-    told = {**found.to_dict(), "model_type": kind}
-    for each in (expected, told):
+    given = {**found.to_dict(), "model_type": kind}
+    for each in (expected, given):
         if "n_embd" in each and each.get("n_inner") is None:
             each["n_inner"] = 4 * each["n_embd"]
         if each.get("head_dim") is None and "num_attention_heads" in each:
             each["head_dim"] = each["hidden_size"] // each["num_attention_heads"]
-    for key in ("model_type", *sorted(expected.keys() | told.keys())):
-        want, got = expected.get(key), told.get(key)
+    for key in ("model_type", *sorted(expected.keys() | given.keys())):
+        want, got = expected.get(key), given.get(key)
         is_longer = key == "max_position_embeddings" and isinstance(got, int) and got >= twin.config[key]
         if got == want or is_longer or _NOT_COMPUTED.match(key):
             continue

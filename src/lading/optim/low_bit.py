@@ -86,8 +86,8 @@ def _tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     starts = _next_starts(known)
     first = torch.arange(1 << 16, dtype=torch.int32)
     last_bits = (first >> 15) * _LOW_BITS  # of negative numbers the least is the one farthest from zero
-    least = ((first << 16) | last_bits).view(torch.float32).nan_to_num_(0.0)
-    behind = torch.bucketize(least, starts, right=True, out_int32=True) + 1
+    smallest = ((first << 16) | last_bits).view(torch.float32).nan_to_num_(0.0)
+    behind = torch.bucketize(smallest, starts, right=True, out_int32=True) + 1
     ends = torch.tensor([torch.inf])
     by_code = known[torch.arange(256) ^ _ZERO] if signed else known
     return by_code.to(device), torch.cat([-ends, starts, ends]).to(device), behind.to(device)
@@ -143,18 +143,18 @@ def quantize(
         numbers: (elements,), float32, overwritten.
         spare: Two of (elements,), int32, overwritten.
     """
-    begins, found = spare
-    sizes = torch.abs(numbers, out=found.view(torch.float32))
+    begins, codes_found = spare
+    sizes = torch.abs(numbers, out=codes_found.view(torch.float32))
     for (part, scale), (size, _) in zip(_by_blocks(numbers, scales), _by_blocks(sizes, scales), strict=True):
         torch.amax(size, 1, keepdim=True, out=scale)
         part.div_(scale.clamp_(min=_LEAST_SCALE))
     _, starts, behind = _tables(signed, numbers.device)
     bits = numbers.view(torch.int32)
     torch.bitwise_right_shift(bits, 16, out=begins).bitwise_and_(_LOW_BITS)
-    torch.index_select(behind, 0, begins, out=found)
-    numbers.sub_(torch.index_select(starts, 0, found, out=begins.view(torch.float32)))
-    found.add_(torch.bitwise_right_shift(bits, 31, out=bits))  # one level less of what lies below its start
-    codes.copy_(found.bitwise_xor_(_ZERO) if signed else found)
+    torch.index_select(behind, 0, begins, out=codes_found)
+    numbers.sub_(torch.index_select(starts, 0, codes_found, out=begins.view(torch.float32)))
+    codes_found.add_(torch.bitwise_right_shift(bits, 31, out=bits))  # one level less of what lies below its start
+    codes.copy_(codes_found.bitwise_xor_(_ZERO) if signed else codes_found)
 
 
 def _by_blocks(numbers: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -266,13 +266,13 @@ class MuonRule:
         a, b = min(matrix.shape), max(matrix.shape)
         places = (room[: a * b].view(a, b), matrix.reshape(-1).view(a, b))
         gram, mixed = (room[a * b + n * a * a :][: a * a].view(a, a) for n in (0, 1))
-        now = matrix.T if tall else matrix
-        now.div_(now.norm().clamp(min=self.settings.eps))
+        iterate = matrix.T if tall else matrix
+        iterate.div_(iterate.norm().clamp(min=self.settings.eps))
         for turn, (ca, cb, cc) in enumerate(self.settings.iteration):
-            torch.mm(now, now.T, out=gram)
+            torch.mm(iterate, iterate.T, out=gram)
             torch.addmm(gram, gram, gram, beta=cb, alpha=cc, out=mixed)
-            now = torch.addmm(now, mixed, now, beta=ca, out=places[turn % 2])
-        return now.T if tall else now
+            iterate = torch.addmm(iterate, mixed, iterate, beta=ca, out=places[turn % 2])
+        return iterate.T if tall else iterate
 
     def blocks(self, rows: int) -> list[slice]:
         """Blocks of the short side's rows that ranks may share."""

@@ -492,7 +492,7 @@ def fresh(
 
     by_place: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
     for name, state in rule.settings.state_specs(*shape).items():
-        by_place[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
+        by_place[state.place][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
     return by_place[StatePlace.ELEMENTWISE], by_place[StatePlace.WHOLE]
 
 

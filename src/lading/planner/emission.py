@@ -106,8 +106,8 @@ def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
     behind: dict[int, list[int]] = {}
     for op, after in sorted(late.items()):
         behind.setdefault(after, []).append(op)
-    kept = [op for op in order if op not in late]
-    return [new for op in kept for new in (op, *behind.get(op, ()))]
+    on_time = [op for op in order if op not in late]
+    return [new for op in on_time for new in (op, *behind.get(op, ()))]
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -261,8 +261,8 @@ class _Walker:
 
     def _next_use(self, storage: int, op_index: int, *, inclusive: bool = False) -> int | None:
         """Find the next op in this walk's order that uses the storage; None if there is none."""
-        places, here = self.places[storage], self.rank[op_index]
-        index = bisect_left(places, here) if inclusive else bisect_right(places, here)
+        places, rank_now = self.places[storage], self.rank[op_index]
+        index = bisect_left(places, rank_now) if inclusive else bisect_right(places, rank_now)
         return self.order[places[index]] if index < len(places) else None
 
     def _settle_touched(self, op_index: int) -> None:

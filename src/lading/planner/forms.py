@@ -64,15 +64,18 @@ def _gradient_pieces(step: StepProblem) -> list[StepProblem]:
     largest = max(gradients, default=0)
     if largest < _LARGE_GRADIENT * step.arena_bytes:
         return []
-    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _PIECES_OF_ARENA))
-    pieces, origins = with_gradient_pieces(step.graph, least)
+    min_piece_bytes = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _PIECES_OF_ARENA))
+    pieces, origins = with_gradient_pieces(step.graph, min_piece_bytes)
     if pieces is step.graph:
         return []
-    early = dataclasses.replace(_rewritten(step, pieces, origins), gradient_pieces=least)
-    pieces, late = with_gradient_pieces(step.graph, least, late_products=True)
+    early = dataclasses.replace(_rewritten(step, pieces, origins), gradient_pieces=min_piece_bytes)
+    pieces, late = with_gradient_pieces(step.graph, min_piece_bytes, late_products=True)
     if late == origins:
         return [early]
-    return [early, dataclasses.replace(_rewritten(step, pieces, late), gradient_pieces=least, late_products=True)]
+    return [
+        early,
+        dataclasses.replace(_rewritten(step, pieces, late), gradient_pieces=min_piece_bytes, late_products=True),
+    ]
 
 
 def _weight_pieces(step: StepProblem) -> list[StepProblem]:
@@ -81,11 +84,11 @@ def _weight_pieces(step: StepProblem) -> list[StepProblem]:
     largest = max(weights, default=0)
     if largest < _LARGE_WEIGHT * step.arena_bytes or guess_of(step.graph) is not None:
         return []
-    least = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _WEIGHT_OF_ARENA))
-    graph = with_weight_pieces(step.graph, least)
+    min_piece_bytes = max(_LEAST_PIECE, min(largest // _PIECES, step.arena_bytes // _WEIGHT_OF_ARENA))
+    graph = with_weight_pieces(step.graph, min_piece_bytes)
     if graph is step.graph:
         return []
-    return [dataclasses.replace(step, graph=graph, lives=lifetimes(graph), weight_pieces=least)]
+    return [dataclasses.replace(step, graph=graph, lives=lifetimes(graph), weight_pieces=min_piece_bytes)]
 
 
 def head_forms(step: StepProblem) -> list[StepProblem]:

@@ -52,10 +52,10 @@ def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
         block = modules.blocks[number]
         homes = {atom.module: buckets[first + n] for n, atom in enumerate(block.atoms)}
         first += len(block.atoms)
-        there = at < moment.place or (moment.is_backward and at == moment.place)
+        is_reached = at < moment.place or (moment.is_backward and at == moment.place)
         whole = _BlockMemory(
             segment,
-            _keeps(chosen, segment, block.is_recomputed) if there else {},
+            _keeps(chosen, segment, block.is_recomputed) if is_reached else {},
             {module: _scales(chosen, home) for module, home in homes.items()},
             {module: f"group {home}, {chosen.buckets[home].keep}" for module, home in homes.items()},
         )

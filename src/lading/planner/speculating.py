@@ -45,14 +45,14 @@ def check_clipped(
     if clipped is None:
         return
     check_number("clipped", clipped, 0, 1)
-    found = {
+    obstacles = {
         "clip_norm=0": not clip_norm,
         "several ranks": ranks > 1,
         "compile=True": compile,
         "further steps (others=, or validation)": others,
         "experts that are left out (experts=)": experts,
     }
-    for name, is_there in found.items():
+    for name, is_there in obstacles.items():
         if is_there:
             raise ConfigError(
                 f"clipped: expected one rank and one step, whose gradients are clipped, without compiled regions, got "

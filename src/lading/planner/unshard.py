@@ -111,10 +111,10 @@ def choose_groups(
     budget = budget_bytes or device.memory_bytes - device.overhead_bytes
     search = _Search(modules, budget)
     bound = lower_bound(modules, budget)
-    found = {name: search.best_of_policy(name) for name in POLICIES}
-    steps = {name: gathered_step(search.costs, plan) for name, (plan, _) in found.items()}
-    rows = tuple(_row(name, found[name][0], step, budget, bound) for name, step in steps.items())
-    buckets, step = found[policy][0], steps[policy]
+    plans = {name: search.best_of_policy(name) for name in POLICIES}
+    steps = {name: gathered_step(search.costs, plan) for name, (plan, _) in plans.items()}
+    rows = tuple(_row(name, plans[name][0], step, budget, bound) for name, step in steps.items())
+    buckets, step = plans[policy][0], steps[policy]
     verify_ranks(step.program)
     if step.peak_bytes > budget:
         missing = step.peak_bytes - budget
@@ -123,10 +123,10 @@ def choose_groups(
             f"{modules.state_bytes:,} are states; raise the budget by {missing:,}, recompute more, or cut over more "
             "devices",
             missing_bytes=missing,
-            smallest_budget_bytes=min(each.peak_bytes for _, each in found.values()),
+            smallest_budget_bytes=min(each.peak_bytes for _, each in plans.values()),
         )
     units = tuple(_unit(modules, search.costs, bucket) for bucket in buckets)
-    why = search.why(found[policy]) if policy == "residency" else ""
+    why = search.why(plans[policy]) if policy == "residency" else ""
     return Chosen(policy, budget, units, step.step_s, bound, step.peak_bytes, rows, step, buckets, modules, why)
 
 
@@ -359,9 +359,9 @@ class _Search:
                     break
         return steps
 
-    def _topped(self, found: _Found) -> list[_Found]:
+    def _topped(self, start_plan: _Found) -> list[_Found]:
         """Fill what is left of the budget with rows of modules that fit, the last first, apart from the rest."""
-        current, tried = found[0], list[_Found]()
+        current, tried = start_plan[0], list[_Found]()
         for start, last in reversed(self._rows(current)):
             left = self.budget - self.peak(current)
             if left < (1 - _FULL) * self.budget:

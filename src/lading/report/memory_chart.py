@@ -42,9 +42,9 @@ def held_snapshot(ranks: Mapping[str, Sequence[MemorySpan]]) -> dict[str, Any]:
     """
     traces: list[list[dict[str, Any]]] = []
     segments: list[dict[str, Any]] = []
-    for device, (rank, held) in enumerate(ranks.items()):
-        there = [one for one in held if one.size_bytes and one.end_s > one.start_s]
-        changes, size = _changes(rank, there)
+    for device, (rank, spans) in enumerate(ranks.items()):
+        lasting = [one for one in spans if one.size_bytes and one.end_s > one.start_s]
+        changes, size = _changes(rank, lasting)
         trace = [entry("segment_alloc", _BASE, size, 0.0, [])]
         for time_s, _, freed, address, slot, _, *names in changes:
             for action in ("free_requested", "free_completed") if freed else ("alloc",):
@@ -54,13 +54,13 @@ def held_snapshot(ranks: Mapping[str, Sequence[MemorySpan]]) -> dict[str, Any]:
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 
-def _changes(rank: str, held: Sequence[MemorySpan]) -> tuple[list[Change], int]:
+def _changes(rank: str, held_spans: Sequence[MemorySpan]) -> tuple[list[Change], int]:
     """List what comes and goes, in order, and the bytes that its layout takes."""
-    moments = sorted({time_s for one in held for time_s in (one.start_s, one.end_s)})
-    spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held]
-    packing = pack([Buffer(one.size_bytes, (span,)) for one, span in zip(held, spans, strict=True)])
+    moments = sorted({time_s for one in held_spans for time_s in (one.start_s, one.end_s)})
+    spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held_spans]
+    packing = pack([Buffer(one.size_bytes, (span,)) for one, span in zip(held_spans, spans, strict=True)])
     changes: list[Change] = []
-    for one, offset in zip(held, packing.offsets, strict=True):
+    for one, offset in zip(held_spans, packing.offsets, strict=True):
         name = f"{one.name} ({one.role.value})"
         rest = (_BASE + offset, slot_bytes(one.size_bytes), one.size_bytes, name, rank)
         changes.append((one.start_s, 1, False, *rest))

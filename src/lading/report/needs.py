@@ -101,14 +101,14 @@ def _at_peak(program: Program, predicted: Timeline, row_of: Sequence[str]) -> Co
     moment = max(samples, key=lambda sample: sample.total_bytes).time_s
     starts = {event.action: event.start_s for event in predicted.events}
     ends = {event.action: event.end_s for event in predicted.events}
-    there: Counter[int] = Counter(storage for storage, home in home_tiers(program).items() if home == DEVICE)
+    counts: Counter[int] = Counter(storage for storage, home in home_tiers(program).items() if home == DEVICE)
     for action in program.actions:
         if starts[action.id] <= moment:
-            there.update(storage for storage, _ in action.places)
+            counts.update(storage for storage, _ in action.places)
         freed = action.kind is ActionKind.FREE and action.source == DEVICE
         if freed and action.storage is not None and ends[action.id] <= moment:
-            there[action.storage] -= 1
-    return _sum(program.graph, row_of, there)
+            counts[action.storage] -= 1
+    return _sum(program.graph, row_of, counts)
 
 
 def _in_slots(program: Program, tier: str, row_of: Sequence[str]) -> Counter[str]:
@@ -123,9 +123,9 @@ def _in_slots(program: Program, tier: str, row_of: Sequence[str]) -> Counter[str
     return rows
 
 
-def _sum(graph: StepGraph, row_of: Sequence[str], there: Counter[int]) -> Counter[str]:
+def _sum(graph: StepGraph, row_of: Sequence[str], counts: Counter[int]) -> Counter[str]:
     rows: Counter[str] = Counter()
-    for storage, count in there.items():
+    for storage, count in counts.items():
         if count > 0:
             rows[row_of[storage]] += slot_bytes(graph.storages[storage].size_bytes)
     return rows

@@ -105,12 +105,12 @@ def _outside(timeline: Timeline, tier: str) -> Iterator[Change]:
         size, time_s = 0, 0.0
         for sample in timeline.memory:
             time_s = max(time_s, sample.time_s)
-            if sample.tier == tier and (now := sample.bytes_by_role.get(role, 0)) != size:
+            if sample.tier == tier and (size_now := sample.bytes_by_role.get(role, 0)) != size:
                 if size:
                     yield time_s, 1, True, _BASE[role], size, size, role, ""
-                if now:
-                    yield time_s, 1, False, _BASE[role], now, now, role, ""
-                size = now
+                if size_now:
+                    yield time_s, 1, False, _BASE[role], size_now, size_now, role, ""
+                size = size_now
 
 
 def _segment_sizes(program: Program, tier: str, changes: list[Change]) -> dict[int, int]:
@@ -125,27 +125,27 @@ def _segment_sizes(program: Program, tier: str, changes: list[Change]) -> dict[i
 
 def segment(device: int, start: int, size: int, changes: list[Change]) -> dict[str, Any]:
     """Describe a segment as it is at the end: what is still there, and the gaps."""
-    there: dict[int, Change] = {}
+    live: dict[int, Change] = {}
     for change in changes:
         if start <= change[3] < start + size:
             if change[2]:
-                del there[change[3]]
+                del live[change[3]]
             else:
-                there[change[3]] = change
+                live[change[3]] = change
     blocks: list[dict[str, Any]] = []
     at = start
-    for address in sorted(there):
-        _, _, _, _, taken, asked, *names = there[address]
+    for address in sorted(live):
+        _, _, _, _, taken, asked, *names = live[address]
         if address > at:
             blocks.append(_block(at, address - at, 0, "inactive", []))
         blocks.append(_block(address, taken, asked, "active_allocated", frames(names)))
         at = address + taken
     if at < start + size:
         blocks.append(_block(at, start + size - at, 0, "inactive", []))
-    active = sum(change[4] for change in there.values())
+    active = sum(change[4] for change in live.values())
     return {
         "device": device, "address": start, "total_size": size, "stream": 0, "segment_type": "large",
-        "allocated_size": active, "active_size": active, "requested_size": sum(c[5] for c in there.values()),
+        "allocated_size": active, "active_size": active, "requested_size": sum(c[5] for c in live.values()),
         "blocks": blocks, "frames": [], "segment_pool_id": (0, 0), "is_expandable": False,
     }  # fmt: skip
 

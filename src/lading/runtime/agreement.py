@@ -158,8 +158,8 @@ def flattened(value: object, name: str = "") -> dict[str, str]:
 def ordered(text: str) -> str:
     """Sort what stands in braces in a printed value: a set prints in another order in each process."""
     parts = _PRINTED.findall(text)
-    told, end = _sorted(parts, 0, "")
-    return told if end == len(parts) else text
+    sorted_text, end = _sorted(parts, 0, "")
+    return sorted_text if end == len(parts) else text
 
 
 def _sorted(parts: Sequence[str], start: int, closing: str) -> tuple[str, int]:
@@ -298,14 +298,16 @@ class Meeting:
             return _AGREED
         most = Counter(digests.values()).most_common(1)[0][0]  # of equally many, the first rank's
         sides: dict[bytes, list[int]] = {}
-        for rank, told in digests.items():
-            sides.setdefault(told, []).append(rank)
+        for rank, digest in digests.items():
+            sides.setdefault(digest, []).append(rank)
         usual = sides.pop(most)
         expected = self._facts(usual[0])
-        said = [_difference(expected, usual[0], self._facts(ranks[0]), ranks) for ranks in list(sides.values())[:3]]
+        differences = [
+            _difference(expected, usual[0], self._facts(ranks[0]), ranks) for ranks in list(sides.values())[:3]
+        ]
         return (
-            f"{self.call}: ranks differ: {'; '.join(said)}; give every rank the same plan, model (its values, too) and "
-            "settings, built by the same versions"
+            f"{self.call}: ranks differ: {'; '.join(differences)}; give every rank the same plan, model (its "
+            "values, too) and settings, built by the same versions"
         )
 
     def _facts(self, rank: int) -> dict[str, dict[str, str]]:
@@ -318,12 +320,13 @@ def _difference(
     """Say in words the first fact in which ranks differ from the usual one, and in how many more they do."""
     different: list[str] = []
     for section in dict.fromkeys((*expected, *got)):
-        here, there = expected.get(section, {}), got.get(section, {})
-        for key in dict.fromkeys((*here, *there)):
-            if here.get(key) != there.get(key):
+        expected_facts, rank_facts = expected.get(section, {}), got.get(section, {})
+        for key in dict.fromkeys((*expected_facts, *rank_facts)):
+            if expected_facts.get(key) != rank_facts.get(key):
                 name = f"the {section}" + (f", {key}" if key else "")
                 different.append(
-                    f"{name}: expected {here.get(key, 'nothing')} as on rank {usual}, got {there.get(key, 'nothing')}"
+                    f"{name}: expected {expected_facts.get(key, 'nothing')} as on rank {usual}, "
+                    f"got {rank_facts.get(key, 'nothing')}"
                 )
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
     return f"{listed(ranks)} in {different[0]}{more}"

@@ -228,8 +228,8 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     _prefetch(plan.choices.units, sharded)
     removers: list[Callable[[], None]] = []
     if layout.micro_batches > 1:
-        kept = [sharded[n] for n, group in enumerate(plan.choices.units) if not group.reshard_after_backward]
-        removers.append(_MicroBatches(_as_sharded(model), kept, layout.micro_batches).remove)
+        kept_units = [sharded[n] for n, group in enumerate(plan.choices.units) if not group.reshard_after_backward]
+        removers.append(_MicroBatches(_as_sharded(model), kept_units, layout.micro_batches).remove)
     removers.append(_watch_sizes(model, MicroBatch(layout.micro_batch, plan.request.seq_len)))
     removers.append(_refuse_earlier_optimizers(whole_parameters, model))
     model.__dict__[_REMOVERS] = removers
@@ -519,10 +519,10 @@ def _width(model: nn.Module) -> int:
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    found = getattr(torch, name) if name else None
-    if found is not None and not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name) if name else None
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"apply: expected a dtype of torch, got {name!r}")
-    return found
+    return dtype
 
 
 def _recompute(model: nn.Module, path: str) -> nn.Module:
@@ -546,7 +546,7 @@ def _outward(groups: Sequence[ShardedUnit]) -> list[int]:
                 outer = outer.rpartition(".")[0]
                 if outer in homes and homes[outer] != number:
                     inside[homes[outer]].add(number)
-    found: list[int] = []
+    ordered: list[int] = []
     left = set(range(len(groups)))
     while left:
         ready = sorted(number for number in left if not inside[number] & left)
@@ -554,9 +554,9 @@ def _outward(groups: Sequence[ShardedUnit]) -> list[int]:
             raise ConfigError(
                 f"apply: groups {sorted(left)} are inside of each other; no order of fully_shard does that"
             )
-        found += ready
+        ordered += ready
         left -= set(ready)
-    return found
+    return ordered
 
 
 def _as_sharded(module: nn.Module) -> FSDPModule:
@@ -584,17 +584,17 @@ def _prefetch(groups: Sequence[ShardedUnit], sharded: Mapping[int, FSDPModule]) 
 class _MicroBatches:
     """Sets what the last micro-batch of a step has different ([Note: micro-batches])."""
 
-    def __init__(self, model: FSDPModule, kept: Sequence[FSDPModule], count: int) -> None:
-        self.model, self.kept, self.count = model, kept, count
+    def __init__(self, model: FSDPModule, kept_units: Sequence[FSDPModule], count: int) -> None:
+        self.model, self.kept, self.count = model, kept_units, count
         self.begun = 0
         self.is_stepped, self.is_forward_behind = False, False
         assert isinstance(model, nn.Module)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = list(fsdp_param_groups(model))
-        own = weakref.ref(self)  # all optimizers' hook must not keep the model
+        self_ref = weakref.ref(self)  # all optimizers' hook must not keep the model
 
         def check(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-            counting = own()
+            counting = self_ref()
             if counting is not None:
                 counting.check(optimizer)
 

@@ -299,10 +299,11 @@ def _check_numbers(path: Path, name: str, value: torch.Tensor, column: Input) ->
     if column.below is not None:
         low, high = 0, column.below - 1
     numbers = value.numpy()
-    least, most = int(numbers.min()), int(numbers.max())
-    if not low <= least <= most <= high:
+    smallest, largest = int(numbers.min()), int(numbers.max())
+    if not low <= smallest <= largest <= high:
         raise ConfigError(
-            f"{path}: expected integers from {low} to {high} in {name!r}, found {least} to {most}; see data.inputs"
+            f"{path}: expected integers from {low} to {high} in {name!r}, found {smallest} to {largest}; "
+            "see data.inputs"
         )
 
 

@@ -66,12 +66,12 @@ class CarriedValues:
         left_out = {*beside}
         self._values = {name: value for name, value in values.items() if name not in left_out}
         self._sources = {} if ranks is None else {n: ranks.first_of(v.owner, v.owners) for n, v in self._values.items()}
-        here = {n: value for n, value in self._values.items() if not value.shape or is_here(value, ranks)}
-        large = {name for name, value in here.items() if value.shape and prod(value.shape)}
-        sizes = [prod(here[name].shape) * DTYPE_BYTES[here[name].dtype] for name in large]
+        local_values = {n: value for n, value in self._values.items() if not value.shape or is_here(value, ranks)}
+        large = {name for name, value in local_values.items() if value.shape and prod(value.shape)}
+        sizes = [prod(local_values[name].shape) * DTYPE_BYTES[local_values[name].dtype] for name in large]
         self._file = None if folder is None else _NamelessFile(folder, sum(map(_whole_pages, sizes)))
         self.tensors = dict[str, torch.Tensor]()
-        for name, value in here.items():
+        for name, value in local_values.items():
             tensor = read_value(executor, dataclasses.replace(value, owner=None) if value.shape else value, ranks)
             self.tensors[name] = self._file.copy_to_file(tensor) if self._file is not None and name in large else tensor
 

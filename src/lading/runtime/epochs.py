@@ -122,6 +122,6 @@ class Epochs:
         numbers = np.arange(first, first + batch_size, dtype=np.int64)
         epochs, made = numbers // self.count, np.empty_like(numbers)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            made[here] = permuted(numbers[here] % self.count, self.count, self.seed, int(epoch))
+            in_epoch = epochs == epoch
+            made[in_epoch] = permuted(numbers[in_epoch] % self.count, self.count, self.seed, int(epoch))
         return made

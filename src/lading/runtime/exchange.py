@@ -193,7 +193,7 @@ class Report:
         changed: Whether a gradient is another one than has been sent already, by name; scalars on the device, where
             only it knows.
         finite: Whether all its gradients are, a scalar on the device; None where nobody asks.
-        sent: Number of groups that it has sent under backward.
+        num_sent_groups: Number of groups that it has sent under backward.
         steps: Whether it is to take the step, not to give up what it has sent.
         settings: 64 bits that stand for the settings of its groups; None where these are wrong.
     """
@@ -201,7 +201,7 @@ class Report:
     has: Mapping[str, bool]
     changed: Mapping[str, bool | torch.Tensor]
     finite: torch.Tensor | None
-    sent: int
+    num_sent_groups: int
     steps: bool
     settings: int | None
 
@@ -213,15 +213,15 @@ class Verdict:
     Attributes:
         error: What was wrong on some rank, the same text on every one; "" if nothing was.
         finite: Whether all gradients of all ranks are.
-        sent: Most groups that any rank has sent.
-        apart: Whether some ranks take the step and others give it up.
+        max_sent_groups: Most groups that any rank has sent.
+        ranks_disagree: Whether some ranks take the step and others give it up.
         settled: Whether all have the same settings, and none has wrong ones.
     """
 
     error: str
     finite: bool
-    sent: int
-    apart: bool
+    max_sent_groups: int
+    ranks_disagree: bool
     settled: bool
 
 
@@ -236,10 +236,10 @@ def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verd
     infinite = False if report.finite is None else ~report.finite
     facts = [*report.has.values(), *report.changed.values(), infinite]
     flags = {place: fact for place, fact in enumerate(facts) if isinstance(fact, torch.Tensor)}
-    told = [0 if place in flags else int(fact) for place, fact in enumerate(facts)]
-    told += [int(number == report.sent) for number in range(groups + 1)]
-    told += [int(report.steps), int(report.settings is None), *_equal_told(report.settings or 0)]
-    counted = _summed(told, team, device, flags)
+    numbers = [0 if place in flags else int(fact) for place, fact in enumerate(facts)]
+    numbers += [int(number == report.num_sent_groups) for number in range(groups + 1)]
+    numbers += [int(report.steps), int(report.settings is None), *_equal_told(report.settings or 0)]
+    counted = _summed(numbers, team, device, flags)
     counted, (steps, wrong_settings), equal = counted[: -_TOLD - 2], counted[-_TOLD - 2 : -_TOLD], counted[-_TOLD:]
     settled = not wrong_settings and _is_equal(equal, team.ranks)
     names, parameters = list(report.has), len(report.has)

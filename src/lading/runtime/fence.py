@@ -76,7 +76,7 @@ def overwritten(program: Program, regions: Sequence[FusibleRegion] = ()) -> dict
         regions: Regions that run as one call, at the first of their actions.
     """
     homes = _Homes(program)
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    overwritten_by: defaultdict[int, set[int]] = defaultdict(set)
     first = {action: region.actions[0] for region in regions for action in (*region.actions, *region.freed)}
     where = dict(program.resident)
     for action in program.actions:
@@ -84,10 +84,10 @@ def overwritten(program: Program, regions: Sequence[FusibleRegion] = ()) -> dict
         for tier, storage in _written(program, action):
             place = where.get(storage) if tier == DEVICE else homes.slots[tier][storage]
             if place is not None:
-                found[first.get(action.id, action.id)] |= homes.values_overlapping(tier, place, storage)
+                overwritten_by[first.get(action.id, action.id)] |= homes.values_overlapping(tier, place, storage)
         if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
             where.pop(action.storage, None)
-    return {action: frozenset(storages) for action, storages in found.items() if storages}
+    return {action: frozenset(storages) for action, storages in overwritten_by.items() if storages}
 
 
 def _written(program: Program, action: Action) -> Iterator[tuple[str, int]]:

@@ -153,24 +153,24 @@ class _Runs:
     def find(self, at: int) -> tuple[int, int]:
         """Find the rank that has a byte, and the byte's number among its own."""
         row, inside = divmod(at, self.row_bytes)
-        own = row * (self.row_bytes // self.ranks)
+        shard_offset = row * (self.row_bytes // self.ranks)
         for part in self.parts:
             if inside < part:
                 rank, within = divmod(inside, part // self.ranks)
-                return rank, own + within
-            inside, own = inside - part, own + part // self.ranks
+                return rank, shard_offset + within
+            inside, shard_offset = inside - part, shard_offset + part // self.ranks
         raise AssertionError("a row ends where its parts do")
 
     def lay(self, gathered: torch.Tensor, room: torch.Tensor) -> None:
         """Lay rows in order that come as all of the first rank's, all of the second's, and so on."""
         shards, rows = gathered.view(self.ranks, -1, self.row_bytes // self.ranks), room.view(-1, self.row_bytes)
-        at = own = 0
+        at = shard_offset = 0
         for part in self.parts:
             size = part // self.ranks
             for shard in shards:
-                rows[:, at : at + size] = shard[:, own : own + size]
+                rows[:, at : at + size] = shard[:, shard_offset : shard_offset + size]
                 at += size
-            own += size
+            shard_offset += size
 
 
 def _equal_cuts(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
@@ -222,9 +222,9 @@ def _from_runs(read: _Read, value: Value, placement: TensorPlacement, ranks: Red
         runs.lay(gathered, room)
 
     def broadcast(at: int, room: torch.Tensor) -> None:
-        rank, own = runs.find(at)
+        rank, shard_offset = runs.find(at)
         if ranks.number(over) == rank:
-            read(own, room)
+            read(shard_offset, room)
         ranks.broadcast(room, rank, over)
 
     return gather if runs.are_gathered else broadcast

@@ -18,8 +18,8 @@ def host_id() -> str:
 def clock_id() -> str:
     """Name the clock that ``time.perf_counter`` reads: processes for which it is the same may compare their moments."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
-    told = boot.read_text().strip() if boot.exists() else platform.node()
-    return f"{told} {namespace.readlink()}" if namespace.is_symlink() else told
+    boot_id = boot.read_text().strip() if boot.exists() else platform.node()
+    return f"{boot_id} {namespace.readlink()}" if namespace.is_symlink() else boot_id
 
 
 def check_host(host: str) -> None:
@@ -39,12 +39,12 @@ def memory_bytes() -> int:
 
 def cache_bytes(level: int) -> int:
     """Bytes of the first processor's cache of a level, 0 where the system does not say; of several the largest."""
-    found = [0]
+    sizes = [0]
     for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         size = (cache / "size").read_text().strip() if (cache / "size").is_file() else ""
         if size.endswith("K") and size[:-1].isdigit() and (cache / "level").read_text().strip() == f"{level}":
-            found.append(int(size[:-1]) * KiB)
-    return max(found)
+            sizes.append(int(size[:-1]) * KiB)
+    return max(sizes)
 
 
 def usable_bytes() -> int:

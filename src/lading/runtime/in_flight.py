@@ -158,11 +158,11 @@ class Early:
     def changed(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, bool | torch.Tensor]:
         """Whether the gradient of each parameter that has been sent is another one now: known, or on the device."""
         changed: dict[int, bool | torch.Tensor] = dict.fromkeys(self.moving, True)
-        there = sorted(self.moving.keys() & gradients.keys())
-        if there:
-            now = torch.stack([_fingerprint(gradients[number]) for number in there])
-            seen = torch.stack([self._seen[number] for number in there])
-            changed.update(zip(there, (now != seen).any(1).unbind(), strict=True))
+        sent_numbers = sorted(self.moving.keys() & gradients.keys())
+        if sent_numbers:
+            fingerprints = torch.stack([_fingerprint(gradients[number]) for number in sent_numbers])
+            seen = torch.stack([self._seen[number] for number in sent_numbers])
+            changed.update(zip(sent_numbers, (fingerprints != seen).any(1).unbind(), strict=True))
         return changed
 
     def take(self) -> tuple[list[Flight], dict[int, Moving], int]:

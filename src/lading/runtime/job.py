@@ -378,18 +378,20 @@ class Replicas:
         """
         clocks: list[str] = [""] * self.ranks
         self._collective(lambda: dist.all_gather_object(clocks, clock, group=self._group))
-        told, best = torch.zeros(1, dtype=torch.float64), (0.0, float("inf"))
+        clock_reading, best = torch.zeros(1, dtype=torch.float64), (0.0, float("inf"))
         for rank in (rank for rank in range(self.ranks) if clocks[rank] != clocks[0]):
             for _ in range(_CLOCK_READINGS if self.rank in (0, rank) else 0):
                 if self.rank == 0:
-                    self.expect(told, rank, _CLOCK, self._all)()
-                    self.send(told.fill_(now()), rank, _CLOCK, self._all)
+                    self.expect(clock_reading, rank, _CLOCK, self._all)()
+                    self.send(clock_reading.fill_(now()), rank, _CLOCK, self._all)
                     continue
-                arrived, asked_s = self.expect(told, 0, _CLOCK, self._all), now()
-                self.send(torch.zeros_like(told), 0, _CLOCK, self._all)
+                arrived, asked_s = self.expect(clock_reading, 0, _CLOCK, self._all), now()
+                self.send(torch.zeros_like(clock_reading), 0, _CLOCK, self._all)
                 arrived()
                 took_s = now() - asked_s
-                best = min(best, (asked_s + took_s / 2 - told.item(), took_s / 2), key=lambda reading: reading[1])
+                best = min(
+                    best, (asked_s + took_s / 2 - clock_reading.item(), took_s / 2), key=lambda reading: reading[1]
+                )
         return best if clocks[self.rank] != clocks[0] else (0.0, 0.0)
 
     def meet(
@@ -417,11 +419,11 @@ class Replicas:
             self.barrier()  # all have read what the others are about to do
             raise ConfigError(f"{doing}: expected all ranks to do the same, but {each}; nothing has run")
         for column, (name, fact) in enumerate(facts.items(), 1):
-            told = [float(row[column]) for row in every]
-            if len(set(told)) > 1:
-                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(told[:8]))
+            fact_by_rank = [float(row[column]) for row in every]
+            if len(set(fact_by_rank)) > 1:
+                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(fact_by_rank[:8]))
                 if isinstance(fact, str):
-                    first = next(rank for rank, value in enumerate(told) if value != told[0])
+                    first = next(rank for rank, value in enumerate(fact_by_rank) if value != fact_by_rank[0])
                     each = f"another on rank {first} than on rank 0"
                 raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
         for column, name in enumerate(of_replica, 1 + len(facts)):

@@ -148,11 +148,11 @@ def _own_runs(op: Op, view: View, rank: int) -> Call:
     assert runs is not None, "it is made for what uses it"
     parts = cast("tuple[int, ...]", op.args[1])
     ranks = cast("int", dict(op.kwargs)["ranks"])
-    own = [part.chunk(ranks, 1)[rank] for part in whole.split(parts, 1)]
+    rank_runs = [part.chunk(ranks, 1)[rank] for part in whole.split(parts, 1)]
     places = runs.split([part // ranks for part in parts], 1)
 
     def copy() -> None:
-        for place, run in zip(places, own, strict=True):
+        for place, run in zip(places, rank_runs, strict=True):
             place.copy_(run)
 
     return copy
@@ -710,10 +710,10 @@ def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, i
 
     The kernel gives whole heads to threads, so a part of five heads keeps two threads as long as one of six.
     """
-    least = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
+    min_elements = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
     tiles = [(1, some) for some in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
-    large = [(rows, some) for rows, some in tiles if rows * some >= least]
-    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * least] or large[:1]
+    large = [(rows, some) for rows, some in tiles if rows * some >= min_elements]
+    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * min_elements] or large[:1]
 
     def turns(tile: tuple[int, int]) -> int:
         cuts = product(_cuts(batch, tile[0]), _cuts(heads, tile[1]))

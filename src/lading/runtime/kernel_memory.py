@@ -143,9 +143,9 @@ def _key(graph: StepGraph, threads: int) -> str:
 def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
     """Read a measurement from its file; None where there is none, or it is not whole."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
         measured = KernelMemory(
-            tuple(said["scratch_bytes"]), said["kept_bytes"], tuple(said["unmeasured"]), said["threads"]
+            tuple(saved["scratch_bytes"]), saved["kept_bytes"], tuple(saved["unmeasured"]), saved["threads"]
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -167,16 +167,16 @@ def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
     command = [sys.executable, "-P", "-c", _START, str(threads), folders]
     try:
         done = subprocess.run(command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True)
-        said = json.loads(done.stdout.splitlines()[-1])
+        measurement = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip()
         raise StorageError(
             f"cannot measure the memory of this step's kernels in another process: {words.rpartition(chr(10))[2]}"
         ) from error
-    worked_out = workspace_of(graph) if said["unmeasured"] else said["scratch_bytes"]
-    pairs = zip(said["scratch_bytes"], worked_out, strict=True)
+    worked_out = workspace_of(graph) if measurement["unmeasured"] else measurement["scratch_bytes"]
+    pairs = zip(measurement["scratch_bytes"], worked_out, strict=True)
     scratch = tuple(other if measured is None else measured for measured, other in pairs)
-    return KernelMemory(scratch, said["kept_bytes"], tuple(said["unmeasured"]), said["threads"])
+    return KernelMemory(scratch, measurement["kept_bytes"], tuple(measurement["unmeasured"]), measurement["threads"])
 
 
 def measure_here(graph: StepGraph) -> dict[str, Any]:

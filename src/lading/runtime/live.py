@@ -109,8 +109,8 @@ class LiveSettings:
         def prepare() -> tuple[list[Setting], Facts]:
             if isinstance(settings, ConfigError):
                 raise settings
-            now = self.read() if settings is None else settings
-            return now, {**facts, "settings": _facts(now)}
+            settings_now = self.read() if settings is None else settings
+            return settings_now, {**facts, "settings": _facts(settings_now)}
 
         return agree_on(call, ranks, prepare, timeout_s=timeout_s)
 

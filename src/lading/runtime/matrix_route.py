@@ -246,7 +246,7 @@ class ReplicaFlight:
     def _size(self, number: int) -> int:
         return self.route.wholes[number][0].region.size
 
-    def _own(self, number: int) -> Moving:
+    def _moving_parameter(self, number: int) -> Moving:
         return self.moving[self.route.wholes[number][0].parameter]
 
     def _view(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,9 @@ class ReplicaFlight:
         """Start sending every rank's gradients to their owners."""
         team = self.route.team
         rows = [self._of(rank) for rank in range(team.ranks)]
-        parts = [self._view(number, self._own(number).travels).reshape(-1) for row in rows for number in row]
+        parts = [
+            self._view(number, self._moving_parameter(number).travels).reshape(-1) for row in rows for number in row
+        ]
         mine = sum(map(self._size, rows[team.rank]))
         sizes = [sum(map(self._size, row)) for row in rows]
         self.under = self._exchange(torch.cat(parts), [mine] * team.ranks, sizes, team.inbound)
@@ -293,7 +295,7 @@ class ReplicaFlight:
         for number in self._of(self.route.team.rank):
             # A tensor of its own: products differ in bits with where in memory their operands begin.
             part = total[start : start + self._size(number)].view(self.route.wholes[number][0].region.shape)
-            means[number] = part.to(self._own(number).travels.dtype, copy=True)
+            means[number] = part.to(self._moving_parameter(number).travels.dtype, copy=True)
             start += self._size(number)
         return means
 
@@ -312,25 +314,29 @@ class ReplicaFlight:
 
         def preprocess(number: int) -> torch.Tensor:
             rule, shape, _ = matrices[number]
-            return rule.pre(gradients.pop(number).view(shape), whole[number], self._own(number).update).contiguous()
+            return rule.pre(
+                gradients.pop(number).view(shape), whole[number], self._moving_parameter(number).update
+            ).contiguous()
 
         for number in shared_of(matrices, route.gangs):
             rule, shape, dtype = matrices[number]
             is_owned = number in gradients
-            matrix = preprocess(number) if is_owned else self._own(number).param.new_empty(shape, dtype=dtype)
+            matrix = (
+                preprocess(number) if is_owned else self._moving_parameter(number).param.new_empty(shape, dtype=dtype)
+            )
             direction = route.gangs[number].direction(cast(SharedRule, rule), matrix, route.traffic)
             if is_owned:
                 yield number, direction
         for stack in stacks_of({number: matrices[number] for number in gradients}, batched=route.batched):
             rule, _, _ = matrices[stack[0]]
-            states, update = whole[stack[0]], self._own(stack[0]).update
+            states, update = whole[stack[0]], self._moving_parameter(stack[0]).update
             taken = [preprocess(number) for number in stack]
             directions = directions_of(rule, taken, states, update, route.failures)
             yield from zip(stack, (each.to(taken[0].dtype) for each in directions), strict=True)
 
     def _moved(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
         """New value of what is no matrix."""
-        (whole, rule), moving = self.route.wholes[number], self._own(number)
+        (whole, rule), moving = self.route.wholes[number], self._moving_parameter(number)
         value = self._view(number, moving.param).clone()
         cast(PieceRule, rule).step(value, grad, states, lr=self.rates[whole.parameter], update=moving.update)
         return value
@@ -349,7 +355,7 @@ class ReplicaFlight:
     def _travels(self, number: int) -> torch.dtype:
         rule = self.route.wholes[number][1]
         sent = None if isinstance(rule, PieceRule) else rule.travels
-        return sent or self._own(number).param.dtype
+        return sent or self._moving_parameter(number).param.dtype
 
     def apply(self) -> None:
         """Wait for results, and move every replica along them."""
@@ -358,7 +364,7 @@ class ReplicaFlight:
         start = 0
         for rank in range(self.route.team.ranks):
             for number in self._of(rank):
-                (whole, rule), moving = self.route.wholes[number], self._own(number)
+                (whole, rule), moving = self.route.wholes[number], self._moving_parameter(number)
                 param = self._view(number, moving.param)
                 part = self.under.arrived[start : start + whole.region.size].view(whole.region.shape)
                 start += whole.region.size

@@ -288,10 +288,10 @@ class NamedValues(Mapping[str, Value]):
                 f"gradient_norms: expected a step that takes them, found none of {first_few(missing)}; call "
                 "step(..., norms=True)"
             )
-        told = {name: norms[self[name].storages[0]][order - 1] for name in mine}
+        norm_of = {name: norms[self[name].storages[0]][order - 1] for name in mine}
         if self._ranks is None or len(mine) == len(parameters):
-            return told
-        totals = self._ranks.sum([told.get(name, 0.0) for name in parameters])
+            return norm_of
+        totals = self._ranks.sum([norm_of.get(name, 0.0) for name in parameters])
         return {name: total / alike for name, total in zip(parameters, totals, strict=True)}
 
     def unfinished(self, step: int) -> dict[str, str]:
@@ -408,9 +408,9 @@ def _other_formats(
     """Say which state was saved in another dtype, of a parameter that was not; None if there is none."""
     alike = saved.keys() & wanted.keys()
     for name in sorted(alike):
-        of, (was, shape), (now, planned) = name.rpartition(".")[0], saved[name], wanted[name]
-        if was != now and shape == planned and of in alike and saved[of] == wanted[of]:
-            return f"has {name} in {was}, this plan keeps it in {now}"
+        of, (was, shape), (dtype_now, planned) = name.rpartition(".")[0], saved[name], wanted[name]
+        if was != dtype_now and shape == planned and of in alike and saved[of] == wanted[of]:
+            return f"has {name} in {was}, this plan keeps it in {dtype_now}"
     return None
 
 

@@ -262,5 +262,5 @@ def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:
     moved = {each.first_piece(each.storage_of(op.inputs[0])) for each, op in rules}
     shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
     places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
-    own = {name: shards.get(storage, storage) for name, storage in places.items()}
-    return {name: storage for name, storage in own.items() if storage in moved}
+    storage_of = {name: shards.get(storage, storage) for name, storage in places.items()}
+    return {name: storage for name, storage in storage_of.items() if storage in moved}

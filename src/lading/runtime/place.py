@@ -186,18 +186,18 @@ class _Tied:
     def add_up(self) -> None:
         """Add up all parts' gradients, in order of parts, and what was set aside."""
         parameter = self.module.get_parameter(self.name)  # by its name, as filling a part from meta replaces it
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        grads = {part: own if part == self.rank else torch.empty_like(own) for part in self.parts}
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        grads = {part: gradient if part == self.rank else torch.empty_like(gradient) for part in self.parts}
         operations: list[dist.P2POp] = []
         for part in self.parts:
             if part != self.rank:
                 peer = part if self.group is None else dist.get_global_rank(self.group, part)
-                operations.append(dist.P2POp(dist.isend, own, peer, self.group))
+                operations.append(dist.P2POp(dist.isend, gradient, peer, self.group))
                 operations.append(dist.P2POp(dist.irecv, grads[part], peer, self.group))
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         first, *others = (grads[part] for part in self.parts)
-        total = first.clone() if first is own else first
+        total = first.clone() if first is gradient else first
         for grad in others:
             total += grad
         if self._before is not None:
@@ -302,9 +302,9 @@ def _is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _release(modules: Sequence[nn.Module], own: nn.Module) -> None:
+def _release(modules: Sequence[nn.Module], part_module: nn.Module) -> None:
     """Free tensors that this part does not use: what traced the model keeps hold of all of it."""
-    used = {tensor.untyped_storage().data_ptr() for tensor in (*own.parameters(), *own.buffers())}
+    used = {tensor.untyped_storage().data_ptr() for tensor in (*part_module.parameters(), *part_module.buffers())}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in used:
@@ -316,14 +316,14 @@ def _aliases(model: nn.Module) -> set[str]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {name for own in names.values() if len(own) > 1 for name in own}
+    return {name for aliases in names.values() if len(aliases) > 1 for name in aliases}
 
 
 def _drop_unread(module: nn.Module, aliases: set[str]) -> None:
     """Remove other names of tied weights, under which the tracer leaves copies that nothing reads."""
     read: set[str] = set()
-    for path, own in module.named_modules():
-        graph = getattr(own, "graph", None)
+    for path, submodule in module.named_modules():
+        graph = getattr(submodule, "graph", None)
         for node in graph.nodes if graph is not None else ():
             if node.op == "get_attr":
                 read.add(f"{path}.{node.target}" if path else str(node.target))
@@ -357,12 +357,12 @@ def _tied(
     shared: Sequence[dict[str, str]], module: nn.Module, rank: int, group: dist.ProcessGroup | None
 ) -> list[_Tied]:
     """Parameters of this part that others have too; ``shared`` has for each its name by part ("submod_1")."""
-    found: list[_Tied] = []
+    tied: list[_Tied] = []
     for names in shared:
         parts = {int(part.rpartition("_")[2]): name for part, name in names.items()}
         if rank in parts:
-            found.append(_Tied(module, parts[rank], sorted(parts), rank, group))
-    return found
+            tied.append(_Tied(module, parts[rank], sorted(parts), rank, group))
+    return tied
 
 
 def _path(stage: PlacedStage, model: nn.Module) -> str:
@@ -374,9 +374,9 @@ def _path(stage: PlacedStage, model: nn.Module) -> str:
         rows = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == stage.blocks]
         if len(rows) == 1:
             return f"{rows[0]}.{stage.begins.rpartition(' ')[2]}"
-        said = f"found {', '.join(rows) or 'none'}"
+        got = f"found {', '.join(rows) or 'none'}"
         raise ConfigError(
-            f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {said}; place with "
+            f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {got}; place with "
             "--units N, which names modules"
         )
     hint = did_you_mean(stage.begins, modules)

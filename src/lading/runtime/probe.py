@@ -297,10 +297,10 @@ class _ColdWatch:
         """
         if self._watch is None:
             return {}
-        found = self._watch.seconds(quiet=quiet)
+        seconds = self._watch.seconds(quiet=quiet)
         count = len(self._passes)
-        rates = _rates(self._passes, found[:count], overhead)
-        extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(self._products, found[count:], strict=True)]
+        rates = _rates(self._passes, seconds[:count], overhead)
+        extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(self._products, seconds[count:], strict=True)]
         if sum(extra) > 0:
             size = sum(case.touched for case in self._products)
             rates[COLD_PRODUCT] = _curve({_round(size / len(self._products)): _round(size / sum(extra))})
@@ -436,12 +436,12 @@ def _host_tier(seconds: float) -> Tier:
         read()
         write()
 
-    told = torch.cuda.Event()
+    read_done = torch.cuda.Event()
 
     def pages() -> None:
         for _ in range(_PAGES):
-            told.record(streams[1])
-            streams[0].wait_event(told)
+            read_done.record(streams[1])
+            streams[0].wait_event(read_done)
             read(PAGE_BYTES)
 
     runs = {"read": read, "write": write, "both": read_and_write, "page": pages}
@@ -502,9 +502,9 @@ class LoadMeter:
         """Share in [0, 1] of the processors' time since then that others took than this process and its children, or
         than those that worked ``worked_s`` seconds; None where nobody says.
         """
-        if self._begun is None or (now := self._read()) is None:
+        if self._begun is None or (readings := self._read()) is None:
             return None
-        wall_s, busy_s, own_s = (after - before for after, before in zip(now, self._begun, strict=True))
+        wall_s, busy_s, own_s = (after - before for after, before in zip(readings, self._begun, strict=True))
         own_s = own_s if worked_s is None else worked_s
         if wall_s < _SHORTEST_S or busy_s <= 0:
             return None

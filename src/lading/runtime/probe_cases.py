@@ -163,8 +163,8 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
 
 def cold_cases(cases: Sequence[Case]) -> list[Case]:
     """Cases of ``rate_cases`` that are timed with operands from memory, too."""
-    least, most = _COLD_SIZES
-    return [case for case in cases if case.key in _MAKERS and 0.5 * least <= case.work <= 1.5 * most]
+    min_work, max_work = _COLD_SIZES
+    return [case for case in cases if case.key in _MAKERS and 0.5 * min_work <= case.work <= 1.5 * max_work]
 
 
 def flush_bytes() -> tuple[int, int]:
@@ -523,8 +523,8 @@ def _mean(samples: Sequence[float]) -> float:
     """Mean in which the largest twentieth of the samples, but one of three at least, count as the one before them."""
     ordered = sorted(samples)
     cut = max(1, len(ordered) // 20) if len(ordered) > 2 else 0
-    kept = ordered[: len(ordered) - cut]
-    return (sum(kept) + cut * kept[-1]) / len(ordered)
+    untrimmed = ordered[: len(ordered) - cut]
+    return (sum(untrimmed) + cut * untrimmed[-1]) / len(ordered)
 
 
 def _lost_processors() -> int:

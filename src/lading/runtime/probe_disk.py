@@ -267,9 +267,9 @@ class _Moves:
     moving: float
 
 
-def _tier(found: _Samples) -> Tier:
+def _tier(samples: _Samples) -> Tier:
     """Tier of these measurements, of no capacity yet. See [Note: latency of a move]."""
-    times = {key: median(values) for key, values in found.seconds.items()}
+    times = {key: median(values) for key, values in samples.seconds.items()}
     small_s, whole_s = times["small_read"], times["read"]
     byte_s = (whole_s - small_s) / (PIECE_BYTES - _SMALL_BYTES)
     latency = min(max(small_s - _SMALL_BYTES * byte_s, _LEAST_LATENCY_S), _MOST_LATENCY * small_s)
@@ -284,31 +284,31 @@ def _tier(found: _Samples) -> Tier:
         mixed_read_bytes_per_s=min(rates["mixed_read"], rates["read"]),
         mixed_write_bytes_per_s=min(rates["mixed_write"], rates["write"]),
         latency_s=float(f"{latency:.3g}"),
-        read_slowdown=_slowdown(found.times_longer["read"]),
-        write_slowdown=_slowdown(found.times_longer["write"]),
-        read_slowdown_of_passes=_slowdown(found.times_longer[_PASSES["read"]]),
-        write_slowdown_of_passes=_slowdown(found.times_longer[_PASSES["write"]]),
+        read_slowdown=_slowdown(samples.times_longer["read"]),
+        write_slowdown=_slowdown(samples.times_longer["write"]),
+        read_slowdown_of_passes=_slowdown(samples.times_longer[_PASSES["read"]]),
+        write_slowdown_of_passes=_slowdown(samples.times_longer[_PASSES["write"]]),
     )
     return replace(
         tier,
         turn_bytes=_turn_bytes(_SMALL_BYTES / times["turns_read"], tier),
-        latency_slowdown=_latency_slowdown(tier, _slowdown(found.times_longer["small_read"])),
+        latency_slowdown=_latency_slowdown(tier, _slowdown(samples.times_longer["small_read"])),
     )
 
 
-def _round(file: _ProbeFile, slice_s: float, work: Work, found: _Samples) -> None:
+def _round(file: _ProbeFile, slice_s: float, work: Work, samples: _Samples) -> None:
     """Take one sample of everything; work beside nothing stands between, for comparison."""
-    found.idle = _mean_of(work, slice_s / 2)
+    samples.idle = _mean_of(work, slice_s / 2)
     _, writes, beside = _run(file, slice_s, work, write=PIECE_BYTES)
-    found.compare("write", beside, _mean_of(work, slice_s / 2), writes.moving)
+    samples.compare("write", beside, _mean_of(work, slice_s / 2), writes.moving)
     reads, _, beside = _run(file, slice_s, work, read=PIECE_BYTES)
-    found.compare("read", beside, _mean_of(work, slice_s / 2), reads.moving)
+    samples.compare("read", beside, _mean_of(work, slice_s / 2), reads.moving)
     small, _, beside = _run(file, slice_s, work, read=_SMALL_BYTES)
-    found.compare("small_read", beside, _mean_of(work, slice_s / 2), small.moving)
+    samples.compare("small_read", beside, _mean_of(work, slice_s / 2), small.moving)
     mixed_reads, mixed_writes, _ = _run(file, 1.5 * slice_s, work, read=PIECE_BYTES, write=PIECE_BYTES)
     turns, _, _ = _run(file, slice_s / 2, work, read=_SMALL_BYTES, write=PIECE_BYTES)
     for key, moves in zip(_TIMED, (reads, writes, mixed_reads, mixed_writes, turns, small), strict=True):
-        found.seconds[key].append(moves.mean_s)
+        samples.seconds[key].append(moves.mean_s)
 
 
 def _turn_bytes(small_read: float, tier: Tier) -> int:
@@ -339,11 +339,11 @@ def _mean_of(work: Work, seconds: float) -> _Spent:
     timed = work if isinstance(work, StepWork) else None
     passes_s = timed.passes_s if timed is not None else 0.0
     calls, start = 0, time.perf_counter()
-    while (now := time.perf_counter()) < start + seconds or not calls:
+    while (now_s := time.perf_counter()) < start + seconds or not calls:
         work()
         calls += 1
     passes_s = timed.passes_s - passes_s if timed is not None else 0.0
-    return _Spent((now - start - passes_s) / calls, passes_s / calls)
+    return _Spent((now_s - start - passes_s) / calls, passes_s / calls)
 
 
 def _run(
@@ -357,7 +357,7 @@ def _run(
         Moves read and written, and what a call of ``work`` took in the mean.
     """
     half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
-    found = [_Moves(0.0, 0.0), _Moves(0.0, 0.0)]
+    half_moves = [_Moves(0.0, 0.0), _Moves(0.0, 0.0)]
     errors: list[OSError] = []
     file.settle()
     deadline = time.perf_counter() + seconds
@@ -365,7 +365,7 @@ def _run(
     def move_until(index: int, move: Callable[..., int], size: int) -> None:
         try:
             offsets = range(index * half, (index + 1) * half, size)
-            found[index] = _stream(file, move, offsets, file.rooms[index], deadline, pausing=not (read and write))
+            half_moves[index] = _stream(file, move, offsets, file.rooms[index], deadline, pausing=not (read and write))
         except OSError as error:
             errors.append(error)
 
@@ -378,7 +378,7 @@ def _run(
         thread.join()
     if errors:
         raise errors[0]
-    return found[0], found[1], beside
+    return half_moves[0], half_moves[1], beside
 
 
 def _stream(

@@ -167,9 +167,9 @@ def arrival_skew() -> tuple[float, ...]:
             starts, ends = zip(*(pair.tolist() for pair in arrived[:processes]), strict=True)
             late_s[processes - 1][meeting] = max(ends) - statistics.fmean(ends)
             between_s[processes - 1][meeting] = max(ends) - min(starts)
-    kept = _MEETINGS * 19 // 20
+    num_kept = _MEETINGS * 19 // 20
     return tuple(
-        statistics.fmean(sorted(late)[:kept]) / statistics.fmean(between) ** 0.5
+        statistics.fmean(sorted(late)[:num_kept]) / statistics.fmean(between) ** 0.5
         for late, between in zip(late_s, between_s, strict=True)
     )
 
@@ -193,9 +193,9 @@ def disk_speeds(folder: Path, seconds: float) -> dict[str, float]:
     a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)
     dist.barrier()
     tier = probe_disk(folder, seconds, lambda: torch.mm(a, b, out=out), _FILE_BYTES).tier
-    found = torch.tensor([getattr(tier, name) for name in TIER_SPEEDS], dtype=torch.float64)
-    dist.all_reduce(found)
-    means: list[float] = (found / dist.get_world_size()).tolist()
+    speeds = torch.tensor([getattr(tier, name) for name in TIER_SPEEDS], dtype=torch.float64)
+    dist.all_reduce(speeds)
+    means: list[float] = (speeds / dist.get_world_size()).tolist()
     return {name: float(f"{mean:.4g}") for name, mean in zip(TIER_SPEEDS, means, strict=True)}
 
 

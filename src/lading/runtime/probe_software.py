@@ -210,11 +210,13 @@ class UserSoftware:
             if not callable(function):
                 raise ConfigError(f"{path}: expected {name} to be a function, got {type(function).__name__}")
         if "block" not in self.functions:
-            own = sorted(name for name, value in names.items() if callable(value) and not name.startswith("_"))
+            function_names = sorted(
+                name for name, value in names.items() if callable(value) and not name.startswith("_")
+            )
             raise ConfigError(
                 f"{path}: expected a function block(width) at its top level that makes a module of (rows, tokens, "
                 f"width) to the same, as in: def block(width): return MyBlock(width); got functions and classes "
-                f"{', '.join(own)[:200] or 'none'}{did_you_mean('block', own)}"
+                f"{', '.join(function_names)[:200] or 'none'}{did_you_mean('block', function_names)}"
             )
         self.like, self.layout, self.widths, self.framework = (
             names.get(name, default) for name, default in _SETTINGS.items()
@@ -379,16 +381,16 @@ def measure(path: Path, asked: Sequence[ProfileCase], groups: Sequence[ProfiledR
         ConfigError: the script is not what it should be, says how.
     """
     order = [*range(len(asked)), *reversed(range(len(asked)))]
-    found: list[list[list[Measured]]] = [[[] for _ in asked] for _ in groups]
+    measurements: list[list[list[Measured]]] = [[[] for _ in asked] for _ in groups]
     for turn, number in enumerate(order):
         besides = turn == len(asked)  # what is no step, beside the last case
-        for group, passes in zip(groups, found, strict=True):
+        for group, passes in zip(groups, measurements, strict=True):
             given = (str(path.resolve()), asked[number], besides, group.threads, group.seconds / len(order))
             run = partial(_answer, group.ranks, given)
             passes[number].append(quietest(run, lambda answer: answer.other_load))
     return [
         replace(passes[-1][-1], timings=tuple(Timing.mean([one.timings[0] for one in both]) for both in passes))
-        for passes in found
+        for passes in measurements
     ]
 
 
@@ -450,13 +452,13 @@ def _run(
     torch.set_num_threads(threads)
     with in_group(rank, ranks, folder):
         try:
-            found = _measured(UserSoftware(Path(path)), case, rank, besides, seconds)
+            measured = _measured(UserSoftware(Path(path)), case, rank, besides, seconds)
         except Exception as error:  # of the script's code, called by torch's
-            said = f"{path}: training in it raised {type(error).__name__}: {error!s:.400}"
-            (Path(folder) / f"refused{rank}").write_text(str(error) if isinstance(error, ConfigError) else said)
+            message = f"{path}: training in it raised {type(error).__name__}: {error!s:.400}"
+            (Path(folder) / f"refused{rank}").write_text(str(error) if isinstance(error, ConfigError) else message)
             raise
         if rank == 0:
-            (Path(folder) / "measured").write_text(json.dumps(asdict(found)))
+            (Path(folder) / "measured").write_text(json.dumps(asdict(measured)))
         dist.barrier()  # what was measured is written before any rank ends
 
 
@@ -521,7 +523,9 @@ def timing_of(training: ScriptTraining, seconds: float) -> Timing:
         dist.barrier()
         steps.append(training.step())
     others = _measure_other_load(meter, time.process_time() - worked)
-    parts = [statistics.median(part) for found in (steps, operations) for part in zip(*found, strict=True)]
+    parts = [
+        statistics.median(part) for parts_of_steps in (steps, operations) for part in zip(*parts_of_steps, strict=True)
+    ]
     pass_s, update_s, products_s, attention_s, profiled_s, events = _slowest(parts)
     return Timing(pass_s, update_s, products_s, attention_s, profiled_s, events, others)
 
@@ -532,9 +536,9 @@ def _measure_other_load(meter: LoadMeter, worked_s: float) -> float:
     Args:
         worked_s: Seconds that this rank worked meanwhile.
     """
-    own = torch.tensor(worked_s, dtype=torch.float64)
-    dist.all_reduce(own)
-    return _slowest([meter.share(float(own)) or 0.0])[0]
+    worked = torch.tensor(worked_s, dtype=torch.float64)
+    dist.all_reduce(worked)
+    return _slowest([meter.share(float(worked)) or 0.0])[0]
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:

@@ -228,15 +228,15 @@ def bring_home(
         except OSError:
             failed.add(storage)
 
-    now = dict(salvaged.places)
+    place_now = dict(salvaged.places)
     goals = {storage: Location(tier, slots[tier][storage]) for storage, tier in homes.items()}
     for storage, place in salvaged.places.items():
         if place.tier == DEVICE and place != goals[storage]:
             tiers = (homes[storage], *program.slots)
             tier = next(t for t in tiers if t != DEVICE and storage in slots[t])
-            now[storage] = Location(tier, slots[tier][storage])
-            copy_or_note_failure(storage, place, now[storage])
-    for storage, place in now.items():
+            place_now[storage] = Location(tier, slots[tier][storage])
+            copy_or_note_failure(storage, place, place_now[storage])
+    for storage, place in place_now.items():
         if place != goals[storage]:
             copy_or_note_failure(storage, place, goals[storage])
     return salvaged.with_lost(failed, program.graph)

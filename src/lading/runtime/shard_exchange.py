@@ -19,11 +19,11 @@ def gather_shards(values: torch.Tensor, shard: torch.Tensor, group: dist.Process
     Each rank sends its own to every other: gloo's gather takes a copy of all of them, and sends no faster.
     Shapes: shard (n,) -> values (ranks * n,).
     """
-    ranks, here = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = values.view(ranks, len(shard))
-    others = _other_ranks(here, ranks)
+    others = _other_ranks(rank, ranks)
     exchange = _Exchange({peer: parts[peer] for peer in others}, dict.fromkeys(others, shard), group)
-    parts[here].copy_(shard)
+    parts[rank].copy_(shard)
     exchange.wait()
 
 
@@ -32,10 +32,10 @@ def exchange_parts(arrived: torch.Tensor, values: torch.Tensor, group: dist.Proc
 
     Shapes: values (ranks * n,) -> arrived (ranks * n,).
     """
-    ranks, here = dist.get_world_size(group), dist.get_rank(group)
-    into, parts, others = arrived.view(ranks, -1), values.view(ranks, -1), _other_ranks(here, ranks)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    into, parts, others = arrived.view(ranks, -1), values.view(ranks, -1), _other_ranks(rank, ranks)
     exchange = _Exchange({peer: into[peer] for peer in others}, {peer: parts[peer] for peer in others}, group)
-    into[here].copy_(parts[here])
+    into[rank].copy_(parts[rank])
     exchange.wait()
 
 
@@ -46,8 +46,8 @@ def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGro
     many bytes. It goes by pieces, so that one is added while the next is on its way.
     Shapes: values (ranks * n,) -> shard (n,).
     """
-    ranks, here, length = dist.get_world_size(group), dist.get_rank(group), len(shard)
-    parts, others = values.view(ranks, length), _other_ranks(here, ranks)
+    ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), len(shard)
+    parts, others = values.view(ranks, length), _other_ranks(rank, ranks)
     width = min(length, max(1, _RECEIVED_BYTES // (2 * max(1, ranks - 1) * shard.element_size())))
     rooms = shard.new_empty(2, len(others), width)
 
@@ -61,7 +61,7 @@ def sum_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGro
         current, following = following, begin(start + width) if start + width < length else following
         current.wait()
         total = shard[start : start + width]
-        current.into[here] = parts[here, start : start + width]
+        current.into[rank] = parts[rank, start : start + width]
         total.copy_(current.into[0])
         for peer in range(1, ranks):
             total.add_(current.into[peer])
@@ -72,9 +72,9 @@ def rooms_bytes(size_bytes: int, ranks: int) -> int:
     return min(_RECEIVED_BYTES, 2 * (ranks - 1) * size_bytes // ranks)
 
 
-def _other_ranks(here: int, ranks: int) -> list[int]:
+def _other_ranks(rank: int, ranks: int) -> list[int]:
     """Ranks of a group but this one, the next first, so that not all send to the same one first."""
-    return [(here + step) % ranks for step in range(1, ranks)]
+    return [(rank + step) % ranks for step in range(1, ranks)]
 
 
 class _Exchange:

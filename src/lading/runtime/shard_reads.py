@@ -119,20 +119,20 @@ def read_runs(
 
 def _runs(placement: TensorPlacement, rank: int, outer: int, inner_bytes: int) -> Iterator[_Run]:
     """List a rank's runs."""
-    own, begin = 0, 0
+    shard_offset, begin = 0, 0
     for _ in range(outer):
         for length in placement.lengths:
             size = length // placement.ranks * inner_bytes
-            yield own, begin + rank * size, size
-            own, begin = own + size, begin + length * inner_bytes
+            yield shard_offset, begin + rank * size, size
+            shard_offset, begin = shard_offset + size, begin + length * inner_bytes
 
 
 def _cut_runs(runs: Iterable[_Run], low: int, high: int) -> Iterator[_Run]:
     """Leave of runs what lies from own byte ``low`` up to ``high``."""
-    for own, source, size in runs:
-        start, end = max(low, own), min(high, own + size)
+    for shard_offset, source, size in runs:
+        start, end = max(low, shard_offset), min(high, shard_offset + size)
         if start < end:
-            yield start, source + start - own, end - start
+            yield start, source + start - shard_offset, end - start
 
 
 def _sections(runs: Iterable[_Run], chunk_bytes: int) -> Iterator[list[_Run]]:
@@ -159,10 +159,10 @@ def _read_section(runs: list[_Run], chunks: ByteRange) -> Iterator[tuple[int, to
     for chunk in chunks(at, end):
         stop = at + chunk.nbytes
         while number < len(runs) and runs[number][1] < stop:
-            own, source, size = runs[number]
+            shard_offset, source, size = runs[number]
             first, last = max(source, at), min(source + size, stop)
             if first < last:
-                yield own + first - source, torch.frombuffer(chunk[first - at : last - at], dtype=torch.uint8)
+                yield shard_offset + first - source, torch.frombuffer(chunk[first - at : last - at], dtype=torch.uint8)
             if source + size > stop:
                 break
             number += 1
@@ -194,7 +194,7 @@ def _read_rows(
         at = row * row_bytes
         stream.fill(block[max(0, begin - at) : end - at].numpy().data)
         runs = _runs_along(block.view(rows, length, inner_bytes), placement, rank, 1).flatten()
-        own = row * own_bytes
-        start, stop = max(low, own), min(high, own + rows * own_bytes)
-        yield start, runs[start - own : stop - own]
+        shard_offset = row * own_bytes
+        start, stop = max(low, shard_offset), min(high, shard_offset + rows * own_bytes)
+        yield start, runs[start - shard_offset : stop - shard_offset]
     stream.end()

@@ -182,14 +182,14 @@ def run_stream(
                     lane.wait(entry.marks)
             starts[action] = stamp()
             entry.run()
-            ends[action] = now = stamp()
+            ends[action] = now_s = stamp()
             if entry.announce:
                 if entry.mark is not None:
                     entry.mark.record()
                 gate.announce(stream, entry.count)
-            if sample is not None and now >= due:
-                times.samples.append((now, sample()))
-                due = now + times.period_s
+            if sample is not None and now_s >= due:
+                times.samples.append((now_s, sample()))
+                due = now_s + times.period_s
             if gate.failure is not None and entry is not entries[-1]:
                 gate.reached[stream] = Reached(ended + 1)
                 raise Stopped

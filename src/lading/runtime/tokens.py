@@ -89,8 +89,8 @@ def _reading(path: Path) -> Generator[None]:
     except BaseException as error:  # a panic is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"data.tokenizer: expected a tokenizer.json at {path}: {said}") from error
+        message = " ".join(str(error).split())[:300]
+        raise ConfigError(f"data.tokenizer: expected a tokenizer.json at {path}: {message}") from error
 
 
 def _specials(made: Any, path: Path) -> Specials:

@@ -152,7 +152,7 @@ def parameter_kernel(
         if step is not None and counts:
             step.add_(1)
         grouped = rate.rules.get(parameter)
-        now, lr = (rule, rate.value) if grouped is None else (grouped, grouped.lr)
+        current_rule, lr = (rule, rate.value) if grouped is None else (grouped, grouped.lr)
         room = None
         if copied and master is not None:
             room = torch.empty(copied // 4, dtype=torch.float32, device=param.device)
@@ -165,7 +165,7 @@ def parameter_kernel(
             elif copied:
                 seen = torch.empty_like(moved).copy_(gradient)
             mine = [p.clone() if p.dim() == 0 and moved is not last else p for p in parts]  # a number of all pieces
-            now.update(moved, seen, dict(zip(names, mine, strict=True)), lr=lr, step=step)
+            current_rule.update(moved, seen, dict(zip(names, mine, strict=True)), lr=lr, step=step)
             if master is not None:
                 rounded.copy_(moved)
 

@@ -139,8 +139,8 @@ def values_here(values: Mapping[str, Value], ranks: NumberedRank | None) -> dict
 
     A stage that reads a weight which another updates has a copy of it.
     """
-    here = {name for name, value in values.items() if value.owners == STAGES or is_here(value, ranks)}
-    return {n: v if n in here else dataclasses.replace(v, storages=()) for n, v in values.items()}
+    local_names = {name for name, value in values.items() if value.owners == STAGES or is_here(value, ranks)}
+    return {n: v if n in local_names else dataclasses.replace(v, storages=()) for n, v in values.items()}
 
 
 def local_value(value: Value) -> Value:
@@ -162,8 +162,8 @@ def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
     placements = (p.placement for graph in graphs for p in graph.parameters)
     counts = {placement.over: placement.ranks for placement in placements if placement is not None}
     values: dict[str, Value] = {}
-    for name in dict.fromkeys(name for held in each for name in held):
-        having = [number for number, held in enumerate(each) if name in held]
+    for name in dict.fromkeys(name for rank_values in each for name in rank_values):
+        having = [number for number, rank_values in enumerate(each) if name in rank_values]
         stage = next((number for number in having if name in trained[number]), having[0])
         value = each[rank][name] if rank in having else dataclasses.replace(each[stage][name], storages=())
         if value.owner is None:

@@ -79,7 +79,7 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
     last = len(times.program.ranks) - 1
     shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
     drawn = rank_timeline(times, ranks=shown)
-    held = [occupancy(simulated, rank) for rank in shown]
+    occupancies = [occupancy(simulated, rank) for rank in shown]
     step_s = simulated.step.step_s
     equal_s = step_s - simulated.step.shares_s[WAITING]
     events, labels = list(drawn.events), dict(drawn.labels)
@@ -87,8 +87,8 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
         number = times.program.bounds[-1] + place
         labels[number] = WAITING
         events.append(Event(rank, COMPUTE, number, equal_s, step_s))
-    memory = tuple(sample for one in held for sample in one.samples(f"rank {one.rank}"))
-    peak = max(one.peak_bytes for one in held)
+    memory = tuple(sample for one in occupancies for sample in one.samples(f"rank {one.rank}"))
+    peak = max(one.peak_bytes for one in occupancies)
     return dataclasses.replace(drawn, events=tuple(events), labels=labels, memory=memory, peak_bytes=peak)
 
 

@@ -363,10 +363,10 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
     for a, b in zip(left.segments, right.segments, strict=True):
         for one, other in zip(a.ops, b.ops, strict=False):
             if _no_numbers(one) != _no_numbers(other):
-                told = [f" with {op.settings}" if one.name == other.name else "" for op in (one, other)]
+                texts = [f" with {op.settings}" if one.name == other.name else "" for op in (one, other)]
                 raise CaptureError(
-                    f"{one.name} in {a.name}.{one.module}{told[0]} is {other.name} in {other.module}{told[1]} {where}; "
-                    "a table needs the same operations at every size"
+                    f"{one.name} in {a.name}.{one.module}{texts[0]} is {other.name} in {other.module}{texts[1]} "
+                    f"{where}; a table needs the same operations at every size"
                 )
         same = [dataclasses.replace(s, ops=(), tensors=tuple(_no_dims(t) for t in s.tensors)) for s in (a, b)]
         if len(a.ops) != len(b.ops) or same[0] != same[1]:

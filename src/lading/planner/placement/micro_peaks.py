@@ -50,11 +50,11 @@ class _FlowArrays:
     def peak(self, first: int, end: int) -> float:
         """Largest sum of bytes at once of groups ``first`` to ``end`` - 1 on one device: flows and what works."""
         inside = (self.group >= first) & (self.group < end)
-        there = inside[self.target]
+        flows_inside = inside[self.target]
         begin = np.full(len(self.size), self.tasks)
         last = np.full(len(self.size), -1)
-        np.minimum.at(begin, self.flow[there], self.target[there])
-        np.maximum.at(last, self.flow[there], self.target[there])
+        np.minimum.at(begin, self.flow[flows_inside], self.target[flows_inside])
+        np.maximum.at(last, self.flow[flows_inside], self.target[flows_inside])
         made_here = inside[self.source]
         begin = np.where(made_here, self.source, begin)
         last = np.where(made_here, np.maximum(last, self.source), last)

@@ -105,9 +105,9 @@ def windows_of(problem: PlacementProblem, devices: Sequence[int]) -> tuple[int, 
         order.setdefault(device, len(order))
     windows, resident = [1] * len(problem.network.devices), problem.resident_on(devices)
     for device, place in order.items():
-        here = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
-        kept_bytes = sum(g.kept_bytes for g in here)
-        free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in here)
+        device_groups = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
+        kept_bytes = sum(g.kept_bytes for g in device_groups)
+        free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in device_groups)
         most = min(problem.micro_batches, len(order) - place)
         windows[device] = max(1, min(most, free // kept_bytes if kept_bytes else most))
     parts = list(order)

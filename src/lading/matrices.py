@@ -298,7 +298,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         flights, moving, groups = self._early.take()
         for number, moved in moving.items():
             for key, value in self._local_states(number).items():
-                value.copy_(moved.held[key])
+                value.copy_(moved.next_states[key])
         elsewhere = {whole.parameter for whole in self._wholes}
         for number in gradients.keys() & elsewhere - moving.keys():
             moving[number] = self._moving(number, gradients[number], self._local_states(number))

@@ -205,7 +205,7 @@ def _unit(modules: Modules, costs: Costs, bucket: Bucket) -> ShardedUnit:
 
 
 #: Buckets of a plan, and the step they make.
-_Found = tuple[tuple[Bucket, ...], Walked]
+_WalkedBuckets = tuple[tuple[Bucket, ...], Walked]
 
 
 class _Search:
@@ -247,7 +247,7 @@ class _Search:
         """Whether the budget holds a plan."""
         return self.peak(buckets) <= self.budget
 
-    def best_of_policy(self, policy: str) -> _Found:
+    def best_of_policy(self, policy: str) -> _WalkedBuckets:
         """Find the buckets that a policy comes to, and their step."""
         if policy == "residency":
             tried = list(self._residency())
@@ -340,7 +340,7 @@ class _Search:
         count = _bisect_largest_count(sizes, left, lambda n: self.fits(part(n)))
         return part(count) if count > 0 else buckets
 
-    def _nearby(self, start: _Found) -> list[_Found]:
+    def _nearby(self, start: _WalkedBuckets) -> list[_WalkedBuckets]:
         """Walk to faster and faster plans, each a neighbor of the one before, as long as ``_WORK`` lasts."""
         cuts = borders(self.modules)
         work, steps = 0, [start]
@@ -359,9 +359,9 @@ class _Search:
                     break
         return steps
 
-    def _topped(self, start_plan: _Found) -> list[_Found]:
+    def _topped(self, start_plan: _WalkedBuckets) -> list[_WalkedBuckets]:
         """Fill what is left of the budget with rows of modules that fit, the last first, apart from the rest."""
-        current, tried = start_plan[0], list[_Found]()
+        current, tried = start_plan[0], list[_WalkedBuckets]()
         for start, last in reversed(self._rows(current)):
             left = self.budget - self.peak(current)
             if left < (1 - _FULL) * self.budget:
@@ -392,7 +392,7 @@ class _Search:
             self.keep is UnitResidency.STEP or (bucket.keep is UnitResidency.RELEASE and bucket.gather_again)
         )
 
-    def why(self, chosen: _Found) -> str:
+    def why(self, chosen: _WalkedBuckets) -> str:
         """Say why no more of the budget is used."""
         left = self.budget - chosen[1].peak_bytes
         released = [bucket for bucket in chosen[0] if self._can_stay(bucket)]
@@ -433,7 +433,7 @@ class _Search:
     def _size(self, first: int, last: int) -> int:
         return self.costs.of(Bucket(first, last)).gathered
 
-    def _residency(self) -> Iterator[_Found]:
+    def _residency(self) -> Iterator[_WalkedBuckets]:
         """Yield every plan that is tried; the plain policies first."""
         for policy in POLICIES[:3]:
             yield self.best_of_policy(policy)
@@ -455,11 +455,11 @@ class _Search:
                         yield plan, self.step(plan)
 
 
-def _best(plans: Sequence[_Found], budget: int, plain: float) -> _Found:
+def _best(plans: Sequence[_WalkedBuckets], budget: int, plain: float) -> _WalkedBuckets:
     """Pick the fastest plan; of those as fast the fullest; never slower than the plain policies."""
     fastest = min(step.step_s for _, step in plans)
 
-    def fullest(nearly: float) -> _Found:
+    def fullest(nearly: float) -> _WalkedBuckets:
         as_fast = [each for each in plans if each[1].step_s <= min(plain, fastest * (1 + nearly))]
         return max(as_fast, key=lambda each: each[1].peak_bytes)
 

@@ -56,12 +56,12 @@ class Under:
     Attributes:
         work: Handle to wait for; None once it has ended.
         arrived: Elements that come, piece after piece, from the first rank to the last.
-        sent: Elements that go, alive until they have gone.
+        outgoing: Elements that go, alive until they have gone.
     """
 
     work: Any
     arrived: torch.Tensor
-    sent: torch.Tensor
+    outgoing: torch.Tensor
 
     def wait(self, traffic: Traffic) -> None:
         """Return once everything has come and gone; the time counts as waited."""

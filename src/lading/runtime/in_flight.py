@@ -29,14 +29,14 @@ class Moving:
     Attributes:
         param, travels: This rank's pieces of the parameter, and of what goes to owners; both of ``region``'s shape.
         region: Region of the parameter that lies on this rank.
-        held: Elementwise states after this update.
+        next_states: Elementwise states after this update.
         update: Number of this parameter's update, from 1.
     """
 
     param: torch.Tensor
     travels: torch.Tensor
     region: ShardRegion
-    held: States
+    next_states: States
     update: int
 
 

@@ -108,20 +108,20 @@ class HostWatch:
         elif not words and abs(step_s / planned_s - 1) <= _TOLD:
             return ""
         took = f" now, {format_seconds(before_s)} before" if before_s else ""
-        message = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
-        message = f"{message}: {words}" if words else message
-        message += load_words(self._load.share(), self.prepared.run.num_threads)
+        told = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
+        told = f"{told}: {words}" if words else told
+        told += load_words(self._load.share(), self.prepared.run.num_threads)
         if not self._plans or step_s * steps_left < _WORTH_S:
-            return message
-        return f"{message}; {self._planned_again(speed)}"
+            return told
+        return f"{told}; {self._planned_again(speed)}"
 
     def _planned_again(self, speed: HostSpeed) -> str:
         from lading.sim.device_step import job_step_s  # a run with a plan of its own needs no simulator
 
         started, before = time.perf_counter(), self.prepared
-        machine_now = machine_from_dict(before.plan.request.machine_table, "the plan's machine").at_speed(speed)
-        now_s = job_step_s([before.program], machine_now)
-        plan = replanning.plan_apart(before, machine_now)
+        now = machine_from_dict(before.plan.request.machine_table, "the plan's machine").at_speed(speed)
+        now_s = job_step_s([before.program], now)
+        plan = replanning.plan_apart(before, now)
         took = format_seconds(time.perf_counter() - started)
         if isinstance(plan, str):
             return f"tried for {took} to plan again for this speed, in vain: {plan}; the run keeps its plan"
@@ -155,5 +155,5 @@ def speed_words(speed: HostSpeed) -> str:
     for cause, factor in speed.tiers.items():
         tier, _, way = cause.rpartition(".")
         factors[f"{'reads' if way == READ else 'writes'} of the {tier}"] = factor
-    factor_texts = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
-    return f"beside the machine file, {', '.join(factor_texts)} times as long" if factor_texts else ""
+    told = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
+    return f"beside the machine file, {', '.join(told)} times as long" if told else ""

@@ -6,6 +6,7 @@ It sees the storages that operations create, mutate and alias.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lading.alone import ADVICE, is_of_ranks
 from lading.errors import CaptureError
+from lading.ir.frozen import ReadTensor
 from lading.ir.graph import (
     DTYPE_BYTES,
     Arg,
@@ -115,6 +117,7 @@ class Tracer(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
+        self.read_tensors: list[ReadTensor] = []  # that nobody declared
         self._storage_ids: dict[int, int] = {}
         self._tensor_ids: dict[Tensor, int] = {}
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
@@ -451,6 +454,9 @@ class Tracer(TorchDispatchMode):
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
         self._constant(t, real)
+        if not isinstance(t, FakeTensor) and not t.is_inference():  # torch counts no writes of those
+            said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
+            self.read_tensors.append(ReadTensor(weakref.ref(t), t._version, said))
 
     def _encode(self, arg: Any) -> Arg:
         if isinstance(arg, torch.Tensor):

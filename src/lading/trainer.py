@@ -701,7 +701,8 @@ class Trainer:
             self.wait_saved()
             names, folder = self._custody.names, folder_beside(self.program, self._settings[1])
             carried = CarriedValues(self._executor, self._values, names, self._replicas, folder)
-            self.close()
+            with self._saves.keeping_folders():
+                self.close()
             self._paused = carried
 
     def resume(

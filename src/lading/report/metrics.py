@@ -42,6 +42,7 @@ class MetricsLog:
             raise cannot_write(path, error) from error
         self._synced_s = time.monotonic()
         self._failed = False
+        self._unwritten = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record.
@@ -55,7 +56,8 @@ class MetricsLog:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"expected numbers, text, lists or dicts as metrics, got {record!r}: {error}") from error
         try:
-            self._write(f"{line}\n".encode())
+            self._unwritten += f"{line}\n".encode()
+            self._write()
             if time.monotonic() - self._synced_s > _SYNC_S:
                 self._sync()
         except OSError as error:
@@ -65,21 +67,24 @@ class MetricsLog:
     def sync(self) -> None:
         """Wait until all that was logged is on disk, where a machine that stops does not lose it.
 
+        What the disk has not taken before is tried once more.
+
         Raises:
             StorageError: the disk fails.
         """
         try:
+            self._write()
             self._sync()
         except OSError as error:
             self._failed = True
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> StorageError:
-        return StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume")
+        return StorageError(f"{cannot_write(self.path, error)}; then go on with --resume")
 
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[self._file.write(data) :]
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())

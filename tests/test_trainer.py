@@ -332,9 +332,11 @@ def test_two_trainers_save_into_one_folder(planned: tuple[Plan, StepGraph], tmp_
     with Trainer(*planned, net(), folder=tmp_path) as again:  # the first is closed, and still somebody's
         again.save(tmp_path / "saved")
         again.pause()
-        with Trainer(*planned, net(), folder=tmp_path) as other:
-            with pytest.raises(StorageError, match=rf"expected {tmp_path}/saved to be free, found another"):
-                other.save(tmp_path / "saved")
+        with (
+            Trainer(*planned, net(), folder=tmp_path) as other,
+            pytest.raises(StorageError, match=rf"expected {tmp_path}/saved to be free, found another"),
+        ):
+            other.save(tmp_path / "saved")
         again.resume(*planned)
         again.save(tmp_path / "saved")
     assert trainer.steps == 3

@@ -18,6 +18,10 @@ from lading.files import cannot_read, cannot_write, read_bytes, remove_file, ren
 
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
+#: What to do without the figures of the steps before a checkpoint.
+_GONE = (
+    "put it back, or begin anew in another folder (out); lading export CHECKPOINT --to FOLDER writes the trained values"
+)
 #: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
 _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "base_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
 
@@ -160,7 +164,7 @@ def truncate_after(path: Path, step: int) -> int:
         ConfigError: as for ``read_metrics``.
     """
     if not path.exists():
-        raise ConfigError(f"expected metrics at {path}, found no file")
+        raise ConfigError(f"expected metrics at {path}, found no file; {_GONE}")
     lines, remaining, reached = read_bytes(path).split(b"\n")[:-1], list[dict[str, Any]](), step < 0
     for number, line in enumerate(lines, 1):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -11,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint, step_of
 from lading.config import load_run
 from lading.errors import StorageError
 from lading.ir.plan import Plan
@@ -168,7 +170,38 @@ def test_a_full_disk_when_a_figure_is_logged(tmp_path: Path) -> None:
         for descriptor in os.listdir("/proc/self/fd"):
             if os.path.realpath(f"/proc/self/fd/{descriptor}") == str(tmp_path / "metrics.jsonl"):
                 os.dup2(full, int(descriptor))
-        with pytest.raises(StorageError, match=r"metrics.jsonl: No space"):
+        with pytest.raises(StorageError, match=r"metrics.jsonl: No space.*; free some space.*--resume"):
             log.log({"step": 1})
     os.close(full)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_no_checkpoint_is_ahead_of_figures_that_the_disk_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that fails once is tried again when the run saves what it had reached; the step of one that goes on failing
+    is made again.
+    """
+    for name, failures in (("once", 1), ("ever", 1 << 30)):
+        (tmp_path / name).mkdir()
+        settings = ["optimization={steps=6, warmup_steps=0}", "checkpoint={every_steps=2, wait=true}"]
+        run = load_run(write_run(tmp_path / name), [*settings, "memory={policy='keep-all', budget='100%'}"])
+        out, left, write = Path(run.out), [failures], MetricsLog._write
+
+        def fails(self: MetricsLog, left: list[int] = left, write: Any = write) -> None:
+            if b'{"step": 4' in self._unwritten and left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            write(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsLog, "_write", fails)
+            with pytest.raises(StorageError, match=r"metrics.jsonl: Input/output error; check the disk") as caught:
+                train_run(run)
+        saved = "saved in" if name == "once" else "could not be saved"
+        assert any(saved in note for note in caught.value.__notes__)
+        newest = latest_checkpoint(out / "checkpoints")
+        assert newest is not None
+        assert len(read_steps(out / "metrics.jsonl")) == step_of(newest) == (5 if name == "once" else 4)
+        train_run(run, resume=True)
+        assert [record["step"] for record in read_steps(out / "metrics.jsonl")] == list(range(6))

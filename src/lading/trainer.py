@@ -20,8 +20,8 @@ import torch
 
 from lading.alone import check_only_rank
 from lading.captures import (
-    CapturedStep,
     Loss,
+    captured_step,
     checked_model,
     digest_of,
     join,
@@ -212,10 +212,7 @@ class Trainer:
         _, folder, threads, device, _ = self._settings
         smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), (*captures, *shapes), strict=True)
-        self._steps = [
-            CapturedStep(number, captured.trains, captured.output_names, each, captured.frozen, model)
-            for number, (each, captured) in enumerate(runs)
-        ]
+        self._steps = [captured_step(number, captured, each, model) for number, (each, captured) in enumerate(runs)]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
@@ -704,7 +701,8 @@ class Trainer:
             self.wait_saved()
             names, folder = self._custody.names, folder_beside(self.program, self._settings[1])
             carried = CarriedValues(self._executor, self._values, names, self._replicas, folder)
-            self.close()
+            with self._saves.keeping_folders():
+                self.close()
             self._paused = carried
 
     def resume(

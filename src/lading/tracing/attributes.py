@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
@@ -161,6 +162,8 @@ def _walk(tables: dict[int, AttributeTable], label: str, value: Any, depth: int,
     elif isinstance(value, partial):
         _walk(tables, f"{label}.keywords", value.keywords, depth)
         value = (value.func, value.args)
+    elif isinstance(value, torch.optim.Optimizer):  # its states change by themselves, its settings are told
+        label, value, attribute = f"{label}.param_groups", value.param_groups, "param_groups"
     table = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
     owner = type(value) if table is None and _is_plain_object(value) else None
     if owner is not None:
@@ -210,7 +213,8 @@ def _is_plain_object(value: Any) -> bool:
         return False
     if is_apart(value):
         return False
-    return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
+    is_of_torch = type(value).__module__.startswith("torch") and not isinstance(value, LRScheduler)
+    return type(getattr(value, "__dict__", None)) is dict and not is_of_torch
 
 
 def _is_array(value: Any) -> bool:

@@ -28,7 +28,14 @@ from lading.ir.host_speed import READ, WRITE
 from lading.ir.machine import MEMORY, HostSpeed, Machine
 from lading.ir.plan import Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
-from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
+from lading.memory.guards import (
+    Guards,
+    find_guards,
+    find_routers_alone,
+    layer_names,
+    replay_bytes,
+    with_late_reads,
+)
 from lading.memory.lifetime import Lifetimes, gaps, is_movable
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
@@ -40,6 +47,10 @@ from lading.units import format_bytes, format_seconds
 
 #: Setting of a plan: whether experts without tokens are left out of its step.
 EXPERTS = "experts"
+#: Setting of a plan: whether its step, which leaves out nothing, counts what routers choose.
+COUNTED = "counted_experts"
+#: Share by which sums of the same seconds differ.
+_ROUNDING = 1e-9
 #: Shares of steps below which experts are read late, tried in turn.
 _BOUNDS = (0.0, 0.5, 0.9)
 #: A gap of fewer operations is no time to go away.
@@ -91,7 +102,8 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     """Plan a step that leaves out experts without tokens: the plan whose step is expected to be the shortest.
 
     That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
-    often in memory and has all others wait on the nearest tier (``kept_experts``).
+    often in memory and has all others wait on the nearest tier (``kept_experts``); or, where none of these is expected
+    to pay, the plan that fetches every expert, which needs no room for updates and on a device waits for no router.
 
     Args:
         make: Plans the step by a policy, within a budget of the device, for a machine.
@@ -104,11 +116,50 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     first = make(policy, budget, machine)
     allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
+    whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
+    if not _are_seldom(known) and host_wait_s(machine):  # for nothing
+        return _fetching_all(first, machine, whole_s)
     plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, machine, first)]
     if shares and policy == POLICIES[-1]:
         plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
     each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
-    return min(each, key=lambda made: made[0])[1]
+    expected_s, chosen = min(each, key=lambda made: made[0])
+    return chosen if expected_s <= whole_s * (1 + _ROUNDING) else _fetching_all(first, machine, whole_s, expected_s)
+
+
+def _are_seldom(shares: Shares) -> bool:
+    """Whether some expert gets no token in some steps."""
+    return any(share < 1 for row in shares.values() for share in row)
+
+
+def _fetching_all(first: Planned, machine: Machine, whole_s: float, expected_s: float | None = None) -> Planned:
+    """Plan in which every expert is fetched in every step: without waits and room for updates, but counting choices.
+
+    Args:
+        first: Plan of the step that knows nothing of experts.
+        whole_s: Seconds of its step, counting included.
+        expected_s: Seconds expected of the best step that leaves experts out; None where that cannot be shorter.
+    """
+    plan, guards = first.plan, find_routers_alone(first.program)
+    timeline = simulate(first.program, machine, longer_s=_waits_s(guards, machine))
+    count = sum(router.experts for router in guards.routers if router.micro_batch == 0)
+    why = "no step is known to choose one for no token"
+    if expected_s is not None:
+        why = f"a step that leaves some out is expected to take {format_seconds(expected_s)}"
+    sentence = (
+        f"{count} experts are fetched in every step, {format_seconds(whole_s)}: {why}; what routers choose is counted"
+    )
+    return dataclasses.replace(
+        first,
+        plan=dataclasses.replace(
+            plan,
+            predictions=dataclasses.replace(
+                plan.predictions, step_s=timeline.duration_s, actions=action_times(timeline.events)
+            ),
+            request=dataclasses.replace(plan.request, settings={**plan.request.settings, COUNTED: 1.0}),
+            assumptions=(*plan.assumptions, sentence),
+        ),
+    )
 
 
 def _with_room(
@@ -237,8 +288,8 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
     """
     plan, program = made.plan, made.program
-    is_known = any(share < 1 for row in shares.values() for share in row)
-    tried = [_made(program, machine, shares, bound) for bound in (_BOUNDS if is_known else _BOUNDS[:1])]
+    bounds = _BOUNDS if _are_seldom(shares) else _BOUNDS[:1]
+    tried = [_made(program, machine, shares, bound) for bound in bounds]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
@@ -368,8 +419,12 @@ def host_wait_s(machine: Machine) -> float:
 
 
 def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
-    """Seconds that the host waits for what each router chose, by the action that runs it first."""
-    return dict.fromkeys(guards.chosen_at, host_wait_s(machine))
+    """Seconds that each router takes longer, by the action that runs it first: the host waits for what it chose.
+
+    Where nothing is left out nobody waits: a copy beside computing is launched.
+    """
+    counts_s = 0.0 if machine.device.kind == "cpu" else machine.device.op_overhead_s
+    return dict.fromkeys(guards.chosen_at, host_wait_s(machine) if guards.actions else counts_s)
 
 
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:

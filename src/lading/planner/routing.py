@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 from lading.errors import ConfigError, PlanInfeasible, check_type
@@ -36,7 +37,7 @@ from lading.memory.guards import (
     replay_bytes,
     with_late_reads,
 )
-from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
@@ -53,6 +54,8 @@ COUNTED = "counted_experts"
 _ROUNDING = 1e-9
 #: Shares of steps below which experts are read late, tried in turn.
 _BOUNDS = (0.0, 0.5, 0.9)
+#: Plans that are tried between one that keeps as many experts as fit and one that keeps too many.
+_NARROWED = 3
 #: A gap of fewer operations is no time to go away.
 _LEAST_OPS = 10
 #: Steps that stand for all, and by how much the next expert's places among them are shifted: in each, experts get
@@ -120,8 +123,10 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     if not _are_seldom(known) and host_wait_s(machine):  # for nothing
         return _fetching_all(first, machine, whole_s)
     plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, machine, first)]
+    if first.program.graph.on_host:
+        plans.append(_on_device(partial(make, policy), first, machine))
     if shares and policy == POLICIES[-1]:
-        plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
+        plans += _KeptExperts(make, machine, known, first, plans[-1], allowed_bytes).plans()
     each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
     expected_s, chosen = min(each, key=lambda made: made[0])
     return chosen if expected_s <= whole_s * (1 + _ROUNDING) else _fetching_all(first, machine, whole_s, expected_s)
@@ -162,6 +167,18 @@ def _fetching_all(first: Planned, machine: Machine, whole_s: float, expected_s: 
     )
 
 
+def _on_device(make: Callable[..., Planned], first: Planned, machine: Machine) -> Planned:
+    """Plan of a step with every operation on the device, within the same budget.
+
+    An update on the host runs in every step, and zeros are moved there for it: too much where much is left out.
+
+    Args:
+        first: Plan that has operations on the host.
+    """
+    alone = dataclasses.replace(machine, host_device=None)
+    return _as_asked(_with_room(partial(make, machine=alone), first.plan.budgets[DEVICE], alone), first, machine)
+
+
 def _with_room(
     make: Callable[[int], Planned], allowed_bytes: int, machine: Machine, made: Planned | None = None
 ) -> Planned:
@@ -182,46 +199,75 @@ class _KeptExperts:
     Attributes:
         shares: Shares of steps of every router.
         first: Plan of a policy that does not know them.
+        rest: Another such plan, of which all but the values of experts may be where it has them.
     """
 
     make: Maker
     machine: Machine
     shares: Shares
     first: Planned
+    rest: Planned
     allowed_bytes: int
 
     def plans(self) -> Iterator[Planned]:
-        """Yield plans in which the others' values wait whenever they are unused, and between steps only."""
+        """Yield plans in which the others' values wait whenever they are unused, and between steps only.
+
+        Whatever else there is stays on the device, or is where the search for a plan has put it.
+        """
         tier = next((name for name, size in self.first.plan.budgets.items() if name != DEVICE and size), None)
         graph = self.first.program.graph
         sizes = _expert_bytes(graph)
         if tier is None or not sizes:
             return
-        for least_ops in (_LEAST_OPS, len(graph.ops)):
-            count, fewer = len(sizes), 1
-            while count >= 0:
-                try:
-                    yield self._plan(tier, count, least_ops)
-                    break
-                except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
-                    if error.missing_bytes <= 0:  # a lower tier is full, of which fewer kept experts need more
-                        break
-                    count -= max(fewer, error.missing_bytes * len(sizes) // sum(sizes.values()))
-                    fewer *= 2
+        for least_ops, rest in product((_LEAST_OPS, len(graph.ops)), (None, self.rest)):
+            made = self._with_most(partial(self._plan, tier, least_ops=least_ops, rest=rest), sizes)
+            if made is not None:
+                yield made
 
-    def _plan(self, tier: str, count: int, least_ops: int) -> Planned:
+    def _with_most(self, make: Callable[[int], Planned], sizes: Mapping[frozenset[Expert], int]) -> Planned | None:
+        """Plan with as many experts kept as fit, or almost; None where none fits.
+
+        Args:
+            make: Plans with so many kept.
+            sizes: Bytes of each expert.
+        """
+        count, fewer, too_many, made = len(sizes), 1, len(sizes) + 1, None
+        while made is None:
+            try:
+                made = make(count)
+            except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
+                if error.missing_bytes <= 0 or not count:  # a lower tier is full, of which fewer kept experts need more
+                    return None
+                too_many = count
+                more = max(fewer, error.missing_bytes * len(sizes) // sum(sizes.values()))
+                count, fewer = max(0, count - more), 2 * fewer
+        for _ in range(_NARROWED):
+            if (middle := (count + too_many) // 2) == count:
+                break
+            try:
+                made, count = make(middle), middle
+            except PlanInfeasible:
+                too_many = middle
+        return made
+
+    def _plan(self, tier: str, count: int, *, least_ops: int, rest: Planned | None) -> Planned:
         """Plan with so many experts kept; asked for as the first plan was."""
         graph, names = self.first.program.graph, layer_names(find_routers(self.first.program.graph))
         shares = {e: max(self.shares[names[layer]][number] for layer, number in e) for e in _expert_bytes(graph)}
         fetched = sorted(shares.values())[: len(shares) - count]
         often = max(_LEAST_SHARE, sum(fetched) / len(fetched)) if fetched else 1.0
         speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
-        make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops))
+        make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops, rest=rest))
         made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes, self.machine)
-        steps = zip(made.plan.others, made.others, self.first.plan.others, strict=True)
-        others = tuple(_for_machine(*each, self.machine) for each in steps)
-        plan = dataclasses.replace(_for_machine(made.plan, made.program, self.first.plan, self.machine), others=others)
-        return dataclasses.replace(made, plan=plan)
+        return _as_asked(made, self.first, self.machine)
+
+
+def _as_asked(made: Planned, first: Planned, machine: Machine) -> Planned:
+    """Plan of a step, with those of its others, as plans for a machine; ``first`` was asked for alike, for that one."""
+    steps = zip(made.plan.others, made.others, first.plan.others, strict=True)
+    others = tuple(_for_machine(*each, machine) for each in steps)
+    plan = dataclasses.replace(_for_machine(made.plan, made.program, first.plan, machine), others=others)
+    return dataclasses.replace(made, plan=plan)
 
 
 def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) -> Plan:
@@ -251,7 +297,9 @@ def _expert_bytes(graph: StepGraph) -> dict[frozenset[Expert], int]:
     return sizes
 
 
-def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _LEAST_OPS) -> Policy:
+def kept_experts(
+    shares: Shares, tier: Option, count: int, *, least_ops: int = _LEAST_OPS, rest: Planned | None = None
+) -> Policy:
     """Policy that keeps the values of the experts chosen most often in memory; those of others wait while unused.
 
     Args:
@@ -259,6 +307,7 @@ def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _
         tier: Tier that the others' values wait on.
         count: Experts that are kept, of all layers together.
         least_ops: Operations between two uses within a step, of more of which the others' values go away, too.
+        rest: Plan of the step whose choices hold for all that is no expert's value; None keeps it on the device.
     """
 
     def often_chosen_experts(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
@@ -267,17 +316,41 @@ def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _
         owners = owned_values(graph, routed)
         share = {each: max(shares[names[layer]][expert] for layer, expert in each) for each in owners.values()}
         kept = set(sorted(share, key=lambda each: (-share[each], sorted(each)))[:count])
-        return {
+        values = owners.keys() & graph.persistent
+        others = {} if rest is None else _choices_of(rest, graph, lives)
+        return {gap: option for gap, option in others.items() if gap[0] not in values} | {
             (gap.storage, gap.start): tier
             for gap in gaps(graph, lives)
-            if gap.storage in graph.persistent
-            and gap.storage in owners
+            if gap.storage in values
             and owners[gap.storage] not in kept
             and (gap.wraps or gap.end - gap.start > least_ops)
             and is_movable(graph, gap.storage, PAGE_BYTES)
         }
 
     return often_chosen_experts
+
+
+def _choices_of(made: Planned, graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Choices of a plan for the gaps of another form of its step, where it has the same storages; {} where not."""
+    before = made.program.graph
+    if [(s.name, s.size_bytes) for s in before.storages] != [(s.name, s.size_bytes) for s in graph.storages]:
+        return {}
+    options = {(choice.storage, choice.start): choice.option for choice in made.plan.choices.gaps}
+    rows: dict[int, list[Option]] = {}
+    for gap in gaps(before, lifetimes(before)):
+        rows.setdefault(gap.storage, []).append(options.get((gap.storage, gap.start), Option.KEEP))
+    choices: dict[tuple[int, int], Option] = {}
+    for gap in gaps(graph, lives):
+        row = rows.get(gap.storage)
+        option = row.pop(0) if row else Option.KEEP
+        is_possible = (
+            can_recompute(graph, lives, gap)
+            if option == Option.RECOMPUTE
+            else is_movable(graph, gap.storage, PAGE_BYTES)
+        )
+        if option != Option.KEEP and is_possible:
+            choices[gap.storage, gap.start] = option
+    return choices
 
 
 def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes: int) -> tuple[float, Planned]:

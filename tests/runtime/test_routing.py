@@ -201,8 +201,11 @@ def test_experts_often_chosen_stay_beside_what_the_search_has_moved() -> None:
     (none, moved_s), (count, kept_s) = (_stays_and_seconds(made, machine) for made in (moved, kept))
     assert (none, count) == (0, 2)  # the one of each layer that is chosen in every step
     assert kept_s < moved_s
-    away = {a.storage for a in kept.program.actions if a.kind is ActionKind.MOVE and a.storage is not None}
-    assert any(step.storages[s].role is Role.ACTIVATION for s in away)
+    moves = [(a.storage, a.stream) for a in kept.program.actions if a.kind is ActionKind.MOVE and a.storage is not None]
+    written = [storage for storage, stream in moves if stream == "host_write"]
+    row = next(each for each in kept.plan.policies if each.policy == kept.plan.request.policy)
+    assert row.moved_bytes["host_write"] == sum(step.storages[storage].size_bytes for storage in written)
+    assert any(step.storages[s].role is Role.ACTIVATION for s, _ in moves)
 
 
 def _stays_and_seconds(made: Planned, machine: Machine) -> tuple[int, float]:

@@ -43,7 +43,7 @@ from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
 from lading.planner.api import POLICIES, Planned
 from lading.planner.policies import Policy
-from lading.sim.device_step import simulate, step_times
+from lading.sim.device_step import simulate, stall_s, step_times
 from lading.units import format_bytes, format_seconds
 
 #: Setting of a plan: whether experts without tokens are left out of its step.
@@ -277,8 +277,15 @@ def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) ->
         asked: Plan of the same step that was asked for alike, for that machine.
     """
     timeline, mine = simulate(program, machine), plan.predictions
+    row = next((row for row in plan.policies if row.policy == plan.request.policy), None)
+    rows = asked.policies
+    if row is not None:  # what this plan moves, under the name that it was asked for by
+        name = asked.request.policy
+        row = dataclasses.replace(row, policy=name, step_s=timeline.duration_s, stall_s=stall_s(timeline, program))
+        rows = tuple(row if each.policy == name else each for each in rows)
     predictions = dataclasses.replace(
         asked.predictions,
+        policies=rows,
         step_s=timeline.duration_s,
         actions=action_times(timeline.events),
         peaks=mine.peaks,

@@ -300,7 +300,7 @@ def _trained(
 
 def _watch_over(prepared: Prepared) -> type[Watch]:
     """Watch over a run of this plan; steps that leave out experts differ, so they say little of the host."""
-    if prepared.plan.leaves_out_experts:
+    if prepared.plan.experts:
         return RoutingWatch
     return HostWatch if prepared.run.memory.clipped is None else ClippingWatch
 

@@ -111,7 +111,7 @@ class Trainer:
             batch; of several micro-batches a list of each. They are yours to keep or change.
         gradient_norm: Norm of all gradients of the last step together, before they were clipped, as
             ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``clip_norm``, and after an evaluation.
-        experts: Counts of what routers chose by this plan; None where it leaves out no experts.
+        experts: Counts of what routers chose by this plan; None where it was not asked to leave out ``experts``.
         speculation: Counts steps that were clipped and run twice (``again``); None of a plan whose updates all wait.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
@@ -224,7 +224,7 @@ class Trainer:
             replicas=self._replicas,
             others=programs[1:],
             draws=[self._draws(each) for each in captures],
-            experts=self.plan.leaves_out_experts,
+            experts=self.plan.experts,
         )
         self.experts = None if self._executor.experts is None else self._executor.experts.counts
         self.speculation = self._executor.speculation

@@ -142,7 +142,7 @@ def wear_words(plan: Plan) -> str:
     """Say what a plan writes to disks in a step, and in a day of steps as long as predicted: disks wear by it.
 
     Returns:
-        One sentence; "" where it writes nothing there.
+        One sentence; "" where it writes nothing there. A plan that leaves out experts writes so much at most.
     """
     files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
     row = next((each for each in plan.policies if each.policy == plan.request.policy), None)
@@ -152,7 +152,7 @@ def wear_words(plan: Plan) -> str:
         for name, size in written.items()
         if size and plan.step_s > 0
     ]
-    each = ", on each rank" if plan.ranks > 1 else ""
+    each = ", on each rank" if plan.ranks > 1 else " at most" if plan.leaves_out_experts else ""
     return f"written{each}: {'; '.join(parts)} of steps as predicted, checkpoints aside" if parts else ""
 
 

@@ -318,9 +318,17 @@ class Binder:
 
     def _guarded(self, action: Action, run: Call | None) -> Call | None:
         """Make the call of an action that experts without tokens make needless, or that chooses experts."""
-        if self.experts is None or run is None:
+        if self.experts is None:
             return run
         guards, lane = self.experts.guards, self.lanes[action.stream]
+        changed = () if action.op is None else self.graph.op_writes[action.op]
+        if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
+            changed = (action.storage,)
+        if (ending := self.experts.ending(run, changed, lane)) is not None:
+            self.deciding.add(action.id)
+            return ending
+        if run is None:
+            return run
         if action.id in guards.chosen_at:
             self.deciding.add(action.id)
             router = guards.chosen_at.index(action.id)

@@ -105,6 +105,11 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _interleaved(_filled(request, row, assumed), assumed)
+    return _with_doubts(request, row, text, assumed, unread)
+
+
+def _with_doubts(request: StepRequest, row: Row, text: str, assumed: list[str], unread: Sequence[str]) -> StepRequest:
+    """Add to a request what makes its interval wider: what was not understood, not said, or read for the first time."""
     assumed += [f"not understood: {words}" for words in unread]
     first_reading = is_first_reading(row.family)
     if first_reading:
@@ -115,7 +120,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         first_reading=first_reading,
         unread=tuple(unread),
         unstated=tuple(_unstated(row, text, assumed)),
-        clocks_untold=bool(_limits(row, machine)),
+        clocks_untold=bool(_limits(row, request.machine)),
     )
 
 

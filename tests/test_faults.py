@@ -19,10 +19,11 @@ import torch
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, step_of
 from lading.config import load_run
-from lading.errors import StorageError
+from lading.errors import ConfigError, StorageError
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import MetricsLog, read_metrics, read_steps
+from lading.report.promises import room_words
 from lading.train import train_run
 from lading.units import MiB
 from tests.power_cuts import DiskLog
@@ -89,6 +90,21 @@ def test_a_power_cut(tmp_path: Path) -> None:
             records = (tree["out/metrics.jsonl"] or b"").split(b"\n")[: max(steps)]
             assert [json.loads(record)["step"] for record in records] == [*range(max(steps))]
     assert sorted(newest) == [0, 2, 4]
+
+
+def test_memory_that_other_processes_have_is_told_before_the_first_step(made: Plan) -> None:
+    needed = made.peak_bytes["device"]
+    assert not room_words(made, needed)
+    assert not room_words(made, None)
+    assert re.match(r"expected [\d.]+ MiB of memory for the run, found 1.00 MiB that other", room_words(made, MiB))
+
+
+def test_a_machine_file_of_another_host_is_refused_before_planning(tmp_path: Path) -> None:
+    run, machine = write_run(tmp_path), tmp_path / "machine.toml"
+    machine.write_text(re.sub(r"(?m)^host_id = .*", 'host_id = "another | 8 cores"', machine.read_text()))
+    with pytest.raises(ConfigError, match=r"measured on this host .*, found one of 'another \| 8 .*lading probe --out"):
+        train_run(load_run(run))
+    assert not (tmp_path / "out").exists()
 
 
 def swap_file(process: BaseProcess, out: Path) -> Path:

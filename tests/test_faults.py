@@ -104,7 +104,7 @@ def test_a_machine_file_of_another_host_is_refused_before_planning(tmp_path: Pat
     machine.write_text(re.sub(r"(?m)^host_id = .*", 'host_id = "another | 8 cores"', machine.read_text()))
     with pytest.raises(ConfigError, match=r"measured on this host .*, found one of 'another \| 8 .*lading probe --out"):
         train_run(load_run(run))
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "plan.json").exists()
 
 
 def swap_file(process: BaseProcess, out: Path) -> Path:

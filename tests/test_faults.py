@@ -259,7 +259,7 @@ def test_a_disk_that_fails_for_good(
     command = [sys.executable, "-m", "lading", "train", "--trust", "--plan", str(saved_plan(made, out, **changes))]
     ended = subprocess.run(
         command, env={**os.environ, **settings, **({"FAILS_READS": "1"} if reads else {})}, capture_output=True,
-        text=True, check=False, timeout=120,
+        text=True, check=False, timeout=300,
     )  # fmt: skip
     said = " ".join(ended.stderr.split())
     assert ended.returncode == 2, said

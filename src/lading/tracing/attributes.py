@@ -283,8 +283,8 @@ def carried(tables: list[AttributeTable], was_read: Callable[[torch.Tensor], boo
         before = dict(items_of(table.before))
         for key, value in items_of(table.held):
             old = before.get(key)
-            is_made = isinstance(value, FakeTensor) and isinstance(old, torch.Tensor) and value is not old
-            if is_made and was_read(old):
+            is_made = isinstance(value, FakeTensor) and value is not old
+            if is_made and isinstance(old, torch.Tensor) and was_read(old):
                 yield joined(table.label, key)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.machine import FILE
 from lading.ir.plan import Plan
 from lading.units import MiB, format_bytes, format_seconds
@@ -131,6 +132,25 @@ def limit_words(plan: Plan) -> str:
     beside = f" (beside it: {', '.join(others)})" if others else ""
     return (
         f"limit of a step in this budget: {first}{beside}; planned {format_seconds(plan.step_s)}, {above:.1%} above it"
+    )
+
+
+def room_words(plan: Plan, free_bytes: int | None) -> str:
+    """Say that a run will not find the memory that its plan takes on a CPU, as others have it.
+
+    Args:
+        free_bytes: Bytes that the process could have now; None where that is not known.
+
+    Returns:
+        One sentence; "" where there is room.
+    """
+    is_host, needed = plan.request.machine_table["device"]["kind"] == "cpu", plan.peak_bytes[DEVICE]
+    if free_bytes is None or not is_host or needed <= free_bytes:
+        return ""
+    return (
+        f"expected {format_bytes(needed)} of memory for the run, found {format_bytes(free_bytes)} "
+        "that other processes leave: the system may kill this one (--resume then goes on); end others, or plan with a "
+        "smaller budget"
     )
 
 

@@ -274,12 +274,17 @@ def left_in(tables: list[AttributeTable]) -> Left:
     return left
 
 
-def carried(tables: list[AttributeTable]) -> Iterator[str]:
-    """Paths of attributes that held a tensor and now hold one that was made in the step."""
+def carried(tables: list[AttributeTable], was_read: Callable[[torch.Tensor], bool]) -> Iterator[str]:
+    """Paths of attributes that held a tensor, which the step read, and now hold one that was made in the step.
+
+    What the step did not read it makes anew each time, as hooks of ``torch.nn.utils.weight_norm`` do.
+    """
     for table in tables:
         before = dict(items_of(table.before))
         for key, value in items_of(table.held):
-            if isinstance(value, FakeTensor) and isinstance(before.get(key), torch.Tensor) and value is not before[key]:
+            old = before.get(key)
+            is_made = isinstance(value, FakeTensor) and value is not old
+            if is_made and isinstance(old, torch.Tensor) and was_read(old):
                 yield joined(table.label, key)
 
 

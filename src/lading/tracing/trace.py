@@ -153,7 +153,7 @@ def _once(
     carry_hooks(model, fakes)
     with (
         told_if_slow("capture", lambda: len(tracer.ops)),
-        left_as_it_was(model, before, seen, run.args[0]) as left,
+        left_as_it_was(model, tracer.has_read, before, seen, run.args[0]) as left,
         without_cached_fakes(model),
         branches_of_eager(),
         uncompiled(),

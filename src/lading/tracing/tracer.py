@@ -65,6 +65,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _DEVICE = torch.ops.prim.device.default
 _CONJ = torch.ops.aten._conj.default
+_ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
 _ASSERT = torch.ops.aten._assert_async.msg
 _ADVICE = {
     "data": "its result depends on tensor values; use a form with static shapes "
@@ -82,6 +83,8 @@ _ADVICE = {
     "as the plan decides what is recomputed",
     "sparse": "its result is sparse or a lazy conjugate; use dense real arithmetic "
     "(cos and sin for rotations, Embedding(sparse=False))",
+    "forward mode": "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), which no planned step "
+    "does; use torch.autograd.grad with create_graph=True",
     "geometry": "it gives a parameter, a buffer or a tensor of the batch another shape in place; "
     "use the out-of-place form",
     "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
@@ -116,6 +119,7 @@ class Tracer(TorchDispatchMode):
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
         self.read_tensors: list[ReadTensor] = []  # that nobody declared
+        self._read_ids: set[int] = set()
         self._storage_ids: dict[int, int] = {}
         self._tensor_ids: dict[Tensor, int] = {}
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
@@ -155,6 +159,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented
+        if func is _ZERO_TANGENT:
+            raise CaptureError(self._refusal(func, _ADVICE["forward mode"]))
         if func is _CONJ:  # a lazy view in eager; every reader but a product makes the same numbers from it
             func = torch.ops.aten._conj_physical.default
         tensors = list(flat_tensors((args, kwargs)))
@@ -418,6 +424,10 @@ class Tracer(TorchDispatchMode):
         """Whether the values of a tensor are the same in every step."""
         return self._known([t]) is not None
 
+    def has_read(self, t: torch.Tensor) -> bool:
+        """Whether an operation took a tensor that nobody declared, which is alive still."""
+        return id(t) in self._read_ids
+
     def lives_on(self, t: torch.Tensor) -> bool:
         """Whether a tensor views what was there before the step."""
         role = self.storages[self.tensors[self.tensor_id(t)].storage].role
@@ -445,6 +455,7 @@ class Tracer(TorchDispatchMode):
         Raises:
             CaptureError: they are not known.
         """
+        self._read_ids.add(id(t))
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
             raise CaptureError(

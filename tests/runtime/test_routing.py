@@ -208,6 +208,40 @@ def test_experts_often_chosen_stay_beside_what_the_search_has_moved() -> None:
     assert any(step.storages[s].role is Role.ACTIVATION for s, _ in moves)
 
 
+def test_a_budget_without_room_for_updates_fetches_every_expert(graph: StepGraph) -> None:
+    """Where leaving out needs more memory than there is, the step is planned all the same."""
+    step = expand(graph, optimizer=OPTIMIZER)
+
+    def make(policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
+        return make_plan(step, machine, budget=budget, policy=policy)
+
+    budget = make("keep-all", "1GB", BEFORE_HOST).program.predicted_bytes
+    made = plan_experts(make, "keep-all", budget, BEFORE_HOST, SELDOM)
+    assert made.plan.experts == "count"
+    assert "there is no room beside its step to make up for updates later" in made.plan.assumptions[-1]
+    roomy = plan_experts(make, "keep-all", budget + (1 << 20), BEFORE_HOST, SELDOM)
+    assert roomy.plan.experts is True
+
+
+def test_experts_chosen_in_every_step_are_not_kept_for_others(graph: StepGraph) -> None:
+    """At uniform routing a CPU's plan is that of the search, to the move."""
+    step = expand(graph, optimizer=OPTIMIZER)
+    asked: list[str | Policy] = []
+
+    def make(policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
+        asked.append(policy)
+        return make_plan(step, machine, budget=budget, policy=away_to_disk if policy == "residency" else policy)
+
+    def away_to_disk(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        return {gap: Option("disk") for gap in away_for_long(graph, lives)}
+
+    first = make("residency", "1GB", small_machine())
+    made = plan_experts(make, "residency", "1GB", small_machine(), {f"layers.{n}": [1.0] * 4 for n in range(2)})
+    assert made.plan.experts is True
+    assert made.plan.choices == first.plan.choices
+    assert set(asked) == {"residency"}
+
+
 def _stays_and_seconds(made: Planned, machine: Machine) -> tuple[int, float]:
     """Experts that stay in memory, and the seconds that a step is expected to take."""
     said = next(each for each in made.plan.assumptions if "stay in memory" in each)

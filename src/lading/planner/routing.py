@@ -15,10 +15,11 @@ seldom chosen expert where the first kind moves it in every step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import inf
 from typing import Protocol
 
 from lading.errors import ConfigError, PlanInfeasible, check_type
@@ -50,6 +51,8 @@ from lading.units import format_bytes, format_seconds
 EXPERTS = "experts"
 #: Setting of a plan: whether its step, which leaves out nothing, counts what routers choose.
 COUNTED = "counted_experts"
+#: Share of a step below which a plan that keeps whole experts is not taken: it moves more than one by a search.
+_NO_MATTER = 0.01
 #: Share by which sums of the same seconds differ.
 _ROUNDING = 1e-9
 #: Shares of steps below which experts are read late, tried in turn.
@@ -114,7 +117,7 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
 
     Raises:
         ConfigError: the step has no experts, or ``shares`` are of other ones.
-        PlanInfeasible: as ``make``.
+        PlanInfeasible: as ``make``, where not even the plan that fetches every expert fits.
     """
     first = make(policy, budget, machine)
     allowed_bytes = first.plan.budgets[DEVICE]
@@ -122,14 +125,37 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
     if not _are_seldom(known) and host_wait_s(machine):  # for nothing
         return _fetching_all(first, machine, whole_s)
-    plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, machine, first)]
+    ways = [partial(_with_room, partial(make, policy, machine=machine), allowed_bytes, machine, first)]
     if first.program.graph.on_host:
-        plans.append(_on_device(partial(make, policy), first, machine))
-    if shares and policy == POLICIES[-1]:
-        plans += _KeptExperts(make, machine, known, first, plans[-1], allowed_bytes).plans()
-    each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
-    expected_s, chosen = min(each, key=lambda made: made[0])
-    return chosen if expected_s <= whole_s * (1 + _ROUNDING) else _fetching_all(first, machine, whole_s, expected_s)
+        ways.append(partial(_on_device, partial(make, policy), first, machine))
+    plans = [*_feasible(ways)]
+    expected_s, chosen = _shortest(plans, machine, known, allowed_bytes)
+    if _are_seldom(known) and policy == POLICIES[-1]:
+        kept = _KeptExperts(make, machine, known, first, [first, *plans][-1], allowed_bytes).plans()
+        kept_s, keeps = _shortest(kept, machine, known, allowed_bytes)
+        if kept_s < (1 - _NO_MATTER) * expected_s:
+            expected_s, chosen = kept_s, keeps
+    if chosen is not None and expected_s <= whole_s * (1 + _ROUNDING):
+        return chosen
+    return _fetching_all(first, machine, whole_s, expected_s)
+
+
+def _feasible(ways: Iterable[Callable[[], Planned]]) -> Iterator[Planned]:
+    """Yield the plans that fit: room for updates, or all on the device, may take more than the budget."""
+    for way in ways:
+        try:
+            made = way()
+        except PlanInfeasible:
+            continue
+        yield made
+
+
+def _shortest(
+    plans: Iterable[Planned], machine: Machine, shares: Shares, allowed_bytes: int
+) -> tuple[float, Planned | None]:
+    """Plan whose step is expected to be the shortest where experts without tokens are left out, and its seconds."""
+    each = (_with_experts(planned, machine, shares, allowed_bytes) for planned in plans)
+    return min(each, key=lambda made: made[0], default=(inf, None))
 
 
 def _are_seldom(shares: Shares) -> bool:
@@ -149,7 +175,9 @@ def _fetching_all(first: Planned, machine: Machine, whole_s: float, expected_s: 
     timeline = simulate(first.program, machine, longer_s=_waits_s(guards, machine))
     count = sum(router.experts for router in guards.routers if router.micro_batch == 0)
     why = "no step is known to choose one for no token"
-    if expected_s is not None:
+    if expected_s == inf:
+        why = "there is no room beside its step to make up for updates later"
+    elif expected_s is not None:
         why = f"a step that leaves some out is expected to take {format_seconds(expected_s)}"
     sentence = (
         f"{count} experts are fetched in every step, {format_seconds(whole_s)}: {why}; what routers choose is counted"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lading.checkpoint.manifest import MANIFEST, manifest_bytes
-from lading.checkpoint.store import STATE, add_checksums, latest_checkpoint, open_checkpoint
+from lading.checkpoint.store import STATE, add_checksums, checkpoint_folders, latest_checkpoint, open_checkpoint
 from lading.checkpoint.swapped import SWAP
 from lading.errors import ConfigError, DamagedCheckpoint, StorageError
 from lading.ir.graph import StepGraph
@@ -377,6 +377,10 @@ def test_checksums_are_made_for_the_checkpoint_of_a_killed_run(tmp_path: Path, m
 RUNS = {"gpt": (trainer_of, batch_of), "pieces": (wide_trainer, wide_batch), "guess": (guessing_trainer, wide_batch)}
 
 
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def train(kind: str, folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     make, batch = RUNS[kind]
@@ -427,4 +431,7 @@ def test_a_kill_at_any_instant_leaves_a_checkpoint(tmp_path: Path, kind: str) ->
         step, loss = line.split()
         assert float(loss) == expected[int(step)]
     assert len(list((tmp_path / "swap").iterdir())) <= 1  # the lock
-    assert sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*")) < (64 if kind == "gpt" else 256) * MiB
+    checkpoints = checkpoint_folders(tmp_path / "saved")
+    assert len(checkpoints) <= 3, "two are kept, and a kill may come before the third is deleted"
+    largest = max(_file_bytes(path) for path in checkpoints)
+    assert _file_bytes(tmp_path / "saved") <= 4 * largest, "and one that was being written"

@@ -474,11 +474,12 @@ def _interleaved(request: StepRequest, assumed: list[str]) -> StepRequest:
         return request
     schedule = schedule_of({}, chunks, [])
     other = dataclasses.replace(request, layout=dataclasses.replace(layout, vpp=chunks, schedule=schedule))
+    kind = "with" if chunks > 1 else "without"
     try:
         times = simulate(other).step.step_s / simulate(request).step.step_s
-    except LadingError:
+    except LadingError as error:
+        assumed.append(f"{kind} interleaving cannot be simulated, so the interval does not hold it: {error}")
         return request
-    kind = "with" if chunks > 1 else "without"
     assumed.append(f"{kind} interleaving, which the interval holds too, {times:.2f} times as long")
     return dataclasses.replace(request, otherwise=times)
 

@@ -31,10 +31,7 @@ _GENERATIONS = (
 _EFA = r"\befa(?:v\d)?\b|elastic fabric"
 _KINDS = (
     ("omnipath", r"omni-?path|\bopa\b"),
-    (
-        "ethernet",
-        r"roce|ethernet|\befa(?:v\d)?\b|elastic fabric|gbe\b|tcpx|slingshot|\beth\b|\brnic\b|\d\s?g(?:ig)?e\b",
-    ),
+    ("ethernet", _EFA + r"|roce|ethernet|gbe\b|tcpx|slingshot|\beth\b|\brnic\b|\d\s?g(?:ig)?e\b"),
     ("infiniband", r"infiniband|\bib\b|\b[fehnxq]dr|rdma|cx-?[5678]|connectx"),
 )
 #: Of the line rate, what a long ring over all NICs of the nodes reaches, and a hop's latency.

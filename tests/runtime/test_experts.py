@@ -476,8 +476,8 @@ def test_saved_resumed_and_planned_again(tmp_path: Path) -> None:
 
 def moved_experts(program: Program) -> set[str]:
     """Experts, as ``layers.0.experts.1``, of which a Program moves values."""
-    storages = program.graph.storages
-    moved = {storages[a.storage].name for a in program.actions if a.kind is ActionKind.MOVE and a.storage is not None}
+    moves = {a.storage for a in program.actions if a.kind is ActionKind.MOVE}
+    moved = {program.graph.storages[storage].name for storage in program.graph.persistent & moves}
     return {name[: name.index(".experts.") + len(".experts.0")] for name in moved if ".experts." in name}
 
 

@@ -51,7 +51,7 @@ from lading.units import format_bytes, format_seconds
 EXPERTS = "experts"
 #: Setting of a plan: whether its step, which leaves out nothing, counts what routers choose.
 COUNTED = "counted_experts"
-#: Share of a step below which a plan that keeps whole experts is not taken: it moves more than one by a search.
+#: Share of a step below which a plan that keeps whole experts is not taken where it moves more bytes.
 _NO_MATTER = 0.01
 #: Share by which sums of the same seconds differ.
 _ROUNDING = 1e-9
@@ -133,11 +133,19 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     if _are_seldom(known) and policy == POLICIES[-1]:
         kept = _KeptExperts(make, machine, known, first, [first, *plans][-1], allowed_bytes).plans()
         kept_s, keeps = _shortest(kept, machine, known, allowed_bytes)
-        if kept_s < (1 - _NO_MATTER) * expected_s:
+        if keeps is not None and (chosen is None or _is_better(keeps, kept_s, chosen, expected_s, known)):
             expected_s, chosen = kept_s, keeps
     if chosen is not None and expected_s <= whole_s * (1 + _ROUNDING):
         return chosen
     return _fetching_all(first, machine, whole_s, expected_s)
+
+
+def _is_better(keeps: Planned, kept_s: float, chosen: Planned, expected_s: float, shares: Shares) -> bool:
+    """Whether to take a plan that keeps whole experts: it is faster by what counts, or as fast and moves less."""
+    if kept_s > expected_s:
+        return False
+    is_faster = kept_s < (1 - _NO_MATTER) * expected_s
+    return is_faster or _moved_bytes(keeps.program, shares) < _moved_bytes(chosen.program, shares)
 
 
 def _feasible(ways: Iterable[Callable[[], Planned]]) -> Iterator[Planned]:
@@ -535,20 +543,35 @@ def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
     return dict.fromkeys(guards.chosen_at, host_wait_s(machine) if guards.actions else counts_s)
 
 
+def _sampled(guards: Guards, shares: Shares) -> tuple[Callable[[Expert], float], list[frozenset[Expert]]]:
+    """Share of steps of each expert, and the experts chosen in each of the steps that stand for all."""
+    names = layer_names(guards.routers)
+
+    def share(expert: Expert) -> float:
+        return shares[names[guards.routers[expert[0]].layer]][expert[1]]
+
+    places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
+    used = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
+    return share, used
+
+
+def _moved_bytes(program: Program, shares: Shares) -> float:
+    """Bytes that a step which leaves out experts is expected to move to lower tiers and back."""
+    guards, storages = find_guards(program), program.graph.storages
+    moves = (action for action in program.actions if action.kind is ActionKind.MOVE)
+    size = {move.id: storages[move.storage].size_bytes for move in moves if move.storage is not None}
+    _, steps = _sampled(guards, shares)
+    return sum(sum(size.values()) - sum(size.get(a, 0) for a in guards.left_out(used)) for used in steps) / len(steps)
+
+
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
     """Seconds that a step is expected to take, with what is made up for in it.
 
     Args:
         shares: Shares of steps of every router.
     """
-    names = layer_names(guards.routers)
-
-    def share(expert: Expert) -> float:
-        return shares[names[guards.routers[expert[0]].layer]][expert[1]]
-
+    share, steps = _sampled(guards, shares)
     waits_s = _waits_s(guards, machine)
-    places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
-    steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
     each_s = {
         used: step_times(program, machine, left_out=guards.left_out(used), longer_s=waits_s)[0]
         for used in dict.fromkeys(steps)

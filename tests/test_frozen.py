@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from lading.errors import ConfigError
+from lading.errors import CaptureError, ConfigError
 from lading.prepare import plan
 from lading.tracing.frozen_values import Watch
 from lading.tracing.trace import capture
@@ -347,15 +348,37 @@ def _method(name: str) -> tuple[Any, Callable[[], None]]:
     return losses.total, partial(_set, losses, name)
 
 
+def _class() -> tuple[Any, Callable[[], None]]:
+    class Settings:
+        class Loss:
+            weight = 0.5
+
+    return lambda model, given: model(given["x"]).mean() * Settings.Loss.weight, partial(_set, Settings.Loss, "weight")
+
+
+def _rate(read: Callable[[Any, Any], float]) -> tuple[Any, Callable[[], None]]:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    schedule.optimizer.step()
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return model(given["x"]).mean() * read(optimizer, schedule)
+
+    return loss, schedule.step
+
+
 @pytest.mark.parametrize(
     ("make", "label"),
     [
         (_closure, "loss.weight"),
+        (_class, "Settings.Loss.weight"),
+        (partial(_rate, lambda o, s: o.param_groups[0]["lr"]), r"optimizer\.param_groups\.0\.lr"),
+        (partial(_rate, lambda o, s: s.get_last_lr()[0]), r"schedule\._last_lr\.0"),
         (_default, "defaults of"),
         (_partial, "loss.keywords.weight"),
         (partial(_method, "gain"), "loss.gain"),
     ],
-    ids=["closure", "default", "partial", "method"],
+    ids=["closure", "class", "rate", "schedule", "default", "partial", "method"],
 )
 def test_variables_of_the_loss(make: Callable[[], tuple[Any, Callable[[], None]]], label: str) -> None:
     loss, change = make()
@@ -364,6 +387,33 @@ def test_variables_of_the_loss(make: Callable[[], tuple[Any, Callable[[], None]]
     change()
     with pytest.raises(ConfigError, match=rf"{label}.*0\.5.*, as captured, got .*0\.25"):
         watch.check([batch()], ["x"])
+
+
+def test_a_tensor_that_the_loss_reads_is_not_written_in_place() -> None:
+    weights, model = torch.ones(8).mul_(0.5), Net()
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return (model(given["x"]) * weights + torch.arange(8)).mean()
+
+    graph = capture(model, batch(), loss)
+    watch = Watch(graph.frozen, model)
+    watch.check([batch()], ["x"])
+    with torch.no_grad():
+        weights[0] = 2.0
+    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*written in place") as caught:
+        watch.check([batch()], ["x"])
+    assert "register it as a buffer" in str(caught.value)
+    again = pickle.loads(pickle.dumps(graph)).frozen
+    Watch(again, model).check([batch()], ["x"])
+
+
+@pytest.mark.parametrize("others", [itertools.count(1), iter([1.0, 2.0]), (n for n in range(3))])
+def test_an_iterator_that_the_step_reads_is_refused(others: Any) -> None:
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return model(given["x"]).mean() * next(others)
+
+    with pytest.raises(CaptureError, match=r"found the iterator loss\.others .*; take from it outside"):
+        capture(Net(), batch(), loss)
 
 
 def test_counters_of_the_loop_may_move_on() -> None:

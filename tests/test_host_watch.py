@@ -13,7 +13,7 @@ import pytest
 
 from lading import host_watch, replanning
 from lading.config import RunConfig, crowded_words, load_run
-from lading.host_watch import HostWatch, load_words, speed_words
+from lading.host_watch import HostWatch, load_words, memory_words, speed_words
 from lading.ir.machine import HostSpeed, Machine
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
@@ -21,7 +21,7 @@ from lading.report.metrics import read_metrics
 from lading.run import Prepared
 from lading.summary import write_run_report
 from lading.train import train_run
-from lading.units import KiB
+from lading.units import GiB, KiB, MiB
 from tests.runs import write_run
 
 STEPS = 14
@@ -162,6 +162,12 @@ def test_a_few_slow_steps_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_threads_than_processors_are_told(asked: RunConfig) -> None:
     assert not crowded_words(dataclasses.replace(asked, threads=1))
     assert f"threads = {10_000}, but this process may use" in crowded_words(dataclasses.replace(asked, threads=10_000))
+
+
+def test_memory_that_others_have_is_told() -> None:
+    assert memory_words(100 * MiB, 8 * GiB) == "; other processes leave 100.00 MiB of 8.00 GiB of memory: end some"
+    assert not memory_words(GiB, 8 * GiB)
+    assert not memory_words(None, 8 * GiB)
 
 
 def test_words_name_what_differs() -> None:

@@ -213,3 +213,43 @@ def test_attention_that_evaluates_in_one_kernel() -> None:
         got = trainer.evaluate(x_BTD)
     with torch.no_grad():
         assert got == loss(model.eval(), x_BTD).item()
+
+
+class Padded(Two):
+    """Masks only where there is something to mask, as decoders of transformers do."""
+
+    def forward(self, x_BD: torch.Tensor, mask_BD: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x_BD, None if mask_BD is None or bool((mask_BD > 0).all()) else mask_BD)
+
+
+def test_batches_that_a_forward_treats_in_two_ways_run_by_two_captures(tmp_path: Path) -> None:
+    """Padding in some batches and in others none, of one shape."""
+    padded, whole = batch(1, mask=True), batch(2, mask=True)
+    whole["mask"].fill_(1.0)
+    torch.manual_seed(0)
+    ours = Padded()
+    theirs = copy.deepcopy(ours)
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (ours, theirs))
+    graphs = [capture(ours, each, left_loss) for each in (whole, padded)]
+    made = plan(graphs[0], MACHINE, budget="100%", optimizer=mine, clip_norm=0.5, others=graphs[1:])
+    torch.manual_seed(1)
+    with Trainer(made, graphs[0], ours, optimizer=mine, others=graphs[1:], folder=tmp_path) as trainer:
+        got = [trainer.step(each) for each in (padded, whole, padded)]
+    torch.manual_seed(1)
+    plain = Plain(theirs, other)
+    assert got == [plain.step(each) for each in (padded, whole, padded)]
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_batch_that_the_forward_would_treat_otherwise_is_refused_before_the_step(tmp_path: Path) -> None:
+    padded, whole = batch(1, mask=True), batch(2, mask=True)
+    whole["mask"].fill_(1.0)
+    model = Padded()
+    graph = capture(model, padded, left_loss)
+    with Trainer(plan(graph, MACHINE, budget="100%"), graph, model, folder=tmp_path) as trainer:
+        with pytest.raises(
+            ConfigError, match=r"the model itself reads False, as captured; .* a capture of such a batch too"
+        ):
+            trainer.step(whole)
+        trainer.step(padded)
+        assert trainer.steps == 1

@@ -7,6 +7,7 @@ import random
 from itertools import pairwise
 from math import pi, sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,30 @@ def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert planned == [{"router": [1.0, 0.0]}, {"router": [0.0, 1.0]}]
     fixed = routing_watch.RoutingWatch(None, trainer, plans=False)  # type: ignore[arg-type]
     assert not fixed.advance(10**12)
+
+
+@pytest.mark.parametrize(("leaves_out", "then_s", "is_taken"), [(True, 0.98, False), (True, 0.96, True),
+                                                                (False, 0.999, True), (False, 1.0, False)])  # fmt: skip
+def test_a_plan_that_waits_for_no_router_is_taken_for_any_gain(
+    monkeypatch: pytest.MonkeyPatch, leaves_out: bool, then_s: float, is_taken: bool
+) -> None:
+    """One that leaves others out has to save more, as moving to it takes time and what is expected is not exact."""
+    now, then = SimpleNamespace(leaves_out_experts=True), SimpleNamespace(leaves_out_experts=leaves_out)
+    now.request = SimpleNamespace(machine_table={})
+    prepared: Any = SimpleNamespace(plan=now)
+    trainer: Any = Counting()
+    trainer.program = None
+    trainer.steps(32, 0, 1)
+    monkeypatch.setattr(routing_watch, "machine_from_dict", lambda table, name: None)
+    monkeypatch.setattr(replanning, "plan_apart", lambda before, machine, shares: then)
+    monkeypatch.setattr(replanning, "restored", lambda plan, before: None)
+    monkeypatch.setattr(replanning, "go_on_by", lambda plan, before, trainer: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(routing_watch, "_expected_s", lambda plan, *rest: 1.0 if plan is now else then_s)
+    watch = routing_watch.RoutingWatch(prepared, trainer, plans=True)
+    watch._known, watch._known_steps = {"router": [1.0, 0.1]}, 32
+    said = watch.advance(10**12)
+    assert ("which saves nothing" in said) != is_taken
+    assert (watch.prepared.plan is then) == is_taken
 
 
 def test_what_cannot_leave_out_experts_is_refused(asked: RunConfig, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 import warnings
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lading.checkpoint.store import STATE, add_checksums, latest_checkpoint, open_checkpoint
+from lading.checkpoint.manifest import MANIFEST, manifest_bytes
+from lading.checkpoint.store import STATE, add_checksums, checkpoint_folders, latest_checkpoint, open_checkpoint
 from lading.checkpoint.swapped import SWAP
 from lading.errors import ConfigError, DamagedCheckpoint, StorageError
 from lading.ir.graph import StepGraph
@@ -27,11 +30,13 @@ from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import FileTier
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
-from lading.units import MiB
+from lading.units import KiB, MiB
 from tests.machines import small_machine
 
 SIZES: dict[str, Any] = {"dim": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1}
 STEPS = 8
+#: Norm that gradients of some steps of the wide model are above.
+WIDE_CLIP = 0.097
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +59,36 @@ def graph_of() -> StepGraph:
 def trainer_of(folder: Path, budget: str = "60%", **settings: Any) -> Trainer:
     made = plan(graph_of(), small_machine(), budget=budget, **settings)
     return Trainer(made, graph_of(), model_of(), folder=folder, threads=1)
+
+
+def wide_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(1024, 2048, bias=False), torch.nn.GELU(), torch.nn.Linear(2048, 1024, bias=False)
+    return torch.nn.Sequential(*layers)
+
+
+def wide_batch(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(8, 1024, generator=torch.Generator().manual_seed(step))}
+
+
+def mean_square(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).square().mean()
+
+
+@cache
+def wide_graph() -> StepGraph:
+    """Step whose states are in pieces of 4 MiB, of some of which the budget of a half keeps one in memory."""
+    return capture(wide_model(), wide_batch(0), mean_square)
+
+
+def wide_trainer(folder: Path, budget: str = "50%", **settings: Any) -> Trainer:
+    made = plan(wide_graph(), small_machine(), budget=budget, **settings)
+    return Trainer(made, wide_graph(), wide_model(), folder=folder, threads=1)
+
+
+def guessing_trainer(folder: Path) -> Trainer:
+    """In pieces too, with updates on a guess that is wrong in some steps."""
+    return wide_trainer(folder, clip_norm=WIDE_CLIP, clipped=0.0)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -83,6 +118,80 @@ def test_a_checkpoint_in_place_is_that_of_its_step_to_the_bit(tmp_path: Path, cl
     with trainer_of(tmp_path, "1GB", **guess) as trainer:  # by another plan
         trainer.load(kept)
         assert [trainer.step(batch_of(step)) for step in range(5, STEPS)] == losses[5:]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
+    """Checkpoint in place behind three steps, a copy of it, and the losses of five steps."""
+    folder = tmp_path_factory.mktemp("pieces")
+    with wide_trainer(folder) as trainer:
+        losses = [trainer.step(wide_batch(step)) for step in range(3)]
+        copied = trainer.save(folder / "copied")
+        kept = trainer.save(folder / "saved", in_place=True)
+        trainer.wait_saved()
+        losses += [trainer.step(wide_batch(step)) for step in range(3, 5)]
+    return kept, copied, losses
+
+
+@pytest.mark.long
+def test_of_a_value_in_pieces_those_in_memory_are_copied_alone(
+    tmp_path: Path, pieces: tuple[Path, Path, list[float]]
+) -> None:
+    kept, copied, losses = pieces
+    checkpoint = open_checkpoint(kept)
+    assert checkpoint.swap is not None
+    there = [checkpoint.swap.parts[number] for number in checkpoint.swap.in_state]
+    assert len(there) >= 2
+    assert all(size == 4 * MiB for _, size in there)
+    whole = {
+        entry.name: entry.size_bytes for entry in checkpoint.tensors.values() if entry.start < checkpoint.state_bytes
+    }
+    assert not whole.keys() & {"0.weight.exp_avg", "0.weight.exp_avg_sq"}, sorted(whole)
+    assert checkpoint.state_bytes < sum(whole.values()) + sum(size for _, size in there) + 64 * KiB
+    assert contents(kept) == contents(copied)
+    assert list(checkpoint.damages()) == []
+    assert checkpoint.unchecked() == 0
+    with wide_trainer(tmp_path, "100%") as trainer:
+        trainer.load(kept)
+        assert [trainer.step(wide_batch(step)) for step in range(3, 5)] == losses[3:]
+
+
+@pytest.mark.long
+def test_an_altered_byte_of_a_piece_in_memory_is_named_in_its_file(
+    tmp_path: Path, pieces: tuple[Path, Path, list[float]]
+) -> None:
+    path = tmp_path / pieces[0].name
+    shutil.copytree(pieces[0], path)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.swap is not None
+    number = checkpoint.swap.in_state[-1]
+    for name, part in ((STATE, number), (SWAP, next(n for n in range(number) if n not in checkpoint.swap.in_state))):
+        with open(path / name, "r+b") as file:
+            file.seek(at := checkpoint.swap.parts[part][0] + 7)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 4]))
+    words = sorted(checkpoint.damages())
+    assert [str(path / name) in each for name, each in zip((STATE, SWAP), words, strict=True)] == [True, True]
+
+
+def test_checkpoints_in_place_of_before_pieces_are_read(tmp_path: Path) -> None:
+    """Format 3 is a manifest that names no parts in the state file."""
+    with trainer_of(tmp_path) as trainer:
+        trainer.step(batch_of(0))
+        saved = trainer.save(tmp_path / "saved", in_place=True)
+        trainer.wait_saved()
+    before, manifest = contents(saved), saved / MANIFEST
+    body = json.loads(manifest.read_bytes())["body"]
+    swap = body.pop("swap")
+    assert swap.pop("in_state") == []
+    text = manifest_bytes({**body, "swap": swap}, in_place=True)
+    manifest.write_bytes(text.replace(b'"format": 4', b'"format": 3', 1))
+    assert contents(saved) == before
+    for wrong in ([0, 0], [len(swap["parts"])], [-1]):
+        manifest.write_bytes(manifest_bytes({**body, "swap": {**swap, "in_state": wrong}}, in_place=True))
+        with pytest.raises(StorageError, match="expected parts inside their files"):
+            open_checkpoint(saved)
 
 
 def test_bytes_stay_where_they_were_kept(tmp_path: Path) -> None:
@@ -264,28 +373,41 @@ def test_checksums_are_made_for_the_checkpoint_of_a_killed_run(tmp_path: Path, m
     assert contents(path) == before
 
 
-def train(folder: Path, steps: int) -> None:
+#: Trainer of a run that is killed, and its batches, by name.
+RUNS = {"gpt": (trainer_of, batch_of), "pieces": (wide_trainer, wide_batch), "guess": (guessing_trainer, wide_batch)}
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def train(kind: str, folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
-    with trainer_of(folder / "swap") as trainer, open(folder / "losses", "a") as losses:
+    make, batch = RUNS[kind]
+    with make(folder / "swap") as trainer, open(folder / "losses", "a") as losses:
         if (newest := latest_checkpoint(folder / "saved")) is not None:
             trainer.load(newest)
         while trainer.steps < steps:
             step = trainer.steps
-            losses.write(f"{step} {trainer.step(batch_of(step))!r}\n")
+            losses.write(f"{step} {trainer.step(batch(step))!r}\n")
             losses.flush()
             trainer.save(folder / "saved", in_place=True)
 
 
 @pytest.mark.long
-def test_a_kill_at_any_instant_leaves_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_kill_at_any_instant_leaves_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    make, batch = RUNS[kind]
     steps, instants, context = 12, random.Random(0), multiprocessing.get_context("fork")
     for name in ("swap", "saved"):
         (tmp_path / name).mkdir()
-    with trainer_of(tmp_path) as trainer:
-        expected = [trainer.step(batch_of(step)) for step in range(steps)]
+    with make(tmp_path) as trainer:
+        expected = [trainer.step(batch(step)) for step in range(steps)]
+        assert (trainer.speculation is not None) == (kind == "guess")
+        assert trainer.speculation is None or 0 < trainer.speculation.again < steps
     kills = 0
     for _ in range(60):
-        process = context.Process(target=train, args=(tmp_path, steps))
+        process = context.Process(target=train, args=(kind, tmp_path, steps))
         process.start()
         lines = len((tmp_path / "losses").read_text().splitlines()) if (tmp_path / "losses").exists() else 0
         deadline = time.monotonic() + 60
@@ -309,4 +431,7 @@ def test_a_kill_at_any_instant_leaves_a_checkpoint(tmp_path: Path) -> None:
         step, loss = line.split()
         assert float(loss) == expected[int(step)]
     assert len(list((tmp_path / "swap").iterdir())) <= 1  # the lock
-    assert sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*")) < 64 * MiB
+    checkpoints = checkpoint_folders(tmp_path / "saved")
+    assert len(checkpoints) <= 3, "two are kept, and a kill may come before the third is deleted"
+    largest = max(_file_bytes(path) for path in checkpoints)
+    assert _file_bytes(tmp_path / "saved") <= 4 * largest, "and one that was being written"

@@ -258,7 +258,9 @@ def test_a_plan_is_run_as_it_is(
     assert Plan.load(tmp_path / "out" / "plan.json") == Plan.load(file)
 
     edits: dict[str, Callable[[Plan], Plan]] = {
-        "the plan was made for the host 'another'": lambda plan: of_request(plan, host_id="another"),
+        "found one of 'another', whose times and memory are others: measure this host": lambda plan: of_request(
+            plan, host_id="another"
+        ),
         "the plan was made for another model": another_model,
         "the plan was made for another machine": another_machine,
         "expected a cuda device, found none: this PyTorch is built without CUDA": cuda,

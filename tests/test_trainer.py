@@ -329,8 +329,17 @@ def test_two_trainers_save_into_one_folder(planned: tuple[Plan, StepGraph], tmp_
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == [
         f"step-{step:08d}" for step in (0, 2, 3)
     ]
-    with Trainer(*planned, net(), folder=tmp_path) as trainer:
-        trainer.save(tmp_path / "saved")
+    with Trainer(*planned, net(), folder=tmp_path) as again:  # the first is closed, and still somebody's
+        again.save(tmp_path / "saved")
+        again.pause()
+        with (
+            Trainer(*planned, net(), folder=tmp_path) as other,
+            pytest.raises(StorageError, match=rf"expected {tmp_path}/saved to be free, found another"),
+        ):
+            other.save(tmp_path / "saved")
+        again.resume(*planned)
+        again.save(tmp_path / "saved")
+    assert trainer.steps == 3
 
 
 def test_a_checkpoint_of_another_model(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:

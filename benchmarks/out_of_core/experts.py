@@ -37,8 +37,11 @@ from lading.errors import PlanInfeasible
 from lading.ir.graph import Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option, Plan
+from lading.memory.guards import find_guards, find_routers_alone
 from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.memory.restore import programs_of
 from lading.planner.policies import Policy
+from lading.planner.routing import expected_step_s
 from lading.units import MiB
 
 EXPERTS, VOCABULARY = 8, 64
@@ -145,11 +148,25 @@ def fixed_plan(graph: StepGraph, machine: Machine, budget: str | float) -> tuple
     raise SystemExit("no fixed set fits this budget")
 
 
-def _expected(graph: StepGraph, machine: Machine, args: argparse.Namespace, shares: tuple[float, ...]) -> list[str]:
-    """Say what a plan expects of routing by these shares, in its assumptions."""
-    rows = {f"layers.{layer}": shares for layer in range(args.layers)}
-    made = lading.plan(graph, machine, budget=args.budget, experts=rows)
-    return [each for each in made.assumptions if "left out" in each or "the host waits" in each]
+def _expected(graph: StepGraph, machine: Machine, args: argparse.Namespace) -> dict[str, object]:
+    """Say what plans for routing expect of it: their words, and seconds of a step; of ``changing``, right after it did.
+
+    The plan is then that for the shares of the last period.
+    """
+    moved = tuple(_SHARES[(expert - _SHIFT) % EXPERTS] for expert in range(EXPERTS))
+    routings = {"skewed": (_SHARES, _SHARES), "changing": (_SHARES, moved), "uniform": (_ALL, _ALL)}
+    result: dict[str, object] = {}
+    for name, (planned, met) in routings.items():
+        made = lading.plan(graph, machine, budget=args.budget, experts=_rows(args, planned))
+        (program,) = programs_of(made, graph, ())
+        guards = find_guards(program) if made.leaves_out_experts else find_routers_alone(program)
+        words = [each for each in made.assumptions if " experts are " in each or "the host waits" in each]
+        result[name] = {"seconds": expected_step_s(program, guards, machine, _rows(args, met)), "plan": words}
+    return result
+
+
+def _rows(args: argparse.Namespace, shares: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
+    return {f"layers.{layer}": shares for layer in range(args.layers)}
 
 
 class Side:
@@ -212,8 +229,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     every = lading.plan(graph, machine, budget=args.budget)
     chosen = lading.plan(graph, machine, budget=args.budget, experts=True)
     if args.only_plan:
-        words = {name: _expected(graph, machine, args, row) for name, row in (("skewed", _SHARES), ("uniform", _ALL))}
-        return {"every": every.step_s, "chosen": chosen.step_s, **words}
+        return {"every": every.step_s, "chosen": chosen.step_s, **_expected(graph, machine, args)}
     fixed, count = fixed_plan(graph, machine, args.budget)
     reference = copy.deepcopy(model)
     optimizer = lading.AdamW().plain(reference.parameters())

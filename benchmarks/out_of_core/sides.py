@@ -103,20 +103,7 @@ def stock_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_o
 def _plain_step(side: Side, module: torch.nn.Module) -> Step:
     masters = MasterWeights(module)
     optimizer = torch.optim.AdamW(masters.parameters, lr=LR, fused=True)
-    loss_of = model_class(side.model).loss
-
-    def step(batch: dict[str, torch.Tensor]) -> float:
-        loss = loss_of(module, batch)
-        loss.backward()
-        masters.add_gradients()
-        optimizer.step()
-        masters.write_back()
-        optimizer.zero_grad(set_to_none=True)
-        for parameter in module.parameters():
-            parameter.grad = None
-        return loss.item()
-
-    return step
+    return stock_step(module, optimizer, model_class(side.model).loss)
 
 
 def lading(side: Side) -> Step:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lading import __version__
 from lading.errors import ConfigError, check_rate
 from lading.ir.frozen import Frozen
-from lading.ir.graph import StepGraph
+from lading.ir.graph import StepGraph, refs
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.memory.restore import planned_step
@@ -27,13 +27,48 @@ from lading.runtime.named import differences, dtype_of, first_few, tensors_of
 from lading.runtime.value_layout import Value, values_of_ranks
 from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
+from lading.tracing.interpret import Answer, answer_of
 
 if TYPE_CHECKING:
     from lading.runtime.job import Replicas
     from lading.runtime.parameter_groups import ParameterGroups
 
+#: Operation that makes sure that a batch gives the same answer.
+_ASSERT = "aten._assert_async.msg"
 #: Loss function, as ``lading.capture`` takes it.
 Loss = Callable[[torch.nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Question about the batch alone that the forward asked at capture (``if mask.all()``).
+
+    Attributes:
+        answer: Operations that it follows from.
+        names: Input tensors of the graph, by name.
+        message: What to say of a batch that gives another answer than the captured one.
+    """
+
+    answer: Answer
+    names: Mapping[str, int]
+    message: str
+
+    def holds(self, feed: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a micro-batch gives the same answer."""
+        return bool(self.answer.values({tensor: feed[name] for name, tensor in self.names.items()})[0])
+
+
+def questions_of(captured: StepGraph) -> tuple[Question, ...]:
+    """Find what a forward asked of its batch; where parameters take part too, the step itself asks again."""
+    names = dict(captured.inputs[0])
+    found: list[Question] = []
+    for at, op in enumerate(captured.ops):
+        if op.name == _ASSERT:
+            wanted = refs(op.args[0])
+            answer = answer_of(captured.storages, captured.tensors, captured.ops[:at], tuple(wanted), names.values())
+            if answer is not None:
+                found.append(Question(answer, names, str(op.args[1]).partition("; ")[0]))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -43,6 +78,7 @@ class CapturedStep:
     Attributes:
         trains: Whether it is a training step, of which a rank of a pipeline may have the forward alone.
         outputs: Names of its outputs, which a rank of a pipeline may not have.
+        questions: What the forward asked of the batch, which decided what it ran.
     """
 
     number: int
@@ -51,6 +87,7 @@ class CapturedStep:
     program: Program
     frozen: Frozen | None
     model: torch.nn.Module | None
+    questions: tuple[Question, ...] = ()
 
     @property
     def loss(self) -> object:
@@ -76,6 +113,11 @@ class CapturedStep:
             return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in wanted]
         return [{name: (dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == wanted
 
+    def unlike(self, batches: Any) -> str:
+        """Say what its forward would read otherwise in these batches, which it takes; "" for nothing."""
+        feeds = self.fed(batches)[1] if self.questions else []
+        return next((each.message for feed in feeds for each in self.questions if not each.holds(feed)), "")
+
     def fed(self, batches: Any) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
         """Micro-batches of the step, and the tensors of each by name.
 
@@ -91,6 +133,12 @@ class CapturedStep:
         return micro, [dict(input_leaves(batch)) for batch in micro]
 
 
+def captured_step(number: int, captured: StepGraph, program: Program, model: torch.nn.Module | None) -> CapturedStep:
+    """Make the step of a capture, as ``program`` runs it."""
+    outputs, questions = captured.output_names, questions_of(captured)
+    return CapturedStep(number, captured.trains, outputs, program, captured.frozen, model, questions)
+
+
 def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> CapturedStep:
     """Choose the first of several steps that takes batches like these; without one, the one that is nearest.
 
@@ -98,7 +146,7 @@ def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> 
         loss: The function that was captured; None for any.
 
     Raises:
-        ConfigError: it was not captured.
+        ConfigError: it was not captured, or its forward would ask something of these batches, and be told otherwise.
     """
     steps = [step for step in steps if loss in (None, step.loss)]
     if not steps:
@@ -106,8 +154,16 @@ def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> 
             f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
             "capture it, and give lading.plan and the Trainer the capture in others="
         )
-    step = next((each for each in steps if each.takes(batches)), None)
-    return step or next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
+    near = [each for each in steps if each.takes(batches)]
+    unlike = [each.unlike(batches) for each in near]
+    if near and all(unlike):
+        raise ConfigError(
+            f"{unlike[0]}; its answer decides which operations run: give lading.plan and the Trainer a capture of such "
+            "a batch too, in others="
+        )
+    if near:
+        return near[unlike.index("")]
+    return next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
 
 
 def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:

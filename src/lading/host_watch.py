@@ -21,14 +21,17 @@ from lading.ir.host_speed import OTHERS, PRODUCTS, READ, measured_speed
 from lading.ir.machine import HostSpeed
 from lading.ir.timeline import Timeline
 from lading.run import Prepared
+from lading.runtime.host import available_bytes, usable_bytes
 from lading.runtime.probe import LoadMeter
 from lading.trainer import Trainer
-from lading.units import format_seconds
+from lading.units import format_bytes, format_seconds
 
 #: Steps of a run that are not looked at, as the first ones are slower; steps that are, behind these.
 _SKIPPED, _LOOKED_AT = 2, 7
 #: Shares by which a cause, or the step, has to differ from the machine file to be told.
 _TOLD = 0.15
+#: Share of the memory of a host, or of its control group, below which it is told that others have the rest.
+_MEMORY_LEFT = 0.05
 #: Seconds of training ahead below which a plan, which takes tens of them, is not made again; share of a step that it
 #: has to save.
 _WORTH_S, _SAVED = 300.0, 0.03
@@ -111,6 +114,7 @@ class HostWatch:
         told = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
         told = f"{told}: {words}" if words else told
         told += load_words(self._load.share(), self.prepared.run.num_threads)
+        told += memory_words(available_bytes(), usable_bytes())
         if not self._plans or step_s * steps_left < _WORTH_S:
             return told
         return f"{told}; {self._planned_again(speed)}"
@@ -146,6 +150,13 @@ def load_words(share: float | None, threads: int) -> str:
         return ""
     helps = f"; with {threads} threads each waits for the slowest: try threads = 1" if threads > 1 else ""
     return f"; meanwhile other processes took {share:.0%} of the processors{helps}"
+
+
+def memory_words(free_bytes: int | None, usable: int) -> str:
+    """Say that others have nearly all memory, so that what files have in it comes and goes; "" where they have not."""
+    if free_bytes is None or free_bytes > _MEMORY_LEFT * usable:
+        return ""
+    return f"; other processes leave {format_bytes(free_bytes)} of {format_bytes(usable)} of memory: end some"
 
 
 def speed_words(speed: HostSpeed) -> str:

@@ -184,10 +184,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         return planner.plan_speculating(spread, budget, clipped)
     if spread.devices == 1 or num_ranks()[0] != spread.devices:
         return make()
-    named = getattr(policy, "__name__", policy)
-    asked = {"layout": layout, "budget": budget, "policy": named, "compile": compile, "stage_saves": stage_saves}
-    asked |= planner.moved
-    return _by_first_rank(make, [graph, *others], asked)
+    asked = {"layout": layout, "budget": budget, "policy": getattr(policy, "__name__", policy), "compile": compile}
+    return _by_first_rank(make, [graph, *others], {**asked, "stage_saves": stage_saves, **planner.moved})
 
 
 def _check_switches(matrices: Matrices | None, **switches: bool) -> None:

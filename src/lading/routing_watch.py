@@ -16,8 +16,9 @@ from math import inf, pi, sqrt
 from lading import replanning
 from lading.catalog.load import machine_from_dict
 from lading.ir.machine import Machine
+from lading.ir.plan import Plan
 from lading.ir.program import Program
-from lading.memory.guards import find_guards
+from lading.memory.guards import find_guards, find_routers_alone
 from lading.run import Prepared
 from lading.trainer import Trainer
 from lading.units import format_seconds
@@ -85,10 +86,11 @@ class RoutingWatch:
         took = format_seconds(time.perf_counter() - started)
         if isinstance(plan, str):
             return f"tried for {took} to plan again for the experts chosen, in vain: {plan}; the run keeps its plan"
-        now_s = _expected_s(self._trainer.program, machine, shares)
-        then_s = _expected_s(replanning.restored(plan, before), machine, shares)
+        now_s = _expected_s(before.plan, self._trainer.program, machine, shares)
+        then_s = _expected_s(plan, replanning.restored(plan, before), machine, shares)
         steps = f"{format_seconds(now_s)} -> {format_seconds(then_s)}"
-        if then_s > (1 - _SAVED) * now_s:
+        least = _SAVED if plan.leaves_out_experts else 0.0  # without waits is no worse whatever the machine does
+        if then_s >= (1 - least) * now_s:
             self._look_steps *= 2
             return f"other experts are chosen; planned again for them in {took}, which saves nothing: {steps}"
         self.prepared = replanning.go_on_by(plan, before, self._trainer)
@@ -121,7 +123,8 @@ def _mean(values: Iterable[float]) -> float:
     return sum(each) / len(each) if each else 0.0
 
 
-def _expected_s(program: Program, machine: Machine, shares: Shares) -> float:
+def _expected_s(plan: Plan, program: Program, machine: Machine, shares: Shares) -> float:
     from lading.planner.routing import expected_step_s  # a run with a plan of its own needs no planner
 
-    return expected_step_s(program, find_guards(program), machine, shares)
+    guards = find_guards(program) if plan.leaves_out_experts else find_routers_alone(program)
+    return expected_step_s(program, guards, machine, shares)

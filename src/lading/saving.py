@@ -18,7 +18,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ class Saves:
     _locks: SaveLocks = field(default_factory=SaveLocks)
     _background: _Background = field(default_factory=_Background)
     _in_place: SavesInPlace = field(default_factory=SavesInPlace)
+    _keeps_folders: bool = False
     _warned: bool = False
     _number: int = 0
     _laid: tuple[StagingLayout, list[str], str] | None = None
@@ -366,7 +368,10 @@ class Saves:
         return self.newest or "nothing is saved"
 
     def close(self) -> None:
-        """Wait for the save under way, then give the staging memory back; raises as ``wait``. May be called twice."""
+        """Wait for the save under way, then give staging memory and folders back; raises as ``wait``.
+
+        May be called twice; the next save begins anew.
+        """
         try:
             self.wait()
             self._in_place.wait()
@@ -378,6 +383,17 @@ class Saves:
                 self._background.end()
             self._background.close()
             self._laid = self._share = None
+            if not self._keeps_folders:
+                self._locks.close()
+
+    @contextmanager
+    def keeping_folders(self) -> Generator[None]:
+        """Keep other trainers out of the folders though the saves are closed inside: they go on later."""
+        self._keeps_folders = True
+        try:
+            yield
+        finally:
+            self._keeps_folders = False
 
 
 def _wait_for(ranks: Replicas, mark: str, others: Sequence[int]) -> None:

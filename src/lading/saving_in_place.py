@@ -11,16 +11,18 @@ Checksums need all bytes to be read. A thread makes them while training goes on;
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import add_checksums, name_of_step, save_checkpoint
-from lading.checkpoint.swapped import SWAP, Swapped, SwappedTensor
+from lading.checkpoint.swapped import SWAP, Swapped, SwappedPart, SwappedTensor
 from lading.errors import ConfigError, StorageError
 from lading.ir.action import DEVICE
 from lading.runtime.accelerator import BouncedTier
@@ -110,10 +112,11 @@ class SavesInPlace:
         file = check_in_place(snapshot.executor, folder, is_alone=snapshot.ranks is None)
         self.end()
         self.check()
-        swapped = _swapped(snapshot, file)
+        swapped, pieces = _swapped(snapshot, file)
         names = {tensor.name for tensor in swapped.tensors}
         gathering = snapshot.values.gathering()
         sources = [source for source in snapshot.sources(gathering) if source[0] not in names]
+        sources += pieces
         give_back()  # what steps freed leaves its room to the buffers of saving
         try:
             path = save_checkpoint(folder, snapshot.step, sources, meta, keep, keep_every_steps, swapped)
@@ -185,24 +188,33 @@ def _swap_file(executor: Executor) -> FileTier | None:
     return None
 
 
-def _swapped(snapshot: Snapshot, file: FileTier) -> Swapped:
-    """List the values whose bytes lie in the swap file, in the order of their elements."""
+def _swapped(snapshot: Snapshot, file: FileTier) -> tuple[Swapped, list[TensorSource]]:
+    """List the values with bytes in the swap file, in the order of their elements, and their pieces in memory."""
     executor, storages = snapshot.executor, snapshot.storages
     slots = {name: dict(pairs) for name, pairs in executor.program.slots.items()}
 
     def place(storage: int) -> int | None:
         name = executor.homes.get(storage, DEVICE)
-        if name == DEVICE or not executor.takes_chunks(storage):
+        if name == DEVICE:
             return None
         tier, offset = _behind(executor.tiers[name], slots[name][storage])
         return offset if tier is file else None
 
-    tensors: list[SwappedTensor] = []
+    tensors, pieces = list[SwappedTensor](), list[TensorSource]()
     for name, value in snapshot.values.items():
-        places = [(place(storage), storages[storage].size_bytes) for storage in value.storages]
-        is_whole = value.start is None and sum(size for _, size in places) == value.size_bytes
-        if not is_whole or not places or any(offset is None for offset, _ in places):
+        sizes = [storages[storage].size_bytes for storage in value.storages]
+        is_whole = value.start is None and sum(sizes) == value.size_bytes and all(sizes)
+        places = [place(storage) for storage in value.storages]
+        in_order = all(map(executor.takes_chunks, value.storages))
+        if not is_whole or not in_order or all(offset is None for offset in places):
             continue
-        parts = tuple(part for offset, size in places for part in file.runs(cast("int", offset), size))
-        tensors.append(SwappedTensor(name, value.dtype, tuple(value.shape), parts))
-    return Swapped(tensors, file.link, file.file_bytes)
+        parts = list[SwappedPart]()
+        for number, (storage, offset, size) in enumerate(zip(value.storages, places, sizes, strict=True)):
+            if offset is not None:
+                parts += itertools.starmap(SwappedPart, file.runs(offset, size))
+                continue
+            piece = f"{name}.piece-{number}"
+            parts.append(SwappedPart(0, size, piece))
+            pieces.append((piece, "uint8", (size,), executor.chunks(storage)))
+        tensors.append(SwappedTensor(name, value.dtype, tuple(value.shape), tuple(parts)))
+    return Swapped(tensors, file.link, file.file_bytes), pieces

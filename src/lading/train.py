@@ -47,7 +47,7 @@ from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, keep_figures, read_steps
 from lading.report.progress import Progress, planning_progress, training_progress
-from lading.report.promises import budget_remedy, limit_words, wear_words
+from lading.report.promises import budget_remedy, limit_words, room_words, wear_words
 from lading.resuming import (
     FREEZING,
     VALIDATION,
@@ -77,6 +77,7 @@ from lading.run import (
 from lading.run_ranks import RunRanks
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset, from_the_beginning
+from lading.runtime.host import available_bytes, check_host
 from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
@@ -188,7 +189,8 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     if resume:
         print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
-    for words in filter(None, (limit_words(prepared.plan), wear_words(prepared.plan))):
+    plan = prepared.plan
+    for words in filter(None, (limit_words(plan), wear_words(plan), room_words(plan, available_bytes()))):
         print(fitted(words), flush=True)
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
@@ -233,7 +235,7 @@ def _planned(run: RunConfig, ranks: RunRanks, *, cache: bool) -> Prepared:
         progress.update(0.0, "reading the data")
         initial = defer(lambda: build(run.model, run.optimization.precision))
         ranks.by_first(lambda: opened_data(run, initial.model) and "")
-        machine = machine_of(run)
+        check_host((machine := machine_of(run)).host_id)
         progress.update(0.0, "capturing the model")
         return plan_run(run, machine, capture_run(run, machine, initial), cache=cache, progress=progress)
 
@@ -300,7 +302,7 @@ def _trained(
 
 def _watch_over(prepared: Prepared) -> type[Watch]:
     """Watch over a run of this plan; steps that leave out experts differ, so they say little of the host."""
-    if prepared.plan.leaves_out_experts:
+    if prepared.plan.experts:
         return RoutingWatch
     return HostWatch if prepared.run.memory.clipped is None else ClippingWatch
 

@@ -20,8 +20,8 @@ import torch
 
 from lading.alone import check_only_rank
 from lading.captures import (
-    CapturedStep,
     Loss,
+    captured_step,
     checked_model,
     digest_of,
     join,
@@ -111,7 +111,7 @@ class Trainer:
             batch; of several micro-batches a list of each. They are yours to keep or change.
         gradient_norm: Norm of all gradients of the last step together, before they were clipped, as
             ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``clip_norm``, and after an evaluation.
-        experts: Counts of what routers chose by this plan; None where it leaves out no experts.
+        experts: Counts of what routers chose by this plan; None where it was not asked to leave out ``experts``.
         speculation: Counts steps that were clipped and run twice (``again``); None of a plan whose updates all wait.
         excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
@@ -212,10 +212,7 @@ class Trainer:
         _, folder, threads, device, _ = self._settings
         smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
         runs = zip((*programs, *(each for each, _ in smaller)), (*captures, *shapes), strict=True)
-        self._steps = [
-            CapturedStep(number, captured.trains, captured.output_names, each, captured.frozen, model)
-            for number, (each, captured) in enumerate(runs)
-        ]
+        self._steps = [captured_step(number, captured, each, model) for number, (each, captured) in enumerate(runs)]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
@@ -227,7 +224,7 @@ class Trainer:
             replicas=self._replicas,
             others=programs[1:],
             draws=[self._draws(each) for each in captures],
-            experts=self.plan.leaves_out_experts,
+            experts=self.plan.experts,
         )
         self.experts = None if self._executor.experts is None else self._executor.experts.counts
         self.speculation = self._executor.speculation
@@ -704,7 +701,8 @@ class Trainer:
             self.wait_saved()
             names, folder = self._custody.names, folder_beside(self.program, self._settings[1])
             carried = CarriedValues(self._executor, self._values, names, self._replicas, folder)
-            self.close()
+            with self._saves.keeping_folders():
+                self.close()
             self._paused = carried
 
     def resume(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +65,12 @@ def _constant(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * torch.tensor([1.0, 2.0, 3.0, 4.0]).add_(1.0)
 
 
+def _forward_mode(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, which compiles its rules when first asked
+        return torch.func.jvp(partial(F.linear, weight=torch.ones(4, 4), bias=torch.ones(4)), (x,), (x,))[1]
+
+
 def _random_again(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     out = checkpoint(F.dropout, x, 0.5, use_reentrant=False)
     assert isinstance(out, torch.Tensor)
@@ -80,6 +88,7 @@ def _random_again(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (lambda _, x: x.long() @ torch.ones(4, 4).t(), "aten.mm", "same dtype"),  # the fake rule lets it pass
         (lambda _, x: x.view(7, 3), "aten.view", "invalid for input of size 12"),
         (lambda _, x: x.to_sparse().to_dense(), "sparse", "dense"),
+        (_forward_mode, "_efficientzerotensor", "autograd.grad"),
         (_random_again, "bernoulli", "checkpointing off"),
         (_constant, "aten.add_", "out-of-place"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.beside import assert_trains_as_plain
 from tests.capture.parity import assert_equals_eager, squares
 from torch import nn
 from torch.autograd import graph as autograd_graph
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from lading.errors import CaptureError
@@ -93,6 +94,13 @@ def _on_activation(_: Any, __: Any, out: torch.Tensor) -> None:
     out.register_hook(lambda gradient: gradient * 0.5)
 
 
+def _of_old(hook: Callable[[nn.Module], Any], module: nn.Module) -> None:
+    """Add what torch calls old, and much code has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        hook(module)
+
+
 @pytest.mark.parametrize(
     "add",
     [
@@ -107,10 +115,13 @@ def _on_activation(_: Any, __: Any, out: torch.Tensor) -> None:
         lambda net: spectral_norm(net.line),
         lambda net: orthogonal(net.line),
         lambda net: parametrize.register_parametrization(net.line, "weight", nn.Tanh()),
+        lambda net: _of_old(nn.utils.weight_norm, net.line),
+        lambda net: prune.l1_unstructured(net.line, "weight", amount=0.5),
     ],
     ids=[
         "parameter", "backward", "backward_pre", "forward", "node", "activation", "global",
         "weight_norm", "spectral_norm", "orthogonal", "parametrization",
+        "weight_norm by a hook", "pruned by a hook",
     ],
 )  # fmt: skip
 def test_hooks_and_parametrizations_equal_eager(add: Callable[[Any], Any]) -> None:

@@ -276,8 +276,8 @@ def rewrite(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"format": 4}, "expected format 1 to 3, found 4: another Lading wrote it"),
-        ({"format": True}, "expected format 1 to 3, found True"),
+        ({"format": 5}, "expected format 1 to 4, found 5: another Lading wrote it"),
+        ({"format": True}, "expected format 1 to 4, found True"),
         ({"format": 1}, "it was altered"),
         ({"kind": "other"}, "expected a lading checkpoint"),
         ({"sha256": "0" * 64}, "expected sha256 .* at 77, found 0000"),

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 from tests.machines import machine_with_host, small_machine
-from tests.planner.steps import NO_LIMIT, captured, needs, within
+from tests.planner.steps import NO_LIMIT, captured, needs, step_of, within
 
 from lading.cost.compute import host_processors, op_seconds, placed_costs
 from lading.errors import ConfigError
+from lading.ir.guess import speculated, with_guess
 from lading.ir.host_ops import light_groups
 from lading.ir.plan import Plan
 from lading.ir.program import HOST_STREAM
@@ -90,3 +91,25 @@ def test_a_plan_remembers_what_is_hosted(tmp_path: object) -> None:
     bad = dataclasses.replace(plan, choices=dataclasses.replace(plan.choices, hosted=(0,)))
     with pytest.raises(ConfigError, match="got operation 0"):
         restore_program(bad, fast.graph, machine)
+
+
+@pytest.mark.long
+def test_updates_on_a_guess_run_on_the_host_with_room_for_two_values_of_each() -> None:
+    """A copy of what may not count costs the host time, too."""
+    machine = machine_with_host(host_bytes_per_s=2e11, elements_per_s=7e9)
+    waits = captured("llama", machine=machine, num_layers=2, dim=256, vocab_size=4000, clip_norm=1.0)
+    whole = step_of(with_guess(waits.graph, set()), machine)
+    found = streaming(within(whole, int(0.72 * needs(whole, {}))))
+    graph, guessed = found.step.graph, speculated(found.step.graph)
+    assert found.device_s > found.step_s
+    changed = {s for op in graph.hosted for s in guessed.intersection(graph.op_writes[op])}
+    assert changed
+    assert changed <= found.program.second_places["host"].keys()
+    slots = sum(graph.storages[s].size_bytes for s, _ in found.program.slots["host"])
+    copies = sum(graph.storages[s].size_bytes for s in changed)
+    assert found.program.tier_bytes("host") >= slots + copies
+    op = max(graph.hosted, key=lambda op: sum(graph.storages[s].size_bytes for s in graph.op_writes[op]))
+    alone_s = op_seconds(graph, graph.ops[op], host_processors(machine))
+    copied_bytes = sum(graph.storages[s].size_bytes for s in graph.op_writes[op])
+    assert placed_costs(graph, machine)[op] == pytest.approx(alone_s + 3 * copied_bytes / 2e11)
+    verify(found.program)

@@ -154,5 +154,8 @@ def test_what_disks_take_is_said_for_a_step_and_a_day(run: dict[str, Any]) -> No
     plan = dataclasses.replace(run["plan"], predictions=dataclasses.replace(predictions, policies=rows))
     words = "written: 3.00 MiB a step to disk, 506.25 GiB a day of steps as predicted, checkpoints aside"
     assert wear_words(plan) == words
+    request = dataclasses.replace(plan.request, settings={**plan.request.settings, "experts": 1.0})
+    some = dataclasses.replace(plan, request=request)  # whose experts without tokens are not written
+    assert wear_words(some) == words.replace("written:", "written at most:")
     kept = tuple(dataclasses.replace(each, moved_bytes={}) for each in predictions.policies)
     assert wear_words(dataclasses.replace(plan, predictions=dataclasses.replace(predictions, policies=kept))) == ""

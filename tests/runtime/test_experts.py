@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lading.memory.guards import find_guards, with_late_reads
 from lading.memory.restore import programs_of
 from lading.memory.verify import verify
 from lading.runtime import replays
+from lading.runtime.accelerator import BlockingLane
 from lading.runtime.executor import Executor
 from lading.runtime.update_kernels import parameter_kernel
 from lading.sim.device_step import simulate
@@ -152,6 +154,64 @@ def test_numbers_are_plain_pytorch_s_on_a_device_that_runs_behind_the_host(
             tier = program.tiers[0].name if evict is host_always else "disk"
             assert counts.replayed > 0
             assert counts.spared_bytes[f"{tier}_read"] > counts.moved_bytes[f"{tier}_read"]
+
+
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_choices_are_counted_while_the_host_goes_on(
+    tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch, micro: int
+) -> None:
+    """Late copies of what was chosen are whole, though its memory is spoilt as soon as it may be used again."""
+    program = program_of(graph_of(micro=micro), host_always, FAST_HOST)
+
+    def waiting(lane: BlockingLane, marks: Any) -> None:
+        raise AssertionError("the host waited for the device")
+
+    monkeypatch.setattr(BlockingLane, "wait", waiting)
+    plain = Plain(model_of(), 0.0)
+    launched = api.launched
+
+    def late_copies(stream: Any, call: Any) -> Any:  # those of the lane that counts
+        is_copy = getattr(getattr(call, "func", None), "__name__", "") == "copy_" and stream is lanes["routing"]
+        return launched(stream, (lambda: (time.sleep(0.1), call())) if is_copy else call)
+
+    lanes: dict[str, Any] = {}
+    monkeypatch.setattr(api, "launched", late_copies)
+    device = fake_device(api)
+    make_lane = device.lane
+
+    def lane_of(stream: str, *, blocking: bool) -> Any:
+        made = make_lane(stream, blocking=blocking)
+        lanes[stream] = made.stream
+        return made
+
+    monkeypatch.setattr(device, "lane", lane_of)
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, poison=True, experts="count", device=device
+    ) as executor:
+        load(executor, plain.model)
+        for step, batches in enumerate(batches_of(USES[:6], micro)):
+            assert executor.step(batches, lr=rate_of(step)) == plain.step(batches, rate_of(step))
+        assert differing(executor, plain) == []
+        assert executor.experts is not None
+        counts = executor.experts.counts
+    assert lanes.keys() >= {"routing"}
+    assert counts.chosen == {f"layers.{n}": [sum(e in used for used in USES[:6]) for e in range(4)] for n in range(2)}
+    assert sum(counts.tokens["layers.1"]) == 16 * micro * len(USES[:6])
+    assert not counts.spared_bytes
+    assert not counts.moved_bytes
+
+
+@pytest.mark.long
+def test_choices_are_counted_on_a_cpu_where_nothing_is_left_out(tmp_path: Path) -> None:
+    program, plain = program_of(graph_of(deferred=1.0), disk_always, FAST), Plain(model_of(), 0.0)
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True, experts="count") as executor:
+        load(executor, plain.model)
+        for step, batches in enumerate(batches_of(USES, 1)):
+            assert executor.step(batches, lr=rate_of(step)) == plain.step(batches, rate_of(step))
+            executor.forward(batches)  # counts nothing
+        assert executor.experts is not None
+        assert executor.experts.counts.steps == len(USES)
+        assert executor.experts.counts.chosen["layers.0"] == [sum(e in used for used in USES) for e in range(4)]
 
 
 def test_an_update_is_made_up_for_where_it_lies(tmp_path: Path) -> None:
@@ -416,8 +476,8 @@ def test_saved_resumed_and_planned_again(tmp_path: Path) -> None:
 
 def moved_experts(program: Program) -> set[str]:
     """Experts, as ``layers.0.experts.1``, of which a Program moves values."""
-    storages = program.graph.storages
-    moved = {storages[a.storage].name for a in program.actions if a.kind is ActionKind.MOVE and a.storage is not None}
+    moves = {a.storage for a in program.actions if a.kind is ActionKind.MOVE}
+    moved = {program.graph.storages[storage].name for storage in program.graph.persistent & moves}
     return {name[: name.index(".experts.") + len(".experts.0")] for name in moved if ".experts." in name}
 
 

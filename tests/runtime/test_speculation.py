@@ -28,6 +28,7 @@ from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action
 from lading.ir.graph import PERSISTENT, Phase, StepGraph
 from lading.ir.guess import coefficient_op, guess_of, speculated, update_names, with_guess
+from lading.ir.host_ops import hosted, light_groups
 from lading.ir.late_updates import even_moves, with_late_updates
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
@@ -223,3 +224,68 @@ def test_a_device_that_runs_behind_the_host_gives_the_same_bits(tmp_path: Path, 
         assert_equals_eager(executor, "llama", micro=2, clip=clip, rates=RATES)
         assert executor.speculation is not None
         assert executor.speculation.again in {NEVER: [0], ALWAYS: [len(RATES)]}.get(clip, range(1, len(RATES)))
+
+
+def on_host(graph: StepGraph, share: float) -> StepGraph:
+    """A share of the updates that may run on the host, drawn at random."""
+    rng = random.Random(1)
+    return hosted(graph, (i for group in light_groups(graph) if rng.random() < share for i in group))
+
+
+@cache
+def hosted_program(clip: float, share: float) -> Program:
+    """Updates on the host, some of which wait; what they do not touch goes to the disk."""
+    graph, wait = graph_of("llama", micro=2, clip=clip), set[str]()
+    wait |= set(random.Random(0).sample(sorted(update_names(graph)), 5))
+    while True:
+        program = program_of(on_host(with_guess(graph, wait), share), disk_always, TIERED)
+        if not (more := on_device(program) - wait):
+            return program
+        wait |= more
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("clip", [NEVER, SOME["llama"], ALWAYS])
+def test_updates_on_the_host_leave_the_values_from_before(
+    tmp_path: Path, api: FakeApi, clip: float, share: float
+) -> None:
+    program = hosted_program(clip, share)
+    graph, guessed = program.graph, speculated(program.graph)
+    changed = {s for op in graph.hosted for s in guessed.intersection(graph.op_writes[op])}
+    assert changed
+    assert changed <= program.second_places["host"].keys()
+    assert share == 1.0 or program.second_places["disk"], "others go by the device"
+    device = fake_device(api)
+    with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, device=device, poison=True) as executor:
+        assert_equals_eager(executor, "llama", micro=2, clip=clip, rates=RATES)
+        assert executor.speculation is not None
+        assert executor.speculation.again in {NEVER: [0], ALWAYS: [len(RATES)]}.get(clip, range(1, len(RATES)))
+
+
+@pytest.mark.long
+def test_a_step_that_stops_amid_updates_on_the_host_has_not_happened(tmp_path: Path, api: FakeApi) -> None:
+    program = hosted_program(NEVER, 1.0)
+    graph, guessed = program.graph, speculated(program.graph)
+    updates = [a.id for a in program.actions if a.op in graph.on_host and guessed.intersection(graph.op_writes[a.op])]
+    armed: list[int] = []
+
+    def fails(action: Action) -> None:
+        if action.id in armed:
+            raise RuntimeError("stopped here")
+
+    batches, losses = batches_of(4, 2), list[list[float]]()
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, device=fake_device(api), poison=True, jitter=fails
+    ) as executor:
+        load(executor, model_of("llama"))
+        for number, batch in enumerate(batches):
+            armed[:] = [updates[number * len(updates) // len(batches)]]
+            before = {s: executor.read_storage(s).clone() for s in executor.homes}
+            with pytest.raises(ProgramError, match="stopped here"):
+                executor.step(batch, lr=1e-3)
+            armed.clear()
+            assert executor.is_whole
+            assert [s for s, value in before.items() if not torch.equal(executor.read_storage(s), value)] == []
+            losses.append(executor.step(batch, lr=1e-3))
+    assert losses == eager_run(model_of("llama"), batches, [1e-3] * len(batches), NEVER)

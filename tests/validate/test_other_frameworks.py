@@ -166,11 +166,10 @@ def test_a_family_of_software_and_a_runtime_leave_more_open(tmp_path: Path) -> N
         assert wide.step_s == narrow.step_s
 
 
-def test_a_set_of_one_year_is_but_a_family_in_later_ones(tmp_path: Path) -> None:
-    runs = (
-        asked(tmp_path, "Megatron-DeepSpeed", source=source) for source in ("a report, 2022-05", "a report, 2023-12")
-    )
-    assert [run.stack.evidence_on("ampere") for run in runs] == [FITTED, GUESSED]
+def test_steps_of_one_cluster_do_not_make_a_framework_known_elsewhere(tmp_path: Path) -> None:
+    """Clean runs of Megatron-DeepSpeed were seen; training with DeepSpeed's engine takes 20 to 40% longer (MT-NLG)."""
+    runs = (asked(tmp_path, name, source="a report, 2022-05") for name in ("Megatron-DeepSpeed", "vTrain's"))
+    assert [run.stack.evidence_on("ampere") for run in runs] == [GUESSED, FITTED]
 
 
 @pytest.mark.parametrize(("year", "attention"), [("2023-11", "masked"), ("2024-06", "flash2")])

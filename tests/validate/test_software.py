@@ -196,8 +196,8 @@ def test_software_that_cuts_by_itself_keeps_parameters_in_16_bits(
 
 
 def test_a_named_set_with_another_kernel_of_attention_is_not_one_whose_steps_were_seen(tmp_path: Path) -> None:
-    seen = row_of(tmp_path, "Megatron-DeepSpeed, 2022")
-    other = row_of(tmp_path, "Megatron-DeepSpeed, 2022", "FlashAttention-2")
+    seen = row_of(tmp_path, "vTrain, 2022")
+    other = row_of(tmp_path, "vTrain, 2022", "FlashAttention-2")
     evidence = [software_of(row, said(row), []).evidence_on("ampere") for row in (seen, other)]
     assert evidence == [FITTED, SWITCHES]
 

@@ -49,6 +49,13 @@ _WINDOW = re.compile(
     r"(?:sliding[-_ ]?window|\bswa|windowed|local(?: attention)?|window)(?: attention)?(?: size)?(?: of)?[ (=:]*(\d+)",
     re.IGNORECASE,
 )
+#: Words for tasks of encoders whose head is not the vocabulary; its columns (start and end of an answer, two classes).
+_NO_WORDS = re.compile(
+    r"question[- ]answering|\bsquad\b|\bno (?:vocabulary|lm|mlm|language[- ]model) head\b|"
+    r"(?:sequence|text|token|sentence) classification|\bglue\b|\bmrpc\b|\bmnli\b",
+    re.IGNORECASE,
+)
+_ANSWERS = 2
 #: Taken where a source gives no vocabulary: GPT-2's, padded as Megatron does.
 _VOCABULARY = 51200
 #: Taken where a diffusion transformer attends to text of untold length or width: T5's, as Wan and NeMo use it.
@@ -89,6 +96,9 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         symbols |= _state_space(model)
     if _SEES_ALL.search(f"{model.get('kind', '')} {model.get('attention', '')}"):
         symbols["whole"] = 1
+        if told := _NO_WORDS.search(notes):
+            symbols["v"] = _ANSWERS
+            assumed.append(f"a head of {_ANSWERS} columns, and no table of words: {told[0]!r}")
     if window := _window(model, notes):
         symbols["window"] = window
     if _is_diffusion(model):
@@ -312,14 +322,30 @@ def _blocks(model: Mapping[str, Any], text: str) -> tuple[tuple[str, int], ...]:
     if not model.get("experts"):
         return _runs(_by_window(model, layers)) if _window(model, "") else (("block", layers),)
     moe = ["window"] if _window(model, "") else ["moe"]
-    if re.search(r"alternating *sliding", text):
+    if moe == ["window"] and re.search(_ALTERNATING, text.lower()):
         moe = ["window", "full"]
-    if re.search(r"every other layer", text.lower()):
-        moe = ["dense", "moe"]
+    if (each := _experts_each(text.lower())) > 1:
+        moe = ["dense"] * (each - 1) + moe
     dense = int(model.get("first_dense_layers") or 0)
     if dense > layers:
         raise ConfigError(f"model.first_dense_layers: expected at most {layers}, got {dense}")
     return _runs(["dense"] * dense + [moe[i % len(moe)] for i in range(layers - dense)])
+
+
+#: Words for windows of attention in every other block; of experts in one of so many (options of frameworks too).
+_ALTERNATING = (
+    r"alternating *sliding|(?:sliding|window|local)[^,;|]{0,30}every (?:other|second|2nd) (?:layer|block)|"
+    r"every (?:other|second|2nd) (?:layer|block)[^,;|]{0,20}(?:sliding|window|local)"
+)
+_EVERY_OTHER = r"(?:every other|alternate|every second|every 2nd) (?:transformer )?(?:layer|block)"
+_EXPERTS_EACH = r"\b(?:moe[-_ ](?:layer[-_ ])?freq(?:uency)?|interleave_moe_layer_step|decoder_sparse_step)[ =:]*(\d+)"
+
+
+def _experts_each(words: str) -> int:
+    """Number of blocks of which one has experts."""
+    if told := re.search(_EXPERTS_EACH, words):
+        return int(told[1])
+    return 2 if re.search(_EVERY_OTHER, re.sub(_ALTERNATING, " ", words)) else 1
 
 
 def _by_window(model: Mapping[str, Any], layers: int) -> list[str]:

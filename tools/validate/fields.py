@@ -156,7 +156,8 @@ _OPTIMIZERS = (
 #: Words of an optimizer that are read, or that change nothing here.
 _OPTIMIZER_READ = re.compile(
     r"\b(?:(?:torch|optim|fused|apex|bnb|bitsandbytes|cpu|deepspeed|distributed|decoupled|megatron|te|hf|"
-    r"transformer engine|paged|hybrid|flash)\.? ?)*(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap|lamb)\b|"
+    r"transformer engine|paged|hybrid|mixed ?precision|flash)\.? ?)*"
+    r"(?:adam ?w?|sgd|lion ?w?|adafactor|muon|shampoo|soap|lamb)\b|"
     r"\b(?:8 ?-?b(?:it)?|int8|fp32|float32|bf16|bfloat16|fp16|float16|16-bit|32-?bit|32b|pure|full|only|memory|"
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lading.catalog.load import load_machine
 from lading.catalog.networks import node_size, parse_network, parse_node
-from lading.errors import ConfigError
+from lading.errors import ConfigError, LadingError
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.schedules import V_SHAPED
@@ -104,7 +104,12 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     )
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
-    request = _filled(request, row, assumed)
+    request = _interleaved(_filled(request, row, assumed), assumed)
+    return _with_doubts(request, row, text, assumed, unread)
+
+
+def _with_doubts(request: StepRequest, row: Row, text: str, assumed: list[str], unread: Sequence[str]) -> StepRequest:
+    """Add to a request what makes its interval wider: what was not understood, not said, or read for the first time."""
     assumed += [f"not understood: {words}" for words in unread]
     first_reading = is_first_reading(row.family)
     if first_reading:
@@ -115,7 +120,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         first_reading=first_reading,
         unread=tuple(unread),
         unstated=tuple(_unstated(row, text, assumed)),
-        clocks_untold=bool(_limits(row, machine)),
+        clocks_untold=bool(_limits(row, request.machine)),
     )
 
 
@@ -295,6 +300,16 @@ def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     return 0.0
 
 
+#: Elastic Fabric Adapters of a node where a source names no rate, by GPU: AWS's p3dn, p4d and p4de, p5 to p5en and p6.
+_EFA = (
+    ("v100", "EFA 100 Gb/s a node"),
+    ("a100", "EFA 4x 100 Gb/s"),
+    ("h100", "EFA 3200 Gb/s a node"),
+    ("h200", "EFA 3200 Gb/s a node"),
+    ("b200", "EFA 3200 Gb/s a node"),
+)
+
+
 def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tuple[str, str]:
     """Words for what links the devices of a node, and for what links nodes; what they leave open is assumed."""
     near = str(row.hardware.get("intra_node_link") or "")
@@ -309,6 +324,11 @@ def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tup
     if row.hardware["gpus"] <= slots:
         return near, words
     network = parse_network(words, slots)
+    rate = next((rate for name, rate in _EFA if machine.startswith(name)), "")
+    if network.link is None and rate and re.search(r"\befa(?:v\d)?\b|elastic fabric", words.lower()):
+        words = rate
+        assumed.append(f"EFA of AWS's instances with this GPU: {rate}")
+        network = parse_network(words, slots)
     unread += network.unread
     assumed.append(f"between nodes: {network.said}")
     return near, words if network.link else ""
@@ -443,6 +463,27 @@ def _filled(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
     return request
 
 
+def _interleaved(request: StepRequest, assumed: list[str]) -> StepRequest:
+    """The request whose interval holds the other pipeline, where nobody says whether Megatron's is interleaved."""
+    layout = request.layout
+    guessed = any(_INTERLEAVED in told for told in assumed)
+    if request.stack.kind != "megatron-like" or not (guessed or _PLAIN_PIPELINE in assumed):
+        return request
+    chunks = 1 if guessed else _usual_chunks(request.model.layers, layout.pp)
+    if not chunks or layout.global_batch // (layout.dp * layout.micro_batch) % layout.pp:
+        return request
+    schedule = schedule_of({}, chunks, [])
+    other = dataclasses.replace(request, layout=dataclasses.replace(layout, vpp=chunks, schedule=schedule))
+    kind = "with" if chunks > 1 else "without"
+    try:
+        times = simulate(other).step.step_s / simulate(request).step.step_s
+    except LadingError as error:
+        assumed.append(f"{kind} interleaving cannot be simulated, so the interval does not hold it: {error}")
+        return request
+    assumed.append(f"{kind} interleaving, which the interval holds too, {times:.2f} times as long")
+    return dataclasses.replace(request, otherwise=times)
+
+
 def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) -> int:
     if "vpp" in row.layout or degrees["pp"] == 1:
         return degrees["vpp"]
@@ -456,8 +497,37 @@ def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) ->
         per_rank = max(1, int(row.model["layers"]) // degrees["pp"])
         assumed.append(f"two layers in a chunk of the interleaved pipeline: {max(1, per_rank // 2)} chunks")
         return max(1, per_rank // 2)
-    assumed.append("a pipeline without interleaving")
+    chunks = _usual_chunks(int(row.model["layers"]), degrees["pp"])
+    if chunks and any(re.search(_SENDS_BESIDE, part) and not _DENIES.search(part) for part in _sentences(row.notes)):
+        assumed.append(
+            f"an interleaved pipeline of {chunks} chunks on a rank, {_INTERLEAVED}: its transfers overlap, which "
+            "Megatron-Core has with interleaving alone (megatron/training/arguments.py, overlap_p2p_comm)"
+        )
+        return chunks
+    assumed.append(_PLAIN_PIPELINE)
     return 1
+
+
+#: Words of a pipeline's transfers beside computing.
+_SENDS_BESIDE = (
+    r"overlap[-_]p2p[-_]comm\w*(?![=: ]*(?:false|off))|overlap\w*[^;|.]{0,120}\bpp\b(?! (?:off|disabled))|"
+    r"\bpp\b[^;|.]{0,30}\boverlap(?!\w* (?:off|disabled))"
+)
+_DENIES = re.compile(r"\b(?:no|not|without|neither|never|none)\b")
+_INTERLEAVED, _PLAIN_PIPELINE = "about two layers each", "a pipeline without interleaving"
+
+
+def _sentences(notes: str) -> list[str]:
+    return re.split(r"[;|]|\. ", notes.lower())
+
+
+def _usual_chunks(layers: int, stages: int) -> int:
+    """Number of chunks of a rank with about two layers each, of those that divide its layers; 0 where none does."""
+    each, rest = divmod(layers, stages)
+    if rest or each < 2:
+        return 0
+    divisors = [chunks for chunks in range(2, each + 1) if each % chunks == 0]
+    return min(divisors, key=lambda chunks: max(2 * chunks / each, each / (2 * chunks)))
 
 
 def _chunks_told(words: str, layers: int, stages: int) -> int:

@@ -52,6 +52,8 @@ _PADDLE_FLASH2 = 2023
 _BIASED = 2024
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
+#: Containers with cuDNN 8.9 or 9.0, as NeMo's are until 24.05.
+_CUDNN8 = re.compile(r"(?:\bnemo|container|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b", re.IGNORECASE)
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -202,9 +204,10 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
     else:
         stack = stack_by_name(_present(rule.stack, assumed))
         otherwise = _named_otherwise(row, text, stack, assumed)
-        fitted = stack.fitted if otherwise.get("attention", stack.attention) == stack.attention else ()
+        same = otherwise.get("attention", stack.attention) == stack.attention or _older_cudnn(row, stack, [])
+        fitted = stack.fitted if same else ()
         stack = dataclasses.replace(stack, **otherwise, fitted=fitted)
-        if rule.family or 0 < rule.until < year_of(row):
+        if rule.family:
             assumed.append(f"software of a family, of which no step was seen: its switches are those of {stack.name}")
             stack = dataclasses.replace(stack, framework="", fitted=())
     stack = dataclasses.replace(stack, **stated_switches(row, text, stack))
@@ -214,6 +217,9 @@ def software_of(row: Row, text: str, assumed: list[str], *, known: bool = True) 
 def _gelu(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """GELU in operations of PyTorch: as the row's ``activation`` says, else as the catalog's entry of the model."""
     stated = str(row.model.get("activation", ""))
+    if not stated and stack.fusion == "eager" and re.search(r"\bmin-?gpt\b", text.lower()):
+        assumed.append("GELU in operations of PyTorch: karpathy/minGPT mingpt/model.py, NewGELU")
+        return {"unfused": tuple(dict.fromkeys((*stack.unfused, activation_part("gelu_new"))))}
     ran = re.search(_TRANSFORMERS, text.lower()) is not None
     model = pretrained_of(_name(row)) if ran and not stated else None
     if stack.fusion != "eager" or not (stated or model):
@@ -354,12 +360,23 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
         }
         assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
+    settings |= _older_cudnn(row, stack, assumed)
     if stack.framework == "transformers":
         settings |= _attention_of_transformers(row, text.lower(), assumed)
     if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])?\b", stated)):
         settings["attention"] = f"flash{named[1] or 2}"
         assumed.append(f"attention {settings['attention']}: the notes say {named[0]!r}")
     return settings
+
+
+def _older_cudnn(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """cuDNN's attention before 9.1, which on Hopper is no faster than FlashAttention-2."""
+    if stack.attention != "cudnn" or not _CUDNN8.search(f"{row.source} {row.layout.get('framework', '')}"):
+        return {}
+    assumed.append(
+        "cuDNN's attention before 9.1, at the rates of FlashAttention-2, as containers until May 2024 have it"
+    )
+    return {"attention": "flash2"}
 
 
 def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:

@@ -23,7 +23,8 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"a100.*\b40 ?g|\b40 ?g.*a100", "a100-40gb", ""),
     (r"a100.*\b64 ?g|\b64 ?g.*a100", "a100", "an A100 of 64 GB: as one of 80 GB"),
     (r"a100", "a100", ""),
-    (r"gh200", "h200", "GH200: its GPU is taken for an H200"),
+    (r"gh200.*(?:\b14[14] ?g|hbm3e)", "h200", "GH200 of 144 GB: its GPU is taken for an H200, and its host too"),
+    (r"gh200", "gh200", ""),
     (r"gb300", "gb300", ""),
     (r"gb200", "gb200", ""),
     (r"b300", "b300", ""),
@@ -189,14 +190,12 @@ class StackRule:
         evidence: Reason why this is the stack.
         family: Whether the words name a family of software that shares models and trainers, not one whose steps are
             known: what is predicted of it is as uncertain as of software that is not known.
-        until: Last year whose releases are the set's, later ones being but of its family; 0 for any.
     """
 
     pattern: str
     stack: str
     evidence: str
     family: bool = False
-    until: int = 0
 
 
 #: In order: names of a publication first, then names of frameworks, newest first. Words of a class of software, such as
@@ -232,7 +231,12 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
     StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
     StackRule(r"vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
-    StackRule(r"megatron-deepspeed", "megatron-deepspeed", "Megatron-DeepSpeed of 2022", until=2022),
+    StackRule(
+        r"megatron-deepspeed",
+        "megatron-deepspeed",
+        "Megatron-DeepSpeed, of which vTrain's clean runs were seen, but none of training with DeepSpeed's engine",
+        family=True,
+    ),
     StackRule(r"(?:2104\.04473|sc'21).*deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 of 2021"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),

@@ -28,9 +28,10 @@ _GENERATIONS = (
     *((r"(?:connectx|cx)-?5", 100), (r"(?:connectx|cx)-?6", 200), (r"(?:connectx|cx)-?7", 400)),
     *((r"(?:connectx|cx)-?8", 800), (r"slingshot[- ]?11", 200), (r"slingshot[- ]?10", 100)),
 )
+_EFA = r"\befa(?:v\d)?\b|elastic fabric"
 _KINDS = (
     ("omnipath", r"omni-?path|\bopa\b"),
-    ("ethernet", r"roce|ethernet|\befa\b|gbe\b|tcpx|slingshot|\beth\b|\brnic\b|\d\s?g(?:ig)?e\b"),
+    ("ethernet", _EFA + r"|roce|ethernet|gbe\b|tcpx|slingshot|\beth\b|\brnic\b|\d\s?g(?:ig)?e\b"),
     ("infiniband", r"infiniband|\bib\b|\b[fehnxq]dr|rdma|cx-?[5678]|connectx"),
 )
 #: Of the line rate, what a long ring over all NICs of the nodes reaches, and a hop's latency.
@@ -65,10 +66,10 @@ _EMPTY = re.compile(
     r"device|devices|rank|ranks|server|servers|host|hosts|machine|instance|nic|nics|hca|hcas|port|ports|rail|rails|"
     r"adapter|adapters|card|cards|link|links|network|fabric|interconnect|inter|inter-node|internode|node-to-node|"
     r"cluster|total|aggregate|bandwidth|speed|rate|full|bisection|fat-tree|rail-optimized|optimized|non-blocking|"
-    r"nonblocking|nvidia|mellanox|quantum|quantum-2|aws|efa|efav2|efav3|v1|v2|v3|p4d|p4de|p5|p5e|p5en|azure|gcp|"
+    r"nonblocking|nvidia|mellanox|quantum|quantum-2|aws|efa|efav2|efav3|elastic|v1|v2|v3|p4d|p4de|p5|p5e|p5en|azure|gcp|"
     r"rdma|rnic|gdr|gpudirect|gpudirect-rdma|gpudirect-tcpx|gpudirect-tcpxo|tcpx|tcpxo|tcp|ip|ipoib|ethernet|eth|infiniband|ib|roce|rocev2|"
     r"roce-v2|omni-path|omnipath|opa|slingshot|cornelis|intel|bluefield|bluefield-3|spectrum|spectrum-x|connectx|cx|"
-    r"bidirectional|unidirectional|duplex|direction|directions|both|way|ways|x|is|are|not|restated)\b"
+    r"bidirectional|unidirectional|duplex|direction|directions|both|way|ways|x|is|are|not|stated|restated)\b"
 )
 
 
@@ -119,7 +120,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     left = (*_unread(between), *_other_rates(between))
     if parsed is None:
         return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", left)
-    efficiency, latency, reached = _REACHED["efa" if "efa" in text else kind or "infiniband"]
+    efficiency, latency, reached = _REACHED["efa" if re.search(_EFA, text) else kind or "infiniband"]
     link = Link(
         name="network",
         kind=kind or "infiniband",

@@ -1,8 +1,9 @@
 """Manifest of a checkpoint: what it holds, where each tensor lies in its state file, and checksums of all of that.
 
-[Note: formats] Format 2 has checksums of chunks, and of the bytes of the manifest itself. Format 3, of a checkpoint in
-place (``lading.checkpoint.swapped``), is else as 2. Format 1 had one sha256 for each tensor: to who reads it, the whole
-tensor is one chunk. Files of other formats are refused by their number.
+[Note: formats] Format 2 has checksums of chunks, and of the bytes of the manifest itself. Format 4, of a checkpoint in
+place (``lading.checkpoint.swapped``), is else as 2; format 3 was the same without pieces in the state file. Format 1
+had one sha256 for each tensor: to who reads it, the whole tensor is one chunk. Files of other formats are refused by
+their number.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.reading import read_as
 
 #: Raised whenever what a saved checkpoint means changes.
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 MANIFEST = "manifest.json"
 
 _KIND = "lading checkpoint"
 #: A manifest up to its body, whose bytes the checksums are of; and what ends it.
 _BEGINNING = '{"kind": "lading checkpoint", "format": %d, "adler32": "%08x", "sha256": "%s", "body": '
 _BEGINS = re.compile(
-    rb'\{"kind": "lading checkpoint", "format": [23], "adler32": "([0-9a-f]{8})", "sha256": "([0-9a-f]{64})", "body": '
+    rb'\{"kind": "lading checkpoint", "format": [234], "adler32": "([0-9a-f]{8})", "sha256": "([0-9a-f]{64})", "body": '
 )
 _ENDING = b"}\n"
 
@@ -88,7 +89,7 @@ def manifest_bytes(body: Mapping[str, Any], *, in_place: bool = False) -> bytes:
     """Write the manifest that has a body, with the checksums of the body's bytes in front; of a checkpoint in place."""
     text = json.dumps(body, indent=1).encode()
     sha256, adler32 = checksums_of(text)
-    return (_BEGINNING % (3 if in_place else 2, adler32, sha256)).encode() + text + _ENDING
+    return (_BEGINNING % (4 if in_place else 2, adler32, sha256)).encode() + text + _ENDING
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -106,6 +107,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if (begins := _BEGINS.match(data)) is not None:
             body = {"swap": None, **_parsed(path, _checked_body(path, data, begins))}  # as format 2 has none
+            if isinstance(body["swap"], dict):
+                body["swap"] = {"in_state": [], **body["swap"]}  # as format 3 has none
             manifest: Manifest = read_as(Manifest, body, str(path), "it was altered")
         else:
             manifest = _earlier(path, data)
@@ -185,8 +188,8 @@ def _check_places(body: Manifest, path: Path) -> None:
                 f"{path}: {entry}: expected a known dtype and its bytes inside the file, found {entry.size_bytes} "
                 f"bytes at {entry.start}: it was altered"
             )
-    if body.swap is not None and not body.swap.are_inside:
-        raise StorageError(f"{path}: expected parts inside a swap file of {body.swap.size_bytes} bytes: it was altered")
+    if body.swap is not None and not body.swap.are_inside(body.state_bytes):
+        raise StorageError(f"{path}: expected parts inside their files, found another: it was altered")
     for saved in (header, *body.tensors):
         count = -(-saved.size_bytes // body.chunk_bytes)
         if not saved.sha256 and saved.start >= body.state_bytes:

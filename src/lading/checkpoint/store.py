@@ -127,14 +127,14 @@ class Checkpoint:
             with self.opened() as file:
                 for chunk, damage in read_chunks(file, part, self.chunk_bytes):
                     if damage is not None:
-                        raise _damaged(self.path, f"{self._place_of(entry)}: {entry}: {damage}")
+                        raise _damaged(self.path, f"{self._place_of(entry, damage.start)}: {entry}: {damage}")
                     if wanted := chunk[max(start - at, 0) : max(end - at, 0)]:
                         yield wanted
                     at += len(chunk)
         except StorageError:
             raise
         except OSError as error:
-            raise _damaged(self.path, f"{self._place_of(entry)}: cannot read {entry}: {error}") from error
+            raise _damaged(self.path, f"{self._place_of(entry, entry.start)}: cannot read {entry}: {error}") from error
 
     def verify(self) -> None:
         """Read everything once and check its bytes.
@@ -161,7 +161,7 @@ class Checkpoint:
                 for saved in (self.header, *self.tensors.values()):
                     for _, damage in read_chunks(file, saved, self.chunk_bytes):
                         if damage is not None:
-                            yield f"{self._place_of(saved)}: {saved}: {damage}"
+                            yield f"{self._place_of(saved, damage.start)}: {saved}: {damage}"
                             if damage.end > size_bytes and self.swap is None:  # all that follows is missing, too
                                 return
         except OSError as error:
@@ -171,11 +171,12 @@ class Checkpoint:
         """Count the tensors that have no checksums, as their run was killed before those were made."""
         return sum(1 for entry in self.tensors.values() if entry.size_bytes and not entry.sha256)
 
-    def _place_of(self, saved: SavedBytes) -> Path | str:
-        """File that has a run of bytes."""
+    def _place_of(self, saved: SavedBytes, at: int) -> Path | str:
+        """File that has the byte ``at`` of a run of bytes."""
         if self.swap is None or saved.start < self.state_bytes:
             return self.path / STATE
-        return f"{self.path / SWAP}, whose parts begin at byte {self.state_bytes}"
+        name = STATE if self.swap.is_in_state(at - self.state_bytes) else SWAP
+        return f"{self.path / name}, whose parts begin at byte {self.state_bytes}"
 
     def _file(self, name: str) -> FileIO:
         if self.folder is None:
@@ -217,8 +218,8 @@ def save_checkpoint(
 
     Args:
         keep_every_steps: Keep every checkpoint of a multiple of so many steps, too; 0 keeps none for that.
-        swapped: Further tensors, which stay in a swap file. Earlier checkpoints in that file are deleted, whoever
-            reads them.
+        swapped: Further tensors, which stay in a swap file, but for pieces that are among ``tensors``. Earlier
+            checkpoints in that file are deleted, whoever reads them.
         spared: Checkpoint that is not deleted.
 
     Returns:
@@ -260,13 +261,14 @@ def save_checkpoint(
 
 def _with_swapped(body: dict[str, Any], swapped: Swapped) -> dict[str, Any]:
     """Add the tensors that stay in a swap file to a manifest."""
-    end, tensors = body["state_bytes"], [*body["tensors"]]
+    end, starts = body["state_bytes"], {tensor["name"]: tensor["start"] for tensor in body["tensors"]}
+    pieces = {part.piece for tensor in swapped.tensors for part in tensor.parts}
+    tensors = [tensor for tensor in body["tensors"] if tensor["name"] not in pieces]
     for tensor in swapped.tensors:
         saved = SavedTensor(end, tensor.size_bytes, (), (), tensor.name, tensor.dtype, tensor.shape)
         tensors.append(asdict(saved))
         end += tensor.size_bytes
-    parts = tuple(part for tensor in swapped.tensors for part in tensor.parts)
-    return {**body, "tensors": tensors, "swap": asdict(SwapPlaces(swapped.size_bytes, parts))}
+    return {**body, "tensors": tensors, "swap": asdict(swapped.places(starts))}
 
 
 def _remove_earlier(final: Path) -> None:

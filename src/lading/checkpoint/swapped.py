@@ -1,24 +1,26 @@
 """Checkpoints in place: values whose bytes stay in the swap file of their run, which has a name in the checkpoint.
 
-    folder/step-00000050/state.safetensors      values that were in memory
+    folder/step-00000050/state.safetensors      values, and pieces of values, that were in memory
                          swap                   the swap file, by another name (a hard link)
                          manifest.json          where the other values lie in it
 
 To who reads them, the parts of the swap file follow the state file, so a value's bytes are a run in one file
-(``JoinedFile``). Their checksums are made after the save (``lading.checkpoint.store.add_checksums``), as the bytes stay
-where they are; until then a value has none.
+(``JoinedFile``). Pieces of such a value that were in memory are tensors of the state file, which the manifest names as
+parts among those. Their checksums are made after the save (``lading.checkpoint.store.add_checksums``), as the bytes
+stay where they are; until then a value has none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 #: Name of the swap file in a checkpoint.
 SWAP = "swap"
@@ -26,44 +28,68 @@ SWAP = "swap"
 
 @dataclass(frozen=True, slots=True)
 class SwapPlaces:
-    """Parts of a swap file that follow the state file.
+    """Parts of a swap file that follow the state file, in the order in which they do.
 
     Attributes:
         size_bytes: Bytes of the swap file.
         parts: First byte and bytes of each, in the swap file.
+        in_state: Numbers of the parts that lie in the state file instead, ascending.
     """
 
     size_bytes: int
     parts: tuple[tuple[int, int], ...]
+    in_state: tuple[int, ...] = ()
 
-    @property
-    def are_inside(self) -> bool:
-        """Whether all parts lie in the swap file."""
-        return all(start >= 0 and size > 0 and start + size <= self.size_bytes for start, size in self.parts)
+    def are_inside(self, state_bytes: int) -> bool:
+        """Whether all parts lie in their files, of which the state file has so many bytes."""
+        count, there = len(self.parts), set(self.in_state)
+        ends = [state_bytes if number in there else self.size_bytes for number in range(count)]
+        numbered = len(there) == len(self.in_state) and there <= set(range(count))
+        return numbered and all(
+            start >= 0 and size > 0 and start + size <= end for (start, size), end in zip(self.parts, ends, strict=True)
+        )
 
     @property
     def joined_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(size for _, size in self.parts)
 
+    def is_in_state(self, offset: int) -> bool:
+        """Whether a byte of the parts, counted from the first one's, lies in the state file."""
+        ends = list(accumulate(size for _, size in self.parts))
+        return bisect_right(ends, offset) in self.in_state
+
+
+class SwappedPart(NamedTuple):
+    """Run of a value's bytes.
+
+    Attributes:
+        start: First byte in the file that has it.
+        piece: Tensor of the state file whose bytes these are; "" in the swap file.
+    """
+
+    start: int
+    size_bytes: int
+    piece: str = ""
+
 
 @dataclass(frozen=True)
 class SwappedTensor:
-    """Value whose bytes are in the swap file.
+    """Value some or all of whose bytes are in the swap file.
 
     Attributes:
-        parts: First byte and bytes of each of its parts there, in order.
+        parts: Its parts there, and its pieces in the state file, in order.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[SwappedPart, ...]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the value."""
-        return sum(size for _, size in self.parts)
+        return sum(part.size_bytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -78,6 +104,12 @@ class Swapped:
     tensors: Sequence[SwappedTensor]
     link: Callable[[Path], None]
     size_bytes: int
+
+    def places(self, starts: Mapping[str, int]) -> SwapPlaces:
+        """Places of all parts, where the tensors of the state file start at these bytes."""
+        parts = [part for tensor in self.tensors for part in tensor.parts]
+        places = tuple((starts[part.piece] if part.piece else part.start, part.size_bytes) for part in parts)
+        return SwapPlaces(self.size_bytes, places, tuple(n for n, part in enumerate(parts) if part.piece))
 
 
 class JoinedFile:
@@ -94,10 +126,10 @@ class JoinedFile:
             self._swap = stack.enter_context(open_file(SWAP))
             self._files = stack.pop_all()
         self._starts, self._ranges = [0], [(self._state, 0, state_bytes)]
-        end = state_bytes
-        for start, size in swap.parts:
+        end, in_state = state_bytes, frozenset(swap.in_state)
+        for number, (start, size) in enumerate(swap.parts):
             self._starts.append(end)
-            self._ranges.append((self._swap, start, size))
+            self._ranges.append((self._state if number in in_state else self._swap, start, size))
             end += size
         self._at = 0
 

@@ -16,6 +16,27 @@ class ValueKind(str):
         return str(self)
 
 
+@dataclass(frozen=True)
+class ReadTensor:
+    """Tensor that a captured step read as a constant.
+
+    Attributes:
+        tensor: Weak reference to it.
+        version: How often it had been written in place by then, as torch counts.
+        said: What it is and who reads it, in words.
+    """
+
+    tensor: Any
+    version: int
+    said: str
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was written in place since; of one that is gone nobody can tell, nor read it."""
+        tensor = self.tensor()
+        return tensor is not None and tensor._version != self.version
+
+
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
     """Numbers, texts and flags that a step was captured with.
@@ -28,6 +49,7 @@ class Frozen:
             number or text its ``ValueKind``.
         loss: Likewise, in reach of the loss.
         autocast: What torch's autocast made of products, in words: "bfloat16 on cpu"; "" where it was off.
+        tensors: Constants of the step that others hold, too; a copy through pickle has none.
         model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
     """
 
@@ -36,9 +58,10 @@ class Frozen:
     others: Mapping[str, object]
     loss: Mapping[str, object]
     autocast: str = ""
+    tensors: tuple[ReadTensor, ...] = field(default=(), repr=False, compare=False)
     model: Any = field(default=None, repr=False, compare=False)
     loss_function: Any = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle: values only, as functions and weak references are of this process."""
-        return {**vars(self), "model": None, "loss_function": None}
+        return {**vars(self), "tensors": (), "model": None, "loss_function": None}

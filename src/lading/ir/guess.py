@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from lading.errors import ConfigError
 from lading.ir.action import DEVICE, Action, ActionKind
@@ -87,19 +88,37 @@ def update_actions(graph: StepGraph, actions: Sequence[Action]) -> dict[int, int
     return found
 
 
-def moves_of_next(graph: StepGraph, actions: Sequence[Action]) -> frozenset[int]:
-    """Moves to a lower tier of values that were changed on a guess, and moves of what these put there."""
-    changed, written, found = update_actions(graph, actions), set[tuple[int, str]](), set[int]()
+class NextValues(NamedTuple):
+    """Moves and places of values that were changed on a guess, and come to count once that turns out right.
+
+    Attributes:
+        moves: Moves of such values to a lower tier, and of what is there then.
+        places: Pairs (tier, storage) of what moves and the host's processors put there.
+    """
+
+    moves: frozenset[int]
+    places: frozenset[tuple[str, int]]
+
+
+def next_values(graph: StepGraph, actions: Sequence[Action], host_tier: str) -> NextValues:
+    """Find the moves and places in lower tiers of values that were changed on a guess.
+
+    Args:
+        host_tier: Name of the tier on which the host's processors work; "" where there is none.
+    """
+    changed, places, moves = update_actions(graph, actions), set[tuple[str, int]](), set[int]()
     for action in actions if changed else ():
         storage = action.storage
+        if action.op in graph.on_host:
+            places.update((host_tier, s) for s in changed.keys() & set(graph.op_writes[action.op or 0]))
         if action.kind is not ActionKind.MOVE or storage not in changed or action.id < changed[storage]:
             continue
         if action.source == DEVICE:
-            written.add((storage, action.target))
-            found.add(action.id)
-        elif (storage, action.source) in written:
-            found.add(action.id)
-    return frozenset(found)
+            places.add((action.target, storage))
+            moves.add(action.id)
+        elif (action.source, storage) in places:
+            moves.add(action.id)
+    return NextValues(frozenset(moves), frozenset(places))
 
 
 def update_names(graph: StepGraph) -> dict[str, frozenset[int]]:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from lading.errors import ConfigError
 from lading.files import read_json, write_text
@@ -403,6 +403,12 @@ class Plan:
     def leaves_out_experts(self) -> bool:
         """Whether experts without tokens are left out of a step (``lading.plan(experts=)``)."""
         return bool(self.request.settings.get("experts", 0.0))
+
+    @property
+    def experts(self) -> bool | Literal["count"]:
+        """Whether steps leave out experts without tokens, or only count what routers choose, for another plan."""
+        counts = bool(self.request.settings.get("counted_experts", 0.0))
+        return self.leaves_out_experts or ("count" if counts else False)
 
     def of_run(self, run: dict[str, Any]) -> Plan:
         """Copy the plan for a run of this configuration."""

@@ -34,9 +34,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lading.errors import ProgramError
-from lading.ir.action import DEVICE, Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
+from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
-from lading.ir.guess import guess_of, moves_of_next
+from lading.ir.guess import guess_of, next_values
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
 from lading.ir.reduction import RECEIVE as RECEIVE_OP
 from lading.ir.reduction import SEND as SEND_OP
@@ -385,14 +385,13 @@ class Program:
         """
         if guess_of(self.graph) is None:
             return {}
-        again = moves_of_next(self.graph, self.actions)
-        moved = {(a.target, a.storage) for a in self.actions if a.id in again and a.target != DEVICE}
+        changed = next_values(self.graph, self.actions, self.host_tier).places
         found: dict[str, dict[int, int]] = {}
         for tier in self.tiers:
             unit, sizes = tier.alignment_bytes, self.graph.storages
             slots = self.slots.get(tier.name, ())
             end = max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in slots), default=0)
-            for storage in sorted(s for s, _ in slots if (tier.name, s) in moved):
+            for storage in sorted(s for s, _ in slots if (tier.name, s) in changed):
                 offset = -(-end // unit) * unit
                 found.setdefault(tier.name, {})[storage] = offset
                 end = offset + slot_bytes(sizes[storage].size_bytes)

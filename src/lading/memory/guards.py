@@ -19,7 +19,7 @@ from itertools import count
 from math import prod
 
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
-from lading.ir.experts import Expert, Routed, Router, find_experts, owned_values
+from lading.ir.experts import Expert, Routed, Router, find_experts, find_routers, owned_values
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, Tensor
 from lading.ir.machine import FILE, MEMORY
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, ActionList, Program
@@ -157,6 +157,13 @@ def find_guards(program: Program) -> Guards:
         if routed.updates <= replayed:
             return guards
         always |= routed.updates - replayed  # and what makes its gradient then writes zeros
+
+
+def find_routers_alone(program: Program) -> Guards:
+    """Guards of a Program that runs whole: none, only the actions whose choice is to be counted."""
+    walk = _GuardWalk(program)
+    routers = find_routers(program.graph)
+    return Guards(routers, tuple(walk.first[router.op] for router in routers), {}, ())
 
 
 class _GuardWalk:

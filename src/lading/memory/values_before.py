@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE, ActionKind
-from lading.ir.guess import moves_of_next, speculated, update_actions
+from lading.ir.guess import next_values, speculated, update_actions
 from lading.ir.program import LINE_BYTES, Program
 from lading.memory.tier_layout import home_tiers
 
@@ -47,7 +47,8 @@ def on_device_alone(program: Program) -> frozenset[int]:
 def known_before(program: Program) -> dict[int, Before]:
     """As ``values_before``, without those whose value is nowhere."""
     graph, homes = program.graph, home_tiers(program)
-    changed, again = update_actions(graph, program.actions), moves_of_next(graph, program.actions)
+    changed = update_actions(graph, program.actions)
+    again = next_values(graph, program.actions, program.host_tier).moves
     written: dict[int, list[Before]] = {}
     for action in program.actions:
         if action.kind is ActionKind.MOVE and action.storage in changed and action.source == DEVICE:

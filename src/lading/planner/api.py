@@ -180,7 +180,7 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     chosen = _chosen_form(step, policy, rows, fitting, settings, progress)
     if policy == "residency":
         chosen = chosen if _is_given(step, settings) else with_weight_pieces_tried(chosen, step, progress)
-        chosen = _improved(chosen, step, progress, on_device=homes is not None or guesses)
+        chosen = _improved(chosen, step, progress, on_device=homes is not None)
     staging_bytes = int(settings.get(STAGING_BYTES, 0.0))
     shortage = _staging_shortage(chosen.found.program, staging_bytes) if staging_bytes else ""
     chosen = _with_staging(chosen, staging_bytes)
@@ -207,8 +207,7 @@ def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_
     """Plan by paced flows, change choices on a plan's critical path, try operations on the host, and sharpen the bound.
 
     Args:
-        on_device: Whether nothing is hosted: the step has its values where one that was planned before has them, or
-            updates that it may have to take back.
+        on_device: Whether nothing is hosted, as the step has its values where one that was planned before has them.
     """
     progress.update(0.91, "plans that know in which window of the step each byte moves")
     paced = chosen.found if chosen.paced else with_paced(chosen.found, chosen.bound_s)

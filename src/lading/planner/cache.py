@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -92,6 +92,27 @@ def cached_plan(
         changed: Asked = {"expansion": expansion, "budget": budget, "workspace_bytes": scratch, "homes": homes}
         return _cached(step, machine, folder, progress, {**asked, **changed})
 
+    mine, *rest = _within(limit, planned, lead, len(steps))
+    return Planned(
+        dataclasses.replace(mine.plan, others=tuple(other.plan for other in rest)),
+        mine.program,
+        tuple(other.program for other in rest),
+    )
+
+
+def _within(limit: int, planned: Callable[[int, int, Homes | None], Planned], lead: int, count: int) -> list[Planned]:
+    """Plan steps over the same values within one limit, those of the lead with less where the others need the room.
+
+    Args:
+        limit: Bytes.
+        planned: Plans a step by its number, within some bytes, on values where they are said to be.
+        lead: Number of the step that says where values are.
+        count: Number of steps.
+
+    Raises:
+        PlanInfeasible: no room was found in some tries.
+    """
+
     def leaving(enough: int, less: int) -> tuple[Planned, int]:
         """Plan the lead in ``less`` bytes below the limit, or as near to that as it fits, but above ``enough``."""
         while True:
@@ -102,23 +123,16 @@ def cached_plan(
                     raise
                 less = (enough + less) // 2
 
-    first, plans, less = planned(lead, limit, None), list[Planned](), 0
+    first, less = planned(lead, limit, None), 0
     for attempt in range(_TRIES):
         homes = homes_of(first.program)
         try:
-            plans = [first if n == lead and not less else planned(n, limit, homes) for n in range(len(steps))]
-            break
+            return [first if n == lead and not less else planned(n, limit, homes) for n in range(count)]
         except PlanInfeasible as error:
             if attempt == _TRIES - 1:
                 raise
-            more = 2 * less + error.missing_bytes + PAGE_BYTES
-            first, less = leaving(less, more)  # more room for the others
-    mine, *rest = plans
-    return Planned(
-        dataclasses.replace(mine.plan, others=tuple(other.plan for other in rest)),
-        mine.program,
-        tuple(other.program for other in rest),
-    )
+            first, less = leaving(less, 2 * less + error.missing_bytes + PAGE_BYTES)  # more room for the others
+    raise AssertionError("the last try returns or raises")
 
 
 def _cached(graph: StepGraph, machine: Machine, folder: Path | None, progress: PlanProgress, asked: Asked) -> Planned:

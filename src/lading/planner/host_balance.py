@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lading.cost.compute import host_processors, op_seconds
+from lading.cost.compute import hosted_costs
 from lading.ir.action import ActionKind
 from lading.ir.host_ops import hosted, light_groups
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
@@ -43,10 +43,10 @@ def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
     chosen = tuple(sorted(ops))
     if not chosen:
         return step
-    graph, host = hosted(step.graph, chosen), host_processors(step.machine)
+    graph = hosted(step.graph, chosen)
     seconds, scratch = list(step.costs.op_seconds), list(step.costs.workspace_bytes)
-    for op in chosen:
-        seconds[op], scratch[op] = op_seconds(graph, graph.ops[op], host), 0
+    for op, on_host_s in hosted_costs(graph, chosen, step.machine).items():
+        seconds[op], scratch[op] = on_host_s, 0
     costs = dataclasses.replace(step.costs, op_seconds=tuple(seconds), workspace_bytes=tuple(scratch))
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
 
@@ -116,12 +116,13 @@ class _HostedOps:
 def _groups(found: Found, *, sums: bool = False) -> list[_HostedOps]:
     """List the groups whose operands are in no tier behind the host's memory, and that move less when hosted."""
     step, program = found.step, found.program
-    graph, host = step.graph, host_processors(step.machine)
+    graph = step.graph
     far = {storage for tier, slots in program.slots.items() if tier != program.host_tier for storage, _ in slots}
     up, down = _moved(program)
-    seconds: dict[object, float] = {}
     rows: list[_HostedOps] = []
-    for ops in light_groups(graph, sums=sums):
+    groups = light_groups(graph, sums=sums)
+    seconds = hosted_costs(graph, sorted(op for group in groups for op in group), step.machine)
+    for ops in groups:
         touched = {s for i in ops for s in (*graph.op_reads[i], *graph.op_writes[i])}
         if touched & far:
             continue
@@ -130,12 +131,7 @@ def _groups(found: Found, *, sums: bool = False) -> list[_HostedOps]:
         sent = sum(slot_bytes(graph.storages[s].size_bytes) for s in touched - used - graph.persistent)
         read = sum(up.get(s, 0) for s in used)
         write = sum(down.get(s, 0) for s in used) - sent
-        total_s = 0.0
-        for op in map(graph.ops.__getitem__, ops):
-            key = (op.name, op.kind, tuple(graph.tensors[t].shape for t in (*op.inputs, *op.mutates)))
-            if key not in seconds:
-                seconds[key] = op_seconds(graph, op, host)
-            total_s += seconds[key]
+        total_s = sum(seconds[op] for op in ops)
         if read + write > 0:
             rows.append(_HostedOps(ops, total_s, read, write))
     return rows

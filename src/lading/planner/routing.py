@@ -15,9 +15,11 @@ seldom chosen expert where the first kind moves it in every step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from math import inf
 from typing import Protocol
 
 from lading.errors import ConfigError, PlanInfeasible, check_type
@@ -28,20 +30,35 @@ from lading.ir.host_speed import READ, WRITE
 from lading.ir.machine import MEMORY, HostSpeed, Machine
 from lading.ir.plan import Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
-from lading.memory.guards import Guards, find_guards, layer_names, replay_bytes, with_late_reads
-from lading.memory.lifetime import Lifetimes, gaps, is_movable
+from lading.memory.guards import (
+    Guards,
+    find_guards,
+    find_routers_alone,
+    layer_names,
+    replay_bytes,
+    with_late_reads,
+)
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
 from lading.planner.api import POLICIES, Planned
 from lading.planner.policies import Policy
-from lading.sim.device_step import simulate, step_times
+from lading.sim.device_step import simulate, stall_s, step_times
 from lading.units import format_bytes, format_seconds
 
 #: Setting of a plan: whether experts without tokens are left out of its step.
 EXPERTS = "experts"
+#: Setting of a plan: whether its step, which leaves out nothing, counts what routers choose.
+COUNTED = "counted_experts"
+#: Share of a step below which a plan that keeps whole experts is not taken where it moves more bytes.
+_NO_MATTER = 0.01
+#: Share by which sums of the same seconds differ.
+_ROUNDING = 1e-9
 #: Shares of steps below which experts are read late, tried in turn.
 _BOUNDS = (0.0, 0.5, 0.9)
+#: Plans that are tried between one that keeps as many experts as fit and one that keeps too many.
+_NARROWED = 3
 #: A gap of fewer operations is no time to go away.
 _LEAST_OPS = 10
 #: Steps that stand for all, and by how much the next expert's places among them are shifted: in each, experts get
@@ -91,7 +108,8 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     """Plan a step that leaves out experts without tokens: the plan whose step is expected to be the shortest.
 
     That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
-    often in memory and has all others wait on the nearest tier (``kept_experts``).
+    often in memory and has all others wait on the nearest tier (``kept_experts``); or, where none of these is expected
+    to pay, the plan that fetches every expert, which needs no room for updates and on a device waits for no router.
 
     Args:
         make: Plans the step by a policy, within a budget of the device, for a machine.
@@ -99,16 +117,102 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
 
     Raises:
         ConfigError: the step has no experts, or ``shares`` are of other ones.
-        PlanInfeasible: as ``make``.
+        PlanInfeasible: as ``make``, where not even the plan that fetches every expert fits.
     """
     first = make(policy, budget, machine)
     allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
-    plans = [_with_room(partial(make, policy, machine=machine), allowed_bytes, machine, first)]
-    if shares and policy == POLICIES[-1]:
-        plans += _KeptExperts(make, machine, known, first, allowed_bytes).plans()
-    each = (_with_experts(planned, machine, known, allowed_bytes) for planned in plans)
-    return min(each, key=lambda made: made[0])[1]
+    whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
+    if not _are_seldom(known) and host_wait_s(machine):  # for nothing
+        return _fetching_all(first, machine, whole_s)
+    ways = [partial(_with_room, partial(make, policy, machine=machine), allowed_bytes, machine, first)]
+    if first.program.graph.on_host:
+        ways.append(partial(_on_device, partial(make, policy), first, machine))
+    plans = [*_feasible(ways)]
+    expected_s, chosen = _shortest(plans, machine, known, allowed_bytes)
+    if _are_seldom(known) and policy == POLICIES[-1]:
+        kept = _KeptExperts(make, machine, known, first, [first, *plans][-1], allowed_bytes).plans()
+        kept_s, keeps = _shortest(kept, machine, known, allowed_bytes)
+        if keeps is not None and (chosen is None or _is_better(keeps, kept_s, chosen, expected_s, known)):
+            expected_s, chosen = kept_s, keeps
+    if chosen is not None and expected_s <= whole_s * (1 + _ROUNDING):
+        return chosen
+    return _fetching_all(first, machine, whole_s, expected_s)
+
+
+def _is_better(keeps: Planned, kept_s: float, chosen: Planned, expected_s: float, shares: Shares) -> bool:
+    """Whether to take a plan that keeps whole experts: it is faster by what counts, or as fast and moves less."""
+    if kept_s > expected_s:
+        return False
+    is_faster = kept_s < (1 - _NO_MATTER) * expected_s
+    return is_faster or _moved_bytes(keeps.program, shares) < _moved_bytes(chosen.program, shares)
+
+
+def _feasible(ways: Iterable[Callable[[], Planned]]) -> Iterator[Planned]:
+    """Yield the plans that fit: room for updates, or all on the device, may take more than the budget."""
+    for way in ways:
+        try:
+            made = way()
+        except PlanInfeasible:
+            continue
+        yield made
+
+
+def _shortest(
+    plans: Iterable[Planned], machine: Machine, shares: Shares, allowed_bytes: int
+) -> tuple[float, Planned | None]:
+    """Plan whose step is expected to be the shortest where experts without tokens are left out, and its seconds."""
+    each = (_with_experts(planned, machine, shares, allowed_bytes) for planned in plans)
+    return min(each, key=lambda made: made[0], default=(inf, None))
+
+
+def _are_seldom(shares: Shares) -> bool:
+    """Whether some expert gets no token in some steps."""
+    return any(share < 1 for row in shares.values() for share in row)
+
+
+def _fetching_all(first: Planned, machine: Machine, whole_s: float, expected_s: float | None = None) -> Planned:
+    """Plan in which every expert is fetched in every step: without waits and room for updates, but counting choices.
+
+    Args:
+        first: Plan of the step that knows nothing of experts.
+        whole_s: Seconds of its step, counting included.
+        expected_s: Seconds expected of the best step that leaves experts out; None where that cannot be shorter.
+    """
+    plan, guards = first.plan, find_routers_alone(first.program)
+    timeline = simulate(first.program, machine, longer_s=_waits_s(guards, machine))
+    count = sum(router.experts for router in guards.routers if router.micro_batch == 0)
+    why = "no step is known to choose one for no token"
+    if expected_s == inf:
+        why = "there is no room beside its step to make up for updates later"
+    elif expected_s is not None:
+        why = f"a step that leaves some out is expected to take {format_seconds(expected_s)}"
+    sentence = (
+        f"{count} experts are fetched in every step, {format_seconds(whole_s)}: {why}; what routers choose is counted"
+    )
+    return dataclasses.replace(
+        first,
+        plan=dataclasses.replace(
+            plan,
+            predictions=dataclasses.replace(
+                plan.predictions, step_s=timeline.duration_s, actions=action_times(timeline.events)
+            ),
+            request=dataclasses.replace(plan.request, settings={**plan.request.settings, COUNTED: 1.0}),
+            assumptions=(*plan.assumptions, sentence),
+        ),
+    )
+
+
+def _on_device(make: Callable[..., Planned], first: Planned, machine: Machine) -> Planned:
+    """Plan of a step with every operation on the device, within the same budget.
+
+    An update on the host runs in every step, and zeros are moved there for it: too much where much is left out.
+
+    Args:
+        first: Plan that has operations on the host.
+    """
+    alone = dataclasses.replace(machine, host_device=None)
+    return _as_asked(_with_room(partial(make, machine=alone), first.plan.budgets[DEVICE], alone), first, machine)
 
 
 def _with_room(
@@ -131,46 +235,75 @@ class _KeptExperts:
     Attributes:
         shares: Shares of steps of every router.
         first: Plan of a policy that does not know them.
+        rest: Another such plan, of which all but the values of experts may be where it has them.
     """
 
     make: Maker
     machine: Machine
     shares: Shares
     first: Planned
+    rest: Planned
     allowed_bytes: int
 
     def plans(self) -> Iterator[Planned]:
-        """Yield plans in which the others' values wait whenever they are unused, and between steps only."""
+        """Yield plans in which the others' values wait whenever they are unused, and between steps only.
+
+        Whatever else there is stays on the device, or is where the search for a plan has put it.
+        """
         tier = next((name for name, size in self.first.plan.budgets.items() if name != DEVICE and size), None)
         graph = self.first.program.graph
         sizes = _expert_bytes(graph)
         if tier is None or not sizes:
             return
-        for least_ops in (_LEAST_OPS, len(graph.ops)):
-            count, fewer = len(sizes), 1
-            while count >= 0:
-                try:
-                    yield self._plan(tier, count, least_ops)
-                    break
-                except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
-                    if error.missing_bytes <= 0:  # a lower tier is full, of which fewer kept experts need more
-                        break
-                    count -= max(fewer, error.missing_bytes * len(sizes) // sum(sizes.values()))
-                    fewer *= 2
+        for least_ops, rest in product((_LEAST_OPS, len(graph.ops)), (None, self.rest)):
+            made = self._with_most(partial(self._plan, tier, least_ops=least_ops, rest=rest), sizes)
+            if made is not None:
+                yield made
 
-    def _plan(self, tier: str, count: int, least_ops: int) -> Planned:
+    def _with_most(self, make: Callable[[int], Planned], sizes: Mapping[frozenset[Expert], int]) -> Planned | None:
+        """Plan with as many experts kept as fit, or almost; None where none fits.
+
+        Args:
+            make: Plans with so many kept.
+            sizes: Bytes of each expert.
+        """
+        count, fewer, too_many, made = len(sizes), 1, len(sizes) + 1, None
+        while made is None:
+            try:
+                made = make(count)
+            except PlanInfeasible as error:  # says how much is missing, which is how many experts too many
+                if error.missing_bytes <= 0 or not count:  # a lower tier is full, of which fewer kept experts need more
+                    return None
+                too_many = count
+                more = max(fewer, error.missing_bytes * len(sizes) // sum(sizes.values()))
+                count, fewer = max(0, count - more), 2 * fewer
+        for _ in range(_NARROWED):
+            if (middle := (count + too_many) // 2) == count:
+                break
+            try:
+                made, count = make(middle), middle
+            except PlanInfeasible:
+                too_many = middle
+        return made
+
+    def _plan(self, tier: str, count: int, *, least_ops: int, rest: Planned | None) -> Planned:
         """Plan with so many experts kept; asked for as the first plan was."""
         graph, names = self.first.program.graph, layer_names(find_routers(self.first.program.graph))
         shares = {e: max(self.shares[names[layer]][number] for layer, number in e) for e in _expert_bytes(graph)}
         fetched = sorted(shares.values())[: len(shares) - count]
         often = max(_LEAST_SHARE, sum(fetched) / len(fetched)) if fetched else 1.0
         speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
-        make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops))
+        make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops, rest=rest))
         made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes, self.machine)
-        steps = zip(made.plan.others, made.others, self.first.plan.others, strict=True)
-        others = tuple(_for_machine(*each, self.machine) for each in steps)
-        plan = dataclasses.replace(_for_machine(made.plan, made.program, self.first.plan, self.machine), others=others)
-        return dataclasses.replace(made, plan=plan)
+        return _as_asked(made, self.first, self.machine)
+
+
+def _as_asked(made: Planned, first: Planned, machine: Machine) -> Planned:
+    """Plan of a step, with those of its others, as plans for a machine; ``first`` was asked for alike, for that one."""
+    steps = zip(made.plan.others, made.others, first.plan.others, strict=True)
+    others = tuple(_for_machine(*each, machine) for each in steps)
+    plan = dataclasses.replace(_for_machine(made.plan, made.program, first.plan, machine), others=others)
+    return dataclasses.replace(made, plan=plan)
 
 
 def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) -> Plan:
@@ -180,8 +313,15 @@ def _for_machine(plan: Plan, program: Program, asked: Plan, machine: Machine) ->
         asked: Plan of the same step that was asked for alike, for that machine.
     """
     timeline, mine = simulate(program, machine), plan.predictions
+    row = next((row for row in plan.policies if row.policy == plan.request.policy), None)
+    rows = asked.policies
+    if row is not None:  # what this plan moves, under the name that it was asked for by
+        name = asked.request.policy
+        row = dataclasses.replace(row, policy=name, step_s=timeline.duration_s, stall_s=stall_s(timeline, program))
+        rows = tuple(row if each.policy == name else each for each in rows)
     predictions = dataclasses.replace(
         asked.predictions,
+        policies=rows,
         step_s=timeline.duration_s,
         actions=action_times(timeline.events),
         peaks=mine.peaks,
@@ -200,7 +340,9 @@ def _expert_bytes(graph: StepGraph) -> dict[frozenset[Expert], int]:
     return sizes
 
 
-def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _LEAST_OPS) -> Policy:
+def kept_experts(
+    shares: Shares, tier: Option, count: int, *, least_ops: int = _LEAST_OPS, rest: Planned | None = None
+) -> Policy:
     """Policy that keeps the values of the experts chosen most often in memory; those of others wait while unused.
 
     Args:
@@ -208,6 +350,7 @@ def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _
         tier: Tier that the others' values wait on.
         count: Experts that are kept, of all layers together.
         least_ops: Operations between two uses within a step, of more of which the others' values go away, too.
+        rest: Plan of the step whose choices hold for all that is no expert's value; None keeps it on the device.
     """
 
     def often_chosen_experts(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
@@ -216,17 +359,41 @@ def kept_experts(shares: Shares, tier: Option, count: int, *, least_ops: int = _
         owners = owned_values(graph, routed)
         share = {each: max(shares[names[layer]][expert] for layer, expert in each) for each in owners.values()}
         kept = set(sorted(share, key=lambda each: (-share[each], sorted(each)))[:count])
-        return {
+        values = owners.keys() & graph.persistent
+        others = {} if rest is None else _choices_of(rest, graph, lives)
+        return {gap: option for gap, option in others.items() if gap[0] not in values} | {
             (gap.storage, gap.start): tier
             for gap in gaps(graph, lives)
-            if gap.storage in graph.persistent
-            and gap.storage in owners
+            if gap.storage in values
             and owners[gap.storage] not in kept
             and (gap.wraps or gap.end - gap.start > least_ops)
             and is_movable(graph, gap.storage, PAGE_BYTES)
         }
 
     return often_chosen_experts
+
+
+def _choices_of(made: Planned, graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Choices of a plan for the gaps of another form of its step, where it has the same storages; {} where not."""
+    before = made.program.graph
+    if [(s.name, s.size_bytes) for s in before.storages] != [(s.name, s.size_bytes) for s in graph.storages]:
+        return {}
+    options = {(choice.storage, choice.start): choice.option for choice in made.plan.choices.gaps}
+    rows: dict[int, list[Option]] = {}
+    for gap in gaps(before, lifetimes(before)):
+        rows.setdefault(gap.storage, []).append(options.get((gap.storage, gap.start), Option.KEEP))
+    choices: dict[tuple[int, int], Option] = {}
+    for gap in gaps(graph, lives):
+        row = rows.get(gap.storage)
+        option = row.pop(0) if row else Option.KEEP
+        is_possible = (
+            can_recompute(graph, lives, gap)
+            if option == Option.RECOMPUTE
+            else is_movable(graph, gap.storage, PAGE_BYTES)
+        )
+        if option != Option.KEEP and is_possible:
+            choices[gap.storage, gap.start] = option
+    return choices
 
 
 def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes: int) -> tuple[float, Planned]:
@@ -237,8 +404,8 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
     """
     plan, program = made.plan, made.program
-    is_known = any(share < 1 for row in shares.values() for share in row)
-    tried = [_made(program, machine, shares, bound) for bound in (_BOUNDS if is_known else _BOUNDS[:1])]
+    bounds = _BOUNDS if _are_seldom(shares) else _BOUNDS[:1]
+    tried = [_made(program, machine, shares, bound) for bound in bounds]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
     room = replay_bytes(chosen, guards)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
@@ -368,8 +535,33 @@ def host_wait_s(machine: Machine) -> float:
 
 
 def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
-    """Seconds that the host waits for what each router chose, by the action that runs it first."""
-    return dict.fromkeys(guards.chosen_at, host_wait_s(machine))
+    """Seconds that each router takes longer, by the action that runs it first: the host waits for what it chose.
+
+    Where nothing is left out nobody waits: a copy beside computing is launched.
+    """
+    counts_s = 0.0 if machine.device.kind == "cpu" else machine.device.op_overhead_s
+    return dict.fromkeys(guards.chosen_at, host_wait_s(machine) if guards.actions else counts_s)
+
+
+def _sampled(guards: Guards, shares: Shares) -> tuple[Callable[[Expert], float], list[frozenset[Expert]]]:
+    """Share of steps of each expert, and the experts chosen in each of the steps that stand for all."""
+    names = layer_names(guards.routers)
+
+    def share(expert: Expert) -> float:
+        return shares[names[guards.routers[expert[0]].layer]][expert[1]]
+
+    places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
+    used = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
+    return share, used
+
+
+def _moved_bytes(program: Program, shares: Shares) -> float:
+    """Bytes that a step which leaves out experts is expected to move to lower tiers and back."""
+    guards, storages = find_guards(program), program.graph.storages
+    moves = (action for action in program.actions if action.kind is ActionKind.MOVE)
+    size = {move.id: storages[move.storage].size_bytes for move in moves if move.storage is not None}
+    _, steps = _sampled(guards, shares)
+    return sum(sum(size.values()) - sum(size.get(a, 0) for a in guards.left_out(used)) for used in steps) / len(steps)
 
 
 def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
@@ -378,14 +570,8 @@ def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: 
     Args:
         shares: Shares of steps of every router.
     """
-    names = layer_names(guards.routers)
-
-    def share(expert: Expert) -> float:
-        return shares[names[guards.routers[expert[0]].layer]][expert[1]]
-
+    share, steps = _sampled(guards, shares)
     waits_s = _waits_s(guards, machine)
-    places = {e: number * _SHIFT for number, e in enumerate(sorted(guards.all_experts()))}
-    steps = [frozenset(e for e, place in places.items() if share(e) > (place + n / _STEPS) % 1) for n in range(_STEPS)]
     each_s = {
         used: step_times(program, machine, left_out=guards.left_out(used), longer_s=waits_s)[0]
         for used in dict.fromkeys(steps)

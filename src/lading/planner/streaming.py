@@ -19,6 +19,7 @@ from math import inf
 
 from lading.errors import PlanInfeasible
 from lading.ir.graph import PERSISTENT, Role
+from lading.ir.guess import speculated
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import Gap, beside_host, gaps, is_movable
@@ -195,9 +196,11 @@ def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]],
 def _worked_on(step: StepProblem) -> int:
     """Bytes of the host's memory that its processors' operands take."""
     graph = step.graph
+    guessed = speculated(graph)  # each has two places
     passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
     staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets[step.machine.host_tier])))
-    return sum(_size(step, s) for s in graph.host_storages & graph.persistent) + staged
+    lasting = graph.host_storages & graph.persistent
+    return sum(_size(step, s) * (1 + (s in guessed)) for s in lasting) + staged
 
 
 def _infeasible(step: StepProblem, choices: _Choices, lowered: Lowered) -> PlanInfeasible:

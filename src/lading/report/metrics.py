@@ -18,6 +18,10 @@ from lading.files import cannot_read, cannot_write, read_bytes, remove_file, ren
 
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
+#: What to do without the figures of the steps before a checkpoint.
+_GONE = (
+    "put it back, or begin anew in another folder (out); lading export CHECKPOINT --to FOLDER writes the trained values"
+)
 #: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
 _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "base_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
 
@@ -42,6 +46,7 @@ class MetricsLog:
             raise cannot_write(path, error) from error
         self._synced_s = time.monotonic()
         self._failed = False
+        self._unwritten = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record.
@@ -55,7 +60,8 @@ class MetricsLog:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"expected numbers, text, lists or dicts as metrics, got {record!r}: {error}") from error
         try:
-            self._write(f"{line}\n".encode())
+            self._unwritten += f"{line}\n".encode()
+            self._write()
             if time.monotonic() - self._synced_s > _SYNC_S:
                 self._sync()
         except OSError as error:
@@ -65,21 +71,24 @@ class MetricsLog:
     def sync(self) -> None:
         """Wait until all that was logged is on disk, where a machine that stops does not lose it.
 
+        What the disk has not taken before is tried once more.
+
         Raises:
             StorageError: the disk fails.
         """
         try:
+            self._write()
             self._sync()
         except OSError as error:
             self._failed = True
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> StorageError:
-        return StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume")
+        return StorageError(f"{cannot_write(self.path, error)}; then go on with --resume")
 
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[self._file.write(data) :]
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -155,7 +164,7 @@ def truncate_after(path: Path, step: int) -> int:
         ConfigError: as for ``read_metrics``.
     """
     if not path.exists():
-        raise ConfigError(f"expected metrics at {path}, found no file")
+        raise ConfigError(f"expected metrics at {path}, found no file; {_GONE}")
     lines, remaining, reached = read_bytes(path).split(b"\n")[:-1], list[dict[str, Any]](), step < 0
     for number, line in enumerate(lines, 1):
         try:

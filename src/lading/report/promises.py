@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lading.errors import ConfigError
+from lading.ir.action import DEVICE
 from lading.ir.machine import FILE
 from lading.ir.plan import Plan
 from lading.units import MiB, format_bytes, format_seconds
@@ -134,6 +135,25 @@ def limit_words(plan: Plan) -> str:
     )
 
 
+def room_words(plan: Plan, free_bytes: int | None) -> str:
+    """Say that a run will not find the memory that its plan takes on a CPU, as others have it.
+
+    Args:
+        free_bytes: Bytes that the process could have now; None where that is not known.
+
+    Returns:
+        One sentence; "" where there is room.
+    """
+    is_host, needed = plan.request.machine_table["device"]["kind"] == "cpu", plan.peak_bytes[DEVICE]
+    if free_bytes is None or not is_host or needed <= free_bytes:
+        return ""
+    return (
+        f"expected {format_bytes(needed)} of memory for the run, found {format_bytes(free_bytes)} "
+        "that other processes leave: the system may kill this one (--resume then goes on); end others, or plan with a "
+        "smaller budget"
+    )
+
+
 #: Seconds of a day.
 _DAY_S = 86_400.0
 
@@ -142,7 +162,7 @@ def wear_words(plan: Plan) -> str:
     """Say what a plan writes to disks in a step, and in a day of steps as long as predicted: disks wear by it.
 
     Returns:
-        One sentence; "" where it writes nothing there.
+        One sentence; "" where it writes nothing there. A plan that leaves out experts writes so much at most.
     """
     files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
     row = next((each for each in plan.policies if each.policy == plan.request.policy), None)
@@ -152,7 +172,7 @@ def wear_words(plan: Plan) -> str:
         for name, size in written.items()
         if size and plan.step_s > 0
     ]
-    each = ", on each rank" if plan.ranks > 1 else ""
+    each = ", on each rank" if plan.ranks > 1 else " at most" if plan.leaves_out_experts else ""
     return f"written{each}: {'; '.join(parts)} of steps as predicted, checkpoints aside" if parts else ""
 
 

@@ -15,7 +15,7 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, StepGraph
-from lading.ir.guess import coefficient_op, is_update, moves_of_next
+from lading.ir.guess import coefficient_op, is_update, next_values, speculated
 from lading.ir.program import (
     COMPUTE_STREAM,
     LINE_BYTES,
@@ -51,7 +51,7 @@ from lading.runtime.regions import FusibleRegion, Site
 from lading.runtime.replays import Experts
 from lading.runtime.resident import LARGEST_KEPT_BYTES, UNSEEN_BYTES
 from lading.runtime.shard_exchange import rooms_bytes
-from lading.runtime.speculation import Speculation
+from lading.runtime.speculation import Speculation, VersionedMemory
 from lading.runtime.streams import Entry, Gate, Jitter
 from lading.runtime.tiers import HostBytes, TierBytes, bound_move
 from lading.runtime.update_kernels import Rate
@@ -270,7 +270,9 @@ class Binder:
         speculation: Speculation | None = None,
     ) -> None:
         self.experts, self.speculation = experts, speculation
-        self.next_moves = frozenset[int]() if speculation is None else moves_of_next(program.graph, program.actions)
+        self.next_moves = next_values(program.graph, program.actions, program.host_tier).moves
+        self.on_guess = speculated(program.graph)
+        self.next_on_host = set[int]()  # storages changed on a guess whose value of then the host's memory has by now
         self.coefficient = None if speculation is None else coefficient_op(program.graph)
         self.program, self.graph = program, program.graph
         self.make_room = make_room
@@ -318,9 +320,17 @@ class Binder:
 
     def _guarded(self, action: Action, run: Call | None) -> Call | None:
         """Make the call of an action that experts without tokens make needless, or that chooses experts."""
-        if self.experts is None or run is None:
+        if self.experts is None:
             return run
         guards, lane = self.experts.guards, self.lanes[action.stream]
+        changed = () if action.op is None else self.graph.op_writes[action.op]
+        if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
+            changed = (action.storage,)
+        if (ending := self.experts.ending(run, changed, lane)) is not None:
+            self.deciding.add(action.id)
+            return ending
+        if run is None:
+            return run
         if action.id in guards.chosen_at:
             self.deciding.add(action.id)
             router = guards.chosen_at.index(action.id)
@@ -350,18 +360,59 @@ class Binder:
         offset = self.where.get(t.storage)
         return None if offset is None else self._view_at(Site(tensor, offset))
 
-    def host_view(self, tensor: int) -> torch.Tensor | None:
-        """View of a graph tensor in the tier on which the host's processors work; None if it has no slot there."""
-        t, name = self.graph.tensors[tensor], self.program.host_tier
-        offset, tier = self.slots.get(name, {}).get(t.storage), self.tiers.get(name)
+    def host_view(self, tensor: int, version: int = 0) -> torch.Tensor | None:
+        """View of a graph tensor in the tier on which the host's processors work; None if it has no slot there.
+
+        Args:
+            version: Which version of values changed on a guess counts (``lading.runtime.speculation``).
+        """
+        t = self.graph.tensors[tensor]
+        memory = self._host_bytes(t.storage, version, is_next=t.storage in self.next_on_host)
+        return None if memory is None else view_of(memory, t)
+
+    def _host_bytes(self, storage: int, version: int, *, is_next: bool) -> torch.Tensor | None:
+        """Bytes of a storage for the host's processors; ``is_next`` asks for what does not count yet."""
+        name = self.program.host_tier
+        offset, size_bytes = self.slots.get(name, {}).get(storage), self.graph.storages[storage].size_bytes
         if offset is None:
             return None
-        if not isinstance(tier, HostBytes):
-            raise ProgramError(
-                f"expected the tier {name!r} to give its bytes to the host's processors (bytes_at), as its "
-                f"host_computes says, found {type(tier).__name__}"
-            )
-        return view_of(tier.bytes_at(offset, self.graph.storages[t.storage].size_bytes), t)
+        tier = self.tiers.get(name)
+        if self.speculation is not None:
+            tier = (self.speculation.next_tiers if is_next else self.speculation.tiers)[name]
+        if isinstance(tier, VersionedMemory):
+            return tier.bytes_at(offset, size_bytes, version)
+        if isinstance(tier, HostBytes):
+            return tier.bytes_at(offset, size_bytes)
+        raise ProgramError(
+            f"expected the tier {name!r} to give its bytes to the host's processors (bytes_at), as its host_computes "
+            f"says, found {type(tier).__name__}"
+        )
+
+    def _run_on_host(self, op: int, bound: Callable[..., BoundKernel]) -> Call:
+        """Make the call of an operation on the host: what it changes on a guess it copies first, and changes the copy.
+
+        So the value from before stays where it counts.
+        """
+        if self.speculation is None:
+            return bound(self.host_view, kind="cpu").run
+        changed = self.on_guess.intersection(self.graph.op_writes[op])
+        copied = sorted(changed - self.next_on_host)
+        self.next_on_host |= changed
+
+        def made(version: int) -> Call:
+            run = bound(partial(self.host_view, version=version), kind="cpu").run
+            places = [[self._host_bytes(s, version, is_next=each) for each in (True, False)] for s in copied]
+
+            def changes_copies() -> None:
+                for copy, before in places:
+                    assert copy is not None
+                    assert before is not None, "the operation has its operands there"
+                    copy.copy_(before)
+                run()
+
+            return changes_copies
+
+        return self.speculation.by_version(made)
 
     def _view_at(self, place: Site) -> torch.Tensor:
         if place not in self._views:
@@ -403,7 +454,7 @@ class Binder:
             rank = self.replicas.number(over) if isinstance(over, str) and self.replicas is not None else 0
             bound = partial(bind, op, optimizer=self.optimizer, rate=rate, parameter=parameter, rank=rank)
             if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
-                return bound(self.host_view, kind="cpu").run
+                return self._run_on_host(action.op, bound)
             kernel = bound(self.view, kind=self.device.kind)
             self.scratch[action.id] = kernel.scratch_bytes
             run = kernel.run if op.draw is None or self.draws is None else self.draws.bound(op.draw, kernel.run)
@@ -494,6 +545,7 @@ class Binder:
         tier, slot = self.tiers[name], self.slots[name][storage]
         if self.speculation is not None and action.id in self.next_moves:  # of a value that may not come to count
             tier = self.speculation.next_tiers[name]
+            self.next_on_host |= {storage} if target == self.program.host_tier else set[int]()
         return bound_move(tier, slot, memory, reads=target == DEVICE)
 
     def _feed(self, storage: int) -> Call:

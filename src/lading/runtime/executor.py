@@ -16,7 +16,7 @@ from functools import partial
 from math import hypot
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -87,7 +87,7 @@ class Executor:
         replicas: Other ranks, where the Program reduces gradients over them.
         others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
         draws: For each Program its random numbers, where it is of several ranks and draws some.
-        experts: Leave out of the first Program what experts without tokens make needless (``lading.memory.guards``).
+        experts: Leave out of the first Program what experts without tokens make needless; "count": count choices alone.
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -101,7 +101,7 @@ class Executor:
 
     completed = 0
     ran_step = _has_run = _device_failed = False
-    experts: Experts | None = None  # of the first Program, where it leaves some out
+    experts: Experts | None = None  # of the first Program, where it leaves some out or counts them
     speculation: Speculation | None = None  # of Programs whose updates do not wait for the norm of all gradients
     _state = _ExecutorState.IDLE
     _highest = _last_peak = _caller_bytes = 0
@@ -128,7 +128,7 @@ class Executor:
         replicas: Reducer | None = None,
         others: Sequence[Program] = (),
         draws: Sequence[Draws | None] = (),
-        experts: bool = False,
+        experts: bool | Literal["count"] = False,
     ) -> None:
         self.program = program
         self._programs = (program, *others)
@@ -149,7 +149,8 @@ class Executor:
                 self._values.poison()
             if experts:
                 check_place(is_fused=fuse, is_spread=replicas is not None)
-                self.experts = stack.enter_context(closing(experts_of(program, self._values, optimizer, self._device)))
+                given = program, self._values, optimizer, self._device
+                self.experts = stack.enter_context(closing(experts_of(*given, counts_alone=experts == "count")))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -578,10 +579,7 @@ class Executor:
     def chunks(self, storage: int) -> Iterator[memoryview]:
         """Read the bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
 
-        A chunk is valid until the next is asked for.
-
-        Raises:
-            ConfigError: not persistent. StorageError: lost, or a tier failed.
+        A chunk is valid until the next. ConfigError: not persistent. StorageError: lost, or a tier failed.
         """
         self.flush()
         yield from self._values.chunks(storage)

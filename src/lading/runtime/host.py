@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 from lading.errors import ConfigError
@@ -23,13 +24,17 @@ def clock_id() -> str:
 
 
 def check_host(host: str) -> None:
-    """Refuse a plan that was made for another host than this one; "" is any host.
+    """Refuse to run on this host what was planned by the measures of another; "" is any host.
 
     Raises:
-        ConfigError: it was made for another.
+        ConfigError: it was measured elsewhere.
     """
     if host and host != host_id():
-        raise ConfigError(f"the plan was made for the host {host!r}, this one is {host_id()!r}; plan again here")
+        raise ConfigError(
+            f"expected a machine file that was measured on this host ({host_id()}), found one of {host!r}, whose times "
+            'and memory are others: measure this host (lading probe --out machine.toml, or machine = "probe"), and '
+            "plan again with that"
+        )
 
 
 def memory_bytes() -> int:
@@ -48,12 +53,48 @@ def cache_bytes(level: int) -> int:
 
 
 def usable_bytes() -> int:
-    """Bytes of memory that this process may have: all of the host's, or what its control group allows."""
-    limits = [memory_bytes()]
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
+    """Bytes of memory that this process may have: all of the host's, or what its control groups allow."""
+    return min([memory_bytes(), *(limit for limit, _ in _limits_and_uses(Path("/")))])
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process could have now, beside what it has: of the host, and of its control groups.
+
+    What files have in memory counts, as the system lets go of it.
+
+    Args:
+        root: Where the system tells about itself.
+    Returns:
+        None where it does not.
+    """
+    told = root / "proc/meminfo"
+    lines = dict(line.split(":", 1) for line in told.read_text().splitlines()) if told.exists() else {}
+    left = [int(lines["MemAvailable"].split()[0]) * KiB] if "MemAvailable" in lines else []
+    left += [limit - used for limit, used in _limits_and_uses(root)]
+    return max(0, min(left)) if left else None
+
+
+def _limits_and_uses(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the use, without files, in bytes, of each control group of this process that has a limit."""
+    told = root / "proc/self/cgroup"
+    for line in told.read_text().splitlines() if told.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / kinds
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if kinds
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(top):
+                break
+            limit, used = group / names[0], group / names[1]
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield int(text), int(used.read_text()) - int(statistics.get(names[2], 0))
 
 
 def _model_name() -> str:

@@ -6,12 +6,16 @@ steps and is chosen now is brought up to date there, where its values lie betwee
 [Note: who decides] The thread that drives a lane decides, before it issues anything. On a device that runs behind the
 host, the thread of the compute lane therefore waits after each router until the numbers that it chose are in host
 memory, and only then is its action announced: whatever waits for it finds them.
+
+[Note: counted late] A Program that leaves nothing out only counts, and nobody waits: a lane of its own copies what a
+router chose behind the router's action, and the numbers are read at the end of the step. What gives the chosen numbers'
+memory back, or writes there, waits on the device for that copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +28,15 @@ from lading.ir.experts import Expert
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.update_ops import rule_of
-from lading.memory.guards import REPLAY_ELEMENTS, Guards, ReplayedParameter, find_guards, layer_names, replay_bytes
+from lading.memory.guards import (
+    REPLAY_ELEMENTS,
+    Guards,
+    ReplayedParameter,
+    find_guards,
+    find_routers_alone,
+    layer_names,
+    replay_bytes,
+)
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Mark
 from lading.runtime.host_arena import Arena
@@ -95,6 +107,7 @@ class Experts:
         self.before: set[Expert] = set()
         self._graph, self._values, self._optimizer = program.graph, values, optimizer
         self._device, self._settled = device, _Settled(device)
+        self._late = None if guards.actions else _LateCopies(device)
         self._room = device.arena(replay_bytes(program, guards))
         self._chosen: dict[int, list[int]] = {}
         self._history: list[MissedStep] = []
@@ -109,6 +122,8 @@ class Experts:
         """Give back the memory in which updates are made up for."""
         self._room.close()
         self._settled.close()
+        if self._late is not None:
+            self._late.close()
 
     # while a step runs
 
@@ -123,18 +138,48 @@ class Experts:
             chosen: Numbers of the chosen experts, where they lie when the action runs.
             lane: The action's.
         """
-        experts = self.guards.routers[router].experts
+        if self._late is not None:
+            return self._late.noting(run, router, chosen, lane)
         numbers = self._settled.on_host(run, chosen, lane)
 
         def noted() -> None:
-            tokens = torch.bincount(numbers().reshape(-1), minlength=experts).tolist()
-            self._chosen[router] = tokens
-            used = [(router, expert) for expert, number in enumerate(tokens) if number]
+            used = self._note(router, numbers())
             for parameter in (p for expert in used for p in self._by_expert.get(expert, ())):
                 self._replay(parameter)
             self.now.update(used)
 
         return noted
+
+    def _note(self, router: int, numbers: torch.Tensor) -> list[Expert]:
+        """Take note of the experts that a router chose; returns those that got tokens."""
+        tokens = torch.bincount(numbers.reshape(-1), minlength=self.guards.routers[router].experts).tolist()
+        self._chosen[router] = tokens
+        return [(router, expert) for expert, number in enumerate(tokens) if number]
+
+    def ending(self, run: Call | None, storages: Iterable[int], lane: Lane) -> Call | None:
+        """Make the call of an action that ends or changes storages. See [Note: counted late].
+
+        Args:
+            run: What the action does; None for nothing.
+            lane: The action's.
+        Returns:
+            A call that issues to the lane itself; None where the action waits for no copy.
+        """
+        if self._late is None:
+            return None
+        ends = frozenset(storages)
+        routers = enumerate(self.guards.routers)
+        marks = self._late.marks([n for n, router in routers if self._graph.storage_of(router.chosen) in ends])
+        if not marks:
+            return None
+        issue = None if run is None else lane.bound(run)
+
+        def ended() -> None:
+            lane.wait(marks)
+            if issue is not None:
+                issue()
+
+        return ended
 
     def guarded(
         self, run: Call, action: int, zeros: Sequence[torch.Tensor], lane: Lane, moved: tuple[str, int]
@@ -188,6 +233,9 @@ class Experts:
             kept = Rate(rate.value, rate.matrices, dict(rate.rules))
             self._history.append(MissedStep(kept, norm is not None and math.isnan(norm)))
         self.before = self.now
+        if self._late is not None:
+            for router, numbers in self._late.numbers.items():
+                self._note(router, numbers)
         self._count()
 
     def _count(self) -> None:
@@ -412,6 +460,57 @@ class _Settled:
         self._memory.close()
 
 
+class _LateCopies:
+    """Copies what routers chose to host memory, while the host goes on. See [Note: counted late].
+
+    Attributes:
+        numbers: Host memory for what each router chose, by its number.
+    """
+
+    def __init__(self, device: DeviceDriver) -> None:
+        self._device, self._memory = device, ExitStack()
+        self._lane = device.lane("routing", blocking=False)
+        self.numbers: dict[int, torch.Tensor] = {}
+        self._copied: dict[int, Mark] = {}
+
+    def noting(self, run: Call, router: int, chosen: torch.Tensor, lane: Lane) -> Call:
+        """Make the call that issues ``run`` to a lane, and the copy behind it to another."""
+        size = chosen.numel() * chosen.element_size()
+        memory = self._device.host(size)
+        self._memory.callback(memory.close)
+        there = self.numbers[router] = memory.bytes_at(0, size).view(chosen.dtype).view(chosen.shape)
+        issue, copy = lane.bound(run), self._lane.bound(partial(there.copy_, chosen, non_blocking=True))
+        ran, copied = lane.mark(), self._lane.mark()
+        if ran is None or copied is None:  # has ended once it is issued
+            return _both(issue, copy)
+        self._copied[router] = copied
+
+        def noted() -> None:
+            issue()
+            ran.record()
+            self._lane.wait((ran,))
+            copy()
+            copied.record()
+
+        return noted
+
+    def marks(self, routers: Iterable[int]) -> list[Mark]:
+        """Marks behind the copies of these routers' choices, as far as they were bound and do not end at once."""
+        return [self._copied[router] for router in routers if router in self._copied]
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._memory.close()
+
+
+def _both(first: Call, then: Call) -> Call:
+    def run() -> None:
+        first()
+        then()
+
+    return run
+
+
 def check_place(*, is_fused: bool, is_spread: bool) -> None:
     """Refuse experts where they cannot be left out: with regions that are one call, on ranks.
 
@@ -423,13 +522,18 @@ def check_place(*, is_fused: bool, is_spread: bool) -> None:
         raise ConfigError(f"experts: expected one device without compiled regions, got {found}; plan without experts")
 
 
-def experts_of(program: Program, values: Values, optimizer: ParameterRule, device: DeviceDriver) -> Experts:
+def experts_of(
+    program: Program, values: Values, optimizer: ParameterRule, device: DeviceDriver, *, counts_alone: bool = False
+) -> Experts:
     """Find the experts of a Program whose values lie between steps where ``values`` says.
+
+    Args:
+        counts_alone: Leave nothing out, and count what routers choose.
 
     Raises:
         ConfigError: it has none.
     """
-    guards = find_guards(program)
-    if not guards.actions:
+    guards = find_routers_alone(program) if counts_alone else find_guards(program)
+    if not (guards.routers if counts_alone else guards.actions):
         raise ConfigError("experts: expected outputs weighed by a router's weights, found none; plan without experts")
     return Experts(program, guards, values, optimizer, device)

@@ -51,9 +51,10 @@ class VersionedTier:
         self._slots = sorted(slots)
         self._starts = [start for start, _, _ in self._slots]
 
-    def place(self, offset: int) -> int:
-        """Offset in the tier of the byte that the Program has at an offset."""
-        return offset if self._version.number == self._other else self._second(offset)
+    def place(self, offset: int, number: int | None = None) -> int:
+        """Offset in the tier of the byte that the Program has at an offset, by the version of now or of a number."""
+        number = self._version.number if number is None else number
+        return offset if number == self._other else self._second(offset)
 
     def _second(self, offset: int) -> int:
         at = bisect_right(self._starts, offset) - 1
@@ -104,9 +105,9 @@ class VersionedMemory(VersionedTier):
         assert isinstance(tier, HostBytes)
         self._memory: HostBytes = tier
 
-    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """uint8[size_bytes] where the Program has ``offset``, without a copy."""
-        return self._memory.bytes_at(self.place(offset), size_bytes)
+    def bytes_at(self, offset: int, size_bytes: int, number: int | None = None) -> torch.Tensor:
+        """uint8[size_bytes] where the Program has ``offset``, without a copy, by the version of now or of a number."""
+        return self._memory.bytes_at(self.place(offset, number), size_bytes)
 
 
 class Speculation:
@@ -258,6 +259,19 @@ class Speculation:
             self.refused = not torch.equal(self._coefficient, self._guess)
 
         return noted
+
+    def by_version(self, make: Callable[[int], Call]) -> Call:
+        """Make a call for either version, of which the one runs that says where values are.
+
+        Args:
+            make: Makes the call for a version by its number.
+        """
+        runs, version = (make(0), make(1)), self._version
+
+        def run() -> None:
+            runs[version.number]()
+
+        return run
 
     def guarded(self, run: Call) -> Call:
         """Make the call of an update, which is left out once the step is refused."""

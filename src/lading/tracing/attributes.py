@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
@@ -161,6 +162,8 @@ def _walk(tables: dict[int, AttributeTable], label: str, value: Any, depth: int,
     elif isinstance(value, partial):
         _walk(tables, f"{label}.keywords", value.keywords, depth)
         value = (value.func, value.args)
+    elif isinstance(value, torch.optim.Optimizer):  # its states change by themselves, its settings are told
+        label, value, attribute = f"{label}.param_groups", value.param_groups, "param_groups"
     table = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
     owner = type(value) if table is None and _is_plain_object(value) else None
     if owner is not None:
@@ -210,7 +213,8 @@ def _is_plain_object(value: Any) -> bool:
         return False
     if is_apart(value):
         return False
-    return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
+    is_of_torch = type(value).__module__.startswith("torch") and not isinstance(value, LRScheduler)
+    return type(getattr(value, "__dict__", None)) is dict and not is_of_torch
 
 
 def _is_array(value: Any) -> bool:
@@ -270,12 +274,17 @@ def left_in(tables: list[AttributeTable]) -> Left:
     return left
 
 
-def carried(tables: list[AttributeTable]) -> Iterator[str]:
-    """Paths of attributes that held a tensor and now hold one that was made in the step."""
+def carried(tables: list[AttributeTable], was_read: Callable[[torch.Tensor], bool]) -> Iterator[str]:
+    """Paths of attributes that held a tensor, which the step read, and now hold one that was made in the step.
+
+    What the step did not read it makes anew each time, as hooks of ``torch.nn.utils.weight_norm`` do.
+    """
     for table in tables:
         before = dict(items_of(table.before))
         for key, value in items_of(table.held):
-            if isinstance(value, FakeTensor) and isinstance(before.get(key), torch.Tensor) and value is not before[key]:
+            old = before.get(key)
+            is_made = isinstance(value, FakeTensor) and value is not old
+            if is_made and isinstance(old, torch.Tensor) and was_read(old):
                 yield joined(table.label, key)
 
 

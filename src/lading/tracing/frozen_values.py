@@ -17,15 +17,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property, partial
-from itertools import islice
+from io import IOBase
+from itertools import chain, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from lading.errors import ConfigError
-from lading.ir.frozen import Frozen, ValueKind
+from lading.errors import CaptureError, ConfigError
+from lading.ir.frozen import Frozen, ReadTensor, ValueKind
 from lading.tracing.attributes import (
     COMPARED,
     GONE,
@@ -85,6 +86,7 @@ _ADVICE = "a captured step does not see the change: set it back, or capture and 
 def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
     """Record the plain values in reach of a step, before it is traced."""
     modules, others, of_loss = _entries(model, loss)
+    _check_read(others, of_loss)
     return Frozen(
         batch=plain_leaves(batch),
         modules=values_of(modules),
@@ -94,6 +96,20 @@ def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
         model=weakref.ref(model),
         loss_function=loss,
     )
+
+
+def _check_read(*entries: Iterable[Entry]) -> None:
+    """Refuse what gives Python another value each time it is read, as iterators do.
+
+    Raises:
+        CaptureError: names it.
+    """
+    for label, _, value in chain(*entries):
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+            raise CaptureError(
+                f"expected a step that reads its batch, found the iterator {label} ({type(value).__name__}): what "
+                "Python takes from it at capture would be in every step; take from it outside, and give it in the batch"
+            )
 
 
 def _autocast() -> str:
@@ -194,6 +210,23 @@ class Watch:
                     parts[:] = now
             if not all(map(_is_unchanged, self._entries)):
                 self._look_again()
+        for each in self._frozen.tensors:
+            if each.is_changed:
+                self._refuse_changed(each)
+
+    def _refuse_changed(self, changed: ReadTensor) -> NoReturn:
+        """Name a tensor that is a constant of the step, and was written since the capture.
+
+        Raises:
+            ConfigError: always.
+        """
+        tensor = changed.tensor()
+        label = next((label for label, _, value in self._entries if value is tensor), "")
+        raise ConfigError(
+            f"expected {label or 'a tensor'} ({changed.said}) to keep its values, as captured, found that it was "
+            "written in place, which a captured step does not see: register it as a buffer and change that by "
+            "Trainer.set_value, give it in the batch, or capture again"
+        )
 
     def _look_again(self) -> None:
         """Go on with what was put in the place of something, where it makes the same step.
@@ -457,6 +490,9 @@ class Reach:
             self.names.update(value.keywords)
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._follow(part)
+        elif isinstance(value, type):  # whose attributes may be settings
+            if not _is_of_library(value.__module__):
+                self._own(value)
         else:
             self._todo.extend(_functions_in(value))
 
@@ -468,7 +504,9 @@ class Reach:
             if kind in self._owners or kind in (object, torch.nn.Module):
                 continue
             self._owners[kind] = None
-            for name, value in vars(kind).items():
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, type):
+                    self._follow(value)
                 if settings and _is_of_library(kind.__module__) and not isinstance(value, property):
                     continue
                 for function in _functions_in(value):
@@ -498,8 +536,6 @@ class Reach:
                 self._follow(value)
         for value in map(function.__globals__.get, _variables_in(function.__code__)):
             self._follow(value)
-            if isinstance(value, type) and not _is_of_library(value.__module__):
-                self._own(value)
 
 
 def length_of(label: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lading.errors import CaptureError
 from lading.ir.graph import Arg, Literal, Op, Ref, Role, Storage, Tensor
+
+#: Most bytes that may be computed for one answer.
+_LIMIT_BYTES = 1 << 28
 
 
 class Interpreter:
@@ -65,6 +69,67 @@ class Interpreter:
         if isinstance(arg, Literal):
             return decode_literal(arg)
         return [self._decode(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Operations that tensors of a graph follow from, where these read constants and the batch alone.
+
+    Attributes:
+        ops: In the order of the graph.
+        needed: Ids of the storages that take part.
+        leaves: Tensors of the batch among them.
+        wanted: The tensors.
+    """
+
+    storages: Sequence[Storage]
+    tensors: Sequence[Tensor]
+    ops: tuple[Op, ...]
+    needed: frozenset[int]
+    leaves: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+    def values(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Compute the tensors from those of a batch."""
+        interpreter = Interpreter(self.storages, self.tensors, self.needed)
+        with torch.no_grad():
+            for leaf in self.leaves:
+                interpreter.put(leaf, inputs[leaf])
+            for op in self.ops:
+                interpreter.run(op)
+            return [interpreter.tensor(t).clone() for t in self.wanted]
+
+
+def answer_of(
+    storages: Sequence[Storage],
+    tensors: Sequence[Tensor],
+    ops: Sequence[Op],
+    wanted: Sequence[int],
+    inputs: Collection[int],
+) -> Answer | None:
+    """Find the operations that tensors follow from; None where they are random, large, or not of the inputs alone.
+
+    Args:
+        wanted: The tensors.
+        inputs: Tensors that may be read, beside constants.
+    """
+    needed = {tensors[t].storage for t in wanted}
+    chosen: list[Op] = []
+    for op in reversed(ops):
+        written = {tensors[t].storage for t in (*op.outputs, *op.mutates)}
+        if written & needed:
+            if op.random:
+                return None
+            chosen.append(op)
+            needed |= {tensors[t].storage for t in op.inputs} | written
+    made = {tensors[t].storage for op in chosen for t in op.outputs}
+    leaves = {tensors[t].storage: t for t in inputs}
+    if any(storages[s].role is not Role.CONSTANT and s not in leaves for s in needed - made):
+        return None
+    if sum(storages[s].size_bytes for s in needed) > _LIMIT_BYTES:
+        return None
+    read = tuple(leaves[storage] for storage in needed & leaves.keys())
+    return Answer(storages, tensors, tuple(reversed(chosen)), frozenset(needed), read, tuple(wanted))
 
 
 def decode_literal(arg: Literal) -> Any:

@@ -25,12 +25,17 @@ from lading.tracing.attributes import Left, carried, carry, copied, left_in, tab
 
 @contextmanager
 def left_as_it_was(
-    model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None, loss: Any = None
+    model: torch.nn.Module,
+    was_read: Callable[[torch.Tensor], bool],
+    before: Left | None = None,
+    seen: set[str] | None = None,
+    loss: Any = None,
 ) -> Iterator[Left]:
     """Context in which a step is traced, and after which no attribute of the model or its loss has changed.
 
     Args:
         model: Model that is traced.
+        was_read: Whether the step has read a tensor by now.
         before: Changes that an earlier step left, to begin with; ``seen`` then gets the names of the numbers that
             decide something.
 
@@ -49,7 +54,7 @@ def left_as_it_was(
     try:
         yield left
         vars(left).update(vars(left_in(started)))
-        refused = next(carried(tables), "")
+        refused = next(carried(tables, was_read), "")
     finally:
         for table in tables:
             table.restore()

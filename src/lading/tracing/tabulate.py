@@ -202,7 +202,7 @@ def traced(
         inputs, faked = fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
     with (
-        left_as_it_was(model, None, None),
+        left_as_it_was(model, lambda _: True),
         branches_of_eager(),
         mode,
         tracer,

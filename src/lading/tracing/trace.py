@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lading.alone import check_alone, check_whole, import_groupless, refusing_wrappers
 from lading.errors import CaptureError, ConfigError, LadingError, check_type
 from lading.ir.fold import fold
+from lading.ir.frozen import ReadTensor
 from lading.ir.graph import Phase, StepGraph
 from lading.tracing.attributes import Left, check_steady
 from lading.tracing.batches import input_leaves, map_batch
@@ -78,7 +79,8 @@ def capture(
     _check_plain(model)
     import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    once = partial(_once, mode, model, batch, partial(forward_backward, loss, evaluation=evaluation), accumulation)
+    run, reads = partial(forward_backward, loss, evaluation=evaluation), list[ReadTensor]()
+    once = partial(_once, mode, model, batch, run, accumulation, reads)
     with _evaluating(model) if evaluation else nullcontext():
         frozen = freeze(model, batch, loss)
         if evaluation:
@@ -89,6 +91,7 @@ def capture(
                 check_steady(graph, left, lambda seen: once(left, seen))
                 frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
     check_apart(model, batch, graph)
+    frozen = dataclasses.replace(frozen, tensors=tuple(reads))
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 
@@ -134,10 +137,14 @@ def _once(
     batch: Any,
     run: partial[dict[str, torch.Tensor]],
     accumulation: int,
+    reads: list[ReadTensor],
     before: Left | None = None,
     seen: set[str] | None = None,
 ) -> tuple[StepGraph, Left]:
-    """Capture once, from what an earlier step left in attributes; returns what this one leaves, too."""
+    """Capture once, from what an earlier step left in attributes; returns what this one leaves, too.
+
+    Tensors that it read as constants are added to ``reads``.
+    """
     tracer = Tracer()
     with mode:
         fakes = fake_copies(model)
@@ -146,7 +153,7 @@ def _once(
     carry_hooks(model, fakes)
     with (
         told_if_slow("capture", lambda: len(tracer.ops)),
-        left_as_it_was(model, before, seen, run.args[0]) as left,
+        left_as_it_was(model, tracer.has_read, before, seen, run.args[0]) as left,
         without_cached_fakes(model),
         branches_of_eager(),
         uncompiled(),
@@ -159,6 +166,7 @@ def _once(
     ):
         losses = call_on(model, fakes, faked, partial(run, tracer, accumulation, fakes))
     check_hooks(model, fakes)
+    reads.extend(tracer.read_tensors)
     left.forget_steady(tracer.is_constant)
     return tracer.graph(fakes, inputs, losses), left
 

@@ -6,6 +6,7 @@ It sees the storages that operations create, mutate and alias.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lading.alone import ADVICE, is_of_ranks
 from lading.errors import CaptureError
+from lading.ir.frozen import ReadTensor
 from lading.ir.graph import (
     DTYPE_BYTES,
     Arg,
@@ -40,7 +42,7 @@ from lading.ir.graph import (
 )
 from lading.ir.opkinds import kind_of
 from lading.tracing.fakes import FakeRunner, flat_tensors
-from lading.tracing.interpret import Interpreter
+from lading.tracing.interpret import answer_of
 
 _ATEN = torch.ops.aten
 
@@ -52,8 +54,6 @@ _BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
 #: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
 #: position of the flag that makes them.
 _HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
-#: Most bytes that may be computed for one answer.
-_LIMIT_BYTES = 1 << 28
 #: Operations that find infinities and what is not a number, and those that put such answers together.
 _ANOMALIES = frozenset({"aten.isinf.default", "aten.isnan.default"})
 _JOINING = frozenset({
@@ -65,6 +65,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _DEVICE = torch.ops.prim.device.default
 _CONJ = torch.ops.aten._conj.default
+_ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
 _ASSERT = torch.ops.aten._assert_async.msg
 _ADVICE = {
     "data": "its result depends on tensor values; use a form with static shapes "
@@ -82,6 +83,8 @@ _ADVICE = {
     "as the plan decides what is recomputed",
     "sparse": "its result is sparse or a lazy conjugate; use dense real arithmetic "
     "(cos and sin for rotations, Embedding(sparse=False))",
+    "forward mode": "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), which no planned step "
+    "does; use torch.autograd.grad with create_graph=True",
     "geometry": "it gives a parameter, a buffer or a tensor of the batch another shape in place; "
     "use the out-of-place form",
     "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
@@ -115,6 +118,8 @@ class Tracer(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
+        self.read_tensors: list[ReadTensor] = []  # that nobody declared
+        self._read_ids: set[int] = set()
         self._storage_ids: dict[int, int] = {}
         self._tensor_ids: dict[Tensor, int] = {}
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
@@ -154,6 +159,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented
+        if func is _ZERO_TANGENT:
+            raise CaptureError(self._refusal(func, _ADVICE["forward mode"]))
         if func is _CONJ:  # a lazy view in eager; every reader but a product makes the same numbers from it
             func = torch.ops.aten._conj_physical.default
         tensors = list(flat_tensors((args, kwargs)))
@@ -417,6 +424,10 @@ class Tracer(TorchDispatchMode):
         """Whether the values of a tensor are the same in every step."""
         return self._known([t]) is not None
 
+    def has_read(self, t: torch.Tensor) -> bool:
+        """Whether an operation took a tensor that nobody declared, which is alive still."""
+        return id(t) in self._read_ids
+
     def lives_on(self, t: torch.Tensor) -> bool:
         """Whether a tensor views what was there before the step."""
         role = self.storages[self.tensors[self.tensor_id(t)].storage].role
@@ -444,6 +455,7 @@ class Tracer(TorchDispatchMode):
         Raises:
             CaptureError: they are not known.
         """
+        self._read_ids.add(id(t))
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
             raise CaptureError(
@@ -451,6 +463,9 @@ class Tracer(TorchDispatchMode):
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
         self._constant(t, real)
+        if not isinstance(t, FakeTensor) and not t.is_inference():  # torch counts no writes of those
+            said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
+            self.read_tensors.append(ReadTensor(weakref.ref(t), t._version, said))
 
     def _encode(self, arg: Any) -> Arg:
         if isinstance(arg, torch.Tensor):
@@ -559,28 +574,8 @@ class Trace:
         Args:
             batch: Whether values that follow from the batch at hand will do.
         """
-        needed = {self.tensors[t].storage for t in wanted}
-        chosen: list[Op] = []
-        for op in reversed(self.ops):
-            written = {self.tensors[t].storage for t in (*op.outputs, *op.mutates)}
-            if written & needed:
-                if op.random:
-                    return None
-                chosen.append(op)
-                needed |= {self.tensors[t].storage for t in op.inputs} | written
-        made = {self.tensors[t].storage for op in chosen for t in op.outputs}
-        leaves = {self.tensors[t].storage: t for t in self.inputs} if batch else {}
-        if any(self.storages[s].role is not Role.CONSTANT and s not in leaves for s in needed - made):
-            return None
-        if sum(self.storages[s].size_bytes for s in needed) > _LIMIT_BYTES:
-            return None
-        interpreter = Interpreter(self.storages, self.tensors, needed)
-        with torch.no_grad():
-            for storage in needed & leaves.keys():
-                interpreter.put(leaves[storage], self.inputs[leaves[storage]])
-            for op in reversed(chosen):
-                interpreter.run(op)
-            return [interpreter.tensor(t).clone() for t in wanted]
+        answer = answer_of(self.storages, self.tensors, self.ops, wanted, self.inputs if batch else ())
+        return None if answer is None else answer.values(self.inputs)
 
     def is_never(self, tensor: int) -> bool:
         """Whether a tensor asks if a number drawn from [0, 1) lies below zero: a layer that is never dropped."""

@@ -87,13 +87,22 @@ def plain(side: Side) -> Step:
     return _plain_step(side, side.module())
 
 
-def stock_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., torch.Tensor]) -> Step:
-    """Step of plain PyTorch: loss, backward, update."""
+def stock_step(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[..., torch.Tensor],
+    masters: MasterWeights | None = None,
+) -> Step:
+    """Step of plain PyTorch: loss, backward, update, of float32 masters where a module in 16 bits has them."""
 
     def step(batch: dict[str, torch.Tensor]) -> float:
         loss = loss_of(module, batch)
         loss.backward()
+        if masters is not None:
+            masters.add_gradients()
         optimizer.step()
+        if masters is not None:
+            masters.write_back()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
@@ -103,7 +112,7 @@ def stock_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_o
 def _plain_step(side: Side, module: torch.nn.Module) -> Step:
     masters = MasterWeights(module)
     optimizer = torch.optim.AdamW(masters.parameters, lr=LR, fused=True)
-    return stock_step(module, optimizer, model_class(side.model).loss)
+    return stock_step(module, optimizer, model_class(side.model).loss, masters)
 
 
 def lading(side: Side) -> Step:

@@ -77,7 +77,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     machine, assumed = machine_of_source(str(row.hardware.get("gpu", "")), row.source)
     assumed += told
     unread = _unread(row, machine)
-    stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)
+    stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), assumed, unread)
     model, taken = architecture_of(row.model, text, _padding(row, stack))
     assumed += taken
     layout = _layout(row, text, stack, assumed, unread)
@@ -131,19 +131,31 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
         assumed: Sentences on what was taken for granted.
     """
     nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
-    ran = f"{row.layout.get('framework', '')} {text}".lower()
+    named = str(row.layout.get("framework", "")).lower()
+    ran = f"{named} {text}".lower()
+    runs_pytorch = re.search(r"megatron|pytorch|\bfsdp|deepspeed|transformers|lightning|colossal", named)
+    runtime = re.search(_RUNTIMES, named if runs_pytorch else ran)
     family = any(re.match(r"software of a family|operations of transformers' models", told) for told in assumed)
-    named = (
+    doubts = (
         (any(sentence.startswith("no activation recompute") for sentence in assumed), "whether blocks are recomputed"),
         (any("as models of transformers have it" in sentence for sentence in assumed), "the kernel of attention"),
         (any(sentence.startswith("a micro-batch of") for sentence in assumed), "the micro-batch"),
         (any(sentence.startswith("an H100 of PyTorch's team") for sentence in assumed), "which H100"),
-        (nodes and not row.hardware.get("inter_node_link"), "the network between nodes"),
-        *((re.search(_RUNTIMES, ran), what) for what in _OF_RUNTIME),
+        (nodes and not _names_rate(row), "the network between nodes"),
+        *((runtime, what) for what in _OF_RUNTIME),
         *((family, what) for what in _OF_FAMILY),
         (re.search(_WHOLE_RUN, ran), "what a whole run takes besides its steps"),
     )
-    return [what for is_so, what in named if is_so]
+    return [what for is_so, what in doubts if is_so]
+
+
+def _names_rate(row: Row) -> bool:
+    """Whether words for the network between nodes tell its rate, or instances whose rate is known."""
+    words = str(row.hardware.get("inter_node_link") or "")
+    slots = int(row.hardware.get("gpus_per_node") or 8)
+    return bool(words) and (
+        parse_network(words, slots).link is not None or "efa" in words.lower() or "elastic" in words
+    )
 
 
 #: Software whose operations are not PyTorch's.
@@ -190,14 +202,29 @@ def _unread(row: Row, machine: str) -> list[str]:
     ]
 
 
-def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
+#: Software on transformers that attaches adapters to every product unless it is told otherwise, or lists what it does.
+_ADAPTS_ALL = r"llama-?factory|unsloth|swift|xtuner|axolotl|\bmodules: all|all-linear|target[-_ ]modules|\bqwen"
+
+
+def _adapted_by_default(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Modules that adapters attach to by PEFT's default, where transformers' models are trained and no list is given."""
+    plain = stack.name == "hf-transformers" and not stack.adapter_modules
+    if not plain or task_of(row.layout, []) not in ("lora", "qlora") or re.search(_ADAPTS_ALL, said(row).lower()):
+        return {}
+    assumed.append(
+        "adapters on queries and values: PEFT utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
+    )
+    return {"adapter_modules": ("wq", "wv", "qkv")}
+
+
+def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tuple[Stack, str]:
     """Software with what a row's words say of optimizer, number formats and attention; and the optimizer's rule."""
     optimizer, settings = optimizer_of(row.layout, unread)
     settings |= dtypes_of(
         " | ".join(str(row.layout.get(name, "")) for name in ("precision", "precision_detail", "optimizer"))
     )
     settings = _autocast(row, stack) | settings
-    settings |= adapted_of(str(row.layout.get("task", "")))
+    settings |= adapted_of(str(row.layout.get("task", ""))) or _adapted_by_default(row, stack, assumed)
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     return dataclasses.replace(stack, **settings), optimizer
@@ -286,8 +313,10 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 
 
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
-    if match := re.search(r"dropout (0\.\d+)", text):
+    if match := re.search(r"(?<!lora )(?<!lora_)dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)(?! before adapters)", text):
         return float(match[1])
+    if re.search(r"\b(?:no|without|w/o) (?:any )?dropout\b", text, re.IGNORECASE):
+        return 0.0
     if family == "gpt" and "mlperf" in text.lower():
         assumed.append("no dropout: MLPerf's GPT-3 (mlcommons/training large_language_model/megatron-lm/run_gpt3.sh)")
         return 0.0

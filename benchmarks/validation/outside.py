@@ -19,7 +19,7 @@ from tools.validate.rows import read_rows
 from tools.validate.scoring import Outcome, Simulator, outcomes_of, step_pairs, summary
 
 _FOLDER = Path(__file__).parent
-_NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in ("", "_2", "_3", "_4", "_5")))
+_NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in ("", "_2", "_3", "_4", "_5", "_6")))
 
 
 def line(name: str, outcomes: Sequence[Outcome]) -> str:

@@ -34,16 +34,18 @@ def asked(row: Row, *, notes: str | None = None, **parts: dict[str, Any]) -> Ste
 
 
 def test_every_word_of_the_sixth_set_is_read_but_what_no_table_has(rows: dict[str, Row]) -> None:
-    """Boards of before tensor cores are refused; ends of a pipeline that differ, and parts of a block, are unread."""
+    """Boards of before tensor cores are refused; a part of one block that moves to the host is unread."""
     unread: dict[str, tuple[str, ...]] = {}
+    refused: list[str] = []
     for row in rows.values():
         try:
             unread[row.id] = tuple(word for word in request_of(row).unread if word != _NODE_RATE)
         except ConfigError as error:
-            assert "expected a GPU of the catalog's machines" in str(error)
-            assert row.id in ("languini-p100-small-16", "languini-x-small-8")
+            refused.append(f"{row.id}: {error}")
+    assert [told.split(":")[0] for told in refused] == ["languini-p100-small-16", "languini-x-small-8"]
+    assert all("expected a GPU of the catalog's machines" in told for told in refused)
     left = {name: words for name, words in unread.items() if words}
-    assert set(left) == {"vocab-redis-2048-128k", "kwai-7b-h800-ours", "kwai-65b-64-ours"}
+    assert set(left) == {"kwai-7b-h800-ours", "kwai-65b-64-ours"}
 
 
 @pytest.mark.parametrize("words", ["in parts (einsum, masked_fill, softmax)", "unfused, softmax in parts", "bmm"])
@@ -83,7 +85,7 @@ def test_a_share_of_activations_is_of_each_chunk_of_a_rank(
     ("row", "framework", "attention"),
     [
         ("nemo22-gpt-5b-8", "NeMo Megatron 22.08", "unfused"),
-        ("nemo22-gpt-5b-8", "NeMo 23.08", "cudnn"),
+        ("nemo22-gpt-5b-8", "NeMo 23.08", "flash2"),
         ("nemo23-bert-4b", "NeMo Megatron 23.05", "unfused"),
         ("nemo-issue-8059", "NeMo 23.08", "flash2"),
     ],
@@ -95,8 +97,8 @@ def test_nemo_has_no_kernel_of_attention_before_23_03(
     stack = request_of(
         dataclasses.replace(rows[row], source=source, layout={**rows[row].layout, "framework": framework})
     ).stack
-    assert stack.framework == "NeMo"
-    assert (stack.attention == "unfused") == (attention == "unfused")
+    assert stack.attention == attention
+    assert stack.framework == ("" if "22." in framework else "NeMo")
 
 
 def test_libai_is_in_the_manner_of_megatron_whatever_is_cut(rows: dict[str, Row]) -> None:
@@ -144,10 +146,25 @@ def test_pure_fp16_keeps_moments_and_gradients_in_it(rows: dict[str, Row]) -> No
 
 
 def test_ethernet_without_a_rate_is_not_stated(rows: dict[str, Row]) -> None:
+    """It had eight InfiniBand NICs; the interval holds one NIC of 100 Gb/s a node too."""
     row = rows["lambda-neox-20b-24"]
     named = asked(row, hardware={"inter_node_link": "Ethernet, 100 Gb/s a node"})
     assert "the network between nodes" in asked(row).unstated
     assert "the network between nodes" not in named.unstated
+    slow, assumed = simulate(named).prediction, simulate(asked(row)).prediction
+    assert asked(row).otherwise == pytest.approx(slow.step_s / assumed.step_s)
+    assert asked(row).otherwise > 1.1
+    assert assumed.high_s > slow.step_s
+    assert named.otherwise == 1.0
+
+
+def test_a_pipeline_has_the_layers_that_are_listed(rows: dict[str, Row]) -> None:
+    """Of a vocabulary of 128,000 the last stage has the head, and two layers instead of four."""
+    listed, even = (request_of(rows[f"vocab-{name}-2048-128k"]) for name in ("redis", "baseline"))
+    assert (listed.stage_layers, even.stage_layers) == ((4, 4, 4, 4, 4, 5, 5, 2), ())
+    measured = [rows[f"vocab-{name}-2048-128k"].measured["iteration_s"] for name in ("redis", "baseline")]
+    times = [simulate(request).step.step_s for request in (listed, even)]
+    assert times[0] / times[1] == pytest.approx(measured[0] / measured[1], rel=0.08)
 
 
 def test_gradients_that_are_not_reduced_beside_backward_in_the_words_of_apex(rows: dict[str, Row]) -> None:

@@ -105,6 +105,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _interleaved(_filled(request, row, assumed), assumed)
+    request = _on_plain_ethernet(request, row, assumed)
     return _with_doubts(request, row, text, assumed, unread)
 
 
@@ -207,7 +208,7 @@ _ADAPTS_ALL = r"llama-?factory|unsloth|swift|xtuner|axolotl|\bmodules: all|all-l
 
 
 def _adapted_by_default(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
-    """Modules that adapters attach to by PEFT's default, where transformers' models are trained and no list is given."""
+    """Modules that adapters attach to by PEFT's default, where transformers' models are trained and none are told."""
     plain = stack.name == "hf-transformers" and not stack.adapter_modules
     if not plain or task_of(row.layout, []) not in ("lora", "qlora") or re.search(_ADAPTS_ALL, said(row).lower()):
         return {}
@@ -537,6 +538,22 @@ def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) ->
     return 1
 
 
+#: Network of Ethernet at its least where a source says no more: one NIC of a node, of the usual rate since 2018.
+_PLAIN_ETHERNET = "Ethernet, 100 Gb/s a node"
+
+
+def _on_plain_ethernet(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
+    """The request whose interval holds one NIC a node, where nodes are said to be linked by Ethernet and no rate is."""
+    words = str(row.hardware.get("inter_node_link") or "").lower()
+    nodes = int(row.hardware["gpus"]) > int(row.hardware.get("gpus_per_node") or 8)
+    if not nodes or _names_rate(row) or request.otherwise != 1.0 or not re.search(r"\bethernet\b|\btcp\b", words):
+        return request
+    slow = dataclasses.replace(request, network=_PLAIN_ETHERNET)
+    times = simulate(slow).step.step_s / simulate(request).step.step_s
+    assumed.append(f"on {_PLAIN_ETHERNET}, which the interval holds too, {times:.2f} times as long")
+    return dataclasses.replace(request, otherwise=times)
+
+
 #: Words of a pipeline's transfers beside computing.
 _SENDS_BESIDE = (
     r"overlap[-_]p2p[-_]comm\w*(?![=: ]*(?:false|off))|overlap\w*[^;|.]{0,120}\bpp\b(?! (?:off|disabled))|"
@@ -646,14 +663,29 @@ def _edges(row: Row, text: str, layout: Layout, layers: int, unread: list[str]) 
     if fewer := re.search(r"(one|two|1|2) (?:transformer )?(?:layer|block)s? fewer", words):
         return {"edge_layers_fewer": {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])}
     ends = [_stage_layers(row, words, end) for end in ("first", "last")]
+    stages = layout.pp * layout.vpp
+    if each := _listed_stages(words, stages, layers):
+        unread[:] = [told for told in unread if "stages of unlike numbers of layers" not in told]
+        return {"stage_layers": each}
     if ends == [0, 0]:
         return {}
-    stages = layout.pp * layout.vpp
-    between, left = divmod(layers - sum(ends), max(1, stages - 2))
-    if ends[0] != ends[1] or stages < 3 or left or between < 1:
+    others = stages - sum(end > 0 for end in ends)
+    between, left = divmod(layers - sum(ends), max(1, others))
+    if stages < 2 or left or (others and between < 1) or (not others and sum(ends) != layers):
         unread.append(f"layers of the first and last stage, {ends[0]} and {ends[1]}: {stages} stages as even as can be")
         return {}
-    return {"edge_layers_fewer": between - ends[0]}
+    return {"stage_layers": (ends[0] or between, *[between] * (stages - 2), ends[1] or between)}
+
+
+def _listed_stages(words: str, stages: int, layers: int) -> tuple[int, ...]:
+    """Blocks of each stage where words list them: "layers 4 4 5 3", "[4, 4, 5, 3]"; () where no list adds up to all."""
+    if stages < 2:
+        return ()
+    listed = rf"\d+(?:[ ,|]+\d+){{{stages - 1}}}"
+    before = r"(?:\[|(?:layers?|blocks?|stages?|layout|split)\b[^;|.\d\[]{0,24}\[?)"
+    lists = re.findall(rf"{before}({listed})(?![ ,|]*\d)(?!\.\d)", words)
+    counts = [tuple(int(number) for number in re.findall(r"\d+", found)) for found in lists]
+    return next((each for each in counts if sum(each) == layers and min(each) > 0), ())
 
 
 def _stage_layers(row: Row, words: str, end: str) -> int:

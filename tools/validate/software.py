@@ -407,8 +407,11 @@ def _older_nemo(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
         return {}
     named = f"{row.layout.get('framework', '')} | {row.source}"
     if _NEMO_IN_PARTS.search(named) or (not _NEMO_BERT.search(named) and year_of(row) == _IN_PARTS_YEAR):
-        assumed.append("attention in parts, nothing of tensor parallelism beside computing: NeMo before 23.03")
-        return {"attention": "unfused", "hidden": {}, "overlap_param_gather": False}
+        assumed.append(
+            "attention in parts, nothing of tensor parallelism beside computing, and no Megatron-Core, so no step was "
+            "seen: NeMo before 23.03"
+        )
+        return {"framework": "", "attention": "unfused", "hidden": {}, "overlap_param_gather": False}
     if _NEMO_BERT.search(named) and re.search(r"encoder|\bbert\b", f"{_name(row)} {row.model.get('kind', '')}".lower()):
         assumed.append("attention in parts: NeMo has FlashAttention for GPT alone in 2023")
         return {"attention": "unfused", "overlap_param_gather": False}

@@ -59,7 +59,7 @@ def test_an_activation_function_and_norms_are_recomputed_alone(rows: dict[str, R
     row = rows["kwai-65b-128-ours"]
     assert set(asked(row).layout.recompute_modules) == {"act", "layernorm"}
     moe = asked(row, layout={"ac_detail": "moe_act, layernorm"})
-    assert moe.layout.recompute_modules == ("act", "layernorm")
+    assert moe.layout.recompute_modules == ("moe_act", "layernorm")
 
 
 @pytest.mark.parametrize(

@@ -546,7 +546,7 @@ _PARTS = (
     (r"(?:self[- _])?attention", "attn"),
     (r"mlp|ffn|feed[- _]?forward", "mlp"),
     (r"(?:layer|rms)[- _]?norms?|norms?", "layernorm"),
-    (r"(?:(?:mlp|ffn|moe)(?:'s)?[- _])?act(?:ivation)?(?:[- _]func(?:tion)?)?|swi?glu|gelu|silu", "act"),
+    (r"(?:(?:mlp|ffn)(?:'s)?[- _])?act(?:ivation)?(?:[- _]func(?:tion)?)?|swi?glu|gelu|silu", "act"),
 )
 
 

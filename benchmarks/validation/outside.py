@@ -19,7 +19,8 @@ from tools.validate.rows import read_rows
 from tools.validate.scoring import Outcome, Simulator, outcomes_of, step_pairs, summary
 
 _FOLDER = Path(__file__).parent
-_NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in ("", "_2", "_3", "_4", "_5")))
+_SETS = ("", *(f"_{number}" for number in range(2, 7)))
+_NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in _SETS))
 
 
 def line(name: str, outcomes: Sequence[Outcome]) -> str:

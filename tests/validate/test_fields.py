@@ -272,10 +272,16 @@ def test_first_and_last_stages_of_other_sizes(tmp_path: Path) -> None:
     def uneven(notes: str = "", **more: Any) -> StepRequest:
         return asked(tmp_path, layout={**layout, **more}, notes=notes, **parts)
 
-    assert uneven(first_stage_layers=1, last_stage_layers=1).edge_layers_fewer == 1
+    assert uneven(first_stage_layers=1, last_stage_layers=1).stage_layers == (1, 2, 2, 1)
     words = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
-    assert uneven(words).edge_layers_fewer == 1
-    assert uneven(last_stage_layers=3).unread
+    assert uneven(words).stage_layers == (1, 2, 2, 1)
+    assert uneven(last_stage_layers=3).stage_layers == (1, 1, 1, 3)
+    assert uneven(first_stage_layers=2, last_stage_layers=1).unread == (
+        "layers of the first and last stage, 2 and 1: 4 stages as even as can be",
+    )
+    for listed in ("layers of the stages 1 1 3 1", "stages of [1, 1, 3, 1] layers", "layers 1, 1, 3, 1"):
+        assert (uneven(listed).stage_layers, uneven(listed).unread) == ((1, 1, 3, 1), ())
+    assert uneven("layers 1, 1, 3, 2").stage_layers == uneven("batches of 1, 1, 3, 1").stage_layers == ()
     assert uneven("account-for-embedding-in-pipeline-split").embedding_is_layer
     assert uneven("embedding and loss are counted as layers").embedding_is_layer
 

@@ -162,7 +162,8 @@ _OPTIMIZER_READ = re.compile(
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
     r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
-    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim|true|false|default)\b"
+    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim|true|false|default|"
+    r"overlap (?:grad|param) (?:sync|reduce|gather))\b"
 )
 
 
@@ -395,7 +396,7 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
     """
     lowered = words.lower().replace("_", " ")
-    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math)\b", lowered):
+    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b", lowered):
         return {"attention": "unfused"}
     if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
@@ -514,8 +515,7 @@ def offload_of(
     if share := _PART.search(words):
         part = float(share[1] or share[2]) / (100 if share[1] else 1)
         if named == ("activations",) and part <= 1:
-            settings["offload_layers"] = max(1, round(part * layers))
-            assumed.append(f"offload {words!r}: activations of {settings['offload_layers']} of {layers} layers")
+            return _share_of_activations(stated, words, part, layers, assumed, unread)
         elif part < 1:
             raise ConfigError(
                 f"layout.offload: expected what is moved as a whole, got {words!r} ({share[0]}): a part of {named[0]} "
@@ -524,13 +524,29 @@ def offload_of(
     return settings
 
 
+def _share_of_activations(
+    stated: Mapping[str, Any], words: str, part: float, layers: int, assumed: list[str], unread: list[str]
+) -> dict[str, Any]:
+    """Settings where a share of all activations moves: so much of the blocks of each chunk of a rank, in whole blocks.
+
+    A share of less than half a block moves nothing, which is unread.
+    """
+    held = max(1, layers // (int(stated.get("pp") or 1) * int(stated.get("vpp") or 1)))
+    moved = min(held, round(part * held))
+    if not moved:
+        unread.append(f"layout.offload {words!r}: less than half of one of {held} blocks, so nothing is moved")
+        return {}
+    assumed.append(f"offload {words!r}: activations of {moved} of {held} blocks of each chunk of a rank")
+    return {"offload": ("activations",), "offload_layers": moved}
+
+
 #: Parts of a block in other words than a module's name.
 _PARTS = (
     (r"core[- _]att(?:entio)?n|attention[- _]core|attention scores?|softmax", "core_attn"),
     (r"(?:self[- _])?attention", "attn"),
     (r"mlp|ffn|feed[- _]?forward", "mlp"),
     (r"(?:layer|rms)[- _]?norms?|norms?", "layernorm"),
-    (r"act(?:ivation)?(?:[- _]func(?:tion)?)?|swi?glu|gelu|silu", "act"),
+    (r"(?:(?:mlp|ffn)(?:'s)?[- _])?act(?:ivation)?(?:[- _]func(?:tion)?)?|swi?glu|gelu|silu", "act"),
 )
 
 

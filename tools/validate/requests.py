@@ -77,7 +77,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     machine, assumed = machine_of_source(str(row.hardware.get("gpu", "")), row.source)
     assumed += told
     unread = _unread(row, machine)
-    stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), unread)
+    stack, optimizer = _kept(row, software_of(row, text, assumed, known=known), assumed, unread)
     model, taken = architecture_of(row.model, text, _padding(row, stack))
     assumed += taken
     layout = _layout(row, text, stack, assumed, unread)
@@ -105,6 +105,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _interleaved(_filled(request, row, assumed), assumed)
+    request = _on_plain_ethernet(request, row, assumed)
     return _with_doubts(request, row, text, assumed, unread)
 
 
@@ -131,19 +132,31 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
         assumed: Sentences on what was taken for granted.
     """
     nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
-    ran = f"{row.layout.get('framework', '')} {text}".lower()
+    named = str(row.layout.get("framework", "")).lower()
+    ran = f"{named} {text}".lower()
+    runs_pytorch = re.search(r"megatron|pytorch|\bfsdp|deepspeed|transformers|lightning|colossal", named)
+    runtime = re.search(_RUNTIMES, named if runs_pytorch else ran)
     family = any(re.match(r"software of a family|operations of transformers' models", told) for told in assumed)
-    named = (
+    doubts = (
         (any(sentence.startswith("no activation recompute") for sentence in assumed), "whether blocks are recomputed"),
         (any("as models of transformers have it" in sentence for sentence in assumed), "the kernel of attention"),
         (any(sentence.startswith("a micro-batch of") for sentence in assumed), "the micro-batch"),
         (any(sentence.startswith("an H100 of PyTorch's team") for sentence in assumed), "which H100"),
-        (nodes and not row.hardware.get("inter_node_link"), "the network between nodes"),
-        *((re.search(_RUNTIMES, ran), what) for what in _OF_RUNTIME),
+        (nodes and not _names_rate(row), "the network between nodes"),
+        *((runtime, what) for what in _OF_RUNTIME),
         *((family, what) for what in _OF_FAMILY),
         (re.search(_WHOLE_RUN, ran), "what a whole run takes besides its steps"),
     )
-    return [what for is_so, what in named if is_so]
+    return [what for is_so, what in doubts if is_so]
+
+
+def _names_rate(row: Row) -> bool:
+    """Whether words for the network between nodes tell its rate, or instances whose rate is known."""
+    words = str(row.hardware.get("inter_node_link") or "")
+    slots = int(row.hardware.get("gpus_per_node") or 8)
+    return bool(words) and (
+        parse_network(words, slots).link is not None or "efa" in words.lower() or "elastic" in words
+    )
 
 
 #: Software whose operations are not PyTorch's.
@@ -190,14 +203,29 @@ def _unread(row: Row, machine: str) -> list[str]:
     ]
 
 
-def _kept(row: Row, stack: Stack, unread: list[str]) -> tuple[Stack, str]:
+#: Software on transformers that attaches adapters to every product unless it is told otherwise, or lists what it does.
+_ADAPTS_ALL = r"llama-?factory|unsloth|swift|xtuner|axolotl|\bmodules: all|all-linear|target[-_ ]modules|\bqwen"
+
+
+def _adapted_by_default(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Modules that adapters attach to by PEFT's default, where transformers' models are trained and none are told."""
+    plain = stack.name == "hf-transformers" and not stack.adapter_modules
+    if not plain or task_of(row.layout, []) not in ("lora", "qlora") or re.search(_ADAPTS_ALL, said(row).lower()):
+        return {}
+    assumed.append(
+        "adapters on queries and values: PEFT utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
+    )
+    return {"adapter_modules": ("wq", "wv", "qkv")}
+
+
+def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tuple[Stack, str]:
     """Software with what a row's words say of optimizer, number formats and attention; and the optimizer's rule."""
     optimizer, settings = optimizer_of(row.layout, unread)
     settings |= dtypes_of(
         " | ".join(str(row.layout.get(name, "")) for name in ("precision", "precision_detail", "optimizer"))
     )
     settings = _autocast(row, stack) | settings
-    settings |= adapted_of(str(row.layout.get("task", "")))
+    settings |= adapted_of(str(row.layout.get("task", ""))) or _adapted_by_default(row, stack, assumed)
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     return dataclasses.replace(stack, **settings), optimizer
@@ -286,8 +314,10 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 
 
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
-    if match := re.search(r"dropout (0\.\d+)", text):
+    if match := re.search(r"(?<!lora )(?<!lora_)dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)(?! before adapters)", text):
         return float(match[1])
+    if re.search(r"\b(?:no|without|w/o) (?:any )?dropout\b", text, re.IGNORECASE):
+        return 0.0
     if family == "gpt" and "mlperf" in text.lower():
         assumed.append("no dropout: MLPerf's GPT-3 (mlcommons/training large_language_model/megatron-lm/run_gpt3.sh)")
         return 0.0
@@ -508,6 +538,22 @@ def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) ->
     return 1
 
 
+#: Network of Ethernet at its least where a source says no more: one NIC of a node, of the usual rate since 2018.
+_PLAIN_ETHERNET = "Ethernet, 100 Gb/s a node"
+
+
+def _on_plain_ethernet(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
+    """The request whose interval holds one NIC a node, where nodes are said to be linked by Ethernet and no rate is."""
+    words = str(row.hardware.get("inter_node_link") or "").lower()
+    nodes = int(row.hardware["gpus"]) > int(row.hardware.get("gpus_per_node") or 8)
+    if not nodes or _names_rate(row) or request.otherwise != 1.0 or not re.search(r"\bethernet\b|\btcp\b", words):
+        return request
+    slow = dataclasses.replace(request, network=_PLAIN_ETHERNET)
+    times = simulate(slow).step.step_s / simulate(request).step.step_s
+    assumed.append(f"on {_PLAIN_ETHERNET}, which the interval holds too, {times:.2f} times as long")
+    return dataclasses.replace(request, otherwise=times)
+
+
 #: Words of a pipeline's transfers beside computing.
 _SENDS_BESIDE = (
     r"overlap[-_]p2p[-_]comm\w*(?![=: ]*(?:false|off))|overlap\w*[^;|.]{0,120}\bpp\b(?! (?:off|disabled))|"
@@ -617,14 +663,29 @@ def _edges(row: Row, text: str, layout: Layout, layers: int, unread: list[str]) 
     if fewer := re.search(r"(one|two|1|2) (?:transformer )?(?:layer|block)s? fewer", words):
         return {"edge_layers_fewer": {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])}
     ends = [_stage_layers(row, words, end) for end in ("first", "last")]
+    stages = layout.pp * layout.vpp
+    if each := _listed_stages(words, stages, layers):
+        unread[:] = [told for told in unread if "stages of unlike numbers of layers" not in told]
+        return {"stage_layers": each}
     if ends == [0, 0]:
         return {}
-    stages = layout.pp * layout.vpp
-    between, left = divmod(layers - sum(ends), max(1, stages - 2))
-    if ends[0] != ends[1] or stages < 3 or left or between < 1:
+    others = stages - sum(end > 0 for end in ends)
+    between, left = divmod(layers - sum(ends), max(1, others))
+    if stages < 2 or left or (others and between < 1) or (not others and sum(ends) != layers):
         unread.append(f"layers of the first and last stage, {ends[0]} and {ends[1]}: {stages} stages as even as can be")
         return {}
-    return {"edge_layers_fewer": between - ends[0]}
+    return {"stage_layers": (ends[0] or between, *[between] * (stages - 2), ends[1] or between)}
+
+
+def _listed_stages(words: str, stages: int, layers: int) -> tuple[int, ...]:
+    """Blocks of each stage where words list them: "layers 4 4 5 3", "[4, 4, 5, 3]"; () where no list adds up to all."""
+    if stages < 2:
+        return ()
+    listed = rf"\d+(?:[ ,|]+\d+){{{stages - 1}}}"
+    before = r"(?:\[|(?:layers?|blocks?|stages?|layout|split)\b[^;|.\d\[]{0,24}\[?)"
+    lists = re.findall(rf"{before}({listed})(?![ ,|]*\d)(?!\.\d)", words)
+    counts = [tuple(int(number) for number in re.findall(r"\d+", found)) for found in lists]
+    return next((each for each in counts if sum(each) == layers and min(each) > 0), ())
 
 
 def _stage_layers(row: Row, words: str, end: str) -> int:

@@ -52,8 +52,17 @@ _PADDLE_FLASH2 = 2023
 _BIASED = 2024
 #: Containers of 2026 and later, which have cuDNN from 9.2x on; its attention is faster on Blackwell.
 _CUDNN9 = re.compile(r"(?:release|container|nemo|pytorch)[ :-]*(?:2[6-9])\.\d\d\b", re.IGNORECASE)
+#: NeMo without FlashAttention, which came with 23.03 "for GPT models in Transformer Engine" (README of the launcher,
+#: changelog), and without ub_tp_comm_overlap, which its yaml files of 2022 have not; BERT had none in mid 2023 either.
+_NEMO_IN_PARTS = re.compile(r"\bnemo[\w -]*\b(?:22\.\d\d|23\.0[12])\b", re.IGNORECASE)
+_IN_PARTS_YEAR = 2022
+_NEMO_BERT = re.compile(r"\bnemo[\w -]*\b23\.\d\d\b", re.IGNORECASE)
 #: Containers with cuDNN 8.9 or 9.0, as NeMo's are until 24.05.
-_CUDNN8 = re.compile(r"(?:\bnemo|container|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b", re.IGNORECASE)
+#: Transformer Engine 1.6 is of the container of May 2024.
+_CUDNN8 = re.compile(
+    r"(?:\bnemo|container|pytorch|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b|\btransformer[- ]?engine v?(?:0\.\d+|1\.[0-5])\b",
+    re.IGNORECASE,
+)
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -77,7 +86,9 @@ _NOT_COMPILED = re.compile(
     r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|"
     r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
 )
-_MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer"
+#: LiBai fuses bias and GELU, bias and dropout, scale, mask and softmax as Megatron-LM does, whatever is cut
+#: (Oneflow-Inc/libai configs/common/models/gpt.py and bert.py, bias_gelu_fusion and the like).
+_MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer|\blibai\b"
 _NO_GRAPHS = re.compile(
     r"\b(?:no|without|w/o|disabled?) cuda[- ]graphs?\b|cuda[- ]graphs? (?:are |is )?(?:off|disabled)", re.I
 )
@@ -90,8 +101,11 @@ _GRACE = 1.3
 _APART = r"no (?:comm(?:unication)?s? overlap|overlap of comm)|without overlap|communication is not overlapped"
 #: (words, switches): what a row states of its software; all that are found count.
 _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
-    (rf"no gradient bucketing|{_APART}|overlap[-_]grad[-_]reduce[ =:]+(?:false|off)", {"overlap_grad_reduce": False}),
-    (r"overlap[-_]param[-_]gather[ =:]+(?:false|off)", {"overlap_param_gather": False}),
+    (
+        rf"no gradient bucketing|{_APART}|overlap[-_]grad[-_](?:reduce|sync)[ =:]+(?:false|off)",
+        {"overlap_grad_reduce": False},
+    ),
+    (r"overlap[-_]param[-_](?:gather|sync)[ =:]+(?:false|off)", {"overlap_param_gather": False}),
     (_APART, {"overlap_param_gather": False, "hidden": {}}),
     (r"overlapped grad/param sync", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     (
@@ -119,6 +133,10 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
             "gradient_dtype": "bfloat16",
             "moments_dtype": "bfloat16",
         },
+    ),
+    (
+        r"pure (?:fp16|float16)|(?:model|weights|everything)[^;|.]{0,12} in (?:float16|fp16) throughout",
+        {"parameters_dtype": "", "master_weights": False, "gradient_dtype": "float16", "moments_dtype": "float16"},
     ),
     # PEFT since 0.12 keeps adapters of models in 16 bits in fp32 (autocast_adapter_dtype); autocast would cast them.
     (
@@ -334,7 +352,10 @@ def _tuned(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     if re.search(r"fp8|fp4|float8", str(row.layout.get("precision", "")).lower()) and stack.gradient_dtype == "float32":
         settings["gradient_dtype"] = "bfloat16"
         assumed.append("gradients reduced in bf16, as recipes in 8 bits of NeMo and Megatron-Bridge have it")
-    if stack.attention == "cudnn" and _CUDNN9.search(row.source):
+    if stack.attention == "cudnn" and _CUDNN8.search(f"{row.layout.get('framework', '')} {row.notes}"):
+        settings["attention"] = "flash2"
+        assumed.append("cuDNN's attention before 9.1, at the rates of FlashAttention-2: containers until May 2024")
+    elif stack.attention == "cudnn" and _CUDNN9.search(row.source):
         settings["attention"] = "cudnn9"
         assumed.append("cuDNN's attention from 9.2x on, as containers of 2026 have it")
     return settings
@@ -361,6 +382,7 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
         assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
     settings |= _older_cudnn(row, stack, assumed)
+    settings |= _older_nemo(row, stack, assumed)
     if stack.framework == "transformers":
         settings |= _attention_of_transformers(row, text.lower(), assumed)
     if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])?\b", stated)):
@@ -379,6 +401,23 @@ def _older_cudnn(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     return {"attention": "flash2"}
 
 
+def _older_nemo(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Switches of NeMo before its attention was one kernel."""
+    if stack.framework != "NeMo":
+        return {}
+    named = f"{row.layout.get('framework', '')} | {row.source}"
+    if _NEMO_IN_PARTS.search(named) or (not _NEMO_BERT.search(named) and year_of(row) == _IN_PARTS_YEAR):
+        assumed.append(
+            "attention in parts, nothing of tensor parallelism beside computing, and no Megatron-Core, so no step was "
+            "seen: NeMo before 23.03"
+        )
+        return {"framework": "", "attention": "unfused", "hidden": {}, "overlap_param_gather": False}
+    if _NEMO_BERT.search(named) and re.search(r"encoder|\bbert\b", f"{_name(row)} {row.model.get('kind', '')}".lower()):
+        assumed.append("attention in parts: NeMo has FlashAttention for GPT alone in 2023")
+        return {"attention": "unfused", "overlap_param_gather": False}
+    return {}
+
+
 def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
     """Whether software that is not known trains models of transformers on DeepSpeed, as most has since 2024."""
     if stack.kind != "deepspeed-like":
@@ -395,9 +434,19 @@ def _month_of(row: Row, lowered: str) -> tuple[int, int]:
     return max(months, default=(0, 0))
 
 
+#: Repositories by name, in a source, and their code: "Dao-AILab/flash-attention", "flash-attention's training code".
+_ADDRESSES, _CODE_OF = re.compile(r"[\w.-]+/[\w./-]+"), re.compile(r"\b[\w-]+(?:'s)? training code\b")
+
+
 def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> dict[str, Any]:
-    """Kernel of attention of transformers' models where nobody says it: what their release takes by default."""
+    """Kernel of attention of transformers' models where nobody says it: what their release takes by default.
+
+    A repository named after a kernel says nothing of the kernel, and neither does the name of a row's source.
+    """
     month, year = _month_of(row, lowered), year_of(row)
+    source = row.source.lower()
+    lowered = lowered.removeprefix(f"{row.family.lower()} |").replace(source, _ADDRESSES.sub(" ", source))
+    lowered = _CODE_OF.sub(" ", lowered)
     if re.search(r"flash|\bfa-?[23]\b|sdpa|scaled_dot|xformers|unsloth(?! off)|eager attention|attn_impl", lowered):
         return {}
     if (month[0] and month <= _UNFUSED_UNTIL) or (not month[0] and 0 < year < _UNFUSED_UNTIL[0]):
@@ -478,7 +527,8 @@ def _attention_of_xla(lowered: str, assumed: list[str]) -> dict[str, Any]:
 def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     """Switches that the row's words replace."""
     settings: dict[str, Any] = {}
-    lowered = f"{text} | {row.layout.get('precision', '')} | {row.layout.get('precision_detail', '')}".lower()
+    named = (row.layout.get(name, "") for name in ("precision", "precision_detail", "optimizer"))
+    lowered = " | ".join([text, *map(str, named)]).lower()
     for words, switches in _STATED:
         if re.search(words, lowered):
             apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))

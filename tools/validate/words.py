@@ -51,7 +51,7 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"\bh20\b", "h20", ""),
     (r"mi300x", "mi300x", ""),
     (r"mi325", "mi325x", ""),
-    (r"mi350", "mi355x", "MI350X: an MI355X, which may draw 1400 W where it draws 1000"),
+    (r"mi350", "mi350x", ""),
     (r"mi355", "mi355x", ""),
     (r"v100s", "v100s", ""),
     (

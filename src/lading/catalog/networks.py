@@ -65,7 +65,7 @@ _EMPTY = re.compile(
     r"\b(?:a|an|and|the|of|on|in|via|with|at|to|by|over|from|between|each|every|for|per|using|node|nodes|gpu|gpus|"
     r"device|devices|rank|ranks|server|servers|host|hosts|machine|instance|nic|nics|hca|hcas|port|ports|rail|rails|"
     r"adapter|adapters|card|cards|link|links|network|fabric|interconnect|inter|inter-node|internode|node-to-node|"
-    r"cluster|total|aggregate|bandwidth|speed|rate|full|bisection|fat-tree|rail-optimized|optimized|non-blocking|"
+    r"cluster|dgx|superpod|total|aggregate|bandwidth|speed|rate|full|bisection|fat-tree|rail-optimized|optimized|non-blocking|"
     r"nonblocking|nvidia|mellanox|quantum|quantum-2|aws|efa|efav2|efav3|elastic|v1|v2|v3|p4d|p4de|p5|p5e|p5en|azure|gcp|"
     r"rdma|rnic|gdr|gpudirect|gpudirect-rdma|gpudirect-tcpx|gpudirect-tcpxo|tcpx|tcpxo|tcp|ip|ipoib|ethernet|eth|infiniband|ib|roce|rocev2|"
     r"roce-v2|omni-path|omnipath|opa|slingshot|cornelis|intel|bluefield|bluefield-3|spectrum|spectrum-x|connectx|cx|"

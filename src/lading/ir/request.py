@@ -78,6 +78,7 @@ class Request:
         stack: Name of the software.
         network: What links nodes; "" for what the machine has by itself.
         lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
+        stage_layers: Blocks of each stage of the pipeline, in order of forward; () for as even as can be.
         optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
         optimizer_settings: Its settings by name; its own where they are left out.
         matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices of a run.
@@ -217,6 +218,7 @@ class StepRequest:
     schedule_detail: str = ""
     embedding_is_layer: bool = False
     edge_layers_fewer: int = 0
+    stage_layers: tuple[int, ...] = ()
     optimizer: str = DEFAULT
     assumed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()

@@ -494,6 +494,8 @@ def uneven_layers(request: StepRequest, layers: int) -> tuple[int, ...]:
     """
     stages, fewer = request.layout.pp * request.layout.vpp, request.edge_layers_fewer
     blocks = request.model.layers
+    if request.stage_layers:
+        return (*request.stage_layers[:-1], request.stage_layers[-1] + layers - blocks)
     divides = request.embedding_is_layer or not (blocks + 2) % stages
     if not fewer and stages > 1 and request.stack.megatron_order and not divides:
         each, ahead = -(-blocks // stages), layers - blocks

@@ -20,6 +20,7 @@ from torch import nn
 
 from lading.errors import CaptureError, ConfigError
 from lading.prepare import plan
+from lading.tracing.attributes import sample_of
 from lading.tracing.frozen_values import Watch
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -400,11 +401,45 @@ def test_a_tensor_that_the_loss_reads_is_not_written_in_place() -> None:
     watch.check([batch()], ["x"])
     with torch.no_grad():
         weights[0] = 2.0
-    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*written in place") as caught:
+    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*was written") as caught:
         watch.check([batch()], ["x"])
     assert "register it as a buffer" in str(caught.value)
     again = pickle.loads(pickle.dumps(graph)).frozen
     Watch(again, model).check([batch()], ["x"])
+
+
+def _by_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[1] = 2.0
+
+
+def _by_data(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.9).add_(torch.ones_like(tensor), alpha=0.1)
+
+
+@pytest.mark.parametrize("write", [_by_numpy, _by_data])
+@pytest.mark.parametrize("make", [lambda: torch.zeros(8), lambda: nn.Parameter(torch.zeros(1000, 8)[999], False)])
+def test_a_tensor_that_the_loss_reads_is_not_written_where_torch_does_not_count(
+    write: Callable[[torch.Tensor], None], make: Callable[[], torch.Tensor]
+) -> None:
+    """As averages of a teacher's weights often are."""
+    weights, model = make(), Net()
+    watch = Watch(capture(model, batch(), lambda model, given: (model(given["x"]) * weights).mean()).frozen, model)
+    watch.check([batch()], ["x"])
+    write(weights)
+    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*was written"):
+        watch.check([batch()], ["x"])
+
+
+def test_a_large_tensor_is_compared_by_some_of_its_elements() -> None:
+    table = torch.arange(12.0e4).view(100, 30, 40)
+    assert len(sample_of(table)) <= 4 * 1000
+    before = sample_of(table.transpose(0, 1))
+    table.data.lerp_(torch.ones_like(table), 0.01)
+    assert sample_of(table.transpose(0, 1)) != before
+    kinds = (torch.tensor(1.0), torch.zeros(0, 3), torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16))
+    assert [len(sample_of(each)) for each in kinds] == [4, 0, 3, 4]
+    assert sample_of(torch.ones(2, dtype=torch.complex64).conj()) == sample_of(torch.ones(2, dtype=torch.complex64).conj())
+    assert sample_of(torch.ones(2, device="meta")) == b""
 
 
 @pytest.mark.parametrize("others", [itertools.count(1), iter([1.0, 2.0]), (n for n in range(3))])

@@ -200,6 +200,53 @@ class Moving(nn.Module):
         return out
 
 
+def _views() -> list[tuple[torch.Tensor, ...]]:
+    row, square = torch.arange(8.0), torch.arange(16.0).view(4, 4)
+    return [
+        (row[4:],),
+        (row[:4], row[4:]),
+        (row[1::2], row.view(2, 4).T),
+        (square.diagonal(), square),
+        (square[:, 1], square.T),
+        (torch.ones(1).expand(4),),
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(_views())))
+def test_constants_that_are_views_equal_eager(case: int) -> None:
+    """Of one memory, in which the first that is read does not show what another reads."""
+    tables = _views()[case]
+
+    def weighed(_: Any, x: torch.Tensor) -> Any:
+        return sum(x * each.mean() * each.flatten()[-1] for each in tables)
+
+    assert_equals_eager(around(weighed), batch(), squares)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda module, x: x * module.table[0] + x * module.table[1],
+        lambda module, x: x * module.table[:, :1].sum() + x * module.table[:, 1:].sum(),
+        lambda module, x: x * module.table.diagonal() + x @ module.table,
+        lambda module, x: x @ module.table.T + x * module.table.view(torch.int32)[1].float().sigmoid(),
+    ],
+)
+def test_views_of_a_constant_equal_eager(forward: Forward) -> None:
+    """Each shows the constant's memory, not what the first of them has made."""
+    graph = assert_equals_eager(around(forward, table=torch.arange(16.0).view(4, 4)), batch(), squares)
+    assert not any(op.name.startswith(("aten.select", "aten.slice", "aten.diagonal")) for op in graph.ops)
+
+
+def test_a_constant_is_not_written_through_a_view() -> None:
+    def written(module: Any, x: torch.Tensor) -> torch.Tensor:
+        row = module.table[0]
+        row.add_(1)
+        return x * row
+
+    assert "writes in place to a tensor that is neither" in refusal(around(written, table=torch.ones(2, 4)))
+
+
 def test_a_buffer_that_is_assigned_anew_is_written() -> None:
     model = Moving()
     graph = assert_equals_eager(model, batch(), squares)

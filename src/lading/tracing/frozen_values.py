@@ -39,8 +39,10 @@ from lading.tracing.attributes import (
     items_of,
     joined,
     read_item,
+    sample_of,
     tables_at,
     tables_of,
+    version_of,
 )
 from lading.tracing.batches import input_leaves, plain_leaves
 from lading.tracing.module_hooks import described, described_global, hooks_of, named
@@ -211,7 +213,7 @@ class Watch:
             if not all(map(_is_unchanged, self._entries)):
                 self._look_again()
         for each in self._frozen.tensors:
-            if each.is_changed:
+            if _is_written(each):
                 self._refuse_changed(each)
 
     def _refuse_changed(self, changed: ReadTensor) -> NoReturn:
@@ -224,8 +226,8 @@ class Watch:
         label = next((label for label, _, value in self._entries if value is tensor), "")
         raise ConfigError(
             f"expected {label or 'a tensor'} ({changed.said}) to keep its values, as captured, found that it was "
-            "written in place, which a captured step does not see: register it as a buffer and change that by "
-            "Trainer.set_value, give it in the batch, or capture again"
+            "written, which a captured step does not see: register it as a buffer and change that by Trainer.set_value, "
+            "give it in the batch, or capture again"
         )
 
     def _look_again(self) -> None:
@@ -243,6 +245,14 @@ class Watch:
             if now is not before[label] and not _is_alike(now, before[label]):
                 raise ConfigError(f"expected {label} to stay {recorded(now)!r}, as captured, got another; {_ADVICE}")
         self._entries = entries
+
+
+def _is_written(read: ReadTensor) -> bool:
+    """Whether a tensor was written since the capture; of one that is gone nobody can tell, nor read it."""
+    tensor = read.tensor()
+    if tensor is None:
+        return False
+    return version_of(tensor) != read.version or sample_of(tensor) != read.sample
 
 
 def _is_unchanged(entry: Entry) -> bool:

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,8 +42,11 @@ from lading.ir.graph import (
     Tensor,
 )
 from lading.ir.opkinds import kind_of
+from lading.tracing.attributes import sample_of, version_of
 from lading.tracing.fakes import FakeRunner, flat_tensors
 from lading.tracing.interpret import answer_of
+from lading.tracing.shared_memory import storage_of
+from lading.units import format_bytes
 
 _ATEN = torch.ops.aten
 
@@ -54,6 +58,8 @@ _BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
 #: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
 #: position of the flag that makes them.
 _HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
+#: Most bytes of the memory of which a constant is a part.
+_LIMIT_BYTES = 1 << 28
 #: Operations that find infinities and what is not a number, and those that put such answers together.
 _ANOMALIES = frozenset({"aten.isinf.default", "aten.isnan.default"})
 _JOINING = frozenset({
@@ -118,8 +124,9 @@ class Tracer(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
-        self.read_tensors: list[ReadTensor] = []  # that nobody declared
+        self.read_tensors: list[tuple[torch.Tensor, ReadTensor]] = []  # that nobody declared
         self._read_ids: set[int] = set()
+        self._real_storages: set[int] = set()  # of such tensors, and of the fake ones that stand for them
         self._storage_ids: dict[int, int] = {}
         self._tensor_ids: dict[Tensor, int] = {}
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
@@ -257,10 +264,10 @@ class Tracer(TorchDispatchMode):
 
     def _check_real(self, func: Any, tensors: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
         """Refuse to train or write a tensor that nobody declared: such tensors are constants."""
+        if any(not isinstance(t, FakeTensor) or storage_of(t) in self._real_storages for t in mutated):
+            raise CaptureError(self._refusal(func, _ADVICE["attribute"]))
         if all(type(t) is FakeTensor or isinstance(t, FakeTensor) for t in tensors):
             return
-        if any(not isinstance(t, FakeTensor) for t in mutated):
-            raise CaptureError(self._refusal(func, _ADVICE["attribute"]))
         if torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, FakeTensor) for t in tensors):
             raise CaptureError(self._refusal(func, _ADVICE["trainable"]))
 
@@ -316,6 +323,9 @@ class Tracer(TorchDispatchMode):
             self._constant(out, args[0])
             return
         made = list(flat_tensors(out))
+        for t in read:
+            if not isinstance(t, FakeTensor):  # before what is made is seen to be new, or to lie in it
+                self.tensor_id(t)
         for t in made:
             self._check_dense(func, t)
         for t in mutated:
@@ -462,10 +472,39 @@ class Tracer(TorchDispatchMode):
                 f"{self.place()} uses a tensor of shape {tuple(t.shape)} that is neither a "
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
-        self._constant(t, real)
-        if not isinstance(t, FakeTensor) and not t.is_inference():  # torch counts no writes of those
-            said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
-            self.read_tensors.append(ReadTensor(weakref.ref(t), t._version, said))
+        if isinstance(t, FakeTensor):
+            self._constant(t, real)
+            return
+        said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
+        mode = detect_fake_mode()
+        with unset_fake_temporarily():
+            self._whole_constant(t, said)
+            read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), said)
+        self.read_tensors.append((t, read))
+        self._real_storages.add(storage_of(t))
+        if mode is not None:  # operations see another tensor in its place, in whose memory views of it lie
+            seen = mode.from_tensor(t).untyped_storage()
+            self._alive.append(seen)
+            self._storage_ids[seen._cdata] = self._storage_ids[storage_of(t)]
+            self._real_storages.add(seen._cdata)
+
+    def _whole_constant(self, t: torch.Tensor, said: str) -> None:
+        """Register the whole memory in which a tensor lies as a constant, since other views of it may be read, too.
+
+        Raises:
+            CaptureError: that is a large one, of which the tensor is a small part.
+        """
+        if t.is_conj() or t.is_neg() or t.layout is not torch.strided:
+            self._constant(t, t)
+            return
+        storage = t.untyped_storage()
+        if storage.nbytes() > max(_LIMIT_BYTES, 2 * t.numel() * t.element_size()):
+            raise CaptureError(
+                f"expected a constant with memory of its own ({said}), found a view of "
+                f"{format_bytes(storage.nbytes())}, all of which would be a constant of the step; clone() it"
+            )
+        data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().tobytes()
+        self._new_storage(t, f"constant.{len(self.storages)}", Role.CONSTANT, data)
 
     def _encode(self, arg: Any) -> Arg:
         if isinstance(arg, torch.Tensor):

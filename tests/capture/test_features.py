@@ -181,6 +181,34 @@ def test_numbers_of_other_generators_are_refused(draw: Callable[[], float], owne
     assert f"generator of {owner}" in refusal(around(lambda _, x: x * draw()))
 
 
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        (random.Random(1).random, "random.Random"),
+        (np.random.default_rng(1).random, "Generator"),
+        (np.random.RandomState(1).rand, "RandomState"),
+    ],
+)
+def test_numbers_of_a_generator_of_ones_own_are_refused(own: Callable[[], float], name: str) -> None:
+    def drawing(model: nn.Module, data: Any) -> torch.Tensor:
+        return squares(model, data) * own()
+
+    message = refusal(nn.Linear(4, 4), None, drawing)
+    assert f"generator loss.own (" in message and f"{name})" in message
+    capture(nn.Linear(4, 4), batch(), lambda model, data: squares(model, data) * (1.0 if callable(own) else own()))
+
+
+def test_numbers_after_a_seed_are_refused() -> None:
+    """A planned step draws as plain steps do, whose seed a captured one would not set."""
+
+    def seeded(_: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return x + torch.rand(4)
+
+    assert "has set torch's random generator before" in refusal(around(seeded))
+
+
 class Moving(nn.Module):
     """Assigns its running mean anew in every forward."""
 

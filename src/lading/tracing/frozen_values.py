@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import pickle
+import random
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -69,6 +71,8 @@ _FOLLOWED = 4096
 #: Path of a value, how to read it, and what it is.
 Entry = tuple[str, Callable[[], object], object]
 _NUMBERS = (bool, int, float, complex)
+#: Random generators of which a step may have one of its own.
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 #: Modules whose forward goes through whatever is in them.
 _LISTS = (
     torch.nn.Sequential,
@@ -85,11 +89,11 @@ ANOMALY = (
 _ADVICE = "a captured step does not see the change: set it back, or capture and plan again"
 
 
-def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
-    """Record the plain values in reach of a step, before it is traced."""
+def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> tuple[Frozen, GeneratorStates]:
+    """Record the plain values in reach of a step, and its random generators, before it is traced."""
     modules, others, of_loss = _entries(model, loss)
     _check_read(others, of_loss)
-    return Frozen(
+    frozen = Frozen(
         batch=plain_leaves(batch),
         modules=values_of(modules),
         others=values_of(others),
@@ -98,6 +102,32 @@ def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
         model=weakref.ref(model),
         loss_function=loss,
     )
+    return frozen, GeneratorStates(chain(others, of_loss))
+
+
+class GeneratorStates:
+    """States of random generators beside torch's that a step may draw from, before it is traced."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._states: dict[str, tuple[object, bytes]] = {}
+        for label, _, value in entries:
+            owner = getattr(value, "__self__", value)  # of a method
+            if isinstance(owner, _GENERATORS) and not isinstance(owner, random.SystemRandom):
+                self._states[label] = owner, pickle.dumps(owner)
+
+    def check(self) -> None:
+        """Refuse a step that has drawn from one.
+
+        Raises:
+            CaptureError: names it.
+        """
+        for label, (owner, before) in self._states.items():
+            if pickle.dumps(owner) != before:
+                raise CaptureError(
+                    f"the step draws from the random generator {label} ({type(owner).__module__}."
+                    f"{type(owner).__qualname__}), so every step would use the numbers drawn now; use torch.rand and "
+                    "its like, or draw outside and give the numbers in the batch"
+                )
 
 
 def _check_read(*entries: Iterable[Entry]) -> None:
@@ -226,8 +256,8 @@ class Watch:
         label = next((label for label, _, value in self._entries if value is tensor), "")
         raise ConfigError(
             f"expected {label or 'a tensor'} ({changed.said}) to keep its values, as captured, found that it was "
-            "written, which a captured step does not see: register it as a buffer and change that by Trainer.set_value, "
-            "give it in the batch, or capture again"
+            "written, which a captured step does not see: register it as a buffer and change that by "
+            "Trainer.set_value, give it in the batch, or capture again"
         )
 
     def _look_again(self) -> None:
@@ -493,6 +523,9 @@ class Reach:
                 continue
             if (inside or key in self.names) and not is_apart(value):
                 yield joined(label, key), partial(read_item, values, key), value
+        for key in dict.fromkeys(chain.from_iterable(map(vars, _of_users(table.owner)))):
+            if key in self.names and key not in values and not key.startswith("__"):  # may come to hide the class's
+                yield joined(label, key), partial(read_item, values, key), GONE
 
     def _follow(self, value: Any) -> None:
         """Visit the functions that a value is made of; the keywords of a partial one are names of arguments."""
@@ -601,6 +634,11 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 def _mro(owner: type | None) -> tuple[type, ...]:
     return owner.__mro__ if owner is not None else ()
+
+
+def _of_users(owner: type | None) -> list[type]:
+    """Classes of an object that no library has."""
+    return [kind for kind in _mro(owner) if kind is not object and not _is_of_library(kind.__module__)]
 
 
 def _holds_settings(owner: type | None) -> bool:

@@ -82,11 +82,12 @@ def capture(
     run, reads = partial(forward_backward, loss, evaluation=evaluation), list[tuple[torch.Tensor, ReadTensor]]()
     once = partial(_once, mode, model, batch, run, accumulation, reads)
     with _evaluating(model) if evaluation else nullcontext():
-        frozen = freeze(model, batch, loss)
+        frozen, generators = freeze(model, batch, loss)
         if evaluation:
             frozen = without(frozen, {label for label in frozen.modules if label.rpartition(".")[2] == "training"})
         with hooks_as_they_were(model) as hooked:
             graph, left = once()
+            generators.check()
             if left.labels:
                 check_steady(graph, left, lambda seen: once(left, seen))
                 frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})

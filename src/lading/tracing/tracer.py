@@ -91,6 +91,8 @@ _ADVICE = {
     "(cos and sin for rotations, Embedding(sparse=False))",
     "forward mode": "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), which no planned step "
     "does; use torch.autograd.grad with create_graph=True",
+    "seeded": "the step has set torch's random generator before (torch.manual_seed, torch.random.fork_rng), and would "
+    "have to in each step; make such numbers outside and register_buffer them, or give them in the batch",
     "geometry": "it gives a parameter, a buffer or a tensor of the batch another shape in place; "
     "use the out-of-place form",
     "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
@@ -134,6 +136,7 @@ class Tracer(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._declared: set[int] = set()
         self._fakes = FakeRunner()
+        self._generator_state = torch.get_rng_state()
         self._trace = Trace(self.storages, self.tensors, self.ops)
 
     def declare(
@@ -380,7 +383,14 @@ class Tracer(TorchDispatchMode):
         is_random = draws(func, args, kwargs)
         if is_random and self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["again"]))
+        if is_random and self._is_seeded():
+            raise CaptureError(self._refusal(func, _ADVICE["seeded"]))
         return is_random
+
+    def _is_seeded(self) -> bool:
+        """Whether the step has set torch's generator: no number was drawn since it began, as tensors have no values."""
+        with unset_fake_temporarily():
+            return not torch.equal(torch.get_rng_state(), self._generator_state)
 
     def _remember(self, module: str) -> None:
         """Remember which module the newest autograd node belongs to, for the operations of its backward."""

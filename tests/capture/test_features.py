@@ -194,7 +194,8 @@ def test_numbers_of_a_generator_of_ones_own_are_refused(own: Callable[[], float]
         return squares(model, data) * own()
 
     message = refusal(nn.Linear(4, 4), None, drawing)
-    assert f"generator loss.own (" in message and f"{name})" in message
+    assert "generator loss.own (" in message
+    assert f"{name})" in message
     capture(nn.Linear(4, 4), batch(), lambda model, data: squares(model, data) * (1.0 if callable(own) else own()))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -477,6 +477,70 @@ def test_an_attribute_that_hides_one_of_the_class_is_seen() -> None:
     model.scale = 0.5
     with pytest.raises(ConfigError, match=r"expected scale = nothing, as captured, got 0\.5"):
         watch.check([given], ["x"])
+
+
+def _module(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(text, vars(module))
+    return module
+
+
+#: Modules as a user's files are.
+INNER = _module("inner", "G, STEP = 0.5, 0\ndef factor(): return G")
+OUTER = _module("outer", "W, TABLE = 0.5, {'w': 0.5}\ndef total(x): return x * W * inner.factor()")
+vars(OUTER)["inner"] = INNER
+
+
+@pytest.mark.parametrize(
+    ("change", "label"),
+    [
+        (lambda patch: patch.setattr(OUTER, "W", 0.25), r"outer\.W"),
+        (lambda patch: patch.setattr(INNER, "G", 0.25), r"inner\.G"),
+        (lambda patch: patch.setitem(vars(OUTER)["TABLE"], "w", 0.25), r"outer\.TABLE\.w"),
+    ],
+)
+def test_variables_of_modules_that_the_loss_reads(
+    change: Callable[[Any], None], label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return OUTER.total(model(given["x"]).mean()) * OUTER.TABLE["w"]
+
+    watch = Watch(capture(Net(), batch(), loss).frozen, None)
+    monkeypatch.setattr(INNER, "STEP", 1)
+    watch.check([batch()], ["x"])
+    change(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"expected {label} = 0\.5, as captured, got 0\.25"):
+        watch.check([batch()], ["x"])
+
+
+class Slotted:
+    """Settings with slots for them."""
+
+    __slots__ = ("unread", "weight")
+
+    def __init__(self) -> None:
+        self.weight, self.unread = 0.5, 0
+
+    def weighed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+SLOTTED = Slotted()
+
+
+def test_an_object_with_slots_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Slotted()
+    for read, label in ((SLOTTED, r"tests\.test_frozen\.SLOTTED"), (mine, r"loss\.mine")):
+
+        def loss(model: nn.Module, given: Any) -> torch.Tensor:
+            return mine.weighed(SLOTTED.weighed(model(given["x"]).mean()))
+
+        watch = Watch(capture(Net(), batch(), loss).frozen, None)
+        read.unread += 1
+        watch.check([batch()], ["x"])
+        monkeypatch.setattr(read, "weight", 0.25)
+        with pytest.raises(ConfigError, match=rf"expected {label}\.weight = 0\.5, as captured, got 0\.25"):
+            watch.check([batch()], ["x"])
 
 
 def test_counters_of_the_loop_may_move_on() -> None:

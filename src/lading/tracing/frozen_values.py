@@ -15,6 +15,7 @@ import dataclasses
 import dis
 import pickle
 import random
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -460,6 +461,7 @@ class Reach:
         self._functions: dict[FunctionType, None] = {}
         self._members: dict[str, list[FunctionType]] = {}
         self._aliases: dict[str, str] = {}
+        self._modules: dict[ModuleType, dict[str, None]] = {}
         self._todo: list[FunctionType] = []
         self._follow(loss)
         for table in tables:
@@ -487,6 +489,9 @@ class Reach:
             for name in _variables_in(function.__code__):
                 if name in scope and not name.startswith("__"):
                     yield from self._variable(f"{function.__module__}.{name}", scope, name)
+        for module, names in self._modules.items():
+            for name in names:
+                yield from self._variable(f"{module.__name__}.{name}", vars(module), name)
         for owner in self._owners:
             for name in vars(owner):
                 is_read = name in self.names and not name.startswith("__")
@@ -498,6 +503,7 @@ class Reach:
         if isinstance(value, ModuleType) or is_apart(value):
             return
         yield label, partial(scope.get, name, GONE), value
+        yield from self._slots(label, value)
         if not is_leaf(value) and not isinstance(value, FunctionType):
             for table in tables_at(label, value):
                 yield from self.entries_in(table)
@@ -523,9 +529,16 @@ class Reach:
                 continue
             if (inside or key in self.names) and not is_apart(value):
                 yield joined(label, key), partial(read_item, values, key), value
+                yield from self._slots(joined(label, key), value)
         for key in dict.fromkeys(chain.from_iterable(map(vars, _of_users(table.owner)))):
             if key in self.names and key not in values and not key.startswith("__"):  # may come to hide the class's
                 yield joined(label, key), partial(read_item, values, key), GONE
+
+    def _slots(self, label: str, value: Any) -> Iterator[Entry]:
+        """Attributes that the code names of an object that has slots for them."""
+        for name in _slots_of(value):
+            if name in self.names:
+                yield joined(label, name), partial(getattr, value, name, GONE), getattr(value, name, GONE)
 
     def _follow(self, value: Any) -> None:
         """Visit the functions that a value is made of; the keywords of a partial one are names of arguments."""
@@ -536,8 +549,25 @@ class Reach:
         elif isinstance(value, type):  # whose attributes may be settings
             if not _is_of_library(value.__module__):
                 self._own(value)
+        elif _slots_of(value):
+            self._own(type(value))
         else:
             self._todo.extend(_functions_in(value))
+
+    def _enter(self, module: ModuleType, names: Iterable[str]) -> None:
+        """Follow what code reads of a module of the user's, as ``settings.weight`` and ``losses.total(x)``."""
+        top = module.__name__.partition(".")[0]
+        if top in sys.stdlib_module_names or top in _LIBRARIES:
+            return
+        read = self._modules.setdefault(module, {})
+        for name in names:
+            if name not in read and name in vars(module):
+                read[name] = None
+                value = vars(module)[name]
+                if isinstance(value, ModuleType):
+                    self._enter(value, names)
+                else:
+                    self._follow(value)
 
     def _own(self, owner: type | None) -> None:
         settings = _holds_settings(owner)
@@ -572,13 +602,17 @@ class Reach:
             for name in _words_in(function.__code__):
                 self._name(name)
             return
-        for name in _attributes_in(function.__code__):
+        names = _attributes_in(function.__code__)
+        for name in names:
             self._name(name)
         for cell in function.__closure__ or ():
             for _, value in items_of(cell):
                 self._follow(value)
         for value in map(function.__globals__.get, _variables_in(function.__code__)):
-            self._follow(value)
+            if isinstance(value, ModuleType):
+                self._enter(value, names)
+            else:
+                self._follow(value)
 
 
 def length_of(label: str) -> str:
@@ -634,6 +668,16 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 def _mro(owner: type | None) -> tuple[type, ...]:
     return owner.__mro__ if owner is not None else ()
+
+
+def _slots_of(value: object) -> list[str]:
+    """Names of the slots of an object of a user's class that has no other attributes."""
+    kind = type(value)
+    top = kind.__module__.partition(".")[0]
+    if hasattr(value, "__dict__") or top in _LIBRARIES or top in sys.stdlib_module_names or top == "builtins":
+        return []
+    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    return [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
 
 
 def _of_users(owner: type | None) -> list[type]:

@@ -430,6 +430,19 @@ def test_a_tensor_that_the_loss_reads_is_not_written_where_torch_does_not_count(
         watch.check([batch()], ["x"])
 
 
+def test_of_two_views_of_one_memory_each_is_compared() -> None:
+    table, model = torch.zeros(2, 8), Net()
+    first, last = table[0], table[1]
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return (model(given["x"]) * first + last).mean()
+
+    watch = Watch(capture(model, batch(), loss).frozen, model)
+    last.numpy()[3] = 1.0
+    with pytest.raises(ConfigError, match=r"expected loss\.last \(float32 \(8,\), .*was written"):
+        watch.check([batch()], ["x"])
+
+
 def test_a_large_tensor_is_compared_by_some_of_its_elements() -> None:
     table = torch.arange(12.0e4).view(100, 30, 40)
     assert len(sample_of(table)) <= 4 * 1000

@@ -327,8 +327,8 @@ class Tracer(TorchDispatchMode):
             return
         made = list(flat_tensors(out))
         for t in read:
-            if not isinstance(t, FakeTensor):  # before what is made is seen to be new, or to lie in it
-                self.tensor_id(t)
+            if not isinstance(t, FakeTensor) and id(t) not in self._read_ids:  # before what is made is seen to be new
+                self._note_read(t)
         for t in made:
             self._check_dense(func, t)
         for t in mutated:
@@ -475,22 +475,20 @@ class Tracer(TorchDispatchMode):
         Raises:
             CaptureError: they are not known.
         """
-        self._read_ids.add(id(t))
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
+            self._read_ids.add(id(t))
             raise CaptureError(
                 f"{self.place()} uses a tensor of shape {tuple(t.shape)} that is neither a "
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
         if isinstance(t, FakeTensor):
+            self._read_ids.add(id(t))
             self._constant(t, real)
             return
-        said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
         mode = detect_fake_mode()
         with unset_fake_temporarily():
-            self._whole_constant(t, said)
-            read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), said)
-        self.read_tensors.append((t, read))
+            self._whole_constant(t)
         self._real_storages.add(storage_of(t))
         if mode is not None:  # operations see another tensor in its place, in whose memory views of it lie
             seen = mode.from_tensor(t).untyped_storage()
@@ -498,7 +496,18 @@ class Tracer(TorchDispatchMode):
             self._storage_ids[seen._cdata] = self._storage_ids[storage_of(t)]
             self._real_storages.add(seen._cdata)
 
-    def _whole_constant(self, t: torch.Tensor, said: str) -> None:
+    def _note_read(self, t: torch.Tensor) -> None:
+        """Take note that the step reads a tensor nobody declared, with how it can be told later from what it is now."""
+        self._read_ids.add(id(t))
+        self.tensor_id(t)
+        with unset_fake_temporarily():
+            read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), self._said(t))
+        self.read_tensors.append((t, read))
+
+    def _said(self, t: torch.Tensor) -> str:
+        return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
+
+    def _whole_constant(self, t: torch.Tensor) -> None:
         """Register the whole memory in which a tensor lies as a constant, since other views of it may be read, too.
 
         Raises:
@@ -510,7 +519,7 @@ class Tracer(TorchDispatchMode):
         storage = t.untyped_storage()
         if storage.nbytes() > max(_LIMIT_BYTES, 2 * t.numel() * t.element_size()):
             raise CaptureError(
-                f"expected a constant with memory of its own ({said}), found a view of "
+                f"expected a constant with memory of its own ({self._said(t)}), found a view of "
                 f"{format_bytes(storage.nbytes())}, all of which would be a constant of the step; clone() it"
             )
         data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().tobytes()

@@ -560,7 +560,7 @@ def _named(policy: str | Policy, graph: StepGraph) -> tuple[str, dict[str, Polic
     if not isinstance(policy, str):
         if not callable(policy):
             names = ", ".join((*plain, POLICIES[-1]))
-            raise ConfigError(f"expected a policy among {names}, or policy(graph, lifetimes) -> choices, got {policy!r}")
+            raise ConfigError(f"expected a policy among {names}, or a function that makes the choices, got {policy!r}")
         name = str(getattr(policy, "__name__", type(policy).__name__))
         if name in POLICIES:
             raise ConfigError(f"expected a policy of another name than Lading's own, got {name!r}")

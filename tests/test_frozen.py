@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import nn
 
 from lading.errors import CaptureError, ConfigError
 from lading.prepare import plan
+from lading.tracing.attributes import sample_of
 from lading.tracing.frozen_values import Watch
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
@@ -400,11 +401,58 @@ def test_a_tensor_that_the_loss_reads_is_not_written_in_place() -> None:
     watch.check([batch()], ["x"])
     with torch.no_grad():
         weights[0] = 2.0
-    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*written in place") as caught:
+    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*was written") as caught:
         watch.check([batch()], ["x"])
     assert "register it as a buffer" in str(caught.value)
     again = pickle.loads(pickle.dumps(graph)).frozen
     Watch(again, model).check([batch()], ["x"])
+
+
+def _by_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[1] = 2.0
+
+
+def _by_data(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.9).add_(torch.ones_like(tensor), alpha=0.1)
+
+
+@pytest.mark.parametrize("write", [_by_numpy, _by_data])
+@pytest.mark.parametrize("make", [lambda: torch.zeros(8), lambda: nn.Parameter(torch.zeros(1000, 8)[999], False)])
+def test_a_tensor_that_the_loss_reads_is_not_written_where_torch_does_not_count(
+    write: Callable[[torch.Tensor], None], make: Callable[[], torch.Tensor]
+) -> None:
+    """As averages of a teacher's weights often are."""
+    weights, model = make(), Net()
+    watch = Watch(capture(model, batch(), lambda model, given: (model(given["x"]) * weights).mean()).frozen, model)
+    watch.check([batch()], ["x"])
+    write(weights)
+    with pytest.raises(ConfigError, match=r"expected loss\.weights \(float32 \(8,\), .*was written"):
+        watch.check([batch()], ["x"])
+
+
+def test_of_two_views_of_one_memory_each_is_compared() -> None:
+    table, model = torch.zeros(2, 8), Net()
+    first, last = table[0], table[1]
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return (model(given["x"]) * first + last).mean()
+
+    watch = Watch(capture(model, batch(), loss).frozen, model)
+    last.numpy()[3] = 1.0
+    with pytest.raises(ConfigError, match=r"expected loss\.last \(float32 \(8,\), .*was written"):
+        watch.check([batch()], ["x"])
+
+
+def test_a_large_tensor_is_compared_by_some_of_its_elements() -> None:
+    table = torch.arange(12.0e4).view(100, 30, 40)
+    assert len(sample_of(table)) <= 4 * 1000
+    before = sample_of(table.transpose(0, 1))
+    table.data.lerp_(torch.ones_like(table), 0.01)
+    assert sample_of(table.transpose(0, 1)) != before
+    kinds = (torch.tensor(1.0), torch.zeros(0, 3), torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16))
+    assert [len(sample_of(each)) for each in kinds] == [4, 0, 3, 4]
+    assert sample_of(torch.ones(2, dtype=torch.complex64).conj())[:4] == sample_of(torch.ones(1))
+    assert sample_of(torch.ones(2, device="meta")) == b""
 
 
 @pytest.mark.parametrize("others", [itertools.count(1), iter([1.0, 2.0]), (n for n in range(3))])
@@ -414,6 +462,98 @@ def test_an_iterator_that_the_step_reads_is_refused(others: Any) -> None:
 
     with pytest.raises(CaptureError, match=r"found the iterator loss\.others .*; take from it outside"):
         capture(Net(), batch(), loss)
+
+
+class Defaults(nn.Module):
+    """A model whose class has what an object may set."""
+
+    scale, epoch = 1.0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * self.scale
+
+
+def test_an_attribute_that_hides_one_of_the_class_is_seen() -> None:
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return model(given["x"]).mean()
+
+    model, given = Defaults(), {"x": torch.ones(3, 4)}
+    graph = pickle.loads(pickle.dumps(capture(model, given, loss)))
+    watch = Watch(capture(model, given, loss).frozen, model)
+    model.epoch += 1
+    watch.check([given], ["x"])
+    Watch(graph.frozen, model).check([given], ["x"])
+    model.scale = 0.5
+    with pytest.raises(ConfigError, match=r"expected scale = nothing, as captured, got 0\.5"):
+        watch.check([given], ["x"])
+
+
+def _module(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(text, vars(module))
+    return module
+
+
+#: Modules as a user's files are.
+INNER = _module("inner", "G, STEP = 0.5, 0\ndef factor(): return G")
+OUTER = _module("outer", "W, TABLE = 0.5, {'w': 0.5}\ndef total(x): return x * W * inner.factor()")
+vars(OUTER)["inner"] = INNER
+
+
+@pytest.mark.parametrize(
+    ("change", "label"),
+    [
+        (lambda patch: patch.setattr(OUTER, "W", 0.25), r"outer\.W"),
+        (lambda patch: patch.setattr(INNER, "G", 0.25), r"inner\.G"),
+        (lambda patch: patch.setitem(vars(OUTER)["TABLE"], "w", 0.25), r"outer\.TABLE\.w"),
+    ],
+)
+def test_variables_of_modules_that_the_loss_reads(
+    change: Callable[[Any], None], label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return OUTER.total(model(given["x"]).mean()) * OUTER.TABLE["w"]
+
+    watch = Watch(capture(Net(), batch(), loss).frozen, None)
+    monkeypatch.setattr(INNER, "STEP", 1)
+    watch.check([batch()], ["x"])
+    change(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"expected {label} = 0\.5, as captured, got 0\.25"):
+        watch.check([batch()], ["x"])
+
+
+class Slotted:
+    """Settings with slots for them."""
+
+    __slots__ = ("unread", "weight")
+
+    def __init__(self) -> None:
+        self.weight, self.unread = 0.5, 0
+
+    def weighed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+SLOTTED = Slotted()
+
+
+def test_an_object_with_slots_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Slotted()
+    for read, label in ((SLOTTED, r"tests\.test_frozen\.SLOTTED"), (mine, r"loss\.mine")):
+
+        def loss(model: nn.Module, given: Any) -> torch.Tensor:
+            return mine.weighed(SLOTTED.weighed(model(given["x"]).mean()))
+
+        watch = Watch(capture(Net(), batch(), loss).frozen, None)
+        read.unread += 1
+        watch.check([batch()], ["x"])
+        monkeypatch.setattr(read, "weight", 0.25)
+        with pytest.raises(ConfigError, match=rf"expected {label}\.weight = 0\.5, as captured, got 0\.25"):
+            watch.check([batch()], ["x"])
 
 
 def test_counters_of_the_loop_may_move_on() -> None:

@@ -240,6 +240,28 @@ def test_memory_that_a_step_changes_under_two_names_is_refused() -> None:
         capture(follows, batch, squares)
 
 
+@pytest.mark.parametrize("other", [lambda weight: weight.data, lambda weight: weight.detach()[1:, 0]])
+def test_a_constant_with_the_memory_of_what_is_trained_is_refused(other: Any) -> None:
+    """In eager PyTorch it follows each update."""
+    model, batch = nn.Linear(4, 4), {"x": torch.ones(3, 4)}
+    before = other(model.weight)
+    match = r"expected a constant of the step \(float32 .*found the memory of weight, which the step changes"
+    with pytest.raises(CaptureError, match=match):
+        capture(model, batch, lambda model, batch: squares(model, batch) + before.sum())
+    before = before.clone()
+    capture(model, batch, lambda model, batch: squares(model, batch) + before.sum())
+    model.bias.requires_grad_(False)
+    bias = model.bias.detach()
+    capture(model, batch, lambda model, batch: squares(model, batch) + bias.sum())
+
+
+def test_a_constant_that_is_a_small_part_of_a_large_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lading.tracing.tracer._LIMIT_BYTES", 1 << 10)
+    row, batch = torch.ones(100, 4)[3], {"x": torch.ones(3, 4)}
+    with pytest.raises(CaptureError, match=r"found a view of 1\.56 KiB.*; clone\(\) it"):
+        capture(nn.Linear(4, 4), batch, lambda model, batch: squares(model, batch) + row.sum())
+
+
 def test_expanded_memory_is_refused() -> None:
     model = torch.nn.Linear(4, 4)
     model.register_buffer("scale", torch.ones(1).expand(4))

@@ -181,6 +181,35 @@ def test_numbers_of_other_generators_are_refused(draw: Callable[[], float], owne
     assert f"generator of {owner}" in refusal(around(lambda _, x: x * draw()))
 
 
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        (random.Random(1).random, "random.Random"),
+        (np.random.default_rng(1).random, "Generator"),
+        (np.random.RandomState(1).rand, "RandomState"),
+    ],
+)
+def test_numbers_of_a_generator_of_ones_own_are_refused(own: Callable[[], float], name: str) -> None:
+    def drawing(model: nn.Module, data: Any) -> torch.Tensor:
+        return squares(model, data) * own()
+
+    message = refusal(nn.Linear(4, 4), None, drawing)
+    assert "generator loss.own (" in message
+    assert f"{name})" in message
+    capture(nn.Linear(4, 4), batch(), lambda model, data: squares(model, data) * (1.0 if callable(own) else own()))
+
+
+def test_numbers_after_a_seed_are_refused() -> None:
+    """A planned step draws as plain steps do, whose seed a captured one would not set."""
+
+    def seeded(_: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return x + torch.rand(4)
+
+    assert "has set torch's random generator before" in refusal(around(seeded))
+
+
 class Moving(nn.Module):
     """Assigns its running mean anew in every forward."""
 
@@ -198,6 +227,53 @@ class Moving(nn.Module):
         out = y - self.mean
         self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
         return out
+
+
+def _views() -> list[tuple[torch.Tensor, ...]]:
+    row, square = torch.arange(8.0), torch.arange(16.0).view(4, 4)
+    return [
+        (row[4:],),
+        (row[:4], row[4:]),
+        (row[1::2], row.view(2, 4).T),
+        (square.diagonal(), square),
+        (square[:, 1], square.T),
+        (torch.ones(1).expand(4),),
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(_views())))
+def test_constants_that_are_views_equal_eager(case: int) -> None:
+    """Of one memory, in which the first that is read does not show what another reads."""
+    tables = _views()[case]
+
+    def weighed(_: Any, x: torch.Tensor) -> Any:
+        return sum(x * each.mean() * each.flatten()[-1] for each in tables)
+
+    assert_equals_eager(around(weighed), batch(), squares)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda module, x: x * module.table[0] + x * module.table[1],
+        lambda module, x: x * module.table[:, :1].sum() + x * module.table[:, 1:].sum(),
+        lambda module, x: x * module.table.diagonal() + x @ module.table,
+        lambda module, x: x @ module.table.T + x * module.table.view(torch.int32)[1].float().sigmoid(),
+    ],
+)
+def test_views_of_a_constant_equal_eager(forward: Forward) -> None:
+    """Each shows the constant's memory, not what the first of them has made."""
+    graph = assert_equals_eager(around(forward, table=torch.arange(16.0).view(4, 4)), batch(), squares)
+    assert not any(op.name.startswith(("aten.select", "aten.slice", "aten.diagonal")) for op in graph.ops)
+
+
+def test_a_constant_is_not_written_through_a_view() -> None:
+    def written(module: Any, x: torch.Tensor) -> torch.Tensor:
+        row = module.table[0]
+        row.add_(1)
+        return x * row
+
+    assert "writes in place to a tensor that is neither" in refusal(around(written, table=torch.ones(2, 4)))
 
 
 def test_a_buffer_that_is_assigned_anew_is_written() -> None:

@@ -366,6 +366,8 @@ def test_a_policy_of_ones_own() -> None:
     def on_a_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
         return dict.fromkeys(states_on_disk(graph, lives), Option("host"))
 
+    with pytest.raises(ConfigError, match=r"among keep-all, .*, or a function that makes the choices, got 3"):
+        make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=3)  # type: ignore[arg-type]
     made = make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=states_on_disk)
     rows = {row.policy: row for row in made.plan.policies}
     assert made.plan.request.policy == "states_on_disk"

@@ -22,19 +22,15 @@ class ReadTensor:
 
     Attributes:
         tensor: Weak reference to it.
-        version: How often it had been written in place by then, as torch counts.
+        version: How often it had been written in place by then, as torch counts; None where torch does not.
+        sample: Bytes of some of its elements by then (``lading.tracing.attributes.sample_of``).
         said: What it is and who reads it, in words.
     """
 
     tensor: Any
-    version: int
+    version: int | None
+    sample: bytes
     said: str
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether it was written in place since; of one that is gone nobody can tell, nor read it."""
-        tensor = self.tensor()
-        return tensor is not None and tensor._version != self.version
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -558,6 +558,9 @@ def _named(policy: str | Policy, graph: StepGraph) -> tuple[str, dict[str, Polic
     """Name a policy, and list every plain policy to compare for a step by name."""
     plain = {name: each for name, each in _POLICIES.items() if name not in _OF_SHARDS or units_of(graph)}
     if not isinstance(policy, str):
+        if not callable(policy):
+            names = ", ".join((*plain, POLICIES[-1]))
+            raise ConfigError(f"expected a policy among {names}, or a function that makes the choices, got {policy!r}")
         name = str(getattr(policy, "__name__", type(policy).__name__))
         if name in POLICIES:
             raise ConfigError(f"expected a policy of another name than Lading's own, got {name!r}")

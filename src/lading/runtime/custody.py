@@ -72,8 +72,8 @@ _ANSWERED = frozenset(
     ]
 )
 _HELD = (
-    "its values are with a lading.Trainer: read them with trainer.value(name) or trainer.state_dict(), save them with "
-    "trainer.save(folder), or close the trainer, which writes them back"
+    "its values are with a lading.Trainer: read them with trainer.value(name) or trainer.state_dict(), change one with "
+    "trainer.set_value(name, value), save them with trainer.save(folder), or close the trainer, which writes them back"
 )
 
 

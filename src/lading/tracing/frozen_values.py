@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import pickle
+import random
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -39,8 +42,10 @@ from lading.tracing.attributes import (
     items_of,
     joined,
     read_item,
+    sample_of,
     tables_at,
     tables_of,
+    version_of,
 )
 from lading.tracing.batches import input_leaves, plain_leaves
 from lading.tracing.module_hooks import described, described_global, hooks_of, named
@@ -67,6 +72,8 @@ _FOLLOWED = 4096
 #: Path of a value, how to read it, and what it is.
 Entry = tuple[str, Callable[[], object], object]
 _NUMBERS = (bool, int, float, complex)
+#: Random generators of which a step may have one of its own.
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 #: Modules whose forward goes through whatever is in them.
 _LISTS = (
     torch.nn.Sequential,
@@ -83,11 +90,11 @@ ANOMALY = (
 _ADVICE = "a captured step does not see the change: set it back, or capture and plan again"
 
 
-def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
-    """Record the plain values in reach of a step, before it is traced."""
+def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> tuple[Frozen, GeneratorStates]:
+    """Record the plain values in reach of a step, and its random generators, before it is traced."""
     modules, others, of_loss = _entries(model, loss)
     _check_read(others, of_loss)
-    return Frozen(
+    frozen = Frozen(
         batch=plain_leaves(batch),
         modules=values_of(modules),
         others=values_of(others),
@@ -96,6 +103,32 @@ def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
         model=weakref.ref(model),
         loss_function=loss,
     )
+    return frozen, GeneratorStates(chain(others, of_loss))
+
+
+class GeneratorStates:
+    """States of random generators beside torch's that a step may draw from, before it is traced."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._states: dict[str, tuple[object, bytes]] = {}
+        for label, _, value in entries:
+            owner = getattr(value, "__self__", value)  # of a method
+            if isinstance(owner, _GENERATORS) and not isinstance(owner, random.SystemRandom):
+                self._states[label] = owner, pickle.dumps(owner)
+
+    def check(self) -> None:
+        """Refuse a step that has drawn from one.
+
+        Raises:
+            CaptureError: names it.
+        """
+        for label, (owner, before) in self._states.items():
+            if pickle.dumps(owner) != before:
+                raise CaptureError(
+                    f"the step draws from the random generator {label} ({type(owner).__module__}."
+                    f"{type(owner).__qualname__}), so every step would use the numbers drawn now; use torch.rand and "
+                    "its like, or draw outside and give the numbers in the batch"
+                )
 
 
 def _check_read(*entries: Iterable[Entry]) -> None:
@@ -211,7 +244,7 @@ class Watch:
             if not all(map(_is_unchanged, self._entries)):
                 self._look_again()
         for each in self._frozen.tensors:
-            if each.is_changed:
+            if _is_written(each):
                 self._refuse_changed(each)
 
     def _refuse_changed(self, changed: ReadTensor) -> NoReturn:
@@ -224,7 +257,7 @@ class Watch:
         label = next((label for label, _, value in self._entries if value is tensor), "")
         raise ConfigError(
             f"expected {label or 'a tensor'} ({changed.said}) to keep its values, as captured, found that it was "
-            "written in place, which a captured step does not see: register it as a buffer and change that by "
+            "written, which a captured step does not see: register it as a buffer and change that by "
             "Trainer.set_value, give it in the batch, or capture again"
         )
 
@@ -243,6 +276,14 @@ class Watch:
             if now is not before[label] and not _is_alike(now, before[label]):
                 raise ConfigError(f"expected {label} to stay {recorded(now)!r}, as captured, got another; {_ADVICE}")
         self._entries = entries
+
+
+def _is_written(read: ReadTensor) -> bool:
+    """Whether a tensor was written since the capture; of one that is gone nobody can tell, nor read it."""
+    tensor = read.tensor()
+    if tensor is None:
+        return False
+    return version_of(tensor) != read.version or sample_of(tensor) != read.sample
 
 
 def _is_unchanged(entry: Entry) -> bool:
@@ -420,6 +461,7 @@ class Reach:
         self._functions: dict[FunctionType, None] = {}
         self._members: dict[str, list[FunctionType]] = {}
         self._aliases: dict[str, str] = {}
+        self._modules: dict[ModuleType, dict[str, None]] = {}
         self._todo: list[FunctionType] = []
         self._follow(loss)
         for table in tables:
@@ -447,6 +489,9 @@ class Reach:
             for name in _variables_in(function.__code__):
                 if name in scope and not name.startswith("__"):
                     yield from self._variable(f"{function.__module__}.{name}", scope, name)
+        for module, names in self._modules.items():
+            for name in names:
+                yield from self._variable(f"{module.__name__}.{name}", vars(module), name)
         for owner in self._owners:
             for name in vars(owner):
                 is_read = name in self.names and not name.startswith("__")
@@ -458,6 +503,7 @@ class Reach:
         if isinstance(value, ModuleType) or is_apart(value):
             return
         yield label, partial(scope.get, name, GONE), value
+        yield from self._slots(label, value)
         if not is_leaf(value) and not isinstance(value, FunctionType):
             for table in tables_at(label, value):
                 yield from self.entries_in(table)
@@ -483,6 +529,16 @@ class Reach:
                 continue
             if (inside or key in self.names) and not is_apart(value):
                 yield joined(label, key), partial(read_item, values, key), value
+                yield from self._slots(joined(label, key), value)
+        for key in dict.fromkeys(chain.from_iterable(map(vars, _of_users(table.owner)))):
+            if key in self.names and key not in values and not key.startswith("__"):  # may come to hide the class's
+                yield joined(label, key), partial(read_item, values, key), GONE
+
+    def _slots(self, label: str, value: Any) -> Iterator[Entry]:
+        """Attributes that the code names of an object that has slots for them."""
+        for name in _slots_of(value):
+            if name in self.names:
+                yield joined(label, name), partial(getattr, value, name, GONE), getattr(value, name, GONE)
 
     def _follow(self, value: Any) -> None:
         """Visit the functions that a value is made of; the keywords of a partial one are names of arguments."""
@@ -493,8 +549,25 @@ class Reach:
         elif isinstance(value, type):  # whose attributes may be settings
             if not _is_of_library(value.__module__):
                 self._own(value)
+        elif _slots_of(value):
+            self._own(type(value))
         else:
             self._todo.extend(_functions_in(value))
+
+    def _enter(self, module: ModuleType, names: Iterable[str]) -> None:
+        """Follow what code reads of a module of the user's, as ``settings.weight`` and ``losses.total(x)``."""
+        top = module.__name__.partition(".")[0]
+        if top in sys.stdlib_module_names or top in _LIBRARIES:
+            return
+        read = self._modules.setdefault(module, {})
+        for name in names:
+            if name not in read and name in vars(module):
+                read[name] = None
+                value = vars(module)[name]
+                if isinstance(value, ModuleType):
+                    self._enter(value, names)
+                else:
+                    self._follow(value)
 
     def _own(self, owner: type | None) -> None:
         settings = _holds_settings(owner)
@@ -529,13 +602,17 @@ class Reach:
             for name in _words_in(function.__code__):
                 self._name(name)
             return
-        for name in _attributes_in(function.__code__):
+        names = _attributes_in(function.__code__)
+        for name in names:
             self._name(name)
         for cell in function.__closure__ or ():
             for _, value in items_of(cell):
                 self._follow(value)
         for value in map(function.__globals__.get, _variables_in(function.__code__)):
-            self._follow(value)
+            if isinstance(value, ModuleType):
+                self._enter(value, names)
+            else:
+                self._follow(value)
 
 
 def length_of(label: str) -> str:
@@ -591,6 +668,21 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 def _mro(owner: type | None) -> tuple[type, ...]:
     return owner.__mro__ if owner is not None else ()
+
+
+def _slots_of(value: object) -> list[str]:
+    """Names of the slots of an object of a user's class that has no other attributes."""
+    kind = type(value)
+    top = kind.__module__.partition(".")[0]
+    if hasattr(value, "__dict__") or top in _LIBRARIES or top in sys.stdlib_module_names or top == "builtins":
+        return []
+    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    return [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+
+
+def _of_users(owner: type | None) -> list[type]:
+    """Classes of an object that no library has."""
+    return [kind for kind in _mro(owner) if kind is not object and not _is_of_library(kind.__module__)]
 
 
 def _holds_settings(owner: type | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,16 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  torch has no public one
 
 
-def check_apart(model: torch.nn.Module, batch: Any, graph: StepGraph) -> None:
+def check_apart(
+    model: torch.nn.Module, batch: Any, graph: StepGraph, constants: Sequence[tuple[str, torch.Tensor]] = ()
+) -> None:
     """Refuse parameters and buffers, or entries of a batch, with elements in common, as a plan has each in its place.
 
     One object under several names is one parameter. What no step changes may be shared. Warns of a batch that the step
     changes in place.
+
+    Args:
+        constants: Tensors that the step read as such, with what to call them.
 
     Raises:
         CaptureError: the step changes one of them, and names both; or one is expanded, so that its elements are one.
@@ -41,6 +46,12 @@ def check_apart(model: torch.nn.Module, batch: Any, graph: StepGraph) -> None:
             f"{pair[1]}: expected memory of its own, found elements of {pair[0]} in it, so that a step changes both by "
             "changing either; give both modules the same Parameter, which ties them (b.weight = a.weight, not .data), "
             "or clone() one"
+        )
+    if pair := _changed_pair((*model.named_parameters(), *model.named_buffers(), *constants), changed):
+        name, said = sorted(pair, key=lambda each: each not in changed)
+        raise CaptureError(
+            f"expected a constant of the step ({said}), found the memory of {name}, which the step changes, by another "
+            f"name (.data, .detach(), a view): read the model's {name} where it is used, or clone() it"
         )
     changed = {name for name, tensor in graph.inputs[0] if graph.storage_of(tensor) in written}
     if changed and (pair := _changed_pair(input_leaves(batch), changed)):

@@ -79,19 +79,20 @@ def capture(
     _check_plain(model)
     import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    run, reads = partial(forward_backward, loss, evaluation=evaluation), list[ReadTensor]()
+    run, reads = partial(forward_backward, loss, evaluation=evaluation), list[tuple[torch.Tensor, ReadTensor]]()
     once = partial(_once, mode, model, batch, run, accumulation, reads)
     with _evaluating(model) if evaluation else nullcontext():
-        frozen = freeze(model, batch, loss)
+        frozen, generators = freeze(model, batch, loss)
         if evaluation:
             frozen = without(frozen, {label for label in frozen.modules if label.rpartition(".")[2] == "training"})
         with hooks_as_they_were(model) as hooked:
             graph, left = once()
+            generators.check()
             if left.labels:
                 check_steady(graph, left, lambda seen: once(left, seen))
                 frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
-    check_apart(model, batch, graph)
-    frozen = dataclasses.replace(frozen, tensors=tuple(reads))
+    check_apart(model, batch, graph, [(read.said, tensor) for tensor, read in reads])
+    frozen = dataclasses.replace(frozen, tensors=tuple(read for _, read in reads))
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 
@@ -137,7 +138,7 @@ def _once(
     batch: Any,
     run: partial[dict[str, torch.Tensor]],
     accumulation: int,
-    reads: list[ReadTensor],
+    reads: list[tuple[torch.Tensor, ReadTensor]],
     before: Left | None = None,
     seen: set[str] | None = None,
 ) -> tuple[StepGraph, Left]:

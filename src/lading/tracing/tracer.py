@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,8 +42,11 @@ from lading.ir.graph import (
     Tensor,
 )
 from lading.ir.opkinds import kind_of
+from lading.tracing.attributes import sample_of, version_of
 from lading.tracing.fakes import FakeRunner, flat_tensors
 from lading.tracing.interpret import answer_of
+from lading.tracing.shared_memory import storage_of
+from lading.units import format_bytes
 
 _ATEN = torch.ops.aten
 
@@ -54,6 +58,8 @@ _BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
 #: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
 #: position of the flag that makes them.
 _HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
+#: Most bytes of the memory of which a constant is a part.
+_LIMIT_BYTES = 1 << 28
 #: Operations that find infinities and what is not a number, and those that put such answers together.
 _ANOMALIES = frozenset({"aten.isinf.default", "aten.isnan.default"})
 _JOINING = frozenset({
@@ -85,6 +91,8 @@ _ADVICE = {
     "(cos and sin for rotations, Embedding(sparse=False))",
     "forward mode": "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), which no planned step "
     "does; use torch.autograd.grad with create_graph=True",
+    "seeded": "the step has set torch's random generator before (torch.manual_seed, torch.random.fork_rng), and would "
+    "have to in each step; make such numbers outside and register_buffer them, or give them in the batch",
     "geometry": "it gives a parameter, a buffer or a tensor of the batch another shape in place; "
     "use the out-of-place form",
     "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
@@ -118,8 +126,9 @@ class Tracer(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
-        self.read_tensors: list[ReadTensor] = []  # that nobody declared
+        self.read_tensors: list[tuple[torch.Tensor, ReadTensor]] = []  # that nobody declared
         self._read_ids: set[int] = set()
+        self._real_storages: set[int] = set()  # of such tensors, and of the fake ones that stand for them
         self._storage_ids: dict[int, int] = {}
         self._tensor_ids: dict[Tensor, int] = {}
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
@@ -127,6 +136,7 @@ class Tracer(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._declared: set[int] = set()
         self._fakes = FakeRunner()
+        self._generator_state = torch.get_rng_state()
         self._trace = Trace(self.storages, self.tensors, self.ops)
 
     def declare(
@@ -257,10 +267,10 @@ class Tracer(TorchDispatchMode):
 
     def _check_real(self, func: Any, tensors: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
         """Refuse to train or write a tensor that nobody declared: such tensors are constants."""
+        if any(not isinstance(t, FakeTensor) or storage_of(t) in self._real_storages for t in mutated):
+            raise CaptureError(self._refusal(func, _ADVICE["attribute"]))
         if all(type(t) is FakeTensor or isinstance(t, FakeTensor) for t in tensors):
             return
-        if any(not isinstance(t, FakeTensor) for t in mutated):
-            raise CaptureError(self._refusal(func, _ADVICE["attribute"]))
         if torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, FakeTensor) for t in tensors):
             raise CaptureError(self._refusal(func, _ADVICE["trainable"]))
 
@@ -316,6 +326,9 @@ class Tracer(TorchDispatchMode):
             self._constant(out, args[0])
             return
         made = list(flat_tensors(out))
+        for t in read:
+            if not isinstance(t, FakeTensor) and id(t) not in self._read_ids:  # before what is made is seen to be new
+                self._note_read(t)
         for t in made:
             self._check_dense(func, t)
         for t in mutated:
@@ -370,7 +383,14 @@ class Tracer(TorchDispatchMode):
         is_random = draws(func, args, kwargs)
         if is_random and self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["again"]))
+        if is_random and self._is_seeded():
+            raise CaptureError(self._refusal(func, _ADVICE["seeded"]))
         return is_random
+
+    def _is_seeded(self) -> bool:
+        """Whether the step has set torch's generator: no number was drawn since it began, as tensors have no values."""
+        with unset_fake_temporarily():
+            return not torch.equal(torch.get_rng_state(), self._generator_state)
 
     def _remember(self, module: str) -> None:
         """Remember which module the newest autograd node belongs to, for the operations of its backward."""
@@ -455,17 +475,55 @@ class Tracer(TorchDispatchMode):
         Raises:
             CaptureError: they are not known.
         """
-        self._read_ids.add(id(t))
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
+            self._read_ids.add(id(t))
             raise CaptureError(
                 f"{self.place()} uses a tensor of shape {tuple(t.shape)} that is neither a "
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
-        self._constant(t, real)
-        if not isinstance(t, FakeTensor) and not t.is_inference():  # torch counts no writes of those
-            said = f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
-            self.read_tensors.append(ReadTensor(weakref.ref(t), t._version, said))
+        if isinstance(t, FakeTensor):
+            self._read_ids.add(id(t))
+            self._constant(t, real)
+            return
+        mode = detect_fake_mode()
+        with unset_fake_temporarily():
+            self._whole_constant(t)
+        self._real_storages.add(storage_of(t))
+        if mode is not None:  # operations see another tensor in its place, in whose memory views of it lie
+            seen = mode.from_tensor(t).untyped_storage()
+            self._alive.append(seen)
+            self._storage_ids[seen._cdata] = self._storage_ids[storage_of(t)]
+            self._real_storages.add(seen._cdata)
+
+    def _note_read(self, t: torch.Tensor) -> None:
+        """Take note that the step reads a tensor nobody declared, with how it can be told later from what it is now."""
+        self._read_ids.add(id(t))
+        self.tensor_id(t)
+        with unset_fake_temporarily():
+            read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), self._said(t))
+        self.read_tensors.append((t, read))
+
+    def _said(self, t: torch.Tensor) -> str:
+        return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"
+
+    def _whole_constant(self, t: torch.Tensor) -> None:
+        """Register the whole memory in which a tensor lies as a constant, since other views of it may be read, too.
+
+        Raises:
+            CaptureError: that is a large one, of which the tensor is a small part.
+        """
+        if t.is_conj() or t.is_neg() or t.layout is not torch.strided:
+            self._constant(t, t)
+            return
+        storage = t.untyped_storage()
+        if storage.nbytes() > max(_LIMIT_BYTES, 2 * t.numel() * t.element_size()):
+            raise CaptureError(
+                f"expected a constant with memory of its own ({self._said(t)}), found a view of "
+                f"{format_bytes(storage.nbytes())}, all of which would be a constant of the step; clone() it"
+            )
+        data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().tobytes()
+        self._new_storage(t, f"constant.{len(self.storages)}", Role.CONSTANT, data)
 
     def _encode(self, arg: Any) -> Arg:
         if isinstance(arg, torch.Tensor):

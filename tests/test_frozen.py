@@ -445,7 +445,7 @@ def test_of_two_views_of_one_memory_each_is_compared() -> None:
 
 def test_a_large_tensor_is_compared_by_some_of_its_elements() -> None:
     table = torch.arange(12.0e4).view(100, 30, 40)
-    assert len(sample_of(table)) <= 4 * 1000
+    assert 4 * 60 <= len(sample_of(table)) <= 4 * 130
     before = sample_of(table.transpose(0, 1))
     table.data.lerp_(torch.ones_like(table), 0.01)
     assert sample_of(table.transpose(0, 1)) != before

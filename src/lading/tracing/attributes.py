@@ -30,8 +30,8 @@ from lading.tracing.module_hooks import hooks_of
 
 _PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-#: Elements that are compared of a tensor that a step reads as a constant.
-_SAMPLED = 512
+#: Elements that are compared of a tensor that a step reads as a constant: of a small one all, of one with more so many.
+_SMALL, _SAMPLED = 512, 64
 #: What ``torch.nn.Module`` keeps for itself.
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 #: Items of a list, dict, set or array that are compared; the length of all but arrays always is.
@@ -225,14 +225,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def sample_of(tensor: torch.Tensor) -> bytes:
-    """Bytes of all elements of a small tensor, or of some hundreds of a large one, spread over it.
+    """Bytes of all elements of a small tensor, or of some of a large one, spread over it.
 
     What is written through ``.data`` or by numpy torch does not count; an average of weights changes them all. Nothing
     of a tensor on another device, for which the host would wait in each step.
     """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
-    each = max(1, round(_SAMPLED ** (1 / max(1, tensor.dim()))))
+    each = _SMALL if tensor.numel() <= _SMALL else max(1, round(_SAMPLED ** (1 / tensor.dim())))
     parts = tuple(slice(None, None, -(-length // each)) if length else slice(None) for length in tensor.shape)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         some = tensor.resolve_conj().resolve_neg()

@@ -1,0 +1,187 @@
+"""Experts computed on the host: for how many tokens, and what a step then takes.
+
+Fetching an expert takes its values over the link and back, and its operations on the device. Computing it on the host
+takes, for n tokens, their rows over the link with a wait for each copy; products whose weights pass through the host's
+memory whatever n is, and whose FLOP grow with n; and its update there:
+
+    fetch_s = max(values / read, values / write) + device operations
+    host_s(n) = sum of waits + n * row bytes / link + max(bytes / memory, n * FLOP / rate) of each operation + updates
+
+``host_limits`` gives each expert the largest n for which the host is quicker; each step then decides by the tokens that
+it gives (``lading.memory.hosted_experts``). Whether a plan with such limits is taken is for the simulator to say, with
+the expected tokens: the host computes while the device waits, which the rest of the step may hide, or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from lading.cost.compute import host_processors, op_costs, op_seconds
+from lading.ir.expert_rows import ExpertRows, find_expert_rows
+from lading.ir.experts import Expert, find_experts
+from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.machine import MEMORY, Device, Machine, Tier
+from lading.ir.program import Program
+from lading.ir.update_ops import PREFIX
+from lading.memory.guards import Guards, layer_names
+from lading.memory.hosted_experts import HostedExperts, find_hosted, limits_by_expert, row_bytes
+from lading.units import format_bytes
+
+#: FLOP/s of a thread of the host in products of a few rows, where nothing is known of it.
+THREAD_FLOPS_PER_S = 2e10
+#: Launches that a device is idle for, beside the latency of a copy, where its host waits for what it copied: of the
+#: copy, of the mark behind it, and of the operation after it.
+LAUNCHES = 3
+
+
+def host_wait_s(machine: Machine) -> float:
+    """Least seconds that a device is idle for where its host waits for what it computed; 0 where it is the host."""
+    if machine.device.kind == "cpu":
+        return 0.0
+    latency_s = min((tier.latency_s for tier in machine.tiers if tier.kind == MEMORY), default=0.0)
+    return latency_s + LAUNCHES * machine.device.op_overhead_s
+
+
+@dataclass(frozen=True)
+class HostChoice:
+    """Experts that a plan may compute on the host.
+
+    Attributes:
+        tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
+        limits: Most tokens for which it is computed there, by the router's name and the expert.
+    """
+
+    tokens: Mapping[str, tuple[float, ...]]
+    limits: Mapping[str, Mapping[int, int]]
+
+    def on_device(self, shares: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        """Shares of steps in which each expert is expected on the device."""
+        return {
+            name: [0.0 if expert in self.limits.get(name, {}) else share for expert, share in enumerate(row)]
+            for name, row in shares.items()
+        }
+
+    def hosted(self, program: Program, guards: Guards) -> HostedExperts:
+        """Experts among these that a Program can compute on the host."""
+        return find_hosted(program, guards, limits_by_expert(guards, self.limits))
+
+    def expected(self, guards: Guards, hosted: HostedExperts, used: frozenset[Expert]) -> dict[Expert, float]:
+        """Mean tokens of the experts that the host computes in a step that uses some."""
+        names = layer_names(guards.routers)
+        of = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in used if e in hosted.limits}
+        return {e: count for e, count in of.items() if count <= hosted.limits[e]}
+
+
+def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice | None:
+    """Experts of a step that the host computes sooner than the device has fetched them; None without any.
+
+    Args:
+        tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
+    """
+    tier = machine.tier(machine.host_tier) if machine.host_tier else None
+    if machine.host_device is None or tier is None or machine.device.kind == "cpu":
+        return None
+    routed = find_experts(graph)
+    names, device_s = layer_names(routed.routers), op_costs(graph, machine.device)
+    limits: dict[str, dict[int, int]] = {}
+    for (router, expert), rows in find_expert_rows(graph, routed).items():
+        name = names[routed.routers[router].layer]
+        if isinstance(rows, str) or name not in tokens:
+            continue
+        limit = _limit(graph, rows, machine, tier, sum(device_s[op] for op in rows.ops))
+        if 0 < tokens[name][expert] <= limit:
+            limits.setdefault(name, {})[expert] = limit
+    return HostChoice(tokens, limits) if limits else None
+
+
+def _limit(graph: StepGraph, rows: ExpertRows, machine: Machine, tier: Tier, device_s: float) -> int:
+    """Most tokens for which the host computes an expert sooner than it is fetched."""
+    values = sum(graph.storages[s].size_bytes for s in rows.weights)
+    fetch_s = values / min(tier.mixed_read_bytes_per_s, tier.mixed_write_bytes_per_s) + device_s
+
+    def host_s(tokens: int) -> float:
+        return sum(_seconds(graph, rows, op, tokens, machine) for op in rows.ops)
+
+    low, high = 0, rows.count
+    while low < high:  # the seconds grow with the tokens
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if host_s(middle) <= fetch_s else (low, middle - 1)
+    return low
+
+
+def host_seconds(
+    program: Program, hosted: HostedExperts, tokens: Mapping[Expert, float], machine: Machine
+) -> dict[int, float]:
+    """Seconds of the actions that the host does in a step, by action.
+
+    Args:
+        tokens: Tokens of each expert that it computes.
+    """
+    seconds: dict[int, float] = {}
+    done: set[int] = set()
+    for action, expert in sorted(hosted.by_action.items()):
+        op = program.actions[action].op
+        if expert not in tokens or op is None:
+            continue
+        rows = hosted.rows[expert]
+        again_s = _results_s(program.graph, rows, op, tokens[expert], machine)
+        seconds[action] = again_s if op in done else _seconds(program.graph, rows, op, tokens[expert], machine)
+        done.add(op)
+    return seconds
+
+
+def _seconds(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine: Machine) -> float:
+    """Seconds of one operation on rows on the host, with the copies of what it reads and of what others read."""
+    tier, host = machine.tier(machine.host_tier), host_processors(machine)
+    assert tier is not None, "the host computes in it"
+    copied = [row_bytes(graph, rows, s) * tokens if s in rows.widths else 0.0 for s in rows.inputs.get(op, ())]
+    seconds = sum(host_wait_s(machine) + size / tier.write_bytes_per_s for size in copied)
+    if graph.ops[op].name.startswith(PREFIX):  # and the number of updates comes from the device, and goes back
+        seconds += 2 * host_wait_s(machine) + op_seconds(graph, graph.ops[op], host)
+    else:
+        seconds += _kernel_s(graph, rows, op, tokens, host)
+    return seconds + _results_s(graph, rows, op, tokens, machine)
+
+
+def _results_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine: Machine) -> float:
+    tier = machine.tier(machine.host_tier)
+    assert tier is not None, "the host computes in it"
+    sizes = [row_bytes(graph, rows, s) * tokens if s in rows.widths else 0.0 for s in rows.results.get(op, ())]
+    return sum(host_wait_s(machine) + size / tier.read_bytes_per_s for size in sizes)
+
+
+def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: Device) -> float:
+    part, share = graph.ops[op], tokens / rows.count
+    moved, has_rows = 0.0, False
+    for tensor in (*part.inputs, *part.outputs):
+        view = graph.tensors[tensor]
+        size = prod(view.shape) * DTYPE_BYTES[view.dtype]
+        has_rows |= view.storage in rows.widths
+        moved += size * share if view.storage in rows.widths else size
+    flops = part.flops * (share if has_rows else 1.0)
+    by_memory_s = moved / host.memory_bandwidth_bytes_per_s
+    return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
+
+
+def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_bytes: int) -> list[str]:
+    """Say which experts the host computes, which it cannot and why, and what was assumed."""
+    names, said = layer_names(guards.routers), list[str]()
+    if hosted.rows:
+        limits = sorted({hosted.limits[e] for e in hosted.rows})
+        most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
+        said.append(
+            f"{len(hosted.rows)} experts are computed on the host, where they lie, in steps that give them at most "
+            f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's as "
+            "sums over fewer rows do"
+        )
+        said.append(
+            f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
+            f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
+        )
+    by_reason: dict[str, list[str]] = {}
+    for (router, expert), why in hosted.refused.items():
+        by_reason.setdefault(why, []).append(f"{names[guards.routers[router].layer]}.{expert}")
+    said += [f"not computed on the host: {', '.join(each)}: {why}" for why, each in sorted(by_reason.items())]
+    return said

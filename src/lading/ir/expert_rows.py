@@ -46,7 +46,8 @@ class ExpertRows:
         ops: The operations, in the order of the step; updates are among them.
         count: Tokens that a router chooses for.
         widths: Elements per token of each storage that has rows, the expert's own and those from elsewhere.
-        inputs: Storages from elsewhere that each operation reads: activations and gradients of tokens, and single numbers.
+        inputs: Storages from elsewhere that each operation is the first to read, or that change between: activations
+            and gradients of tokens, and single numbers.
         results: Storages that each operation makes and others read.
         weights: Storages that outlast the step, which it reads or changes.
     """
@@ -130,6 +131,8 @@ class _RowSearch:
         table = self.graph.tensors[self.graph.ops[self.routed.routers[self.expert[0]].op].outputs[0]]
         self.count = prod(table.shape[:-1])
         late = frozenset(self.graph.deferred)
+        self._read = set[int]()
+        self._changed = {self.graph.storage_of(t) for op in self.graph.ops for t in op.mutates}
         for index in self.ops:
             op = self.graph.ops[index]
             if index in late:
@@ -141,12 +144,13 @@ class _RowSearch:
                 self._in_place(index, op)
             else:
                 self._computed(index, op)
-            if self._external:
-                self.inputs[index] = tuple(dict.fromkeys(self._external))
+            if new := [s for s in dict.fromkeys(self._external) if s not in self._read or s in self._changed]:
+                self.inputs[index] = tuple(new)
+            self._read.update(self._external)
         for index in self.ops:
             self._leaving(index, self.graph.ops[index])
         if not any(self.graph.ops[index].name.startswith(PREFIX) for index in self.ops):
-            raise _NoRows("its update cannot be left to a later step, or it has none")
+            raise _NoRows("it has no update, expected a trained expert")
         mine = frozenset(self.weights)
         return ExpertRows(tuple(self.ops), self.count, self.widths, self.inputs, self.results, mine)
 
@@ -299,6 +303,9 @@ class _RowSearch:
             if not _is_read_outside(self.graph, storage, inside):
                 continue
             value = self.values[storage]
+            readers = (op for op, reads in enumerate(self.graph.op_reads) if storage in reads and op not in inside)
+            if any(self.graph.ops[reader].name.startswith(PREFIX) for reader in readers):
+                raise _NoRows("an update runs in every step, as values do not surely lie still when the router chooses")
             if not value.width and prod(self.graph.tensors[tensor].shape) != 1:
                 raise self._refuse(index, "makes a gradient or a sum for others, expected a single number or rows")
             if value.width and not value.is_zero and storage not in self.routed.columns:

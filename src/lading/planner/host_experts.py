@@ -14,13 +14,13 @@ the expected tokens: the host computes while the device waits, which the rest of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from lading.cost.compute import host_processors, op_costs, op_seconds
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
-from lading.ir.experts import Expert, find_experts
+from lading.ir.experts import Expert, Router, find_experts
 from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.machine import MEMORY, Device, Machine, Tier
 from lading.ir.program import Program
@@ -34,6 +34,8 @@ THREAD_FLOPS_PER_S = 2e10
 #: Launches that a device is idle for, beside the latency of a copy, where its host waits for what it copied: of the
 #: copy, of the mark behind it, and of the operation after it.
 LAUNCHES = 3
+#: Beginning of a plan's words on experts that the host does not compute.
+REFUSED = "not computed on the host: "
 
 
 def host_wait_s(machine: Machine) -> float:
@@ -51,10 +53,12 @@ class HostChoice:
     Attributes:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
         limits: Most tokens for which it is computed there, by the router's name and the expert.
+        reasons: Why others are not, in words.
     """
 
     tokens: Mapping[str, tuple[float, ...]]
     limits: Mapping[str, Mapping[int, int]]
+    reasons: tuple[str, ...] = ()
 
     def on_device(self, shares: Mapping[str, list[float]]) -> dict[str, list[float]]:
         """Shares of steps in which each expert is expected on the device."""
@@ -74,26 +78,43 @@ class HostChoice:
         return {e: count for e, count in of.items() if count <= hosted.limits[e]}
 
 
-def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice | None:
-    """Experts of a step that the host computes sooner than the device has fetched them; None without any.
+def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice:
+    """Find the experts of a step that the host computes sooner than the device has fetched them, and why not others.
 
     Args:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
     """
     tier = machine.tier(machine.host_tier) if machine.host_tier else None
     if machine.host_device is None or tier is None or machine.device.kind == "cpu":
-        return None
+        return HostChoice(
+            tokens, {}, (f"no expert is computed on the host: {machine.name} has no processors beside its device",)
+        )
     routed = find_experts(graph)
     names, device_s = layer_names(routed.routers), op_costs(graph, machine.device)
     limits: dict[str, dict[int, int]] = {}
+    refused: dict[Expert, str] = {}
     for (router, expert), rows in find_expert_rows(graph, routed).items():
         name = names[routed.routers[router].layer]
-        if isinstance(rows, str) or name not in tokens:
+        if name not in tokens or not tokens[name][expert]:
+            continue
+        if isinstance(rows, str):
+            refused[router, expert] = rows
             continue
         limit = _limit(graph, rows, machine, tier, sum(device_s[op] for op in rows.ops))
-        if 0 < tokens[name][expert] <= limit:
+        if tokens[name][expert] <= limit:
             limits.setdefault(name, {})[expert] = limit
-    return HostChoice(tokens, limits) if limits else None
+        else:
+            refused[router, expert] = f"it is fetched sooner than the host computes more than {limit} tokens"
+    return HostChoice(tokens, limits, tuple(_refusals(refused, routed.routers)))
+
+
+def _refusals(refused: Mapping[Expert, str], routers: Sequence[Router]) -> Iterator[str]:
+    """Say which experts the host does not compute, by reason."""
+    names, by_reason = layer_names(routers), dict[str, list[str]]()
+    for (router, expert), why in refused.items():
+        by_reason.setdefault(why, []).append(f"{names[routers[router].layer]}.{expert}")
+    for why, each in sorted(by_reason.items()):
+        yield f"{REFUSED}{', '.join(each)}: {why}"
 
 
 def _limit(graph: StepGraph, rows: ExpertRows, machine: Machine, tier: Tier, device_s: float) -> int:
@@ -167,7 +188,7 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: 
 
 def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_bytes: int) -> list[str]:
     """Say which experts the host computes, which it cannot and why, and what was assumed."""
-    names, said = layer_names(guards.routers), list[str]()
+    said: list[str] = []
     if hosted.rows:
         limits = sorted({hosted.limits[e] for e in hosted.rows})
         most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
@@ -180,8 +201,5 @@ def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_byte
             f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
             f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
         )
-    by_reason: dict[str, list[str]] = {}
-    for (router, expert), why in hosted.refused.items():
-        by_reason.setdefault(why, []).append(f"{names[guards.routers[router].layer]}.{expert}")
-    said += [f"not computed on the host: {', '.join(each)}: {why}" for why, each in sorted(by_reason.items())]
+    said += _refusals(hosted.refused, guards.routers)
     return said

@@ -46,6 +46,7 @@ from lading.memory.verify import verify
 from lading.planner.api import POLICIES, Planned
 from lading.planner.host_experts import (
     LAUNCHES,
+    REFUSED,
     HostChoice,
     host_choice,
     host_seconds,
@@ -133,17 +134,38 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     known = _checked(shares, first.program)
     whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
     host = host_choice(first.program.graph, machine, tokens) if tokens else None
-    if not _are_seldom(known) and host_wait_s(machine) and host is None:  # for nothing
-        return _fetching_all(first, machine, whole_s)
+    reasons = () if host is None else host.reasons
+    hosts = host is not None and bool(host.limits)
+    if not _are_seldom(known) and host_wait_s(machine) and not hosts:  # for nothing
+        return _saying(_fetching_all(first, machine, whole_s), reasons)
     search = _ExpertPlans(make, policy, machine, known, first)
     expected_s, chosen = search.best(None)
-    if host is not None:
+    if hosts:
         hosted_s, hosted = search.best(host)
         if hosted is not None and hosted_s < (1 - _NO_MATTER) * expected_s:
             expected_s, chosen = hosted_s, hosted
+        else:
+            more = () if hosted is None else (each for each in hosted.plan.assumptions if each.startswith(REFUSED))
+            reasons = (*reasons, *more, _not_faster(hosted_s, expected_s))
     if chosen is not None and expected_s <= whole_s * (1 + _ROUNDING):
-        return chosen
-    return _fetching_all(first, machine, whole_s, expected_s)
+        return _saying(chosen, reasons)
+    return _saying(_fetching_all(first, machine, whole_s, expected_s), reasons)
+
+
+def _not_faster(hosted_s: float, expected_s: float) -> str:
+    """Say why a plan in which the host computes experts is not taken."""
+    if hosted_s == inf:
+        return "no expert is computed on the host: no plan that does so fits"
+    return (
+        f"no expert is computed on the host: a step in which some are is expected to take {format_seconds(hosted_s)}, "
+        f"one without {format_seconds(expected_s)}"
+    )
+
+
+def _saying(made: Planned, sentences: Sequence[str]) -> Planned:
+    """Plan with more assumptions."""
+    plan = dataclasses.replace(made.plan, assumptions=(*made.plan.assumptions, *sentences))
+    return dataclasses.replace(made, plan=plan)
 
 
 def _shares_and_tokens(loads: Loads) -> tuple[Shares, dict[str, tuple[float, ...]]]:

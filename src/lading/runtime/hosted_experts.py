@@ -92,7 +92,6 @@ class HostRows:
         self._memory.callback(self._stage.close)
         self._dtypes = {t.storage: getattr(torch, t.dtype) for t in reversed(program.graph.tensors)}
         self._last = {expert: action for action, expert in sorted(hosted.by_action.items())}
-        self._changed = {program.graph.storage_of(t) for op in program.graph.ops for t in op.mutates}
         self._step: dict[Expert, _Rows] = {}
         self._begun: dict[int, int] = {}  # updates that began, by a value that they change
         self._ended: dict[int, int] = {}
@@ -146,8 +145,7 @@ class HostRows:
                 return
             if op not in step.done:
                 for storage, there in inputs.items():
-                    if storage not in step.values or storage in self._changed:
-                        step.values[storage] = self._gathered(there, storage in rows.widths, step.numbers, lane)
+                    step.values[storage] = self._gathered(there, storage in rows.widths, step.numbers, lane)
                 if self._graph.ops[op].name.startswith(PREFIX):
                     self._update(op, rows, step, number, rate, lane)
                 else:

@@ -152,9 +152,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         experts: Leave out of each step the experts that its routers choose for no token: their operations, and what
             these move. Or the shares of steps in which each expert gets tokens, by the router's module, as
             ``Trainer.experts.shares()`` counts them: those seldom chosen are then read once they are. Or pairs (share,
-            mean tokens in those steps), as ``Trainer.experts.loads()`` counts them: on a device whose host's memory is a
-            tier in which the host computes, experts that get few tokens are then computed there where that is expected
-            to be faster; their numbers differ from plain PyTorch's as sums over fewer rows do.
+            mean tokens in those steps), as ``loads()`` counts them: experts that get few are then computed by the host,
+            in its memory, where that is expected to be faster; their sums over fewer rows round otherwise.
         clipped: Share of steps whose gradients are expected to be above ``clip_norm``. Updates then need not wait for
             the norm of all gradients where that is faster: such a step is run again if it is clipped. None waits.
 

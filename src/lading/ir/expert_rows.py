@@ -1,16 +1,16 @@
 """Rows of experts: which experts can be computed for the tokens that chose them alone, found by data flow.
 
-An expert is captured over all tokens. Its operations (those that only its tokens need, ``lading.ir.experts``) can run on
-fewer rows where each treats a token by itself, or sums over tokens what is zero for those that did not choose the expert.
-A storage has *rows* where its elements are so many per token, one token after another; a view of it has *row dims*.
-What is computed is written into zeros: rows of tokens that did not choose the expert are zero as captured, or nobody
-looks at them.
+An expert is captured over all tokens. Its operations (those that only its tokens need, ``lading.ir.experts``) can run
+on fewer rows where each treats a token by itself, or sums over tokens what is zero for those that did not choose the
+expert. A storage has *rows* where its elements are so many per token, one token after another; a view of it has *row
+dims*. What is computed is written into zeros: rows of tokens that did not choose the expert are zero as captured, or
+nobody looks at them.
 
-[Note: proof of rows] No dim is a token by its name or length. A router's column has one row per token. An operation on
-elements aligns the row dims of its arguments, a product those of its left argument with those of its result, or, turned,
-sums over them. An argument from elsewhere of the right size is taken to have rows; where that was wrong it meets a column
-that it does not align with, and is refused. What meets none never leaves the expert: all that does is zero by a
-column, row by row, or is put into one.
+[Note: proof of rows] No dim is a token by its name or length. A router's column has one row per token. An operation
+on elements aligns the row dims of its arguments, a product those of its left argument with those of its result, or,
+turned, sums over them. An argument from elsewhere of the right size is taken to have rows; where that was wrong it
+meets a column that it does not align with, and is refused. What meets none never leaves the expert: all that does is
+zero by a column, row by row, or is put into one.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ the expected tokens: the host computes while the device waits, which the rest of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -89,6 +90,7 @@ def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[f
         return HostChoice(
             tokens, {}, (f"no expert is computed on the host: {machine.name} has no processors beside its device",)
         )
+    graph = _on_device_in_time(graph)
     routed = find_experts(graph)
     names, device_s = layer_names(routed.routers), op_costs(graph, machine.device)
     limits: dict[str, dict[int, int]] = {}
@@ -106,6 +108,14 @@ def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[f
         else:
             refused[router, expert] = f"it is fetched sooner than the host computes more than {limit} tokens"
     return HostChoice(tokens, limits, tuple(_refusals(refused, routed.routers)))
+
+
+def _on_device_in_time(graph: StepGraph) -> StepGraph:
+    """Step with every operation on the device and no update left to the next step, whatever a plan has chosen."""
+    late = frozenset(graph.deferred)
+    order = [i for i in range(len(graph.ops)) if i not in late] + sorted(late)
+    ops = tuple(dataclasses.replace(graph.ops[i], on_host=False) for i in order)
+    return dataclasses.replace(graph, ops=ops, blocks=())
 
 
 def _refusals(refused: Mapping[Expert, str], routers: Sequence[Router]) -> Iterator[str]:
@@ -194,8 +204,8 @@ def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_byte
         most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
         said.append(
             f"{len(hosted.rows)} experts are computed on the host, where they lie, in steps that give them at most "
-            f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's as "
-            "sums over fewer rows do"
+            f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's "
+            "as sums over fewer rows do"
         )
         said.append(
             f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "

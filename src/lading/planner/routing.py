@@ -118,8 +118,9 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
 
     That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
     often in memory and has all others wait on the nearest tier (``kept_experts``); or, where none of these is expected
-    to pay, the plan that fetches every expert, which needs no room for updates and on a device waits for no router. Where
-    tokens are known, too, plans are tried in which the host computes experts that get few (``planner.host_experts``).
+    to pay, the plan that fetches every expert, which needs no room for updates and on a device waits for no router.
+    Where tokens are known, too, plans are tried in which the host computes experts that get few
+    (``planner.host_experts``).
 
     Args:
         make: Plans the step by a policy, within a budget of the device, for a machine.

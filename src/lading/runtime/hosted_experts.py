@@ -10,11 +10,11 @@ Legend: N tokens of the router, R tokens that chose the expert, W elements per t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -31,6 +31,9 @@ from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import bind, decode
 from lading.runtime.tiers import HostBytes, TierBytes
 from lading.runtime.update_kernels import Rate
+
+if TYPE_CHECKING:
+    from lading.runtime.values import Values  # which imports what binds actions, and that imports this file
 
 #: Gives the bytes of a storage where it lies on the device at an action.
 Located = Callable[[int], torch.Tensor]
@@ -64,9 +67,8 @@ class HostRows:
 
     Args:
         hosted: From ``lading.memory.hosted_experts.find_hosted``, proven by ``check_hosted``.
-        homes: Tier of each storage between steps.
+        values: Values where they lie between steps.
         waits: Waits for the compute lane.
-        copied: Returns once values of the last step that are being copied elsewhere may be changed.
 
     Attributes:
         moved_bytes: Bytes of rows that were copied from the device and to it, by direction.
@@ -77,14 +79,13 @@ class HostRows:
         program: Program,
         hosted: HostedExperts,
         tiers: Mapping[str, TierBytes],
-        homes: Mapping[int, str],
+        values: Values,
         optimizer: ParameterRule,
         device: DeviceDriver,
         waits: Waits,
-        copied: Callable[[Collection[int]], object],
     ) -> None:
         self.hosted, self._graph, self._optimizer, self._waits = hosted, program.graph, optimizer, waits
-        self._memory, self._homes, self._copied = ExitStack(), homes, copied
+        self._memory, self._homes, self._values = ExitStack(), values.homes, values
         self._slots, self._tier = dict(program.slots.get(program.host_tier, ())), tiers.get(program.host_tier)
         size = room_bytes(program.graph, hosted)
         self._room, self._stage = device.arena(size), device.host(size)
@@ -214,7 +215,7 @@ class HostRows:
             parameter=parameter,
         )  # fmt: skip
         changed = self._graph.op_writes[op]
-        self._copied(changed)
+        self._values.copied(changed)
         for storage in changed:
             self._begun[storage] = self._begun.get(storage, 0) + 1
         kernel.run()
@@ -223,16 +224,18 @@ class HostRows:
         for storage in changed:
             self._ended[storage] = self._ended.get(storage, 0) + 1
 
-    def changes(self) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
-        """Values that the step under way has changed: by storage (its changes, those of a whole step); and those lost."""
-        whole = {s: 0 for s in self._begun}
+    def account(self) -> None:
+        """Add what a step that stopped has changed on the host, or begun to, to what it has elsewhere."""
+        whole = dict.fromkeys(self._begun, 0)
         for rows in (self.hosted.rows[e] for e in self._step):
             for op in updates_of(self._graph, rows):
                 for storage in self._graph.op_writes[op]:
                     if storage in whole:
                         whole[storage] += 1
         lost = frozenset(s for s, count in self._begun.items() if self._ended.get(s, 0) < count)
-        return {s: (count, whole[s]) for s, count in self._ended.items() if s not in lost}, lost
+        changed = {s: (count, whole[s]) for s, count in self._ended.items() if s not in lost}
+        values = self._values
+        values.changed, values.lost = {**values.changed, **changed}, values.lost | lost
 
     # copies
 

@@ -15,12 +15,11 @@ memory back, or writes there, waits on the device for that copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -120,7 +119,6 @@ class Experts:
         now, before: Choices that got tokens in the step under way, and in the last whole one; of the step under way
             without those that the host computes.
         hosting: Computes experts on the host; None where no step does.
-        copied: Waits for values that are being copied while steps go on, before one is changed; None where none are.
     """
 
     def __init__(
@@ -131,8 +129,8 @@ class Experts:
         optimizer: ParameterRule,
         device: DeviceDriver,
         *,
-        hosted: HostedExperts | None = None,
-        tiers: Mapping[str, TierBytes] = MappingProxyType({}),
+        hosted: HostedExperts,
+        tiers: Mapping[str, TierBytes],
     ) -> None:
         self.guards, self.counts = guards, ExpertCounts()
         self.now: set[Expert] = set()
@@ -149,17 +147,9 @@ class Experts:
             for expert in parameter.experts:
                 self._by_expert.setdefault(expert, []).append(parameter)
         self._names = layer_names(guards.routers)
-        self.copied: Callable[[Collection[int]], object] | None = None
         self.hosting: HostRows | None = None
-        if hosted is not None and hosted.rows:
-            self.hosting = HostRows(
-                program, hosted, tiers, values.homes, optimizer, device, self._settled, self._await_copies
-            )
-
-    def _await_copies(self, storages: Collection[int]) -> None:
-        """Return once values may be changed that are being copied while steps go on."""
-        if self.copied is not None:
-            self.copied(storages)
+        if hosted.rows:
+            self.hosting = HostRows(program, hosted, tiers, values, optimizer, device, self._settled)
 
     def close(self) -> None:
         """Give back the memory in which updates are made up for."""
@@ -357,7 +347,6 @@ class Experts:
             del self._since[parameter.storage]
             return
         missed = self._history[since:]
-        self._await_copies(values)
         with HeldInterrupts():
             try:
                 for number in parameter.updates:
@@ -598,26 +587,26 @@ def experts_of(
     values: Values,
     optimizer: ParameterRule,
     device: DeviceDriver,
-    *,
-    counts_alone: bool = False,
-    limits: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
-    tiers: Mapping[str, TierBytes] = MappingProxyType({}),
+    asked: bool | Literal["count"] | Mapping[str, Mapping[int, int]],
+    tiers: Mapping[str, TierBytes],
 ) -> Experts:
     """Find the experts of a Program whose values lie between steps where ``values`` says.
 
     Args:
-        counts_alone: Leave nothing out, and count what routers choose.
-        limits: Most tokens for which the host computes an expert, by the router's name and the expert.
+        asked: "count": leave nothing out, and count what routers choose. A mapping: most tokens for which the host
+            computes an expert, by the router's name and the expert.
         tiers: Lower tiers by name.
 
     Raises:
         ConfigError: it has none.
-        ProgramError: an expert cannot be computed on the host by this Program; plan again.
+        ProgramError: an expert cannot be computed on the host by this Program.
     """
+    counts_alone = asked == "count"
     guards = find_routers_alone(program) if counts_alone else find_guards(program)
     if not (guards.routers if counts_alone else guards.actions):
         raise ConfigError("experts: expected outputs weighed by a router's weights, found none; plan without experts")
-    hosted = find_hosted(program, guards, limits_by_expert(guards, limits))
+    limits = limits_by_expert(guards, asked) if isinstance(asked, Mapping) else {}
+    hosted = find_hosted(program, guards, limits)
     for (router, expert), why in hosted.refused.items():
         name = layer_names(guards.routers)[guards.routers[router].layer]
         raise ProgramError(f"expected expert {expert} of {name} to be computed on the host, but {why}; plan again")

@@ -34,17 +34,21 @@ from lading.runtime.executor import Executor
 
 STEPS, TOKENS = 20, 16
 #: A sum over fewer rows, whose other terms are zero, differs by rounding; 20 steps of AdamW may make much of it.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+RTOL, ATOL = 1e-4, 1e-5
 
 
-def quick_host(latency_s: float = 4.6e-5) -> Machine:
-    """A device behind a link so slow that the host is quicker for a few tokens, and waits that cost little."""
+def slow_link(latency_s: float) -> Machine:
+    """A device behind a link of 100 MB/s."""
     assert BESIDE_HOST.host_device is not None
     processors = dataclasses.replace(BESIDE_HOST.host_device, memory_bandwidth_bytes_per_s=1e11)
     rates = {f"{way}_bytes_per_s": 1e8 for way in ("read", "write", "mixed_read", "mixed_write")}
     tiers = (dataclasses.replace(BESIDE_HOST.tiers[0], latency_s=latency_s, **rates), *BESIDE_HOST.tiers[1:])
     device = dataclasses.replace(BESIDE_HOST.device, op_overhead_s=1e-8)
     return dataclasses.replace(BESIDE_HOST, device=device, host_device=processors, tiers=tiers)
+
+
+#: Whose waits are short, so that the norms of an expert's gradients may have theirs.
+QUICK = dataclasses.replace(BESIDE_HOST, device=dataclasses.replace(BESIDE_HOST.device, op_overhead_s=2e-7))
 
 
 def loads_of(often: float = 1.0) -> dict[str, list[tuple[float, float]]]:
@@ -75,14 +79,21 @@ def graph() -> StepGraph:
 
 def planned(graph: StepGraph, loads: Any, machine: Machine | None = None, **more: Any) -> Plan:
     settings: dict[str, Any] = {"budget": "45%", "policy": all_on_host, "optimizer": OPTIMIZER, "cache": False, **more}
-    return lading.plan(graph, machine or quick_host(), experts=loads, **settings)
+    return lading.plan(graph, machine or BESIDE_HOST, experts=loads, **settings)
 
 
-@pytest.mark.parametrize(("routing", "clip"), [("skewed", 0.0), ("changing", 1.0), ("uniform", 0.0)])
+@pytest.mark.parametrize(
+    ("routing", "clip"),
+    [
+        ("skewed", 0.0),
+        pytest.param("changing", 1.0, marks=pytest.mark.long),
+        pytest.param("uniform", 0.0, marks=pytest.mark.long),
+    ],
+)
 def test_experts_with_few_tokens_are_computed_on_the_host(
     graph: StepGraph, routing: str, clip: float, tmp_path: Path
 ) -> None:
-    made = planned(graph, loads_of(), quick_host(3.4e-5 if clip else 4.6e-5), clip_norm=clip)  # norms take waits, too
+    made = planned(graph, loads_of(), QUICK if clip else None, clip_norm=clip)
     assert {limit < 14 for row in made.host_tokens.values() for limit in row.values()} == {True}
     made.save(tmp_path / "plan.json")
     made = Plan.load(tmp_path / "plan.json")
@@ -99,7 +110,7 @@ def test_experts_with_few_tokens_are_computed_on_the_host(
         assert rows == [sum(0 < each[e] <= limits.get(e, 0) for each in tokens) for e in range(EXPERTS)]
         assert any(rows)
         for name, value in plain.values().items():
-            torch.testing.assert_close(trainer.value(name), value, **CLOSE)
+            torch.testing.assert_close(trainer.value(name), value, rtol=RTOL, atol=ATOL)
         assert trainer.base_bytes + trainer.peak_bytes <= made.budgets["device"]
 
 
@@ -107,12 +118,11 @@ def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGrap
     """Until an expert is computed on the host, everything is to the bit."""
     made = planned(graph, loads_of())
     most = max(limit for row in made.host_tokens.values() for limit in row.values())
-    assert most < TOKENS // 2
+    assert most < TOKENS
     plain = Plain(model_of(), 0.0)
     with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
-        for used in ([0], [1, 2], [3], [0, 2]):
-            tokens = torch.tensor(used).repeat_interleave(TOKENS // len(used)).reshape(2, 8)
-            batch = {"tokens": tokens, "scale": torch.ones(())}
+        for used in (0, 1, 3, 0, 2, 1):
+            batch = {"tokens": torch.full((2, 8), used), "scale": torch.ones(())}
             assert [trainer.step(batch, lr=OPTIMIZER.lr)] == plain.step([batch], OPTIMIZER.lr)
         assert trainer.experts is not None
         assert not any(map(any, trainer.experts.hosted.values()))
@@ -165,7 +175,8 @@ def test_what_mixes_tokens_or_draws_numbers_is_refused() -> None:
     model = model_of()
     assert all(isinstance(each, ExpertRows) for each in _found(model))
     for layer in model.layers:
-        layer.experts[1] = _Centred(layer.experts[1])
+        experts = layer.get_submodule("experts")
+        experts.register_module("1", _Centred(experts.get_submodule("1")))
     whys = [each for each in _found(model) if isinstance(each, str)]
     assert len(whys) == 2
     assert all("aten.mean.dim" in why and "treat each token by itself" in why for why in whys)
@@ -174,12 +185,12 @@ def test_what_mixes_tokens_or_draws_numbers_is_refused() -> None:
 def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGraph) -> None:
     model = model_of(dropout=0.5)
     drawn = lading.capture(model, batches_of([[0]], 1)[0][0], loss_fn)
-    made = planned(drawn, loads_of(), quick_host(1e-7))
+    made = planned(drawn, loads_of(), slow_link(1e-7))
     assert not made.host_tokens
     assert any("layers.0.1" in each and "an update runs in every step" in each for each in made.assumptions)
-    made = planned(graph, loads_of(), BESIDE_HOST)  # whose link is quick
+    made = planned(graph, loads_of(), slow_link(2e-4))  # a wait takes as long as fetching
     assert not made.host_tokens
-    assert any("fetched sooner than the host computes more than 0 tokens" in each for each in made.assumptions)
+    assert any("for more than 0 tokens the host takes over 2 times its fetching" in each for each in made.assumptions)
     alone = planned(graph, loads_of(), small_machine(), policy="keep-all", budget="1GB")
     assert any("test has no processors beside its device" in each for each in alone.assumptions)
     with pytest.raises(ConfigError, match="for every one a pair"):

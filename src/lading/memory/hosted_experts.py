@@ -159,7 +159,7 @@ def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> Non
         )
     for action, expert in hosted.by_action.items():
         guard = guards.actions.get(action)
-        if guard is None or guard.now != {expert} or guard.before:
+        if guard is None or guard.now != frozenset((expert,)) or guard.before:
             raise ProgramError(
                 f"expected action {action} to be left out where expert {expert} got no token, found that it runs; "
                 "plan again",

@@ -7,9 +7,12 @@ memory whatever n is, and whose FLOP grow with n; and its update there:
     fetch_s = max(values / read, values / write) + device operations
     host_s(n) = sum of waits + n * row bytes / link + max(bytes / memory, n * FLOP / rate) of each operation + updates
 
-``host_limits`` gives each expert the largest n for which the host is quicker; each step then decides by the tokens that
-it gives (``lading.memory.hosted_experts``). Whether a plan with such limits is taken is for the simulator to say, with
-the expected tokens: the host computes while the device waits, which the rest of the step may hide, or not.
+Alone, the host is seldom quicker in training: an update by AdamW passes 28 bytes of an element through its memory,
+where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched. So an
+expert's limit is the largest n for which the host takes no longer than ``BESIDE`` times fetching; which parts of such
+experts, and whether any, is for the simulator to say, with the expected tokens (``HostChoice.parts``): the host
+computes while the device waits, which moves of others may hide, or not. A step then decides by the tokens it gives
+(``lading.memory.hosted_experts``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from lading.cost.compute import host_processors, op_costs, op_seconds
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
@@ -35,6 +38,10 @@ THREAD_FLOPS_PER_S = 2e10
 #: Launches that a device is idle for, beside the latency of a copy, where its host waits for what it copied: of the
 #: copy, of the mark behind it, and of the operation after it.
 LAUNCHES = 3
+#: Times that fetching an expert takes, up to which the host may compute it while others are fetched.
+BESIDE = 2.0
+#: Parts of the experts that the host may compute, of each router those with the fewest tokens, tried in turn.
+_PARTS = (1.0, 0.5, 0.25)
 #: Beginning of a plan's words on experts that the host does not compute.
 REFUSED = "not computed on the host: "
 
@@ -61,7 +68,16 @@ class HostChoice:
     limits: Mapping[str, Mapping[int, int]]
     reasons: tuple[str, ...] = ()
 
-    def on_device(self, shares: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    def parts(self) -> Iterator[HostChoice]:
+        """Yield the choice, and those of parts of its experts."""
+        for part in _PARTS:
+            limits: dict[str, dict[int, int]] = {}
+            for name, row in self.limits.items():
+                order = sorted(row, key=lambda expert: (self.tokens[name][expert], expert))
+                limits[name] = {expert: row[expert] for expert in order[: ceil(part * len(row))]}
+            yield dataclasses.replace(self, limits=limits)
+
+    def on_device(self, shares: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Shares of steps in which each expert is expected on the device."""
         return {
             name: [0.0 if expert in self.limits.get(name, {}) else share for expert, share in enumerate(row)]
@@ -80,7 +96,7 @@ class HostChoice:
 
 
 def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice:
-    """Find the experts of a step that the host computes sooner than the device has fetched them, and why not others.
+    """Find the experts of a step that the host may compute while others are fetched, and why not others.
 
     Args:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
@@ -106,7 +122,7 @@ def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[f
         if tokens[name][expert] <= limit:
             limits.setdefault(name, {})[expert] = limit
         else:
-            refused[router, expert] = f"it is fetched sooner than the host computes more than {limit} tokens"
+            refused[router, expert] = f"for more than {limit} tokens the host takes over {BESIDE:g} times its fetching"
     return HostChoice(tokens, limits, tuple(_refusals(refused, routed.routers)))
 
 
@@ -128,7 +144,7 @@ def _refusals(refused: Mapping[Expert, str], routers: Sequence[Router]) -> Itera
 
 
 def _limit(graph: StepGraph, rows: ExpertRows, machine: Machine, tier: Tier, device_s: float) -> int:
-    """Most tokens for which the host computes an expert sooner than it is fetched."""
+    """Most tokens for which the host takes no longer to compute an expert than may pay beside fetching others."""
     values = sum(graph.storages[s].size_bytes for s in rows.weights)
     fetch_s = values / min(tier.mixed_read_bytes_per_s, tier.mixed_write_bytes_per_s) + device_s
 
@@ -138,7 +154,7 @@ def _limit(graph: StepGraph, rows: ExpertRows, machine: Machine, tier: Tier, dev
     low, high = 0, rows.count
     while low < high:  # the seconds grow with the tokens
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if host_s(middle) <= fetch_s else (low, middle - 1)
+        low, high = (middle, high) if host_s(middle) <= BESIDE * fetch_s else (low, middle - 1)
     return low
 
 

@@ -141,8 +141,8 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
         return _saying(_fetching_all(first, machine, whole_s), reasons)
     search = _ExpertPlans(make, policy, machine, known, first)
     expected_s, chosen = search.best(None)
-    if hosts:
-        hosted_s, hosted = search.best(host)
+    if host is not None and hosts:
+        hosted_s, hosted = search.hosting(host)
         if hosted is not None and hosted_s < (1 - _NO_MATTER) * expected_s:
             expected_s, chosen = hosted_s, hosted
         else:
@@ -205,19 +205,33 @@ class _ExpertPlans:
     shares: Shares
     first: Planned
 
-    def best(self, host: HostChoice | None) -> tuple[float, Planned | None]:
-        """Seconds of the step and the plan; infinite and None where none fits.
+    def hosting(self, host: HostChoice) -> tuple[float, Planned | None]:
+        """Likewise, with the best of a few parts of the experts that the host may compute.
 
-        Args:
-            host: Experts that the host may compute; None for none.
+        It computes some while others are fetched, so the best part of them is seldom all.
         """
+        plans = self._plans(host)
+        return min((self.best(part, plans) for part in host.parts()), key=lambda made: made[0])
+
+    def _plans(self, host: HostChoice | None) -> list[Planned]:
+        """Plans that do not know the shares, with room for what leaving out takes."""
         first, machine, allowed_bytes = self.first, self.machine, self.first.plan.budgets[DEVICE]
         ways = [
             partial(_with_room, partial(self.make, self.policy, machine=machine), allowed_bytes, machine, first, host)
         ]
         if first.program.graph.on_host:
             ways.append(partial(_on_device, partial(self.make, self.policy), first, machine, host))
-        plans = [*_feasible(ways)]
+        return [*_feasible(ways)]
+
+    def best(self, host: HostChoice | None, plans: list[Planned] | None = None) -> tuple[float, Planned | None]:
+        """Seconds of the step and the plan; infinite and None where none fits.
+
+        Args:
+            host: Experts that the host may compute; None for none.
+            plans: Plans that do not know the shares; None makes them.
+        """
+        first, machine, allowed_bytes = self.first, self.machine, self.first.plan.budgets[DEVICE]
+        plans = self._plans(host) if plans is None else plans
         expected_s, chosen = _shortest(plans, machine, self.shares, allowed_bytes, host)
         shares = self.shares if host is None else host.on_device(self.shares)
         if _are_seldom(shares) and self.policy == POLICIES[-1]:

@@ -114,6 +114,31 @@ def test_experts_with_few_tokens_are_computed_on_the_host(
         assert trainer.base_bytes + trainer.peak_bytes <= made.budgets["device"]
 
 
+@pytest.mark.parametrize("style", ["unbind", pytest.param("mask", marks=pytest.mark.long)])
+def test_nothing_reads_rows_that_the_host_has_not_written(style: str, api: FakeApi, tmp_path: Path) -> None:
+    """Freed memory holds NaN, and values are read in between; steps without a host's expert are whole."""
+    graph = lading.capture(model_of(style), batches_of([[0]], 1)[0][0], loss_fn)
+    made = planned(graph, loads_of(), QUICK)
+    (program,) = programs_of(made, graph, ())
+    plain, tokens = Plain(model_of(style), 0.0), made.host_tokens
+    device = fake_device(api)
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, device=device, experts=tokens, poison=True
+    ) as executor:
+        load(executor, plain.model)
+        for number, batch in enumerate(batches("skewed", 10)):
+            loss = executor.step([batch], lr=OPTIMIZER.lr)
+            assert loss == pytest.approx(plain.step([batch], OPTIMIZER.lr), rel=1e-5)
+            if number == 4:
+                executor.flush()
+                executor.forward([batch])  # changes nothing
+        assert executor.experts is not None
+        assert sum(map(sum, executor.experts.counts.hosted.values())) >= 10
+        for parameter in program.graph.parameters:
+            value = executor.read_storage(program.graph.storage_of(parameter.tensor))
+            torch.testing.assert_close(value, plain.values()[parameter.names[0]], rtol=RTOL, atol=ATOL)
+
+
 def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, tmp_path: Path) -> None:
     """Until an expert is computed on the host, everything is to the bit."""
     made = planned(graph, loads_of())

@@ -27,10 +27,13 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
-from lading.memory.guards import find_guards
+from lading.memory.guards import find_guards, find_routers_alone
 from lading.memory.hosted_experts import find_hosted, limits_by_expert
 from lading.memory.restore import programs_of
+from lading.planner.host_experts import HostChoice, host_seconds
+from lading.planner.routing import expected_step_s
 from lading.runtime.executor import Executor
+from lading.sim.device_step import simulate
 
 STEPS, TOKENS = 20, 16
 #: A sum over fewer rows, whose other terms are zero, differs by rounding; 20 steps of AdamW may make much of it.
@@ -152,6 +155,30 @@ def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGrap
         assert trainer.experts is not None
         assert not any(map(any, trainer.experts.hosted.values()))
         assert [n for n, value in plain.values().items() if not torch.equal(trainer.value(n), value)] == []
+
+
+def test_the_host_computes_where_a_step_is_expected_to_be_shorter(graph: StepGraph) -> None:
+    """By the simulator, in which the host's seconds pass where the device waits, and grow with the tokens."""
+    rows = {name: [share for share, _ in row] for name, row in loads_of().items()}
+    tokens = {name: tuple(count for _, count in row) for name, row in loads_of().items()}
+    seconds: dict[str, float] = {}
+    for name, loads in (("device", rows), ("host", loads_of())):
+        made = planned(graph, loads)
+        (program,) = programs_of(made, graph, ())
+        guards = find_guards(program) if made.leaves_out_experts else find_routers_alone(program)
+        host = HostChoice(tokens, made.host_tokens) if made.host_tokens else None
+        seconds[name] = expected_step_s(program, guards, BESIDE_HOST, rows, host)
+    assert made.host_tokens
+    assert seconds["host"] < 0.99 * seconds["device"]
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    expert = min(hosted.rows)
+    one, two = (host_seconds(program, hosted, {expert: count}, BESIDE_HOST) for count in (1, 2))
+    assert one.keys() == two.keys() == {a for a, e in hosted.by_action.items() if e == expert}
+    assert sum(one.values()) < sum(two.values())
+    left = guards.left_out(guards.all_experts() - {expert})
+    with_host = simulate(program, BESIDE_HOST, left_out=left, longer_s=one)
+    ends = {event.action: event.end_s - event.start_s for event in with_host.events}
+    assert [ends[a] for a in sorted(one)] == pytest.approx([one[a] for a in sorted(one)])
 
 
 def test_rows_of_the_chosen_alone_pass_the_link(graph: StepGraph, tmp_path: Path) -> None:

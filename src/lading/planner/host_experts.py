@@ -8,10 +8,10 @@ memory whatever n is, and whose FLOP grow with n; and its update there:
     host_s(n) = sum of waits + n * row bytes / link + max(bytes / memory, n * FLOP / rate) of each operation + updates
 
 Alone, the host is seldom quicker in training: an update by AdamW passes 28 bytes of an element through its memory,
-where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched. So an
-expert's limit is the largest n for which the host takes no longer than ``BESIDE`` times fetching; which parts of such
-experts, and whether any, is for the simulator to say, with the expected tokens (``HostChoice.parts``): the host
-computes while the device waits, which moves of others may hide, or not. A step then decides by the tokens it gives
+where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched.
+So an expert's limit is the largest n for which the host takes no longer than ``BESIDE`` times fetching; which parts of
+such experts, and whether any, is for the simulator to say, with the expected tokens (``HostChoice.parts``): the host
+computes while the device waits, which moves of others may hide, or not. A step then decides by the tokens that it gives
 (``lading.memory.hosted_experts``).
 """
 

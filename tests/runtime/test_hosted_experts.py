@@ -80,6 +80,11 @@ def graph() -> StepGraph:
     return lading.capture(model_of(), batches_of([[0]], 1)[0][0], loss_fn)
 
 
+@pytest.fixture(scope="module")
+def made(graph: StepGraph) -> Plan:
+    return planned(graph, loads_of())
+
+
 def planned(graph: StepGraph, loads: Any, machine: Machine | None = None, **more: Any) -> Plan:
     settings: dict[str, Any] = {"budget": "45%", "policy": all_on_host, "optimizer": OPTIMIZER, "cache": False, **more}
     return lading.plan(graph, machine or BESIDE_HOST, experts=loads, **settings)
@@ -94,9 +99,9 @@ def planned(graph: StepGraph, loads: Any, machine: Machine | None = None, **more
     ],
 )
 def test_experts_with_few_tokens_are_computed_on_the_host(
-    graph: StepGraph, routing: str, clip: float, tmp_path: Path
+    graph: StepGraph, made: Plan, routing: str, clip: float, tmp_path: Path
 ) -> None:
-    made = planned(graph, loads_of(), QUICK if clip else None, clip_norm=clip)
+    made = planned(graph, loads_of(), QUICK, clip_norm=clip) if clip else made
     assert {limit < 14 for row in made.host_tokens.values() for limit in row.values()} == {True}
     made.save(tmp_path / "plan.json")
     made = Plan.load(tmp_path / "plan.json")
@@ -142,9 +147,8 @@ def test_nothing_reads_rows_that_the_host_has_not_written(style: str, api: FakeA
             torch.testing.assert_close(value, plain.values()[parameter.names[0]], rtol=RTOL, atol=ATOL)
 
 
-def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, tmp_path: Path) -> None:
+def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, made: Plan, tmp_path: Path) -> None:
     """Until an expert is computed on the host, everything is to the bit."""
-    made = planned(graph, loads_of())
     most = max(limit for row in made.host_tokens.values() for limit in row.values())
     assert most < TOKENS
     plain = Plain(model_of(), 0.0)
@@ -181,9 +185,9 @@ def test_the_host_computes_where_a_step_is_expected_to_be_shorter(graph: StepGra
     assert [ends[a] for a in sorted(one)] == pytest.approx([one[a] for a in sorted(one)])
 
 
-def test_rows_of_the_chosen_alone_pass_the_link(graph: StepGraph, tmp_path: Path) -> None:
+def test_rows_of_the_chosen_alone_pass_the_link(graph: StepGraph, made: Plan, tmp_path: Path) -> None:
     """Moved are rows of what an expert reads and makes, once each, single numbers, and no weight."""
-    made, few = planned(graph, loads_of()), 2
+    few = 2
     tokens = torch.zeros(TOKENS, dtype=torch.int64)
     tokens[[3, 9]] = 1  # and expert 0 gets too many
     with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
@@ -267,10 +271,9 @@ def _updates(made: Plan, graph: StepGraph, expert: tuple[int, int]) -> tuple[Pro
 
 @pytest.mark.parametrize("done", [0, 1])
 def test_a_step_that_stops_says_what_the_host_has_changed(
-    graph: StepGraph, done: int, api: FakeApi, tmp_path: Path
+    graph: StepGraph, made: Plan, done: int, api: FakeApi, tmp_path: Path
 ) -> None:
     """Before an expert's first update it has not changed; behind one, that parameter has, and the step is no whole."""
-    made = planned(graph, loads_of())
     program, updates = _updates(made, graph, (1, 1))
 
     def stop(action: Action) -> None:
@@ -292,9 +295,8 @@ def test_a_step_that_stops_says_what_the_host_has_changed(
 
 
 def test_values_that_are_being_copied_are_changed_behind_the_copy(
-    graph: StepGraph, api: FakeApi, tmp_path: Path
+    graph: StepGraph, made: Plan, api: FakeApi, tmp_path: Path
 ) -> None:
-    made = planned(graph, loads_of())
     program, updates = _updates(made, graph, (1, 1))
     changed = [program.graph.storage_of(program.graph.ops[a.op or 0].inputs[0]) for a in updates]
     device, tokens = fake_device(api), made.host_tokens

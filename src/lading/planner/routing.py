@@ -158,8 +158,8 @@ def _not_faster(hosted_s: float, expected_s: float) -> str:
     if hosted_s == inf:
         return "no expert is computed on the host: no plan that does so fits"
     return (
-        f"no expert is computed on the host: a step in which some are is expected to take {format_seconds(hosted_s)}, "
-        f"one without {format_seconds(expected_s)}"
+        f"no expert is computed on the host: a step of the best plan that allows it is expected to take "
+        f"{format_seconds(hosted_s)}, one without {format_seconds(expected_s)}"
     )
 
 

@@ -5,6 +5,7 @@
     python benchmarks/out_of_core/experts.py --folder F --routing changing --json RESULTS.json
     python benchmarks/out_of_core/experts.py --folder F --routing uniform --json RESULTS.json
     python benchmarks/out_of_core/experts.py --folder F --machine rtx4090 --only-plan           of any machine
+    python benchmarks/out_of_core/experts.py --folder F --machine rtx4090 --only-plan --few 4   and what its host does
 
 Sides take turns, a step each, on the same batches: ``every`` is Lading's plan, which fetches every expert; ``fixed``
 keeps the same experts of every layer in memory, as many as fit, and fetches all others; ``chosen`` leaves experts out
@@ -40,6 +41,7 @@ from lading.ir.plan import Option, Plan
 from lading.memory.guards import find_guards, find_routers_alone
 from lading.memory.lifetime import Lifetimes, gaps, is_movable
 from lading.memory.restore import programs_of
+from lading.planner.host_experts import HostChoice
 from lading.planner.policies import Policy
 from lading.planner.routing import expected_step_s
 from lading.units import MiB
@@ -165,6 +167,23 @@ def _expected(graph: StepGraph, machine: Machine, args: argparse.Namespace) -> d
     return result
 
 
+def _expected_of_few(graph: StepGraph, machine: Machine, args: argparse.Namespace) -> dict[str, object]:
+    """Say what plans expect where each expert but the first gets ``--few`` tokens, without the host and with it."""
+    few, result = float(args.few), dict[str, object]()
+    tokens = (args.rows * args.columns - few * (EXPERTS - 1), *[few] * (EXPERTS - 1))
+    for name, shares in (("skewed", _SHARES), ("uniform", _ALL)):
+        loads = {router: [*zip(row, tokens, strict=True)] for router, row in _rows(args, shares).items()}
+        for who, known in (("device", _rows(args, shares)), ("host", loads)):
+            made = lading.plan(graph, machine, budget=args.budget, experts=known)
+            (program,) = programs_of(made, graph, ())
+            guards = find_guards(program) if made.leaves_out_experts else find_routers_alone(program)
+            host = HostChoice(dict.fromkeys(loads, tokens), made.host_tokens) if made.host_tokens else None
+            seconds = expected_step_s(program, guards, machine, _rows(args, shares), host)
+            words = [each for each in made.assumptions if "on the host" in each]
+            result[f"{name}, {who}"] = {"seconds": seconds, "host_tokens": made.host_tokens, "plan": words}
+    return result
+
+
 def _rows(args: argparse.Namespace, shares: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
     return {f"layers.{layer}": shares for layer in range(args.layers)}
 
@@ -229,7 +248,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     every = lading.plan(graph, machine, budget=args.budget)
     chosen = lading.plan(graph, machine, budget=args.budget, experts=True)
     if args.only_plan:
-        return {"every": every.step_s, "chosen": chosen.step_s, **_expected(graph, machine, args)}
+        few = _expected_of_few(graph, machine, args) if args.few else {}
+        return {"every": every.step_s, "chosen": chosen.step_s, **_expected(graph, machine, args), **few}
     fixed, count = fixed_plan(graph, machine, args.budget)
     reference = copy.deepcopy(model)
     optimizer = lading.AdamW().plain(reference.parameters())
@@ -286,6 +306,7 @@ def main() -> None:
                           ("threads", 1), ("steps", 48), ("period", 12)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--budget", default="40%")
+    parser.add_argument("--few", type=int, default=0, help="tokens of each expert but the first, with --only-plan")
     parser.add_argument("--only-plan", action="store_true", help="plan, into the cache, and measure nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -60,7 +60,7 @@ from lading.planner.api import (
 )
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
-from lading.planner.routing import Shares, plan_experts
+from lading.planner.routing import Loads, Shares, plan_experts
 from lading.planner.speculating import check_alone, plan_speculating, with_waiting
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
@@ -103,7 +103,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     devices: int = 0,
     others: Sequence[StepGraph] = (),
     stage_saves: bool = False,
-    experts: bool | Shares = False,
+    experts: bool | Loads = False,
     clipped: float | None = None,
 ) -> Plan:
     """Plan the training step of a captured model, with the updates of its parameters.
@@ -151,7 +151,9 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             how much is missing. False counts none: the Trainer then takes what the budget leaves.
         experts: Leave out of each step the experts that its routers choose for no token: their operations, and what
             these move. Or the shares of steps in which each expert gets tokens, by the router's module, as
-            ``Trainer.experts.shares()`` counts them: those seldom chosen are then read once they are.
+            ``Trainer.experts.shares()`` counts them: those seldom chosen are then read once they are. Or pairs (share,
+            mean tokens in those steps), as ``loads()`` counts them: experts that get few are then computed by the host,
+            in its memory, where that is expected to be faster; their sums over fewer rows round otherwise.
         clipped: Share of steps whose gradients are expected to be above ``clip_norm``. Updates then need not wait for
             the norm of all gradients where that is faster: such a step is run again if it is clipped. None waits.
 
@@ -251,13 +253,13 @@ class _LayoutPlanner:
         step = step_of(self.graph, self.machine, **self.moved)
         return plan_speculating(make, budget, step, clipped).plan
 
-    def plan_experts(self, spread: Layout, budget: str | float, shares: Shares) -> Plan:
+    def plan_experts(self, spread: Layout, budget: str | float, loads: Loads) -> Plan:
         """Plan the step of one device that leaves out experts without tokens."""
 
         def make(policy: str | Policy, budget: str | float, machine: Machine) -> Planned:
             return dataclasses.replace(self, policy=policy, machine=machine)._ranks(spread, budget)[0]
 
-        return plan_experts(make, self.policy, budget, self.machine, shares).plan
+        return plan_experts(make, self.policy, budget, self.machine, loads).plan
 
     def plan(self, spread: Layout, budget: str | float) -> Plan:
         """Plan the step in a layout, with the ranks along a pipeline."""

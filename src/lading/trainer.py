@@ -224,7 +224,7 @@ class Trainer:
             replicas=self._replicas,
             others=programs[1:],
             draws=[self._draws(each) for each in captures],
-            experts=self.plan.experts,
+            experts=self.plan.host_tokens or self.plan.experts,
         )
         self.experts = None if self._executor.experts is None else self._executor.experts.counts
         self.speculation = self._executor.speculation

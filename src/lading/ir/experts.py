@@ -78,12 +78,17 @@ class Routed:
         needs: Choices of each such operation; it is left out where none of them got a token.
         zeros: Tensors to be set to zero where an operation is left out, by operation.
         updates: Operations among those of ``needs`` that are replayed. See [Note: replayed updates].
+        columns: Storages that others than the expert only put into columns of which they leave those without tokens
+            alone, row by row.
+        columns_of: Choice whose column of a router's weights a tensor is.
     """
 
     routers: tuple[Router, ...]
     needs: Mapping[int, frozenset[Expert]]
     zeros: Mapping[int, tuple[int, ...]]
     updates: frozenset[int]
+    columns: frozenset[int] = frozenset()
+    columns_of: Mapping[int, Expert] = field(default_factory=dict[int, Expert])
 
 
 def base_name(op: Op) -> str:
@@ -122,7 +127,7 @@ def find_experts(graph: StepGraph, always: Set[int] = frozenset()) -> Routed:
     search.find_zeros()
     search.find_needless()
     updates = frozenset(op for op in search.needs if graph.ops[op].name.startswith(PREFIX))
-    return Routed(search.routers, search.needs, search.fills, updates)
+    return Routed(search.routers, search.needs, search.fills, updates, frozenset(search.columns), search.columns_of)
 
 
 def owned_values(graph: StepGraph, routed: Routed) -> dict[int, frozenset[Expert]]:
@@ -176,6 +181,8 @@ class _ExpertSearch:
     idle: dict[int, tuple[int, bool]] = field(default_factory=dict[int, tuple[int, bool]])
     needs: dict[int, frozenset[Expert]] = field(default_factory=dict[int, frozenset[Expert]])
     fills: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    columns: set[int] = field(default_factory=set[int])
+    columns_of: dict[int, Expert] = field(default_factory=dict[int, Expert])
 
     def __post_init__(self) -> None:
         late = frozenset(self.graph.deferred)
@@ -184,6 +191,7 @@ class _ExpertSearch:
         self.readers: dict[int, list[int]] = {}
         self.by_op = {router.op: number for number, router in enumerate(self.routers)}
         self.results_of_step = {self.graph.storage_of(t) for t in self.graph.results}
+        self.changed = {self.graph.storage_of(t) for op in self.graph.ops for t in op.mutates}
         for index in self.order:
             for storage in self.graph.op_reads[index]:
                 self.readers.setdefault(storage, []).append(index)
@@ -195,6 +203,7 @@ class _ExpertSearch:
         for index in self.order:
             op = self.graph.ops[index]
             made = [self.graph.storage_of(t) for t in op.outputs]
+            self._find_columns(op)
             if index in self.by_op:
                 self.tables[made[0]] = self.by_op[index]
                 continue
@@ -211,6 +220,14 @@ class _ExpertSearch:
                     self.zero[storage] = zero_without
                 elif table is not None:
                     self.tables[storage] = table
+
+    def _find_columns(self, op: Op) -> None:
+        """Take note of which arguments are columns of a router's weights that nothing changes in place."""
+        for tensor in op.inputs:
+            storage = self.graph.storage_of(tensor)
+            if storage in self.tables and storage not in self.changed:
+                for choice in self._zero(tensor) or ():
+                    self.columns_of[tensor] = choice
 
     def _mutated(self, op: Op, zero_without: frozenset[Expert] | None) -> None:
         """Account for an operation in place: what it writes is zero no more, unless it keeps or adds zeros."""
@@ -297,6 +314,7 @@ class _ExpertSearch:
                 continue
             fills = tuple(t for t in op.outputs if self._is_read_without(self.graph.storage_of(t), needs))
             self.needs[index] = needs
+            self.columns |= {s for s in map(self.graph.storage_of, op.outputs) if self._is_column(s, needs)}
             if fills:
                 self.fills[index] = fills
 
@@ -340,6 +358,13 @@ class _ExpertSearch:
             if column is None or column[0] not in needs or not column[1]:
                 return True
         return False
+
+    def _is_column(self, storage: int, needs: frozenset[Expert]) -> bool:
+        """Whether all who read a storage are left out with its choices, or put it into a column of these."""
+        readers = [r for r in self.readers.get(storage, ()) if not (r in self.needs and self.needs[r] <= needs)]
+        columns = [self._idle_column(reader, storage) for reader in readers]
+        put = all(column is not None and column[0] in needs for column in columns)
+        return bool(readers) and put and storage not in self.results_of_step
 
     def _idle_column(self, reader: int, storage: int) -> tuple[Expert, bool] | None:
         """Choice in whose idle column an operation puts all of a storage, and whether it may then hold anything."""

@@ -32,6 +32,8 @@ from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
 PLAN_FORMAT = 16
+#: Settings of a plan, "host_tokens.ROUTER.EXPERT": most tokens for which the host computes an expert.
+HOST_TOKENS = "host_tokens."
 
 
 class PlanKind(StrEnum):
@@ -409,6 +411,16 @@ class Plan:
         """Whether steps leave out experts without tokens, or only count what routers choose, for another plan."""
         counts = bool(self.request.settings.get("counted_experts", 0.0))
         return self.leaves_out_experts or ("count" if counts else False)
+
+    @property
+    def host_tokens(self) -> dict[str, dict[int, int]]:
+        """Most tokens for which the host computes an expert, by the router's module and the expert."""
+        limits: dict[str, dict[int, int]] = {}
+        for key, tokens in self.request.settings.items():
+            if key.startswith(HOST_TOKENS):
+                layer, _, expert = key.removeprefix(HOST_TOKENS).rpartition(".")
+                limits.setdefault(layer, {})[int(expert)] = int(tokens)
+        return limits
 
     def of_run(self, run: dict[str, Any]) -> Plan:
         """Copy the plan for a run of this configuration."""

@@ -78,12 +78,14 @@ class Guards:
         chosen_at: Action that runs each router first.
         actions: Guard by action.
         replayed: Parameters of experts whose updates are made up for.
+        routed: Operations that they follow; None where nothing is left out.
     """
 
     routers: tuple[Router, ...]
     chosen_at: tuple[int, ...]
     actions: Mapping[int, Guard]
     replayed: tuple[ReplayedParameter, ...]
+    routed: Routed | None = None
 
     def left_out(self, now: Set[Expert], before: Set[Expert] | None = None) -> frozenset[int]:
         """Actions left out of a step in which these experts get tokens; those of the last step are alike if not said.
@@ -193,7 +195,7 @@ class _GuardWalk:
                 actions[action.id] = Guard(now, before, routed.zeros.get(action.op, ()))
         for stay in self.stays:
             actions.update(self._moves(stay, routed, actions, chosen_at))
-        return Guards(routed.routers, chosen_at, actions, self._replayed(routed, actions, chosen_at))
+        return Guards(routed.routers, chosen_at, actions, self._replayed(routed, actions, chosen_at), routed)
 
     def _moves(
         self, stay: Stay, routed: Routed, actions: Mapping[int, Guard], chosen_at: tuple[int, ...]

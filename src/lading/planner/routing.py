@@ -27,8 +27,8 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_values
 from lading.ir.graph import StepGraph
 from lading.ir.host_speed import READ, WRITE
-from lading.ir.machine import MEMORY, HostSpeed, Machine
-from lading.ir.plan import Option, Plan
+from lading.ir.machine import HostSpeed, Machine
+from lading.ir.plan import HOST_TOKENS, Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import (
     Guards,
@@ -38,11 +38,21 @@ from lading.memory.guards import (
     replay_bytes,
     with_late_reads,
 )
+from lading.memory.hosted_experts import HostedExperts, check_hosted, host_bytes, room_bytes
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times
 from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
 from lading.planner.api import POLICIES, Planned
+from lading.planner.host_experts import (
+    LAUNCHES,
+    REFUSED,
+    HostChoice,
+    host_choice,
+    host_seconds,
+    host_wait_s,
+    sentences,
+)
 from lading.planner.policies import Policy
 from lading.sim.device_step import simulate, stall_s, step_times
 from lading.units import format_bytes, format_seconds
@@ -70,12 +80,11 @@ _NO_EXPERTS = (
 )
 #: Least share of steps that transfers are scheduled for.
 _LEAST_SHARE = 0.05
-#: Launches that a device is idle for, beside the latency of a copy, where its host waits for a router's choice: of the
-#: copy, of the mark behind it, and of the operation after it.
-_LAUNCHES = 3
 
 #: For each router of a micro-batch, by its module, the share of steps in which each expert gets tokens.
 Shares = Mapping[str, Sequence[float]]
+#: Likewise, or pairs (share, mean tokens in those steps).
+Loads = Mapping[str, Sequence[float | tuple[float, float]]]
 
 
 class Maker(Protocol):
@@ -84,7 +93,7 @@ class Maker(Protocol):
     def __call__(self, policy: str | Policy, budget: str | float, machine: Machine) -> Planned: ...
 
 
-def check_experts(experts: bool | Shares, graph: StepGraph, ranks: int, *, compile: bool) -> None:
+def check_experts(experts: bool | Loads, graph: StepGraph, ranks: int, *, compile: bool) -> None:
     """Refuse experts where they cannot be left out, before anything is planned.
 
     Args:
@@ -104,40 +113,133 @@ def check_experts(experts: bool | Shares, graph: StepGraph, ranks: int, *, compi
         raise ConfigError(_NO_EXPERTS)
 
 
-def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine: Machine, shares: Shares) -> Planned:
+def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine: Machine, loads: Loads) -> Planned:
     """Plan a step that leaves out experts without tokens: the plan whose step is expected to be the shortest.
 
     That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
     often in memory and has all others wait on the nearest tier (``kept_experts``); or, where none of these is expected
     to pay, the plan that fetches every expert, which needs no room for updates and on a device waits for no router.
+    Where tokens are known, too, plans are tried in which the host computes experts that get few
+    (``planner.host_experts``).
 
     Args:
         make: Plans the step by a policy, within a budget of the device, for a machine.
-        shares: What is known of the routers; of others every step is expected to need every expert.
+        loads: What is known of the routers; of others every step is expected to need every expert.
 
     Raises:
-        ConfigError: the step has no experts, or ``shares`` are of other ones.
+        ConfigError: the step has no experts, or ``loads`` are of other ones.
         PlanInfeasible: as ``make``, where not even the plan that fetches every expert fits.
     """
+    shares, tokens = _shares_and_tokens(loads)
     first = make(policy, budget, machine)
-    allowed_bytes = first.plan.budgets[DEVICE]
     known = _checked(shares, first.program)
     whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
-    if not _are_seldom(known) and host_wait_s(machine):  # for nothing
-        return _fetching_all(first, machine, whole_s)
-    ways = [partial(_with_room, partial(make, policy, machine=machine), allowed_bytes, machine, first)]
-    if first.program.graph.on_host:
-        ways.append(partial(_on_device, partial(make, policy), first, machine))
-    plans = [*_feasible(ways)]
-    expected_s, chosen = _shortest(plans, machine, known, allowed_bytes)
-    if _are_seldom(known) and policy == POLICIES[-1]:
-        kept = _KeptExperts(make, machine, known, first, [first, *plans][-1], allowed_bytes).plans()
-        kept_s, keeps = _shortest(kept, machine, known, allowed_bytes)
-        if keeps is not None and (chosen is None or _is_better(keeps, kept_s, chosen, expected_s, known)):
-            expected_s, chosen = kept_s, keeps
+    host = host_choice(first.program.graph, machine, tokens) if tokens else None
+    reasons = () if host is None else host.reasons
+    hosts = host is not None and bool(host.limits)
+    if not _are_seldom(known) and host_wait_s(machine) and not hosts:  # for nothing
+        return _saying(_fetching_all(first, machine, whole_s), reasons)
+    search = _ExpertPlans(make, policy, machine, known, first)
+    expected_s, chosen = search.best(None)
+    if host is not None and hosts:
+        hosted_s, hosted = search.hosting(host)
+        if hosted is not None and hosted_s < (1 - _NO_MATTER) * expected_s:
+            expected_s, chosen = hosted_s, hosted
+        else:
+            more = () if hosted is None else (each for each in hosted.plan.assumptions if each.startswith(REFUSED))
+            reasons = (*reasons, *more, _not_faster(hosted_s, expected_s))
     if chosen is not None and expected_s <= whole_s * (1 + _ROUNDING):
-        return chosen
-    return _fetching_all(first, machine, whole_s, expected_s)
+        return _saying(chosen, reasons)
+    return _saying(_fetching_all(first, machine, whole_s, expected_s), reasons)
+
+
+def _not_faster(hosted_s: float, expected_s: float) -> str:
+    """Say why a plan in which the host computes experts is not taken."""
+    if hosted_s == inf:
+        return "no expert is computed on the host: no plan that does so fits"
+    return (
+        f"no expert is computed on the host: a step of the best plan that allows it is expected to take "
+        f"{format_seconds(hosted_s)}, one without {format_seconds(expected_s)}"
+    )
+
+
+def _saying(made: Planned, sentences: Sequence[str]) -> Planned:
+    """Plan with more assumptions."""
+    plan = dataclasses.replace(made.plan, assumptions=(*made.plan.assumptions, *sentences))
+    return dataclasses.replace(made, plan=plan)
+
+
+def _shares_and_tokens(loads: Loads) -> tuple[Shares, dict[str, tuple[float, ...]]]:
+    """Shares of steps, and mean tokens in these of the routers of which they are given for every expert.
+
+    Raises:
+        ConfigError: a pair is none of a share and tokens, or some experts of a router have tokens and some none.
+    """
+    shares: dict[str, Sequence[float]] = {}
+    tokens: dict[str, tuple[float, ...]] = {}
+    for name, row in loads.items():
+        pairs = [each for each in row if not isinstance(each, (int, float))]
+        if pairs and (len(pairs) < len(row) or any(len(each) != 2 or each[1] < 0 for each in pairs)):
+            raise ConfigError(
+                f"experts[{name!r}]: expected for every expert a share of steps, or for every one a pair (share, mean "
+                f"tokens in those steps), got {list(row)}"
+            )
+        if pairs:
+            tokens[name] = tuple(float(count) for _, count in pairs)
+        shares[name] = [each if isinstance(each, (int, float)) else each[0] for each in row]
+    return shares, tokens
+
+
+@dataclass(frozen=True)
+class _ExpertPlans:
+    """Search for the plan whose step is expected to be the shortest.
+
+    Attributes:
+        shares: Shares of steps of every router.
+        first: Plan of the policy that knows nothing of experts.
+    """
+
+    make: Maker
+    policy: str | Policy
+    machine: Machine
+    shares: Shares
+    first: Planned
+
+    def hosting(self, host: HostChoice) -> tuple[float, Planned | None]:
+        """Likewise, with the best of a few parts of the experts that the host may compute.
+
+        It computes some while others are fetched, so the best part of them is seldom all.
+        """
+        plans = self._plans(host)
+        return min((self.best(part, plans) for part in host.parts()), key=lambda made: made[0])
+
+    def _plans(self, host: HostChoice | None) -> list[Planned]:
+        """Plans that do not know the shares, with room for what leaving out takes."""
+        first, machine, allowed_bytes = self.first, self.machine, self.first.plan.budgets[DEVICE]
+        ways = [
+            partial(_with_room, partial(self.make, self.policy, machine=machine), allowed_bytes, machine, first, host)
+        ]
+        if first.program.graph.on_host:
+            ways.append(partial(_on_device, partial(self.make, self.policy), first, machine, host))
+        return [*_feasible(ways)]
+
+    def best(self, host: HostChoice | None, plans: list[Planned] | None = None) -> tuple[float, Planned | None]:
+        """Seconds of the step and the plan; infinite and None where none fits.
+
+        Args:
+            host: Experts that the host may compute; None for none.
+            plans: Plans that do not know the shares; None makes them.
+        """
+        first, machine, allowed_bytes = self.first, self.machine, self.first.plan.budgets[DEVICE]
+        plans = self._plans(host) if plans is None else plans
+        expected_s, chosen = _shortest(plans, machine, self.shares, allowed_bytes, host)
+        shares = self.shares if host is None else host.on_device(self.shares)
+        if _are_seldom(shares) and self.policy == POLICIES[-1]:
+            kept = _KeptExperts(self.make, machine, shares, first, [first, *plans][-1], allowed_bytes, host).plans()
+            kept_s, keeps = _shortest(kept, machine, self.shares, allowed_bytes, host)
+            if keeps is not None and (chosen is None or _is_better(keeps, kept_s, chosen, expected_s, shares)):
+                return kept_s, keeps
+        return expected_s, chosen
 
 
 def _is_better(keeps: Planned, kept_s: float, chosen: Planned, expected_s: float, shares: Shares) -> bool:
@@ -159,10 +261,10 @@ def _feasible(ways: Iterable[Callable[[], Planned]]) -> Iterator[Planned]:
 
 
 def _shortest(
-    plans: Iterable[Planned], machine: Machine, shares: Shares, allowed_bytes: int
+    plans: Iterable[Planned], machine: Machine, shares: Shares, allowed_bytes: int, host: HostChoice | None
 ) -> tuple[float, Planned | None]:
     """Plan whose step is expected to be the shortest where experts without tokens are left out, and its seconds."""
-    each = (_with_experts(planned, machine, shares, allowed_bytes) for planned in plans)
+    each = (_with_experts(planned, machine, shares, allowed_bytes, host) for planned in plans)
     return min(each, key=lambda made: made[0], default=(inf, None))
 
 
@@ -203,7 +305,7 @@ def _fetching_all(first: Planned, machine: Machine, whole_s: float, expected_s: 
     )
 
 
-def _on_device(make: Callable[..., Planned], first: Planned, machine: Machine) -> Planned:
+def _on_device(make: Callable[..., Planned], first: Planned, machine: Machine, host: HostChoice | None) -> Planned:
     """Plan of a step with every operation on the device, within the same budget.
 
     An update on the host runs in every step, and zeros are moved there for it: too much where much is left out.
@@ -212,15 +314,20 @@ def _on_device(make: Callable[..., Planned], first: Planned, machine: Machine) -
         first: Plan that has operations on the host.
     """
     alone = dataclasses.replace(machine, host_device=None)
-    return _as_asked(_with_room(partial(make, machine=alone), first.plan.budgets[DEVICE], alone), first, machine)
+    made = _with_room(partial(make, machine=alone), first.plan.budgets[DEVICE], alone, None, host)
+    return _as_asked(made, first, machine)
 
 
 def _with_room(
-    make: Callable[[int], Planned], allowed_bytes: int, machine: Machine, made: Planned | None = None
+    make: Callable[[int], Planned],
+    allowed_bytes: int,
+    machine: Machine,
+    made: Planned | None = None,
+    host: HostChoice | None = None,
 ) -> Planned:
     """Plan a step such that its budget has room to make up for updates."""
     made = made or make(allowed_bytes)
-    more = _more_bytes(made, machine)
+    more = _more_bytes(made, machine, host)
     return make(allowed_bytes - more) if more else made
 
 
@@ -244,6 +351,7 @@ class _KeptExperts:
     first: Planned
     rest: Planned
     allowed_bytes: int
+    host: HostChoice | None
 
     def plans(self) -> Iterator[Planned]:
         """Yield plans in which the others' values wait whenever they are unused, and between steps only.
@@ -294,7 +402,8 @@ class _KeptExperts:
         often = max(_LEAST_SHARE, sum(fetched) / len(fetched)) if fetched else 1.0
         speed = HostSpeed(tiers={f"{tier}.{way}": often for way in (READ, WRITE)})
         make = partial(self.make, kept_experts(self.shares, Option(tier), count, least_ops=least_ops, rest=rest))
-        made = _with_room(partial(make, machine=self.machine.at_speed(speed)), self.allowed_bytes, self.machine)
+        fast = partial(make, machine=self.machine.at_speed(speed))
+        made = _with_room(fast, self.allowed_bytes, self.machine, None, self.host)
         return _as_asked(made, self.first, self.machine)
 
 
@@ -396,7 +505,9 @@ def _choices_of(made: Planned, graph: StepGraph, lives: Lifetimes) -> dict[tuple
     return choices
 
 
-def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes: int) -> tuple[float, Planned]:
+def _with_experts(
+    made: Planned, machine: Machine, shares: Shares, allowed_bytes: int, host: HostChoice | None
+) -> tuple[float, Planned]:
     """Let the step of a plan leave out experts without tokens; returns the seconds that it is expected to take, too.
 
     Args:
@@ -404,16 +515,18 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
     """
     plan, program = made.plan, made.program
-    bounds = _BOUNDS if _are_seldom(shares) else _BOUNDS[:1]
-    tried = [_made(program, machine, shares, bound) for bound in bounds]
+    bounds = _BOUNDS if host is not None or _are_seldom(shares) else _BOUNDS[:1]
+    tried = [_made(program, machine, shares, bound, host) for bound in bounds]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
-    room = replay_bytes(chosen, guards)
+    hosted = _hosted(chosen, guards, host)
+    room = replay_bytes(chosen, guards) + room_bytes(chosen.graph, hosted)
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     workspace = _workspace_bytes(chosen, room, machine)
     beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
     others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
     verify(chosen)
+    check_hosted(chosen, guards, hosted)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
     peak = chosen.predicted_bytes
     before = plan.predictions
@@ -425,11 +538,34 @@ def _with_experts(made: Planned, machine: Machine, shares: Shares, allowed_bytes
         plan,
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
-        request=dataclasses.replace(plan.request, budgets=budgets, settings={**plan.request.settings, EXPERTS: 1.0}),
-        assumptions=(*plan.assumptions, _sentence(chosen, guards, expected_s, room), *_waits(guards, machine)),
+        request=dataclasses.replace(
+            plan.request,
+            budgets=budgets,
+            settings={**plan.request.settings, EXPERTS: 1.0, **_limits(guards, hosted)},
+        ),
+        assumptions=(
+            *plan.assumptions,
+            _sentence(chosen, guards, expected_s, room),
+            *_waits(guards, machine),
+            *sentences(hosted, guards, machine, host_bytes(chosen.graph, hosted)),
+        ),
         others=tuple(other for other, _ in others),
     )
     return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+
+
+def _hosted(program: Program, guards: Guards, host: HostChoice | None) -> HostedExperts:
+    """Experts that the host computes in steps of a Program; none where none may be."""
+    return HostedExperts({}, {}, {}, {}) if host is None else host.hosted(program, guards)
+
+
+def _limits(guards: Guards, hosted: HostedExperts) -> dict[str, float]:
+    """Settings of a plan that say for how many tokens the host computes an expert."""
+    names = layer_names(guards.routers)
+    return {
+        f"{HOST_TOKENS}{names[guards.routers[router].layer]}.{expert}": float(limit)
+        for (router, expert), limit in hosted.limits.items()
+    }
 
 
 def _beside_room(plan: Plan, program: Program, room: int, allowed_bytes: int) -> tuple[Plan, Program]:
@@ -455,13 +591,15 @@ def _workspace_bytes(program: Program, room: int, machine: Machine) -> int:
     return max(scratch, room) if machine.device.kind == "cpu" else scratch + room
 
 
-def _more_bytes(made: Planned, machine: Machine) -> int:
+def _more_bytes(made: Planned, machine: Machine, host: HostChoice | None = None) -> int:
     """Bytes of the device that a plan may need besides to make up for updates, where its budget has no such room.
 
     On a CPU its further steps, which run on values that are up to date, have no need of it.
     """
     program = made.program
-    asked = replay_bytes(program, find_guards(with_late_reads(program, _always)))
+    late = with_late_reads(program, _always)
+    guards = find_guards(late)
+    asked = replay_bytes(late, guards) + room_bytes(late.graph, _hosted(late, guards, host))
     room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
     steps = (program,) if machine.device.kind == "cpu" else (program, *made.others)
     return room if any(each.predicted_bytes + room > each.budgets[DEVICE] for each in steps) else 0
@@ -489,7 +627,7 @@ def _waits(guards: Guards, machine: Machine) -> Iterator[str]:
     if wait_s:
         yield (
             f"the host waits for a router's choice {len(guards.routers)} times a step, and {machine.device.name} for "
-            f"the host {format_seconds(wait_s)} each time: the latency of a copy and {_LAUNCHES} launches, not measured"
+            f"the host {format_seconds(wait_s)} each time: the latency of a copy and {LAUNCHES} launches, not measured"
         )
 
 
@@ -514,24 +652,19 @@ def _checked(shares: Shares, program: Program) -> Shares:
     return {**known, **shares}
 
 
-def _made(program: Program, machine: Machine, shares: Shares, bound: float) -> tuple[float, Program, Guards]:
+def _made(
+    program: Program, machine: Machine, shares: Shares, bound: float, host: HostChoice | None
+) -> tuple[float, Program, Guards]:
     """Program with experts below a share read late, and the seconds that its step is expected to take."""
     names = layer_names(find_guards(program).routers)
+    on_device = shares if host is None else host.on_device(shares)
 
     def is_late(router: Router, expert: int) -> bool:
-        return shares[names[router.layer]][expert] < bound
+        return on_device[names[router.layer]][expert] < bound
 
     made = with_late_reads(program, is_late) if bound else program
     guards = find_guards(made)
-    return expected_step_s(made, guards, machine, shares), made, guards
-
-
-def host_wait_s(machine: Machine) -> float:
-    """Least seconds that a device is idle for where its host waits for a router's choice; 0 where it is the host."""
-    if machine.device.kind == "cpu":
-        return 0.0
-    latency_s = min((tier.latency_s for tier in machine.tiers if tier.kind == MEMORY), default=0.0)
-    return latency_s + _LAUNCHES * machine.device.op_overhead_s
+    return expected_step_s(made, guards, machine, shares, host), made, guards
 
 
 def _waits_s(guards: Guards, machine: Machine) -> dict[int, float]:
@@ -564,18 +697,25 @@ def _moved_bytes(program: Program, shares: Shares) -> float:
     return sum(sum(size.values()) - sum(size.get(a, 0) for a in guards.left_out(used)) for used in steps) / len(steps)
 
 
-def expected_step_s(program: Program, guards: Guards, machine: Machine, shares: Shares) -> float:
+def expected_step_s(
+    program: Program, guards: Guards, machine: Machine, shares: Shares, host: HostChoice | None = None
+) -> float:
     """Seconds that a step is expected to take, with what is made up for in it.
 
     Args:
         shares: Shares of steps of every router.
+        host: Experts that the host computes where they get few tokens, with the tokens expected.
     """
     share, steps = _sampled(guards, shares)
-    waits_s = _waits_s(guards, machine)
-    each_s = {
-        used: step_times(program, machine, left_out=guards.left_out(used), longer_s=waits_s)[0]
-        for used in dict.fromkeys(steps)
-    }
+    hosted, waits_s = _hosted(program, guards, host), _waits_s(guards, machine)
+
+    def seconds(used: frozenset[Expert]) -> float:
+        tokens = {} if host is None else host.expected(guards, hosted, used)
+        longer_s = {**waits_s, **host_seconds(program, hosted, tokens, machine)}
+        left_out = guards.left_out(used - tokens.keys())
+        return step_times(program, machine, left_out=left_out, longer_s=longer_s)[0]
+
+    each_s = {used: seconds(used) for used in dict.fromkeys(steps)}
     made_up_s, homes = 0.0, home_tiers(program)
     tiers = {tier.name: 1 / tier.read_bytes_per_s + 1 / tier.write_bytes_per_s for tier in machine.tiers}
     for parameter in guards.replayed:

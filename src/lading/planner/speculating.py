@@ -21,7 +21,7 @@ from lading.ir.program import LINE_BYTES, Program
 from lading.memory.values_before import on_device_alone
 from lading.planner.api import Planned
 from lading.planner.residency import smallest_bytes
-from lading.planner.routing import Shares, check_experts
+from lading.planner.routing import Loads, check_experts
 from lading.units import format_seconds
 
 #: Plans that are made until every value that changes on a guess is in a lower tier before.
@@ -63,7 +63,7 @@ def check_clipped(
 def check_alone(
     captured: StepGraph,
     ranks: int,
-    experts: bool | Shares,
+    experts: bool | Loads,
     clipped: tuple[float | None, float],
     *,
     compile: bool,

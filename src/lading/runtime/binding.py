@@ -342,7 +342,16 @@ class Binder:
         zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
         moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
         self.deciding.add(action.id)
-        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved))
+        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved), self._on_host(action))
+
+    def _on_host(self, action: Action) -> Call | None:
+        """Make the call that computes an expert's operation on the host in the place of its action."""
+        hosting = None if self.experts is None else self.experts.hosting
+        if hosting is None or action.op is None or action.id not in hosting.hosted.by_action:
+            return None
+        where = dict(self.where)
+        located = lambda storage: self._storage_bytes(storage, where[storage])  # noqa: E731
+        return hosting.bound(action.id, action.op, located, self.rates.now, self.lanes[action.stream])
 
     def _speculating(self, action: Action, run: Call | None) -> Call | None:
         """Make the call of an action that a guess of the coefficient of clipping depends on."""

@@ -81,13 +81,12 @@ class Executor:
         folder: Folder for the file of a tier that names no location.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
         device: Device to run on, for this executor alone, which closes it; None is the CPU.
-        jitter: For tests: called with each action before it runs, on its stream's thread.
-        poison: For tests: fill what is freed with NaN.
+        jitter, poison: For tests: called with each action before it runs, on its thread; NaN fills what is freed.
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
         replicas: Other ranks, where the Program reduces gradients over them.
         others: Further Programs, which find the values where the first has them between steps (``lading.ir.together``).
         draws: For each Program its random numbers, where it is of several ranks and draws some.
-        experts: Leave out of the first Program what experts without tokens make needless; "count": count choices alone.
+        experts: Leave out of the first Program what experts without tokens make needless, as ``experts_of`` is asked.
 
     Attributes:
         completed: Number of steps that came to their end.
@@ -128,7 +127,7 @@ class Executor:
         replicas: Reducer | None = None,
         others: Sequence[Program] = (),
         draws: Sequence[Draws | None] = (),
-        experts: bool | Literal["count"] = False,
+        experts: bool | Literal["count"] | Mapping[str, Mapping[int, int]] = False,
     ) -> None:
         self.program = program
         self._programs = (program, *others)
@@ -149,8 +148,8 @@ class Executor:
                 self._values.poison()
             if experts:
                 check_place(is_fused=fuse, is_spread=replicas is not None)
-                given = program, self._values, optimizer, self._device
-                self.experts = stack.enter_context(closing(experts_of(*given, counts_alone=experts == "count")))
+                asked = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
+                self.experts = stack.enter_context(closing(asked))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -716,6 +715,7 @@ class Executor:
         self._running = self._bound.without(skipped) if skipped else self._bound
         if self._fence is not None and not self._fence.is_open:
             self._running = self._running.fenced(self._now.writes, self._fence.wait)
+            self._values.copied = self._fence.wait
         if self._peaks is not None:
             self._running = self._running.watched(COMPUTE_STREAM, self._peaks.watched)
         self._gate.reset()
@@ -764,6 +764,8 @@ class Executor:
         salvaged = salvage(self.program, homes, self._running, reached, skipped)
         salvaged = bring_home(self.program, homes, salvaged, values.copy)
         values.changed, values.lost, self._caught_up = salvaged.changed, salvaged.lost, salvaged.caught_up
+        if self._routing is not None and self._routing.hosting is not None:
+            self._routing.hosting.account()
         values.write_constants(values.lost)
         if guess is not None:
             guess.rewind(values, ended_actions(self._running, reached))

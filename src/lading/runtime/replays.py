@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.experts import Expert
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
 from lading.ir.program import PAGE_BYTES, Program
@@ -37,10 +37,13 @@ from lading.memory.guards import (
     layer_names,
     replay_bytes,
 )
+from lading.memory.hosted_experts import HostedExperts, check_hosted, find_hosted, limits_by_expert
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Mark
 from lading.runtime.host_arena import Arena
+from lading.runtime.hosted_experts import HostRows
 from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.tiers import TierBytes
 from lading.runtime.update_kernels import Rate, parameter_kernel
 
 if TYPE_CHECKING:
@@ -70,6 +73,8 @@ class ExpertCounts:
             stream.
         replayed: Updates that were made up for.
         replayed_bytes: Bytes that were read, and as many written, from lower tiers to make up for updates.
+        hosted: Like ``chosen``, the steps in which the host computed each expert.
+        hosted_bytes: Bytes of rows that were copied for it, by direction.
     """
 
     steps: int = 0
@@ -79,10 +84,23 @@ class ExpertCounts:
     spared_bytes: dict[str, int] = field(default_factory=lambda: {})
     replayed: int = 0
     replayed_bytes: int = 0
+    hosted: dict[str, list[int]] = field(default_factory=lambda: {})
+    hosted_bytes: dict[str, int] = field(default_factory=lambda: {})
 
     def shares(self) -> dict[str, list[float]]:
         """Share of the steps in which each expert got tokens, for ``lading.plan(experts=)``."""
         return {name: [count / max(1, self.steps) for count in row] for name, row in self.chosen.items()}
+
+    def loads(self) -> dict[str, list[tuple[float, float]]]:
+        """Shares with the mean tokens of each expert in the steps that choose it, for ``lading.plan(experts=)``.
+
+        A plan for these may compute experts on the host.
+        """
+        tokens = {
+            name: [number / max(1, steps) for number, steps in zip(row, self.chosen[name], strict=True)]
+            for name, row in self.tokens.items()
+        }
+        return {name: [*zip(row, tokens[name], strict=True)] for name, row in self.shares().items()}
 
 
 class Experts:
@@ -93,14 +111,26 @@ class Experts:
         values: Values where they lie between steps.
         optimizer: Rule of the run.
         device: Device that the Program runs on, in whose memory updates are made up for.
+        hosted: Experts that the host computes where they get few tokens.
+        tiers: Lower tiers by name.
 
     Attributes:
         counts: What was chosen so far.
-        now, before: Choices that got tokens in the step under way, and in the last whole one.
+        now, before: Choices that got tokens in the step under way, and in the last whole one; of the step under way
+            without those that the host computes.
+        hosting: Computes experts on the host; None where no step does.
     """
 
     def __init__(
-        self, program: Program, guards: Guards, values: Values, optimizer: ParameterRule, device: DeviceDriver
+        self,
+        program: Program,
+        guards: Guards,
+        values: Values,
+        optimizer: ParameterRule,
+        device: DeviceDriver,
+        *,
+        hosted: HostedExperts,
+        tiers: Mapping[str, TierBytes],
     ) -> None:
         self.guards, self.counts = guards, ExpertCounts()
         self.now: set[Expert] = set()
@@ -117,11 +147,16 @@ class Experts:
             for expert in parameter.experts:
                 self._by_expert.setdefault(expert, []).append(parameter)
         self._names = layer_names(guards.routers)
+        self.hosting: HostRows | None = None
+        if hosted.rows:
+            self.hosting = HostRows(program, hosted, tiers, values, optimizer, device, self._settled)
 
     def close(self) -> None:
         """Give back the memory in which updates are made up for."""
         self._room.close()
         self._settled.close()
+        if self.hosting is not None:
+            self.hosting.close()
         if self._late is not None:
             self._late.close()
 
@@ -130,6 +165,8 @@ class Experts:
     def begin(self) -> None:
         """Begin a run of the Program: nothing is chosen yet."""
         self.now, self._chosen = set(), {}
+        if self.hosting is not None:
+            self.hosting.begin()
 
     def noting(self, run: Call, router: int, chosen: torch.Tensor, lane: Lane) -> Call:
         """Make the call of a router's action that then takes note of what it chose. See [Note: who decides].
@@ -143,18 +180,22 @@ class Experts:
         numbers = self._settled.on_host(run, chosen, lane)
 
         def noted() -> None:
-            used = self._note(router, numbers())
+            numbers_now = numbers()
+            used = self._note(router, numbers_now)
+            on_host = frozenset[Expert]() if self.hosting is None else self.hosting.choose(router, numbers_now, used)
             for parameter in (p for expert in used for p in self._by_expert.get(expert, ())):
                 self._replay(parameter)
-            self.now.update(used)
+            if on_host:  # whose values were made up for by the device
+                self._settled.wait()
+            self.now.update(used.keys() - on_host)
 
         return noted
 
-    def _note(self, router: int, numbers: torch.Tensor) -> list[Expert]:
-        """Take note of the experts that a router chose; returns those that got tokens."""
+    def _note(self, router: int, numbers: torch.Tensor) -> dict[Expert, int]:
+        """Take note of the experts that a router chose; returns those that got tokens, and how many."""
         tokens = torch.bincount(numbers.reshape(-1), minlength=self.guards.routers[router].experts).tolist()
         self._chosen[router] = tokens
-        return [(router, expert) for expert, number in enumerate(tokens) if number]
+        return {(router, expert): number for expert, number in enumerate(tokens) if number}
 
     def ending(self, run: Call | None, storages: Iterable[int], lane: Lane) -> Call | None:
         """Make the call of an action that ends or changes storages. See [Note: counted late].
@@ -182,7 +223,13 @@ class Experts:
         return ended
 
     def guarded(
-        self, run: Call, action: int, zeros: Sequence[torch.Tensor], lane: Lane, moved: tuple[str, int]
+        self,
+        run: Call,
+        action: int,
+        zeros: Sequence[torch.Tensor],
+        lane: Lane,
+        moved: tuple[str, int],
+        on_host: Call | None = None,
     ) -> Call:
         """Make the call of an action that is left out where its experts got no token.
 
@@ -190,6 +237,7 @@ class Experts:
             zeros: Tensors that are then set to zero.
             lane: The action's.
             moved: Stream and bytes of a move; 0 bytes of others.
+            on_host: Runs the operation on the host, in steps in which its expert is computed there.
         """
         is_idle = self.guards.actions[action].is_idle
         issue = lane.bound(run)
@@ -203,8 +251,11 @@ class Experts:
                 counted[stream] = counted.get(stream, 0) + size_bytes
             if not idle:
                 issue()
-            elif clear is not None:
+                return
+            if clear is not None:
                 clear()
+            if on_host is not None:
+                on_host()
 
         return chosen
 
@@ -222,7 +273,8 @@ class Experts:
             norm: Norm of all gradients, where they are clipped.
             norms: Norms of gradients by parameter, where they were asked for; those of zeros are put in.
         """
-        missed = [p for p in self.guards.replayed if p.experts.isdisjoint(self.now)]
+        hosted = frozenset[Expert]() if self.hosting is None else self.hosting.now
+        missed = [p for p in self.guards.replayed if p.experts.isdisjoint(self.now | hosted)]
         for parameter in missed:
             self._since.setdefault(parameter.storage, len(self._history))
             if norms is not None:
@@ -248,10 +300,18 @@ class Experts:
             for expert, more in enumerate(tokens):
                 row[expert] += more
             used.setdefault(name, set()).update(expert for expert, more in enumerate(tokens) if more)
+        if self.hosting is not None:
+            self._count_hosted(self.hosting)
         for name, experts in used.items():
             row = counts.chosen.setdefault(name, [0] * len(counts.tokens[name]))
             for expert in experts:
                 row[expert] += 1
+
+    def _count_hosted(self, hosting: HostRows) -> None:
+        self.counts.hosted_bytes = dict(hosting.moved_bytes)
+        for router, expert in hosting.now:
+            name = self._names[self.guards.routers[router].layer]
+            self.counts.hosted.setdefault(name, [0] * self.guards.routers[router].experts)[expert] += 1
 
     # what was missed
 
@@ -523,17 +583,32 @@ def check_place(*, is_fused: bool, is_spread: bool) -> None:
 
 
 def experts_of(
-    program: Program, values: Values, optimizer: ParameterRule, device: DeviceDriver, *, counts_alone: bool = False
+    program: Program,
+    values: Values,
+    optimizer: ParameterRule,
+    device: DeviceDriver,
+    asked: bool | Literal["count"] | Mapping[str, Mapping[int, int]],
+    tiers: Mapping[str, TierBytes],
 ) -> Experts:
     """Find the experts of a Program whose values lie between steps where ``values`` says.
 
     Args:
-        counts_alone: Leave nothing out, and count what routers choose.
+        asked: "count": leave nothing out, and count what routers choose. A mapping: most tokens for which the host
+            computes an expert, by the router's name and the expert.
+        tiers: Lower tiers by name.
 
     Raises:
         ConfigError: it has none.
+        ProgramError: an expert cannot be computed on the host by this Program.
     """
+    counts_alone = asked == "count"
     guards = find_routers_alone(program) if counts_alone else find_guards(program)
     if not (guards.routers if counts_alone else guards.actions):
         raise ConfigError("experts: expected outputs weighed by a router's weights, found none; plan without experts")
-    return Experts(program, guards, values, optimizer, device)
+    limits = limits_by_expert(guards, asked) if isinstance(asked, Mapping) else {}
+    hosted = find_hosted(program, guards, limits)
+    for (router, expert), why in hosted.refused.items():
+        name = layer_names(guards.routers)[guards.routers[router].layer]
+        raise ProgramError(f"expected expert {expert} of {name} to be computed on the host, but {why}; plan again")
+    check_hosted(program, guards, hosted)
+    return Experts(program, guards, values, optimizer, device, hosted=hosted, tiers=tiers)

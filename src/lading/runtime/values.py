@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -34,12 +34,14 @@ class Values:
         changed: After a step that stopped: by storage, (changes of the step that its value has, changes of a whole
             step).
         lost: Storages whose value is gone, until it is written again.
+        copied: Returns once values of the last step that are being copied may be changed, while steps go on.
     """
 
     def __init__(self, program: Program, arena: Memory, tiers: Mapping[str, TierBytes]) -> None:
         self.homes = home_tiers(program)
         self.changed: dict[int, tuple[int, int]] = {}
         self.lost: frozenset[int] = frozenset()
+        self.copied: Callable[[Collection[int]], object] = len  # none are
         self._graph = program.graph
         self._places = {tier: dict(slots) for tier, slots in program.slots.items()} | {DEVICE: dict(program.resident)}
         self._arena, self._tiers, self._bounce = arena, tiers, Arena(BOUNCE_BYTES)

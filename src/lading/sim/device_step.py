@@ -55,7 +55,8 @@ def simulate(
         machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
         op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
         left_out: Actions that take no time, as experts got no token (``lading.memory.guards.Guards.left_out``).
-        longer_s: Seconds that actions of operations take longer, as the host waits for what they make.
+        longer_s: Seconds that actions of operations take longer, as the host waits for what they make; of those left
+            out, the seconds that the host computes in their place (``lading.memory.hosted_experts``).
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
@@ -284,7 +285,7 @@ class _Costs:
         """Seconds of an action that shares nothing; of a move on a tier, its latency only."""
         kind, op = self.actions.kind[number], self.actions.op[number]
         if number in self._left_out:
-            return 0.0
+            return self._longer_s.get(number, 0.0)
         if kind in RUNS_OP and op >= 0:
             return self._ops[op] + self._longer_s.get(number, 0.0)
         if kind is ActionKind.FREE:

@@ -1,0 +1,198 @@
+"""Experts computed on the host: those of a Program that the host's processors can run where their values lie.
+
+Where a router gives an expert few tokens, all that is guarded by it is left out, as for an expert without tokens
+(``lading.memory.guards``), and each of its operations is run on the host in its action's place, on the rows of those
+tokens alone (``lading.ir.expert_rows``). So the Program that the verifier has proven says all about time and place: an
+action that reads a tensor of the device finds it there, and rows are written where an action makes a tensor, into the
+zeros that stand there for an expert left out.
+
+[Note: what a hosted expert needs] Its values lie in the host's memory whenever its router has chosen, and nothing else
+touches them in that step: that is what makes up for updates needs, too (``lading.memory.guards``, [Note: what can be
+replayed]), and every move of them is left out. Rows pass through memory for as many tokens as the expert may be given
+there: indices and one row of the widest tensor for each, on the device and, page-locked, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lading.errors import ProgramError
+from lading.ir.action import DEVICE
+from lading.ir.expert_rows import ExpertRows, find_expert_rows
+from lading.ir.experts import Expert
+from lading.ir.graph import StepGraph
+from lading.ir.guess import guess_of
+from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.update_ops import PREFIX
+from lading.memory.guards import Guards, layer_names
+from lading.memory.tier_layout import home_tiers
+
+#: Bytes of the number of a row.
+INDEX_BYTES = 8
+_NUMBER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class HostedExperts:
+    """Experts of a Program that the host computes where they get few tokens.
+
+    Attributes:
+        rows: Operations of each, on rows.
+        limits: Most tokens for which it is computed there.
+        by_action: Expert that an action computes.
+        refused: Why an expert that was to be is not, in words.
+    """
+
+    rows: Mapping[Expert, ExpertRows]
+    limits: Mapping[Expert, int]
+    by_action: Mapping[int, Expert]
+    refused: Mapping[Expert, str]
+
+    def chosen(self, tokens: Mapping[Expert, int]) -> frozenset[Expert]:
+        """Experts among those with tokens that are computed on the host."""
+        return frozenset(e for e, count in tokens.items() if 0 < count <= self.limits.get(e, 0))
+
+
+def row_bytes(graph: StepGraph, rows: ExpertRows, storage: int) -> int:
+    """Bytes per token of a storage that has rows."""
+    return graph.storages[storage].size_bytes // rows.count
+
+
+def find_hosted(program: Program, guards: Guards, limits: Mapping[Expert, int]) -> HostedExperts:
+    """Find which of the experts that may be given up to so many tokens on the host can be computed there, and why not.
+
+    Args:
+        guards: Of the Program.
+        limits: Most tokens by expert; 0 asks for none.
+    """
+    asked = {expert: limit for expert, limit in limits.items() if limit > 0}
+    if not asked or guards.routed is None:
+        return HostedExperts({}, {}, {}, {})
+    each = find_expert_rows(program.graph, guards.routed)
+    rows: dict[Expert, ExpertRows] = {}
+    refused: dict[Expert, str] = {}
+    check = _HostedCheck(program, guards)
+    for expert in asked:
+        mine = each.get(expert, "nothing of it can be left out")
+        why = mine if isinstance(mine, str) else check.refusal(expert, mine)
+        if why or isinstance(mine, str):
+            refused[expert] = why
+        else:
+            rows[expert] = mine
+    of_op = {op: expert for expert, mine in rows.items() for op in mine.ops}
+    by_action = {a.id: of_op[a.op] for a in program.actions if a.op is not None and a.op in of_op}
+    return HostedExperts(
+        rows, {e: min(asked[e], rows[e].count) for e in rows}, by_action, refused
+    )  # fmt: skip
+
+
+class _HostedCheck:
+    """Reasons for which an expert of a Program cannot be computed on the host."""
+
+    def __init__(self, program: Program, guards: Guards) -> None:
+        self._program, self._graph, self._guards = program, program.graph, guards
+        self._homes = home_tiers(program)
+        self._guesses = guess_of(program.graph) is not None
+
+    def refusal(self, expert: Expert, rows: ExpertRows) -> str:
+        """Say what keeps the host from computing an expert; "" for nothing. See [Note: what a hosted expert needs]."""
+        if not self._program.host_tier:
+            return "no tier of the plan is memory in which the host's processors compute"
+        if self._guesses:
+            return "updates run on a guess of the norm of all gradients, expected a plan in which they wait for it"
+        mine = (parameter for parameter in self._guards.replayed if expert in parameter.experts)
+        moved = {s for parameter in mine for op in parameter.updates for s in self._graph.op_writes[op]}
+        for storage in sorted(rows.weights):
+            if why := self._of_value(storage, moved):
+                return f"{self._graph.storages[storage].name} {why}"
+        views = (t for op in rows.ops for t in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs))
+        if any(len(self._graph.storages_of(tensor)) > 1 for tensor in views):
+            return "its parameters lie in pieces, expected each in one"
+        return ""
+
+    def _of_value(self, storage: int, moved: set[int]) -> str:
+        home = self._homes.get(storage, "")
+        if home == DEVICE and self._graph.storages[storage].size_bytes <= _NUMBER_BYTES:
+            return ""  # the number of updates
+        if home != self._program.host_tier:
+            return f"lies on {home or 'no tier'} between steps, expected {self._program.host_tier}"
+        return "" if storage in moved else "is used beside its expert, or its updates cannot be left to a later step"
+
+
+def room_bytes(graph: StepGraph, hosted: HostedExperts) -> int:
+    """Bytes of the device through which rows pass, and as many page-locked ones of the host."""
+    return max(
+        (_pages(hosted.limits[e] * INDEX_BYTES) + _pages(_widest(graph, hosted, e)) for e in hosted.rows), default=0
+    )
+
+
+def _widest(graph: StepGraph, hosted: HostedExperts, expert: Expert) -> int:
+    rows = hosted.rows[expert]
+    passed = (s for each in (rows.inputs, rows.results) for storages in each.values() for s in storages)
+    widths = (row_bytes(graph, rows, s) for s in passed if s in rows.widths)
+    return hosted.limits[expert] * max(widths, default=0)
+
+
+def host_bytes(graph: StepGraph, hosted: HostedExperts) -> int:
+    """Most bytes of the host's memory that rows and gradients of experts take, beside tiers and what is page-locked."""
+    total = 0
+    for expert, rows in hosted.rows.items():
+        made = {graph.storage_of(t) for op in rows.ops for t in graph.ops[op].outputs} | set(rows.widths)
+        for storage in made:
+            whole = graph.storages[storage].size_bytes
+            total += hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
+    return total
+
+
+def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> None:
+    """Prove that rows have room, and that each action that computes an expert on the host is one that is left out.
+
+    Raises:
+        ProgramError: says where.
+    """
+    asked = room_bytes(program.graph, hosted)
+    if asked > program.workspace_bytes:
+        raise ProgramError(
+            f"expected room of {asked} bytes on the device for rows of experts that the host computes, found "
+            f"{program.workspace_bytes} beside the arena; plan again"
+        )
+    for action, expert in hosted.by_action.items():
+        guard = guards.actions.get(action)
+        if guard is None or guard.now != frozenset((expert,)) or guard.before:
+            raise ProgramError(
+                f"expected action {action} to be left out where expert {expert} got no token, found that it runs; "
+                "plan again",
+                action_id=action,
+            )
+    for expert, rows in hosted.rows.items():
+        if not 0 < hosted.limits[expert] <= rows.count:
+            raise ProgramError(
+                f"expected 1 to {rows.count} tokens for which the host computes expert {expert}, found "
+                f"{hosted.limits[expert]}; plan again"
+            )
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def limits_by_expert(guards: Guards, by_layer: Mapping[str, Mapping[int, int]]) -> dict[Expert, int]:
+    """Most tokens by (router, expert), of those by the router's name (``layer_names``) and expert.
+
+    Raises:
+        ProgramError: the step has no such router.
+    """
+    names = layer_names(guards.routers)
+    if unknown := by_layer.keys() - set(names.values()):
+        raise ProgramError(f"expected routers among {', '.join(names.values())}, found {min(unknown)!r}; plan again")
+    return {
+        (number, expert): limit
+        for number, router in enumerate(guards.routers)
+        for expert, limit in by_layer.get(names[router.layer], {}).items()
+    }
+
+
+def updates_of(graph: StepGraph, rows: ExpertRows) -> Iterator[int]:
+    """Yield the updates among an expert's operations."""
+    yield from (op for op in rows.ops if graph.ops[op].name.startswith(PREFIX))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from lading.cost.compute import hosted_costs
 from lading.ir.action import ActionKind
+from lading.ir.graph import Role, StepGraph
 from lading.ir.host_ops import hosted, light_groups
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.memory.lifetime import lifetimes
@@ -49,6 +50,27 @@ def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
         seconds[op], scratch[op] = on_host_s, 0
     costs = dataclasses.replace(step.costs, op_seconds=tuple(seconds), workspace_bytes=tuple(scratch))
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def hosted_alike(form: StepProblem, step: StepProblem) -> StepProblem | None:
+    """Form of a step with the same work on the host that another form has there; None where it has no such operation.
+
+    Args:
+        step: Other form, some of whose operations are on the host. Updates are told by the states that they write,
+            which are cut alike in all forms.
+    """
+    of_form = {_written(form.graph, op): op for op in range(len(form.graph.ops))}
+    wanted = [_written(step.graph, op) for op in sorted(step.graph.on_host)]
+    if not all(key in of_form for key in wanted):
+        return None
+    return hosted_step(form, (of_form[key] for key in wanted))
+
+
+def _written(graph: StepGraph, op: int) -> tuple[str, frozenset[str]]:
+    """Name of an operation, and of the states that it writes; of all that it writes where these are none."""
+    written = [graph.storages[storage] for storage in graph.op_writes[op]]
+    states = [storage for storage in written if storage.role is Role.OPTIMIZER_STATE]
+    return graph.ops[op].name, frozenset(storage.name for storage in states or written)
 
 
 def with_host(found: Found, plan: Callable[[StepProblem], Found | None]) -> Found:

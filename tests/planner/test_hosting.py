@@ -157,10 +157,11 @@ def test_a_bound_with_the_host_is_below_lesser_forms_and_no_lower_than_without_w
     program = within(hosted, NO_LIMIT).lower({}).program
     assert program is not None
     ordered = Ordered(0, hosted, Found({}, program, hosted), hosted.bound_s, (hosted,))
-    bound_s = sharpened_with_host(ordered, parts, [whole, parts]).bound_s
-    assert alike.bound_s <= bound_s
-    assert sharpened(ordered).bound_s - more_s <= bound_s <= sharpened(ordered).bound_s
+    own_s, bound_s = sharpened(ordered).bound_s, sharpened_with_host(ordered, parts, [whole, parts]).bound_s
+    assert min(own_s, max(alike.bound_s, own_s - more_s)) <= bound_s <= own_s
     lacking = captured("gpt", machine=whole.machine, num_layers=1, dim=64, vocab_size=8000)
     less_s = sum(parts.costs.op_seconds) - sum(lacking.costs.op_seconds)
-    bound_s = sharpened_with_host(ordered, parts, [lacking]).bound_s
-    assert bound_s == pytest.approx(max(0.0, sharpened(ordered).bound_s - less_s))
+    assert sharpened_with_host(ordered, parts, [lacking]).bound_s == pytest.approx(max(0.0, own_s - less_s))
+    hopeless = within(whole, 1)
+    assert hopeless.is_hopeless
+    assert sharpened_with_host(ordered, parts, [hopeless]).bound_s == own_s

@@ -594,24 +594,30 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
 def sharpened_with_host(hosted: Ordered, planned: StepProblem, forms: Sequence[StepProblem]) -> Ordered:
     """Sharpen the bound of a plan with operations on the host, below forms that compute less and may have a plan, too.
 
+    A form in parts or pieces can do what one that computes less does, in the seconds that it computes more; and the
+    lesser form has a bound of its own with the same work on the host.
+
     Args:
         planned: Form that was planned, with nothing on the host.
-        forms: Forms of the step, with nothing on the host. One that lacks such an operation counts as the planned one
-            without what that computes more.
+        forms: Forms of the step, with nothing on the host.
     """
-    orders, less_s = [hosted.step], 0.0
+    sharp = sharpened(hosted)
+    bound_s, work = sharp.bound_s, _SHARP_WORK
     for form in forms:
         more_s = sum(planned.costs.op_seconds) - sum(form.costs.op_seconds)
-        if more_s <= _TINY_S or form.is_hopeless:
+        least_s = max(0.0, sharp.bound_s - more_s)
+        if more_s <= _TINY_S or form.is_hopeless or least_s >= bound_s:
             continue
         alike = hosted_alike(form, hosted.step)
-        if alike is None:
-            less_s = max(less_s, more_s)
-        elif alike.bound_s:  # else nothing of it fits
-            orders.append(alike)
-    bound_s = min([hosted.bound_s, *(step.bound_s for step in orders[1:])])
-    sharp = sharpened(dataclasses.replace(hosted, bound_s=bound_s, orders=tuple(orders)))
-    return dataclasses.replace(sharp, bound_s=max(0.0, sharp.bound_s - less_s))
+        if alike is not None and not alike.bound_s:  # nothing of it fits
+            continue
+        if alike is not None:
+            least_s = max(least_s, alike.bound_s)
+            work -= _WINDOWS[0] * int(len(alike.graph.ops) ** 1.5)
+            if least_s < bound_s and work >= 0:
+                least_s = max(least_s, flow_bound_s(alike, _WINDOWS[0]))
+        bound_s = min(bound_s, least_s)
+    return dataclasses.replace(sharp, bound_s=bound_s)
 
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:

@@ -6,10 +6,11 @@ the groups is seldom all of them: with share ``f`` on the host, a first guess ba
 
     max(read_s - f * saved_read_s, write_s - f * saved_write_s, f * host_s, compute_s)
 
-over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter. The
-groups hosted are spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting
-never makes a step slower as simulated. In a large step nothing is tried where another tier's transfers take longer than
-the host's (``_waits_for_another``).
+over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter; and
+the share that balances the others, as computing waits for them even where it takes longest. The groups hosted are
+spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting never makes a step
+slower as simulated. In a large step nothing is tried where another tier's transfers take longer than the host's
+(``_waits_for_another``).
 """
 
 from __future__ import annotations
@@ -200,11 +201,17 @@ def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[Step
                 break
         else:
             break
+    if (balanced := _shares(found, groups, beside_compute=True)) not in tried:
+        attempt(balanced)
     return best
 
 
-def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
-    """Number of eighths of the groups that balances the streams, 1 at least."""
+def _shares(found: Found, groups: Sequence[_HostedOps], *, beside_compute: bool = False) -> int:
+    """Number of eighths of the groups that balances the streams, 1 at least.
+
+    Args:
+        beside_compute: Balance the streams beside computing, which waits for them though it takes longer than each.
+    """
     busy, tier = _busy_s(found), found.step.machine.host_tier
     read, write = _transfers_s(found, groups)
     host = sum(group.host_s for group in groups)
@@ -213,7 +220,7 @@ def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
         share = part / _PARTS
         up = busy.get(read_stream(tier), 0.0) - share * read
         down = busy.get(write_stream(tier), 0.0) - share * write
-        return max(up, down, share * host, busy.get(COMPUTE_STREAM, 0.0))
+        return max(up, down, share * host, 0.0 if beside_compute else busy.get(COMPUTE_STREAM, 0.0))
 
     return min(range(1, _PARTS + 1), key=lambda part: (longest(part), part))
 

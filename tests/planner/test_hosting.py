@@ -17,8 +17,10 @@ from lading.ir.program import HOST_STREAM
 from lading.memory.restore import restore_program
 from lading.memory.verify import verify
 from lading.planner.api import make_plan
-from lading.planner.host_balance import hosted_step, with_host
-from lading.planner.residency import StepProblem
+from lading.planner.forms import lesser_forms
+from lading.planner.host_balance import hosted_alike, hosted_step, with_host
+from lading.planner.orders import Ordered, sharpened, sharpened_with_host
+from lading.planner.residency import Found, StepProblem
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
 from lading.sim.device_step import simulate
@@ -105,7 +107,8 @@ def test_updates_on_a_guess_run_on_the_host_with_room_for_two_values_of_each() -
     changed = {s for op in graph.hosted for s in guessed.intersection(graph.op_writes[op])}
     assert changed
     assert changed <= found.program.second_places["host"].keys()
-    slots = sum(graph.storages[s].size_bytes for s, _ in found.program.slots["host"])
+    lasting = graph.persistent.intersection(s for s, _ in found.program.slots["host"])  # gradients share places
+    slots = sum(graph.storages[s].size_bytes for s in lasting)
     copies = sum(graph.storages[s].size_bytes for s in changed)
     assert found.program.tier_bytes("host") >= slots + copies
     op = max(graph.hosted, key=lambda op: sum(graph.storages[s].size_bytes for s in graph.op_writes[op]))
@@ -113,3 +116,53 @@ def test_updates_on_a_guess_run_on_the_host_with_room_for_two_values_of_each() -
     copied_bytes = sum(graph.storages[s].size_bytes for s in graph.op_writes[op])
     assert placed_costs(graph, machine)[op] == pytest.approx(alone_s + 3 * copied_bytes / 2e11)
     verify(found.program)
+
+
+def forms_on_a_gpu() -> list[StepProblem]:
+    """A step and a form of it that computes more, in less memory than all of it needs."""
+    whole = captured("gpt", machine=machine_with_host(host_bytes_per_s=2e10), num_layers=2, dim=64, vocab_size=8000)
+    forms = lesser_forms(within(whole, int(0.8 * needs(whole, {}))))
+    assert len(forms) > 1
+    return forms
+
+
+def test_forms_have_the_same_updates_on_the_host() -> None:
+    whole, *_, parts = forms_on_a_gpu()
+    ops = [op for group in light_groups(parts.graph)[::2] for op in group]
+    hosted = hosted_step(parts, ops)
+    alike = hosted_alike(whole, hosted)
+    assert alike is not None
+
+    def states(step: StepProblem) -> list[str]:
+        graph = step.graph
+        return sorted(
+            graph.storages[s].name
+            for op in graph.on_host
+            for s in graph.op_writes[op]
+            if "exp_avg" in graph.storages[s].name
+        )
+
+    assert states(alike) == states(hosted) != []
+    assert alike.graph.ops != hosted.graph.ops
+    few = captured("gpt", machine=whole.machine, num_layers=1, dim=64, vocab_size=8000)
+    assert hosted_alike(few, hosted) is None
+
+
+def test_a_bound_with_the_host_is_below_lesser_forms_and_no_lower_than_without_what_the_plan_computes_more() -> None:
+    whole, *_, parts = forms_on_a_gpu()
+    more_s = sum(parts.costs.op_seconds) - sum(whole.costs.op_seconds)
+    assert more_s > 0
+    hosted = hosted_step(parts, (op for group in light_groups(parts.graph) for op in group))
+    alike = hosted_alike(whole, hosted)
+    assert alike is not None
+    program = within(hosted, NO_LIMIT).lower({}).program
+    assert program is not None
+    ordered = Ordered(0, hosted, Found({}, program, hosted), hosted.bound_s, (hosted,))
+    own_s, bound_s = sharpened(ordered).bound_s, sharpened_with_host(ordered, parts, [whole, parts]).bound_s
+    assert min(own_s, max(alike.bound_s, own_s - more_s)) <= bound_s <= own_s
+    lacking = captured("gpt", machine=whole.machine, num_layers=1, dim=64, vocab_size=8000)
+    less_s = sum(parts.costs.op_seconds) - sum(lacking.costs.op_seconds)
+    assert sharpened_with_host(ordered, parts, [lacking]).bound_s == pytest.approx(max(0.0, own_s - less_s))
+    hopeless = within(whole, 1)
+    assert hopeless.is_hopeless
+    assert sharpened_with_host(ordered, parts, [hopeless]).bound_s == own_s

@@ -137,6 +137,18 @@ def test_a_form_whose_bound_is_above_another_ones_flow_needs_none(monkeypatch: p
     assert asked == [id(forms[1]), id(forms[2])]
 
 
+@pytest.mark.parametrize(("plan_s", "planned"), [(2.2, [0, 1]), (2.1, [0])])
+def test_a_form_is_planned_where_the_plan_of_a_better_flow_is_far_behind_its_own(
+    monkeypatch: pytest.MonkeyPatch, plan_s: float, planned: list[int]
+) -> None:
+    forms = [step_with_bound(1.0) for _ in range(2)]
+    seconds = dict(zip(map(id, forms), (2.0, 2.1), strict=True))
+    monkeypatch.setattr(orders, "is_paced", lambda _: True)
+    monkeypatch.setattr(orders, "first_flow", lambda step: (None, SimpleNamespace(seconds=seconds[id(step)])))
+    monkeypatch.setattr(orders, "best_paced", lambda step, flow, near_s: found_in(step, plan_s))
+    assert list(orders.paced_forms(forms, [3.0, 3.0])) == planned
+
+
 @pytest.mark.parametrize("paced", [False, True])
 def test_what_flows_lost_to_a_search_is_not_planned_by_more_of_them(
     monkeypatch: pytest.MonkeyPatch, *, paced: bool

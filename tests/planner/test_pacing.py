@@ -15,11 +15,12 @@ from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
 from lading.memory.verify import verify
+from lading.planner import pacing
 from lading.planner.fluid import flow
-from lading.planner.lower import Lowering, fixed_bytes
-from lading.planner.pacing import PacedFlow, paced
-from lading.planner.relaxation import Candidate, build
-from lading.planner.residency import StepProblem
+from lading.planner.lower import Lowered, Lowering, fixed_bytes
+from lading.planner.pacing import PacedFlow, PacedResidency, paced
+from lading.planner.relaxation import Candidate, RelaxedResidency, build, seated
+from lading.planner.residency import StepProblem, residency_problem
 
 
 def half() -> StepProblem:
@@ -219,3 +220,34 @@ def test_a_flow_that_reserves_bytes_is_the_flow_of_less_memory() -> None:
     assert once.initial_values is not None
     assert np.dot(once.costs, again) == pytest.approx(np.dot(fresh.costs, fresh.initial_values), rel=1e-6)
     assert np.dot(once.costs, again) > np.dot(once.costs, once.initial_values) * (1 + 1e-6)
+
+
+def test_what_cannot_be_packed_reserves_no_more_than_is_missing_without_transfers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Addresses miss 900 bytes with room for transfers and 50 without: more is not reserved, which all would pay."""
+    step = half()
+    reserved = list[int]()
+
+    class Flow:
+        problem, iterations = residency_problem(step), 0
+
+        def solved(self, extra: np.ndarray | None) -> PacedResidency:
+            reserved.append(0 if extra is None else int(extra.max()))
+            kept = tuple({Option.KEEP: 1.0} for _ in self.problem.candidates)
+            folding = seated(np.arange(len(kept)), np.zeros(len(kept), dtype=np.int64))
+            return PacedResidency(RelaxedResidency(kept, 1.0), (), folding)
+
+    def lower(self: StepProblem, choices: object, retimed: int = 0, pace: tuple[float, ...] = ()) -> Lowered:
+        emission = Lowering(step.graph, step.lives, step.machine, step.costs, {}).emission
+        return Lowered(None, emission, 50 if self.sparing else 900, 0, self.arena_bytes)
+
+    monkeypatch.setattr(StepProblem, "lower", lower)
+    monkeypatch.setattr(pacing, "base_profile", lambda graph, emission: np.zeros(1))
+    monkeypatch.setattr(
+        pacing, "missing_bytes", lambda step, lowered: np.full(len(step.graph.ops), lowered.excess_bytes)
+    )
+    found, tried = pacing._plan(step, Flow(), 1)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    assert found is None
+    assert tried == 2 * len(reserved)
+    assert reserved == [0, 50, 100, 150]

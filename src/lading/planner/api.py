@@ -53,6 +53,7 @@ from lading.planner.orders import (
     best_order,
     ordered_with_host,
     sharpened,
+    sharpened_with_host,
     smallest_order_bytes,
     with_weight_pieces_tried,
 )
@@ -672,14 +673,12 @@ def _chosen_exactly(
 def _with_host(chosen: Ordered, step: StepProblem) -> Ordered:
     """Try the plan with operations on the host, and sharpen the bound of the plan that is taken.
 
-    With operations on the host it leaves out what the plan's form of the step computes more.
+    With operations on the host it is below plans of the forms that compute less, with the same work there, too.
     """
     hosted = ordered_with_host(chosen)
-    sharp = sharpened(hosted)
     if hosted is chosen:
-        return sharp
-    more_s = max(0.0, sum(chosen.step.costs.op_seconds) - sum(step.costs.op_seconds))
-    return dataclasses.replace(sharp, bound_s=max(0.0, sharp.bound_s - more_s))
+        return sharpened(chosen)
+    return sharpened_with_host(hosted, chosen.step, chosen.orders or (step,))
 
 
 def _is_given(step: StepProblem, settings: Mapping[str, float]) -> bool:

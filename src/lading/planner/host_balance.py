@@ -6,10 +6,11 @@ the groups is seldom all of them: with share ``f`` on the host, a first guess ba
 
     max(read_s - f * saved_read_s, write_s - f * saved_write_s, f * host_s, compute_s)
 
-over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter. The
-groups hosted are spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting
-never makes a step slower as simulated. In a large step nothing is tried where another tier's transfers take longer than
-the host's (``_waits_for_another``).
+over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter; and
+the share that balances the others, as computing waits for them even where it takes longest. The groups hosted are
+spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting never makes a step
+slower as simulated. In a large step nothing is tried where another tier's transfers take longer than the host's
+(``_waits_for_another``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from lading.cost.compute import hosted_costs
 from lading.ir.action import ActionKind
+from lading.ir.graph import Role, StepGraph
 from lading.ir.host_ops import hosted, light_groups
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.memory.lifetime import lifetimes
@@ -49,6 +51,27 @@ def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
         seconds[op], scratch[op] = on_host_s, 0
     costs = dataclasses.replace(step.costs, op_seconds=tuple(seconds), workspace_bytes=tuple(scratch))
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def hosted_alike(form: StepProblem, step: StepProblem) -> StepProblem | None:
+    """Form of a step with the same work on the host that another form has there; None where it has no such operation.
+
+    Args:
+        step: Other form, some of whose operations are on the host. Updates are told by the states that they write,
+            which are cut alike in all forms.
+    """
+    of_form = {_written(form.graph, op): op for op in range(len(form.graph.ops))}
+    wanted = [_written(step.graph, op) for op in sorted(step.graph.on_host)]
+    if not all(key in of_form for key in wanted):
+        return None
+    return hosted_step(form, (of_form[key] for key in wanted))
+
+
+def _written(graph: StepGraph, op: int) -> tuple[str, frozenset[str]]:
+    """Name of an operation, and of the states that it writes; of all that it writes where these are none."""
+    written = [graph.storages[storage] for storage in graph.op_writes[op]]
+    states = [storage for storage in written if storage.role is Role.OPTIMIZER_STATE]
+    return graph.ops[op].name, frozenset(storage.name for storage in states or written)
 
 
 def with_host(found: Found, plan: Callable[[StepProblem], Found | None]) -> Found:
@@ -178,11 +201,17 @@ def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[Step
                 break
         else:
             break
+    if (balanced := _shares(found, groups, beside_compute=True)) not in tried:
+        attempt(balanced)
     return best
 
 
-def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
-    """Number of eighths of the groups that balances the streams, 1 at least."""
+def _shares(found: Found, groups: Sequence[_HostedOps], *, beside_compute: bool = False) -> int:
+    """Number of eighths of the groups that balances the streams, 1 at least.
+
+    Args:
+        beside_compute: Balance the streams beside computing, which waits for them though it takes longer than each.
+    """
     busy, tier = _busy_s(found), found.step.machine.host_tier
     read, write = _transfers_s(found, groups)
     host = sum(group.host_s for group in groups)
@@ -191,7 +220,7 @@ def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
         share = part / _PARTS
         up = busy.get(read_stream(tier), 0.0) - share * read
         down = busy.get(write_stream(tier), 0.0) - share * write
-        return max(up, down, share * host, busy.get(COMPUTE_STREAM, 0.0))
+        return max(up, down, share * host, 0.0 if beside_compute else busy.get(COMPUTE_STREAM, 0.0))
 
     return min(range(1, _PARTS + 1), key=lambda part: (longest(part), part))
 

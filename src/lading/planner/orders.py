@@ -40,7 +40,7 @@ from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.forms import weight_pieces
-from lading.planner.host_balance import with_host
+from lading.planner.host_balance import hosted_alike, with_host
 from lading.planner.pacing import Pace, PacedFlow, best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
@@ -469,6 +469,9 @@ def searched_forms(
 def paced_forms(forms: Sequence[StepProblem], first_s: Sequence[float]) -> dict[int, Ordered]:
     """Plan the forms whose paced flows take least (``planner.pacing``); returns the fastest plan of each by number.
 
+    A form whose flow takes longer is planned where the plans at hand are further behind it: some flows leave their
+    plans little, as addresses leave holes.
+
     Args:
         first_s: Seconds of the first plan of each: those far behind the fastest are left out.
     """
@@ -484,7 +487,8 @@ def paced_forms(forms: Sequence[StepProblem], first_s: Sequence[float]) -> dict[
         least_s = min(least_s, flows[at][1].seconds)
     made: dict[int, Ordered] = {}
     for flow_s, at in sorted((flow[1].seconds, at) for at, flow in flows.items())[:_PACED_FORMS]:
-        if flow_s == float("inf") or flow_s > (1 + _PACED_REACH) * least_s:
+        made_s = min((ordered.found.step_s for ordered in made.values()), default=float("inf"))
+        if flow_s == float("inf") or (flow_s > (1 + _PACED_REACH) * least_s and made_s <= (1 + REACH) * flow_s):
             break
         best = best_paced(steps[at], flows[at], near_s=(1 + REACH) * min(first_s))
         if best is not None:
@@ -585,6 +589,35 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
     best = search.best if chosen.outdoes_flows else with_paced(search.best, bound_s, 1)
     best = dataclasses.replace(best, device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=bound_s, orders=(best.step,))
+
+
+def sharpened_with_host(hosted: Ordered, planned: StepProblem, forms: Sequence[StepProblem]) -> Ordered:
+    """Sharpen the bound of a plan with operations on the host, below forms that compute less and may have a plan, too.
+
+    A form in parts or pieces can do what one that computes less does, in the seconds that it computes more; and the
+    lesser form has a bound of its own with the same work on the host.
+
+    Args:
+        planned: Form that was planned, with nothing on the host.
+        forms: Forms of the step, with nothing on the host.
+    """
+    sharp = sharpened(hosted)
+    bound_s, work = sharp.bound_s, _SHARP_WORK
+    for form in forms:
+        more_s = sum(planned.costs.op_seconds) - sum(form.costs.op_seconds)
+        least_s = max(0.0, sharp.bound_s - more_s)
+        if more_s <= _TINY_S or form.is_hopeless or least_s >= bound_s:
+            continue
+        alike = hosted_alike(form, hosted.step)
+        if alike is not None and not alike.bound_s:  # nothing of it fits
+            continue
+        if alike is not None:
+            least_s = max(least_s, alike.bound_s)
+            work -= _WINDOWS[0] * int(len(alike.graph.ops) ** 1.5)
+            if least_s < bound_s and work >= 0:
+                least_s = max(least_s, flow_bound_s(alike, _WINDOWS[0]))
+        bound_s = min(bound_s, least_s)
+    return dataclasses.replace(sharp, bound_s=bound_s)
 
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:

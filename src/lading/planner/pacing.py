@@ -640,8 +640,10 @@ def _plan(step: StepProblem, flow: PacedFlow, iterations: float) -> tuple[Found 
             break
         if base_profile(step.graph, made.emission).max() <= step.arena_bytes:
             sparing = dataclasses.replace(step, sparing=True)
-            program, tried = sparing.lower(choices, pace=solved.pace).program, tried + 1
-            if program is not None:
-                fitting.append(Found(choices, program, sparing, pace=solved.pace))
+            spared, tried = sparing.lower(choices, pace=solved.pace), tried + 1
+            if spared.program is not None:
+                fitting.append(Found(choices, spared.program, sparing, pace=solved.pace))
+            else:  # what is missing without room for transfers: to reserve more makes all that is planned slower
+                made = spared
         min_reserve, extra = extra, extra + missing_bytes(step, made)
     return min(fitting, key=lambda found: found.step_s, default=None), tried

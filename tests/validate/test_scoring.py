@@ -14,7 +14,15 @@ from tools.validate.__main__ import main
 from tools.validate.constant import ConstantEfficiency, forward_flop_of_token
 from tools.validate.document import document_of, predictions_of
 from tools.validate.order import kendall_tau, noise, order, regret
-from tools.validate.protocols import anchor_of, anchored, framework_anchored, framework_left_out, left_out
+from tools.validate.protocols import (
+    anchor_of,
+    anchored,
+    framework_anchored,
+    framework_left_out,
+    known_run,
+    left_out,
+    shift_by,
+)
 from tools.validate.rows import Row, read_rows
 from tools.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
 from tools.validate.shrinkage import Cell, expected
@@ -243,8 +251,23 @@ def test_one_run_of_a_framework_moves_the_others_part_of_the_way(tmp_path: Path)
     assert [pair.predicted for pair in near] == pytest.approx([0.8 * factor] * 2)
     assert near[0].outcome.request is not None
     half = half_width(GUESSED, {}, measured=True, untold=1, columns=near[0].outcome.request.model.symbols["h"])
-    narrowed = shift_of({}, [KnownRun(1 / 0.8, {})]).narrowed(half)
-    assert math.log(near[0].high / near[0].predicted) == pytest.approx(narrowed)
+    known = KnownRun(1 / 0.8, {}, untold=1)
+    left_half = shift_of({}, [known], untold=1).half_width(half)
+    assert math.log(near[0].high / near[0].predicted) == pytest.approx(left_half)
+
+
+def test_a_known_run_of_another_source_or_machine_says_less(tmp_path: Path) -> None:
+    lines = [timed(name, 1.0, source="torchtitan", source_family=family) for name, family in ("ax", "bx", "cy")]
+    left = step_pairs(outcomes_of(rows_of(tmp_path, *lines), Told(dict.fromkeys("abc", 0.8)), known=False))
+    anchor, same, other = left
+    assert known_run(anchor, same).elsewhere == frozenset()
+    assert known_run(anchor, other).elsewhere == {"source"}
+    assert shift_by(same, anchor).factor > shift_by(other, anchor).factor > 1
+    assert other.outcome.request is not None
+    moved = dataclasses.replace(other.outcome.request, machine="b200")
+    away = dataclasses.replace(other, outcome=dataclasses.replace(other.outcome, request=moved))
+    assert known_run(anchor, away).elsewhere == {"source", "machine"}
+    assert shift_by(away, anchor).factor < shift_by(other, anchor).factor
 
 
 def test_kernels_of_which_half_a_step_consists_say_half_as_much() -> None:

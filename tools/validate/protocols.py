@@ -25,7 +25,7 @@ import numpy as np
 from lading.catalog.load import load_machine
 from lading.ir.stack import GUESSED
 from lading.sim.interval import bounds, causes_of, half_width
-from lading.sim.known_runs import KnownRun, shift_of
+from lading.sim.known_runs import KnownRun, Shift, differences, shift_of
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from tools.validate.recipes import SWEEP
 from tools.validate.requests import said
@@ -127,13 +127,8 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
         if len(group) == 1:
             continue
         anchor = anchor_of(group)
-        known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
-        told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
-        scored += [
-            _known_by(pair, dataclasses.replace(known, elsewhere=_differences(pair, anchor)))
-            for pair in group
-            if pair is not anchor
-        ]
+        told[framework] = (anchor.outcome.row.id, shift_by(anchor, anchor).factor)
+        scored += [known_by(pair, anchor) for pair in group if pair is not anchor]
     return scored, told
 
 
@@ -155,35 +150,57 @@ def kernel_share(pair: Pair) -> float:
     return min(1.0, kernels / max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))) if shares else 1.0
 
 
-def _known_by(pair: Pair, known: KnownRun) -> Pair:
-    """The pair scaled by what a known run says of it, its interval narrowed by as much."""
-    shift = shift_of(_causes(pair), [known])
+def known_by(pair: Pair, anchor: Pair) -> Pair:
+    """Scale a pair by what a known run says of it, with the interval that is left."""
+    shift = shift_by(pair, anchor)
     scaled = _scaled(pair, shift.factor)
-    return _around(scaled, shift.narrowed(_half_of(pair)))
+    return _around(scaled, shift.half_width(_half_of(pair)))
 
 
-def _differences(pair: Pair, other: Pair) -> frozenset[str]:
-    """Ways in which two steps ran in unlike places ([Note: known runs])."""
-    mine, its = _place(pair), _place(other)
-    return frozenset(way for way in mine if mine[way] != its[way])
+def shift_by(pair: Pair, anchor: Pair) -> Shift:
+    """Work out what a known run says of a pair's step."""
+    known = [known_run(anchor, pair)]
+    return shift_of(_causes(pair), known, untold=_untold(pair), data_sheet=not _measured(pair))
 
 
-def _place(pair: Pair) -> dict[str, object]:
-    """Machine and network that a pair's step ran on, and whether every kernel of it was traced."""
-    request, row = pair.outcome.request, pair.outcome.row
+def known_run(anchor: Pair, pair: Pair) -> KnownRun:
+    """Make the known run of an anchor, as unlike as its step and source are to a pair's."""
+    one, other = pair.outcome.request, anchor.outcome.request
+    assert one is not None
+    assert other is not None
+    mine, its = (_published(side) for side in (pair, anchor))
+    unlike = differences(one, other) | {way for way in mine if mine[way] != its[way]}
+    return KnownRun(
+        anchor.measured / anchor.predicted, _causes(anchor), unlike, _untold(anchor), data_sheet=not _measured(anchor)
+    )
+
+
+def _published(pair: Pair) -> dict[str, object]:
+    """Source of a pair's row, and whether every kernel of it was traced."""
+    row = pair.outcome.row
+    return {"source": row.family, "traced": SWEEP in row.source.lower()}
+
+
+def _untold(pair: Pair) -> int:
+    """Number of words that were not understood, and of things that the source does not say."""
+    request = pair.outcome.request
     assert request is not None
-    network, traced = str(row.hardware.get("inter_node_link") or ""), SWEEP in row.source.lower()
-    return {"machine": request.machine, "network": network, "traced": traced}
+    return len(request.unread) + len(request.unstated)
+
+
+def _measured(pair: Pair) -> bool:
+    """Whether kernels of a pair's machine were measured by shape."""
+    request = pair.outcome.request
+    assert request is not None
+    return load_machine(request.machine).device.gpu is not None
 
 
 def _half_of(pair: Pair) -> float:
     """Half width of the interval of a step whose software is not known."""
     request = pair.outcome.request
     assert request is not None
-    measured = load_machine(request.machine).device.gpu is not None
-    untold = len(request.unread) + len(request.unstated)
     columns = request.model.symbols.get("h", 0)
-    return half_width(GUESSED, _causes(pair), measured=measured, untold=untold, columns=columns)
+    return half_width(GUESSED, _causes(pair), measured=_measured(pair), untold=_untold(pair), columns=columns)
 
 
 def _causes(pair: Pair) -> dict[str, float]:

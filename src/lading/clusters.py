@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +96,12 @@ def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> t
     shift = shift_of(
         simulated.causes, runs, simulated.evidence, untold=simulated.untold, data_sheet=not simulated.measured
     )
-    step_s, spread = simulated.step.step_s * shift.factor, exp(shift.half_width(simulated.spread))
+    step_s = simulated.step.step_s * shift.factor
+    low_s, high_s = (step_s * bound for bound in shift.bounds(simulated.spread, simulated.evidence))
     sentences = [_said_of(run, request) for run in measured_runs]
-    low, high = format_seconds(step_s / spread), format_seconds(step_s * spread)
+    low, high = format_seconds(low_s), format_seconds(high_s)
     sentences.append(f"with that known, the step takes {format_seconds(step_s)} ({low} to {high})")
-    return {"runs": measured_runs, "step_s": step_s, "low_s": step_s / spread, "high_s": step_s * spread}, sentences
+    return {"runs": measured_runs, "step_s": step_s, "low_s": low_s, "high_s": high_s}, sentences
 
 
 def _said_of(run: Mapping[str, Any], request: Request) -> str:

@@ -77,7 +77,7 @@ def test_a_step_that_was_measured_corrects_the_prediction(tmp_path: Path, capsys
     plain, out = tmp_path / "plain.json", tmp_path / "known.json"
     assert main([*ASKED, "--json", str(plain)]) == 0
     before = json.loads(plain.read_text())
-    layout, measured_s = before["layout"], 1.2 * before["step_s"]
+    layout, measured_s = before["layout"], 1.1 * before["step_s"]
     assert main([*ASKED, "--known", f"{layout}={measured_s}", "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
     known = figures["known"]

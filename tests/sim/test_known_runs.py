@@ -67,9 +67,16 @@ def test_a_known_run_narrows_the_interval() -> None:
 def test_a_run_that_is_far_off_widens_the_interval() -> None:
     before = half_width(GUESSED, PRODUCTS, measured=True)
     near, far = (shift_of(PRODUCTS, [KnownRun(ratio, PRODUCTS)]) for ratio in (1.0, 2.0))
-    assert near.surprise == pytest.approx(math.sqrt(2 / 3))
+    assert near.surprise == pytest.approx(math.sqrt(1 / 2))
     assert near.explained == far.explained
     assert near.half_width(before) < before < far.half_width(before)
+
+
+def test_software_that_was_not_known_is_still_slower_more_often_than_faster() -> None:
+    shift = shift_of(PRODUCTS, [KnownRun(1.1, PRODUCTS)])
+    half = shift.half_width(0.3)
+    assert shift.bounds(0.3, GUESSED) == pytest.approx((math.exp(-half), math.exp(1.4 * half)))
+    assert shift.bounds(0.3, FITTED) == pytest.approx((math.exp(-half), math.exp(half)))
 
 
 def test_two_runs_that_differ_are_as_surprising_as_the_formula_says() -> None:
@@ -78,7 +85,7 @@ def test_two_runs_that_differ_are_as_surprising_as_the_formula_says() -> None:
     shift = shift_of(PRODUCTS, [KnownRun(1.3, PRODUCTS), KnownRun(1 / 1.3, PRODUCTS)])
     distance = 2 * math.log(1.3) ** 2 / 0.07**2  # their mean is 0, and their difference has no common part
     assert shift.factor == pytest.approx(1.0)
-    assert shift.surprise == pytest.approx(math.sqrt((2 + distance) / 4))
+    assert shift.surprise == pytest.approx(math.sqrt((1 + distance) / 3))
     assert shift.explained == pytest.approx(2 * shared**2 / (2 * shared + 0.07**2))
 
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lading.catalog.load import load_machine
+from lading.catalog.stacks import evidence_on
 from lading.ir.stack import GUESSED
 from lading.sim.interval import bounds, causes_of, half_width
 from lading.sim.known_runs import KnownRun, Shift, differences, shift_of
@@ -34,6 +36,8 @@ from tools.validate.shrinkage import Cell, expected
 from tools.validate.software import framework_of
 
 CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
+#: Runs of a framework that are compared with each other to choose the one to be known.
+_ENOUGH = 60
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
@@ -126,10 +130,40 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
     for framework, group in sorted(grouped(left, _framework).items()):
         if len(group) == 1:
             continue
-        anchor = anchor_of(group)
+        anchor = most_telling(group)
         told[framework] = (anchor.outcome.row.id, shift_by(anchor, anchor).factor)
         scored += [known_by(pair, anchor) for pair in group if pair is not anchor]
     return scored, told
+
+
+def source_anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Correct pairs of each source by one run of it; returns the rest as they were, and corrected."""
+    before: list[Pair] = []
+    after: list[Pair] = []
+    for _, group in sorted(grouped(pairs, lambda pair: pair.outcome.row.family).items()):
+        if len(group) == 1:
+            continue
+        anchor = most_telling(group)
+        rest = [pair for pair in group if pair is not anchor]
+        before += rest
+        after += [known_by(pair, anchor) for pair in rest]
+    return before, after
+
+
+def most_telling(group: Sequence[Pair]) -> Pair:
+    """Choose the run that is worth measuring: the one that tells most of the others by what is predicted of them.
+
+    What it tells of a run is how much of the variance of that run's logarithm is known with it (``Shift.explained``):
+    nothing that was measured counts, and sources count alike. Of a long group every n-th run is looked at.
+    """
+    some = sorted(group, key=lambda pair: pair.outcome.row.id)[:: -(-len(group) // _ENOUGH)]
+    rows = Counter(pair.outcome.row.family for pair in some)
+
+    def told_by(anchor: Pair) -> float:
+        others = (pair for pair in some if pair is not anchor)
+        return sum(shift_by(pair, anchor).explained / rows[pair.outcome.row.family] for pair in others)
+
+    return max(some, key=lambda pair: round(told_by(pair), 9))
 
 
 def by_framework(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
@@ -153,14 +187,14 @@ def kernel_share(pair: Pair) -> float:
 def known_by(pair: Pair, anchor: Pair) -> Pair:
     """Scale a pair by what a known run says of it, with the interval that is left."""
     shift = shift_by(pair, anchor)
-    scaled = _scaled(pair, shift.factor)
-    return _around(scaled, shift.half_width(_half_of(pair)))
+    scaled, (low, high) = _scaled(pair, shift.factor), shift.bounds(_half_of(pair), _evidence(pair))
+    return dataclasses.replace(scaled, low=scaled.predicted * low, high=scaled.predicted * high)
 
 
 def shift_by(pair: Pair, anchor: Pair) -> Shift:
     """Work out what a known run says of a pair's step."""
     known = [known_run(anchor, pair)]
-    return shift_of(_causes(pair), known, untold=_untold(pair), data_sheet=not _measured(pair))
+    return shift_of(_causes(pair), known, _evidence(pair), untold=_untold(pair), data_sheet=not _measured(pair))
 
 
 def known_run(anchor: Pair, pair: Pair) -> KnownRun:
@@ -195,12 +229,19 @@ def _measured(pair: Pair) -> bool:
     return load_machine(request.machine).device.gpu is not None
 
 
+def _evidence(pair: Pair) -> str:
+    """How a pair's software is known: guessed where it is taken as not known."""
+    request = pair.outcome.request
+    assert request is not None
+    return evidence_on(request.stack, load_machine(request.machine).device.architecture)
+
+
 def _half_of(pair: Pair) -> float:
-    """Half width of the interval of a step whose software is not known."""
+    """Half width of the interval of a pair's step, in logarithms."""
     request = pair.outcome.request
     assert request is not None
     columns = request.model.symbols.get("h", 0)
-    return half_width(GUESSED, _causes(pair), measured=_measured(pair), untold=_untold(pair), columns=columns)
+    return half_width(_evidence(pair), _causes(pair), measured=_measured(pair), untold=_untold(pair), columns=columns)
 
 
 def _causes(pair: Pair) -> dict[str, float]:
@@ -208,10 +249,6 @@ def _causes(pair: Pair) -> dict[str, float]:
     assert prediction is not None
     assert request is not None
     return causes_of(prediction.shares, updates_on_host=request.layout.updates_on_host)
-
-
-def _around(pair: Pair, half: float) -> Pair:
-    return dataclasses.replace(pair, low=pair.predicted * math.exp(-half), high=pair.predicted * math.exp(half))
 
 
 def _cell(pair: Pair) -> Cell:

@@ -52,8 +52,10 @@ _ENDS: Mapping[str, frozenset[str]] = {
 }
 #: A run counts as off by at most so many spreads of what such runs are off by.
 _MOST = 3.0
-#: Degrees of freedom of Student's t: how sure it was before that a software's spreads are those of others.
-_FREEDOM = 2.0
+#: Degrees of freedom of Student's t: how sure it was before that a software's spreads are those of others; and how much
+#: further up than down the interval of software that was not known reaches, as that is slower more often than faster.
+#: Both hold 85 to 95% of published steps of frameworks left out and of 59 other sources, each with one run known.
+_FREEDOM, _ABOVE = 1.0, {GUESSED: 1.4}
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,16 @@ class Shift:
         variance = (before / NINE_OF_TEN) ** 2
         left = max(min(variance, _OWN**2), variance - self.explained)
         return sqrt(left) * NINE_OF_TEN * self.surprise
+
+    def bounds(self, before: float, evidence: str = GUESSED) -> tuple[float, float]:
+        """Bounds of the interval as factors of the corrected seconds.
+
+        Args:
+            before: Half width of the interval when no run was known, in logarithms.
+            evidence: How the software was known then.
+        """
+        half = self.half_width(before)
+        return exp(-half), exp(_ABOVE.get(evidence, 1.0) * half)
 
 
 def differences(one: StepRequest, other: StepRequest) -> frozenset[str]:

@@ -4,7 +4,8 @@
 
 ``python -m tools.validate`` scores rows of tier A, which state everything. A stranger's rows seldom do, so those of
 tier B count here alike, and only those that lack something material (C) do not. Without files it is those of this
-folder that no constant is fitted on, each alone and all together.
+folder that no constant is fitted on, each alone and all together. The second table has their sources of two runs and
+more, before and after one run of each is known (``tools.validate.protocols.source_anchored``).
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from math import log
 from pathlib import Path
 from statistics import median
 
+from tools.validate.protocols import source_anchored
 from tools.validate.rows import read_rows
-from tools.validate.scoring import Outcome, Simulator, outcomes_of, step_pairs, summary
+from tools.validate.scoring import Pair, Simulator, outcomes_of, step_pairs, summary
 
 _FOLDER = Path(__file__).parent
 _SETS = ("", *(f"_{number}" for number in range(2, 7)))
 _NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in _SETS))
 
 
-def line(name: str, outcomes: Sequence[Outcome]) -> str:
+def line(name: str, pairs: Sequence[Pair]) -> str:
     """One row of the table."""
-    pairs = [*step_pairs(outcomes), *step_pairs(outcomes, "B")]
     scores = summary(pairs)
     inside = sum(pair.in_interval for pair in pairs)
     width = median(log(pair.high / pair.low) for pair in pairs)
@@ -35,17 +36,24 @@ def line(name: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def main(files: Sequence[Path]) -> None:
-    """Print the table."""
-    print("| file | sources | runs | error | bias | in the interval | of sources alike | ln(high/low) |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    found: list[Outcome] = []
+    """Print the tables."""
+    heads = (
+        "sources | runs | error | bias | in the interval | of sources alike | ln(high/low) |",
+        "|---" + 7 * "|---:" + "|",
+    )
+    print(f"| file | {heads[0]}\n{heads[1]}")
+    found: list[Pair] = []
     for path in files or [_FOLDER / f"{name}.jsonl" for name in _NAMES]:
         rows, notes = read_rows([path])
         outcomes = outcomes_of(rows, Simulator())
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
-        print(line(path.stem, outcomes), flush=True)
-        found += outcomes
+        pairs = [*step_pairs(outcomes), *step_pairs(outcomes, "B")]
+        print(line(path.stem, pairs), flush=True)
+        found += pairs
     print(line("all", found))
+    before, after = source_anchored(found)
+    print(f"\n| one run of each source | {heads[0]}\n{heads[1]}")
+    print(line("not known", before), line("known", after), sep="\n")
 
 
 if __name__ == "__main__":

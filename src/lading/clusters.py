@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from lading.planner.space import Space
 from lading.report.lines import say, say_list
 from lading.report.plan_table import figures_table
 from lading.report.understood import understood
-from lading.sim.known_runs import KnownRun, shift_of
+from lading.sim.known_runs import KnownRun, differences, shift_of
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, machine_of, simulate
 from lading.units import format_bytes, format_flops, format_seconds
@@ -73,48 +72,63 @@ def _check_experts(ep: int, table: ModelTable) -> None:
 
 
 def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Correct a step by what measured steps of its model, machine and software are off by, by cause.
+    """Correct a step by what measured steps of its software are off by, by cause.
 
     Args:
         request: What was asked for.
-        known: Measured steps as "LAYOUT=SECONDS".
+        known: Measured steps as "LAYOUT=SECONDS", of others "LAYOUT@MODEL=SECONDS" or "LAYOUT@MODEL@MACHINE=SECONDS".
     Returns:
         Figures by name, and sentences that say them.
     Raises:
-        ConfigError: no layout, or no seconds.
+        ConfigError: no layout, no seconds, or a name is not known.
     """
     runs: list[KnownRun] = []
     measured_runs: list[dict[str, Any]] = []
     for text in known:
-        layout, measured_s = _measured(text)
-        other = simulate(*step_of(replace(request, layout=layout, devices=0, global_batch=0)))
-        runs.append(KnownRun(measured_s / other.step.step_s, other.causes))
+        asked, measured_s = _measured(text, request)
+        other = simulate(*step_of(asked))
+        ratio, unlike = measured_s / other.step.step_s, differences(simulated.request, other.request)
+        runs.append(KnownRun(ratio, other.causes, unlike, other.untold, data_sheet=not other.measured))
         measured_runs.append(
-            {"layout": str(other.request.layout), "measured_s": measured_s, "step_s": other.step.step_s}
+            {"model": asked.model, "machine": asked.machine, "layout": str(other.request.layout)}
+            | {"unlike": sorted(unlike), "measured_s": measured_s, "step_s": other.step.step_s}
         )
-    evidence = simulated.evidence
-    shift = shift_of(simulated.causes, runs, evidence)
-    step_s, spread = simulated.step.step_s * shift.factor, exp(shift.narrowed(simulated.spread))
-    sentences = [
-        f"known: {run['layout']} took {format_seconds(run['measured_s'])}, predicted {format_seconds(run['step_s'])} "
-        f"({run['step_s'] / run['measured_s'] - 1:+.1%})"
-        for run in measured_runs
-    ]
-    low, high = format_seconds(step_s / spread), format_seconds(step_s * spread)
+    shift = shift_of(
+        simulated.causes, runs, simulated.evidence, untold=simulated.untold, data_sheet=not simulated.measured
+    )
+    step_s = simulated.step.step_s * shift.factor
+    low_s, high_s = (step_s * bound for bound in shift.bounds(simulated.spread, simulated.evidence))
+    sentences = [_said_of(run, request) for run in measured_runs]
+    low, high = format_seconds(low_s), format_seconds(high_s)
     sentences.append(f"with that known, the step takes {format_seconds(step_s)} ({low} to {high})")
-    return {"runs": measured_runs, "step_s": step_s, "low_s": step_s / spread, "high_s": step_s * spread}, sentences
+    return {"runs": measured_runs, "step_s": step_s, "low_s": low_s, "high_s": high_s}, sentences
 
 
-def _measured(text: str) -> tuple[str, float]:
-    """Layout and seconds of a measured step."""
-    layout, _, seconds = text.rpartition("=")
+def _said_of(run: Mapping[str, Any], request: Request) -> str:
+    """Say a known run in a sentence, with its model and machine where another was asked for."""
+    of = f" of {run['model']}" if run["model"] != request.model else ""
+    on = f" on {run['machine']}" if run["machine"] != request.machine else ""
+    took, step_s = format_seconds(run["measured_s"]), format_seconds(run["step_s"])
+    error = run["step_s"] / run["measured_s"] - 1
+    return f"known: {run['layout']}{of}{on} took {took}, predicted {step_s} ({error:+.1%})"
+
+
+def _measured(text: str, request: Request) -> tuple[Request, float]:
+    """Request of a measured step, and its seconds."""
+    asked, _, seconds = text.rpartition("=")
+    layout, *names = (name.strip() for name in asked.split("@"))
     try:
         measured_s = float(seconds.strip().removesuffix("s"))
     except ValueError:
         measured_s = 0.0
-    if not layout or not 0 < measured_s < float("inf"):
-        raise ConfigError(f"--known: expected LAYOUT=SECONDS such as dp8,zero3,mb2,gb64=3.1, got {text!r}")
-    return layout, measured_s
+    if not layout or not all(names) or len(names) > 2 or not 0 < measured_s < float("inf"):
+        raise ConfigError(
+            "--known: expected LAYOUT=SECONDS such as dp8,zero3,mb2,gb64=3.1, or LAYOUT@MODEL@MACHINE=SECONDS of "
+            f"another model or machine, got {text!r}"
+        )
+    model, machine = (*names, *(request.model, request.machine)[len(names) :])
+    of = replace(request, model=model, machine=machine, layout=layout, devices=0, global_batch=0)
+    return of, measured_s
 
 
 def space_of(request: Request) -> Space:

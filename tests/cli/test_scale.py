@@ -77,7 +77,7 @@ def test_a_step_that_was_measured_corrects_the_prediction(tmp_path: Path, capsys
     plain, out = tmp_path / "plain.json", tmp_path / "known.json"
     assert main([*ASKED, "--json", str(plain)]) == 0
     before = json.loads(plain.read_text())
-    layout, measured_s = before["layout"], 1.2 * before["step_s"]
+    layout, measured_s = before["layout"], 1.1 * before["step_s"]
     assert main([*ASKED, "--known", f"{layout}={measured_s}", "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
     known = figures["known"]
@@ -86,8 +86,27 @@ def test_a_step_that_was_measured_corrects_the_prediction(tmp_path: Path, capsys
     assert known["high_s"] / known["low_s"] < before["high_s"] / before["low_s"]
     assert known["runs"][0]["measured_s"] == pytest.approx(measured_s)
     assert "with that known, the step takes" in capsys.readouterr().out
+    assert known["runs"][0]["unlike"] == []
     assert main([*ASKED, "--known", "fast"]) != 0
     assert "expected LAYOUT=SECONDS" in capsys.readouterr().err
+
+
+def test_a_known_step_of_another_model_or_machine_says_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "known.json"
+    factors: list[float] = []
+    for place in ("", "@gpt3-6.7b@a100"):
+        assert main([*ASKED, "--known", f"dp8,zero3,gb64{place}=1e6", "--json", str(out)]) == 0
+        figures = json.loads(out.read_text())
+        factors.append(figures["known"]["step_s"] / figures["step_s"])
+        run = figures["known"]["runs"][0]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] > 1
+    assert (run["model"], run["machine"]) == ("gpt3-6.7b", "a100")
+    assert set(run["unlike"]) >= {"machine", "model"}
+    assert "of gpt3-6.7b on a100 took" in capsys.readouterr().out
+    assert main([*ASKED, "--known", "dp8@gpt3-6.7b@nowhere=3"]) != 0
+    assert main([*ASKED, "--known", "dp8@=3"]) != 0
+    assert "LAYOUT@MODEL@MACHINE=SECONDS" in capsys.readouterr().err
 
 
 def test_growth_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

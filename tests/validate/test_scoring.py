@@ -14,7 +14,17 @@ from tools.validate.__main__ import main
 from tools.validate.constant import ConstantEfficiency, forward_flop_of_token
 from tools.validate.document import document_of, predictions_of
 from tools.validate.order import kendall_tau, noise, order, regret
-from tools.validate.protocols import anchor_of, anchored, framework_anchored, framework_left_out, left_out
+from tools.validate.protocols import (
+    anchor_of,
+    anchored,
+    framework_anchored,
+    framework_left_out,
+    known_run,
+    left_out,
+    most_telling,
+    shift_by,
+    source_anchored,
+)
 from tools.validate.rows import Row, read_rows
 from tools.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
 from tools.validate.shrinkage import Cell, expected
@@ -243,8 +253,54 @@ def test_one_run_of_a_framework_moves_the_others_part_of_the_way(tmp_path: Path)
     assert [pair.predicted for pair in near] == pytest.approx([0.8 * factor] * 2)
     assert near[0].outcome.request is not None
     half = half_width(GUESSED, {}, measured=True, untold=1, columns=near[0].outcome.request.model.symbols["h"])
-    narrowed = shift_of({}, [KnownRun(1 / 0.8, {})]).narrowed(half)
-    assert math.log(near[0].high / near[0].predicted) == pytest.approx(narrowed)
+    known = KnownRun(1 / 0.8, {}, untold=1)
+    low, high = shift_of({}, [known], untold=1).bounds(half)
+    assert (near[0].low, near[0].high) == pytest.approx((near[0].predicted * low, near[0].predicted * high))
+
+
+def test_a_known_run_of_another_source_or_machine_says_less(tmp_path: Path) -> None:
+    lines = [timed(name, 1.0, source="torchtitan", source_family=family) for name, family in ("ax", "bx", "cy")]
+    left = step_pairs(outcomes_of(rows_of(tmp_path, *lines), Told(dict.fromkeys("abc", 0.8)), known=False))
+    anchor, same, other = left
+    assert known_run(anchor, same).elsewhere == frozenset()
+    assert known_run(anchor, other).elsewhere == {"source"}
+    assert shift_by(same, anchor).factor > shift_by(other, anchor).factor > 1
+    assert other.outcome.request is not None
+    moved = dataclasses.replace(other.outcome.request, machine="b200")
+    away = dataclasses.replace(other, outcome=dataclasses.replace(other.outcome, request=moved))
+    assert known_run(anchor, away).elsewhere == {"source", "machine"}
+    assert shift_by(away, anchor).factor < shift_by(other, anchor).factor
+
+
+def test_the_most_telling_run_is_chosen_without_a_look_at_times(tmp_path: Path) -> None:
+    lines = [timed(name, 1.0, source="torchtitan") for name in "abc"]
+    left = step_pairs(outcomes_of(rows_of(tmp_path, *lines), Told(dict.fromkeys("abc", 0.8)), known=False))
+    shares = [{"products": 0.95, "launches": share, "memory-bound": 0.05 - share} for share in (0.0, 0.02, 0.04)]
+    varied = [with_shares(pair, parts) for pair, parts in zip(left, shares, strict=True)]
+    told = {pair.outcome.row.id: shift_by(other, pair).explained for pair in varied for other in varied[:1]}
+    best = most_telling(varied)
+    sums = {one.outcome.row.id: sum(shift_by(two, one).explained for two in varied if two is not one) for one in varied}
+    assert best.outcome.row.id == max(sums, key=lambda name: sums[name])
+    assert len(set(told.values())) == 3
+    slower = [dataclasses.replace(pair, measured=9.0 if pair is best else 0.1) for pair in reversed(varied)]
+    assert most_telling(slower).outcome.row.id == best.outcome.row.id
+
+
+def with_shares(pair: Pair, shares: dict[str, float]) -> Pair:
+    assert pair.outcome.prediction is not None
+    prediction = dataclasses.replace(pair.outcome.prediction, shares=shares)
+    return dataclasses.replace(pair, outcome=dataclasses.replace(pair.outcome, prediction=prediction))
+
+
+def test_one_run_of_a_source_corrects_its_others_alone(tmp_path: Path) -> None:
+    lines = [timed(name, 1.0, source_family=family) for name, family in ("ax", "bx", "cy", "dz", "ez")]
+    told = dict.fromkeys("abc", 0.8) | dict.fromkeys("de", 1.0)
+    pairs = step_pairs(outcomes_of(rows_of(tmp_path, *lines), Told(told)))
+    before, after = source_anchored(pairs)
+    assert [pair.outcome.row.family for pair in before] == [pair.outcome.row.family for pair in after] == ["x", "z"]
+    assert [pair.predicted for pair in before] == [0.8, 1.0]
+    assert 0.8 < after[0].predicted < 1.0
+    assert after[1].predicted == pytest.approx(1.0)
 
 
 def test_kernels_of_which_half_a_step_consists_say_half_as_much() -> None:

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lading.catalog.load import load_machine
+from lading.catalog.stacks import evidence_on
 from lading.ir.stack import GUESSED
 from lading.sim.interval import bounds, causes_of, half_width
-from lading.sim.known_runs import KnownRun, shift_of
+from lading.sim.known_runs import KnownRun, Shift, differences, shift_of
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from tools.validate.recipes import SWEEP
 from tools.validate.requests import said
@@ -34,6 +36,8 @@ from tools.validate.shrinkage import Cell, expected
 from tools.validate.software import framework_of
 
 CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
+#: Runs of a framework that are compared with each other to choose the one to be known.
+_ENOUGH = 60
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
@@ -126,15 +130,40 @@ def framework_anchored(left: Sequence[Pair]) -> tuple[list[Pair], dict[str, tupl
     for framework, group in sorted(grouped(left, _framework).items()):
         if len(group) == 1:
             continue
-        anchor = anchor_of(group)
-        known = KnownRun(anchor.measured / anchor.predicted, _causes(anchor))
-        told[framework] = (anchor.outcome.row.id, shift_of(known.shares, [known]).factor)
-        scored += [
-            _known_by(pair, dataclasses.replace(known, elsewhere=_differences(pair, anchor)))
-            for pair in group
-            if pair is not anchor
-        ]
+        anchor = most_telling(group)
+        told[framework] = (anchor.outcome.row.id, shift_by(anchor, anchor).factor)
+        scored += [known_by(pair, anchor) for pair in group if pair is not anchor]
     return scored, told
+
+
+def source_anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Correct pairs of each source by one run of it; returns the rest as they were, and corrected."""
+    before: list[Pair] = []
+    after: list[Pair] = []
+    for _, group in sorted(grouped(pairs, lambda pair: pair.outcome.row.family).items()):
+        if len(group) == 1:
+            continue
+        anchor = most_telling(group)
+        rest = [pair for pair in group if pair is not anchor]
+        before += rest
+        after += [known_by(pair, anchor) for pair in rest]
+    return before, after
+
+
+def most_telling(group: Sequence[Pair]) -> Pair:
+    """Choose the run that is worth measuring: the one that tells most of the others by what is predicted of them.
+
+    What it tells of a run is how much of the variance of that run's logarithm is known with it (``Shift.explained``):
+    nothing that was measured counts, and sources count alike. Of a long group every n-th run is looked at.
+    """
+    some = sorted(group, key=lambda pair: pair.outcome.row.id)[:: -(-len(group) // _ENOUGH)]
+    rows = Counter(pair.outcome.row.family for pair in some)
+
+    def told_by(anchor: Pair) -> float:
+        others = (pair for pair in some if pair is not anchor)
+        return sum(shift_by(pair, anchor).explained / rows[pair.outcome.row.family] for pair in others)
+
+    return max(some, key=lambda pair: round(told_by(pair), 9))
 
 
 def by_framework(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
@@ -155,35 +184,64 @@ def kernel_share(pair: Pair) -> float:
     return min(1.0, kernels / max(1e-9, 1.0 - max(0.0, shares.get("bubble", 0.0)))) if shares else 1.0
 
 
-def _known_by(pair: Pair, known: KnownRun) -> Pair:
-    """The pair scaled by what a known run says of it, its interval narrowed by as much."""
-    shift = shift_of(_causes(pair), [known])
-    scaled = _scaled(pair, shift.factor)
-    return _around(scaled, shift.narrowed(_half_of(pair)))
+def known_by(pair: Pair, anchor: Pair) -> Pair:
+    """Scale a pair by what a known run says of it, with the interval that is left."""
+    shift = shift_by(pair, anchor)
+    scaled, (low, high) = _scaled(pair, shift.factor), shift.bounds(_half_of(pair), _evidence(pair))
+    return dataclasses.replace(scaled, low=scaled.predicted * low, high=scaled.predicted * high)
 
 
-def _differences(pair: Pair, other: Pair) -> frozenset[str]:
-    """Ways in which two steps ran in unlike places ([Note: known runs])."""
-    mine, its = _place(pair), _place(other)
-    return frozenset(way for way in mine if mine[way] != its[way])
+def shift_by(pair: Pair, anchor: Pair) -> Shift:
+    """Work out what a known run says of a pair's step."""
+    known = [known_run(anchor, pair)]
+    return shift_of(_causes(pair), known, _evidence(pair), untold=_untold(pair), data_sheet=not _measured(pair))
 
 
-def _place(pair: Pair) -> dict[str, object]:
-    """Machine and network that a pair's step ran on, and whether every kernel of it was traced."""
-    request, row = pair.outcome.request, pair.outcome.row
+def known_run(anchor: Pair, pair: Pair) -> KnownRun:
+    """Make the known run of an anchor, as unlike as its step and source are to a pair's."""
+    one, other = pair.outcome.request, anchor.outcome.request
+    assert one is not None
+    assert other is not None
+    mine, its = (_published(side) for side in (pair, anchor))
+    unlike = differences(one, other) | {way for way in mine if mine[way] != its[way]}
+    return KnownRun(
+        anchor.measured / anchor.predicted, _causes(anchor), unlike, _untold(anchor), data_sheet=not _measured(anchor)
+    )
+
+
+def _published(pair: Pair) -> dict[str, object]:
+    """Source of a pair's row, and whether every kernel of it was traced."""
+    row = pair.outcome.row
+    return {"source": row.family, "traced": SWEEP in row.source.lower()}
+
+
+def _untold(pair: Pair) -> int:
+    """Number of words that were not understood, and of things that the source does not say."""
+    request = pair.outcome.request
     assert request is not None
-    network, traced = str(row.hardware.get("inter_node_link") or ""), SWEEP in row.source.lower()
-    return {"machine": request.machine, "network": network, "traced": traced}
+    return len(request.unread) + len(request.unstated)
+
+
+def _measured(pair: Pair) -> bool:
+    """Whether kernels of a pair's machine were measured by shape."""
+    request = pair.outcome.request
+    assert request is not None
+    return load_machine(request.machine).device.gpu is not None
+
+
+def _evidence(pair: Pair) -> str:
+    """How a pair's software is known: guessed where it is taken as not known."""
+    request = pair.outcome.request
+    assert request is not None
+    return evidence_on(request.stack, load_machine(request.machine).device.architecture)
 
 
 def _half_of(pair: Pair) -> float:
-    """Half width of the interval of a step whose software is not known."""
+    """Half width of the interval of a pair's step, in logarithms."""
     request = pair.outcome.request
     assert request is not None
-    measured = load_machine(request.machine).device.gpu is not None
-    untold = len(request.unread) + len(request.unstated)
     columns = request.model.symbols.get("h", 0)
-    return half_width(GUESSED, _causes(pair), measured=measured, untold=untold, columns=columns)
+    return half_width(_evidence(pair), _causes(pair), measured=_measured(pair), untold=_untold(pair), columns=columns)
 
 
 def _causes(pair: Pair) -> dict[str, float]:
@@ -191,10 +249,6 @@ def _causes(pair: Pair) -> dict[str, float]:
     assert prediction is not None
     assert request is not None
     return causes_of(prediction.shares, updates_on_host=request.layout.updates_on_host)
-
-
-def _around(pair: Pair, half: float) -> Pair:
-    return dataclasses.replace(pair, low=pair.predicted * math.exp(-half), high=pair.predicted * math.exp(half))
 
 
 def _cell(pair: Pair) -> Cell:

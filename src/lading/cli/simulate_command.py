@@ -61,8 +61,8 @@ class LayoutOptions:
         tuple[str, ...],
         optional(
             "LAYOUT=S",
-            "Measured steps (seconds) of this model, machine and software in other layouts, such as "
-            "dp8,zero3,mb2,gb64=3.1. What they are off by corrects the prediction, by cause.",
+            "Measured steps (seconds) of this software, such as dp8,zero3,mb2,gb64=3.1 of this model and machine or "
+            "dp8,zero3,mb2,gb64@llama3-8b@a100=3.1 of others. What they are off by corrects the prediction, by cause.",
         ),
     ] = ()
     report: Annotated[Path | None, optional("FILE.html", "Also write a report for the browser.")] = None

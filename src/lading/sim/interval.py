@@ -46,7 +46,7 @@ from lading.ir.stack import FITTED, GUESSED, SWITCHES
 
 #: Half width, in logarithms, by how the software is known, and of a machine that only a data sheet tells of.
 _SOFTWARE = {FITTED: 0.1, SWITCHES: 0.11, GUESSED: 0.13}
-_DATA_SHEET = 0.2
+DATA_SHEET = 0.2
 #: Columns of a model up to which kernels of software that is not known are short, and what that adds.
 _FEW_COLUMNS, _SHORT_KERNELS = 1024, 0.165
 _ON_HOST = "updates on the host"
@@ -77,7 +77,7 @@ FIRST_READING = (0.35, 0.6)
 #: How much longer a step takes, in logarithms, at half of the board's power, where all of it is products.
 _HALF_THE_POWER = log(2.0)
 #: For each word or field of a source that was not understood, and each thing that a step depends on and it leaves out.
-_UNTOLD = log(1.1)
+UNTOLD = log(1.1)
 
 
 def half_width(
@@ -93,10 +93,10 @@ def half_width(
         columns: Width of the model; 0 where that is not to count.
     """
     causes = (_longer(_LEFT[evidence] * _uncertain(cause), share) for cause, share in shares.items())
-    machine = 0.0 if measured else _DATA_SHEET
+    machine = 0.0 if measured else DATA_SHEET
     short = _SHORT_KERNELS if evidence == GUESSED and 0 < columns <= _FEW_COLUMNS else 0.0
     parts = (_SOFTWARE[evidence], machine, short, *causes)
-    return sqrt(sum(part**2 for part in parts) + untold * _UNTOLD**2)
+    return sqrt(sum(part**2 for part in parts) + untold * UNTOLD**2)
 
 
 def either_way(evidence: str, shares: Mapping[str, float]) -> float:

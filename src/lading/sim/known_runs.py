@@ -5,15 +5,23 @@ cause's share of it times the logarithm of how much longer that cause takes than
 normal around 0 with the spread that the interval of a prediction gives the cause (``lading.sim.interval``), and a run
 has its own part besides. So what a few runs say of another is linear in their logarithms ``r``,
 
-    shift = k K^-1 r,   k_i = cov(step, run i),   K_ij = cov(run i, run j) + own^2 [i = j]
-    cov(a, b) = sum over causes of spread^2 * share_a * share_b
+    shift = k K^-1 r,   k_i = cov(step, run i),   K_ij = cov(run i, run j), and the run's own variance where i = j
+    cov(a, b) = sum over causes of spread^2 * share_a * share_b * kept
 
 A run that waits for transfers half of its time says much of transfers and little of products; what it says is shared by
 how uncertain each cause was. A bubble lasts as long as all else makes it, so shares are of what is no bubble.
 
-A run elsewhere, on other devices, another network or under a tracer, has other kernels, links or hosts: for each such
-difference half of the covariance is left (assumption: as much of what a software is off by is its own as is of where
-it ran).
+How much of a cause two unlike runs have in common (``kept``) goes by what makes the cause:
+
+- launches, waiting between blocks and other work of the host are the software's own, whatever model it trains: all;
+- transfers depend on sizes, links and who waits for whom: nothing on another machine, network or model;
+- kernels, and what is left, go by shapes and libraries: a half for each difference of machine, network, model (its kind
+  and width), number format, sequence, source, or where every kernel of one is traced;
+- what a source leaves out or says in words that are not understood is the same for all of its runs, and has nothing to
+  do with another's; the rates of a data sheet are those of one machine.
+
+The interval is that of Student's t in several variables: a run that is further off than such runs are says that this
+software is less certain than was thought, and one that is as predicted that it is surer.
 """
 
 from __future__ import annotations
@@ -24,16 +32,30 @@ from math import exp, log, sqrt
 
 import numpy as np
 
+from lading.ir.request import StepRequest
 from lading.ir.stack import GUESSED
-from lading.sim.interval import NINE_OF_TEN, cause_spreads
+from lading.sim.interval import DATA_SHEET, NINE_OF_TEN, UNTOLD, cause_spreads
 
 #: Spread of what all steps of a software have in common, and of a run's own part: 0.032 and 0.067 to 0.070 by maximum
 #: likelihood on published steps, each framework left out of what predicts it (``tools.validate``, November 2026).
 _COMMON, _OWN = 0.03, 0.07
-#: What each difference between the places of two runs leaves of their covariance.
-_ELSEWHERE = 0.5
+#: What each difference between two runs leaves of the covariance of their kernels. Assumption: a half. Published steps
+#: of eight frameworks left out err alike from 0 to 0.5, and more above; those of 57 other sources less the nearer to 1.
+_KEPT = 0.5
+_ALL_STEPS, _NOT_TOLD, _RATES = "common", "untold", "data sheet"
+#: Parts that two steps have in common wholly or not at all, by the differences that end it.
+_ENDS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("launches", "waiting in blocks", "host"), frozenset[str]()),
+    "communication": frozenset(("machine", "network", "model")),
+    _NOT_TOLD: frozenset(("source",)),
+    _RATES: frozenset(("machine",)),
+}
 #: A run counts as off by at most so many spreads of what such runs are off by.
 _MOST = 3.0
+#: Degrees of freedom of Student's t: how sure it was before that a software's spreads are those of others; and how much
+#: further up than down the interval of software that was not known reaches, as that is slower more often than faster.
+#: Both hold 85 to 95% of published steps of frameworks left out and of 59 other sources, each with one run known.
+_FREEDOM, _ABOVE = 1.0, {GUESSED: 1.4}
 
 
 @dataclass(frozen=True)
@@ -43,13 +65,17 @@ class KnownRun:
     Attributes:
         ratio: Measured seconds of its step over predicted ones.
         shares: Shares of the predicted step by cause.
-        elsewhere: Ways in which it ran elsewhere than what is asked for, by any names: on other devices, between nodes
-            on another network, every kernel traced where the other's are not.
+        elsewhere: Ways in which it differs from what is asked for: those of ``differences``, "source" where another
+            published it, "traced" where every kernel of one was traced and none of the other.
+        untold: Number of words or fields of its source that were not understood, and of what it does not say.
+        data_sheet: No kernel of its machine was measured.
     """
 
     ratio: float
     shares: Mapping[str, float]
     elsewhere: frozenset[str] = frozenset()
+    untold: int = 0
+    data_sheet: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,42 +85,99 @@ class Shift:
     Attributes:
         factor: Times as long as predicted that it is to be expected to take.
         explained: Variance of the logarithm that is known now.
+        surprise: Times as wide as by its variance alone that the interval is: above 1 where the known runs were further
+            off than such runs are, below where they were less.
     """
 
     factor: float
     explained: float
+    surprise: float = 1.0
 
-    def narrowed(self, half_width: float) -> float:
-        """Half width of an interval, in logarithms, that had ``half_width`` before the runs were known."""
-        left = (half_width / NINE_OF_TEN) ** 2 - self.explained
-        return min(half_width, sqrt(max(_OWN**2, left)) * NINE_OF_TEN)
+    def half_width(self, before: float) -> float:
+        """Half width of an interval, in logarithms, that had ``before`` when no run was known."""
+        variance = (before / NINE_OF_TEN) ** 2
+        left = max(min(variance, _OWN**2), variance - self.explained)
+        return sqrt(left) * NINE_OF_TEN * self.surprise
+
+    def bounds(self, before: float, evidence: str = GUESSED) -> tuple[float, float]:
+        """Bounds of the interval as factors of the corrected seconds.
+
+        Args:
+            before: Half width of the interval when no run was known, in logarithms.
+            evidence: How the software was known then.
+        """
+        half = self.half_width(before)
+        return exp(-half), exp(_ABOVE.get(evidence, 1.0) * half)
 
 
-def shift_of(shares: Mapping[str, float], known: Sequence[KnownRun], evidence: str = GUESSED) -> Shift:
+def differences(one: StepRequest, other: StepRequest) -> frozenset[str]:
+    """Ways in which two steps are unlike, as far as their requests tell ([Note: known runs])."""
+    sides = (
+        {
+            "machine": request.machine,
+            "network": request.network,
+            "model": (request.model.family, request.model.symbols.get("h", 0)),
+            "precision": request.layout.precision,
+            "sequence": request.seq_len,
+        }
+        for request in (one, other)
+    )
+    mine, its = sides
+    return frozenset(way for way in mine if mine[way] != its[way])
+
+
+def shift_of(
+    shares: Mapping[str, float],
+    known: Sequence[KnownRun],
+    evidence: str = GUESSED,
+    *,
+    untold: int = 0,
+    data_sheet: bool = False,
+) -> Shift:
     """Share what known runs are off by over causes, and add up those of a step ([Note: known runs]).
 
     Args:
         shares: Shares of the predicted step by cause.
         known: Runs of the same software.
         evidence: How it was known before (``Stack.evidence_on``).
+        untold: Number of words or fields of the step's source that were not understood, and of what it does not say.
+        data_sheet: Whether no kernel of its machine was measured.
     """
     if not known:
         return Shift(1.0, 0.0)
-    step, *runs = (_parts(parts, evidence) for parts in (shares, *(run.shares for run in known)))
-    away = np.array([len(run.elsewhere) for run in known])
-    near = _ELSEWHERE ** np.array([[len(one.elsewhere ^ other.elsewhere) for other in known] for one in known])
-    among = near * np.array([[_product(one, other) for other in runs] for one in runs]) + _OWN**2 * np.eye(len(runs))
+    step = _parts(shares, evidence, untold, data_sheet)
+    runs = [_parts(run.shares, evidence, run.untold, run.data_sheet) for run in known]
+    among = _OWN**2 * np.eye(len(runs)) + [
+        [_covariance(one, two, here.elsewhere ^ there.elsewhere) for two, there in zip(runs, known, strict=True)]
+        for one, here in zip(runs, known, strict=True)
+    ]
+    shared = np.array([_covariance(step, run, told.elsewhere) for run, told in zip(runs, known, strict=True)])
+    off = np.array([log(run.ratio) for run in known])
     limits = _MOST * np.sqrt(np.diag(among))
-    off = np.clip([log(run.ratio) for run in known], -limits, limits)
-    shared = _ELSEWHERE**away * np.array([_product(step, run) for run in runs])
     weights = np.linalg.solve(among, shared)
-    return Shift(exp(float(weights @ off)), float(weights @ shared))
+    distance = float(off @ np.linalg.solve(among, off))
+    surprise = sqrt((_FREEDOM + distance) / (_FREEDOM + len(runs)))
+    return Shift(exp(float(weights @ np.clip(off, -limits, limits))), float(weights @ shared), surprise)
 
 
-def _parts(shares: Mapping[str, float], evidence: str) -> dict[str, float]:
+def _parts(shares: Mapping[str, float], evidence: str, untold: int, data_sheet: bool) -> dict[str, float]:
     """Spread of each part of a step's logarithm."""
-    return {**cause_spreads(shares, evidence), "common": _COMMON}
+    return {
+        **cause_spreads(shares, evidence),
+        _ALL_STEPS: _COMMON,
+        _NOT_TOLD: sqrt(untold) * UNTOLD / NINE_OF_TEN,
+        _RATES: DATA_SHEET / NINE_OF_TEN if data_sheet else 0.0,
+    }
 
 
-def _product(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    return sum(spread * other.get(part, 0.0) for part, spread in one.items())
+def _covariance(one: Mapping[str, float], other: Mapping[str, float], unlike: frozenset[str]) -> float:
+    """Covariance of two steps' logarithms that are unlike in some ways."""
+    alike = {part: spread * other.get(part, 0.0) for part, spread in one.items()}
+    alike[_NOT_TOLD] = min(one[_NOT_TOLD], other[_NOT_TOLD]) ** 2  # what neither of them says
+    return sum(variance * _kept_of(part, unlike) for part, variance in alike.items())
+
+
+def _kept_of(part: str, unlike: frozenset[str]) -> float:
+    """What is left of the covariance of a part."""
+    ends = _ENDS.get(part)
+    return _KEPT ** len(unlike) if ends is None else float(not unlike & ends)

@@ -117,11 +117,18 @@ class Simulated:
     @property
     def spread(self) -> float:
         """Half width of the interval of the step's seconds, in logarithms (``lading.sim.interval``)."""
-        machine = self.machine
-        measured = machine.device.gpu is not None or machine.processes is not None
-        untold = len(self.request.unread) + len(self.request.unstated)
         columns = self.request.model.symbols.get("h", 0)
-        return half_width(self.evidence, self.causes, measured=measured, untold=untold, columns=columns)
+        return half_width(self.evidence, self.causes, measured=self.measured, untold=self.untold, columns=columns)
+
+    @property
+    def measured(self) -> bool:
+        """Whether kernels of the machine were measured, not read in a data sheet."""
+        return self.machine.device.gpu is not None or self.machine.processes is not None
+
+    @property
+    def untold(self) -> int:
+        """Number of words or fields of a source that were not understood, and of what it does not say."""
+        return len(self.request.unread) + len(self.request.unstated)
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -126,6 +126,9 @@ def test_adapters_of_pefts_default_are_on_queries_and_values(rows: dict[str, Row
         ("hidden_dropout 0.1", 0.1),
         ("dropout=0.05", 0.05),
         ("lora_dropout 0.05", 0.1),
+        ("LoRA dropout 0.05", 0.1),
+        ("adapter dropout 0.05", 0.1),
+        ("Dropout 0", 0.0),
         ("", 0.1),
     ],
 )
@@ -156,6 +159,47 @@ def test_ethernet_without_a_rate_is_not_stated(rows: dict[str, Row]) -> None:
     assert asked(row).otherwise > 1.1
     assert assumed.high_s > slow.step_s
     assert named.otherwise == 1.0
+
+
+def test_a_default_is_no_elastic_fabric(rows: dict[str, Row]) -> None:
+    """ "default" has the letters of EFA, whose rate is known."""
+    row = rows["lambda-neox-20b-24"]
+    for words, told in (("the machine's default", False), ("Elastic Fabric Adapter", True), ("EFA", True)):
+        unstated = asked(row, hardware={"inter_node_link": words}).unstated
+        assert ("the network between nodes" in unstated) != told
+
+
+def test_the_name_of_a_model_attaches_no_adapters(rows: dict[str, Row]) -> None:
+    """Qwen's own scripts list every product; PEFT's default of Qwen2 is queries and values."""
+    row = rows["vectorlm-lora-1-2048"]
+    assert asked(row, notes=f"{row.notes}; Qwen2.5").stack.adapter_modules == ("wq", "wv", "qkv")
+
+
+@pytest.mark.parametrize(
+    ("stages", "error"),
+    [
+        ((4, 0, 4, 4, 4, 6, 6, 4), "at least 1 each"),
+        ((-1, 5, 5, 5, 5, 5, 5, 3), "at least 1 each"),
+        ((4.5, 3.5, 4, 4, 4, 4, 4, 4), "whole numbers"),
+        ((True, 5, 5, 5, 5, 5, 5, 1), "whole numbers"),
+        ("44444444", "whole numbers"),
+        ((4, 4, 4, 4, 4, 5, 5, 3), "add up to the model's 32"),
+    ],
+)
+def test_counts_of_blocks_that_no_pipeline_has_are_refused(rows: dict[str, Row], stages: Any, error: str) -> None:
+    request = request_of(rows["vocab-redis-2048-128k"])
+    with pytest.raises(ConfigError, match=error):
+        dataclasses.replace(request, stage_layers=stages)
+
+
+def test_stages_are_divided_in_one_way(rows: dict[str, Row]) -> None:
+    request = request_of(rows["vocab-redis-2048-128k"])
+    for other in ({"edge_layers_fewer": 1}, {"embedding_is_layer": True}):
+        with pytest.raises(ConfigError, match="stage_layers alone"):
+            dataclasses.replace(request, **other)
+    with pytest.raises(ConfigError, match="expected 7 counts"):
+        simulate(dataclasses.replace(request, layout=dataclasses.replace(request.layout, pp=7)))
+    assert dataclasses.replace(request, stage_layers=[*request.stage_layers]) == request
 
 
 def test_a_pipeline_has_the_layers_that_are_listed(rows: dict[str, Row]) -> None:

@@ -155,7 +155,8 @@ def _names_rate(row: Row) -> bool:
     words = str(row.hardware.get("inter_node_link") or "")
     slots = int(row.hardware.get("gpus_per_node") or 8)
     return bool(words) and (
-        parse_network(words, slots).link is not None or "efa" in words.lower() or "elastic" in words
+        parse_network(words, slots).link is not None
+        or bool(re.search(r"\befa(?:v\d)?\b|\belastic\b", words, re.IGNORECASE))
     )
 
 
@@ -204,7 +205,7 @@ def _unread(row: Row, machine: str) -> list[str]:
 
 
 #: Software on transformers that attaches adapters to every product unless it is told otherwise, or lists what it does.
-_ADAPTS_ALL = r"llama-?factory|unsloth|swift|xtuner|axolotl|\bmodules: all|all-linear|target[-_ ]modules|\bqwen"
+_ADAPTS_ALL = r"llama-?factory|unsloth|swift|xtuner|axolotl|\bmodules: all|all-linear|target[-_ ]modules|qwenlm/qwen"
 
 
 def _adapted_by_default(row: Row, stack: Stack, assumed: list[str]) -> dict[str, Any]:
@@ -313,8 +314,14 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
     return 160
 
 
+#: Dropout of blocks; that of adapters is another.
+_DROPOUT = (
+    r"(?<!lora[ _-])(?<!adapter[ _-])dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)(?! (?:before|of|in|on) (?:lora|adapters))"
+)
+
+
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
-    if match := re.search(r"(?<!lora )(?<!lora_)dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)(?! before adapters)", text):
+    if match := re.search(_DROPOUT, text, re.IGNORECASE):
         return float(match[1])
     if re.search(r"\b(?:no|without|w/o) (?:any )?dropout\b", text, re.IGNORECASE):
         return 0.0
@@ -669,12 +676,15 @@ def _edges(row: Row, text: str, layout: Layout, layers: int, unread: list[str]) 
         return {"stage_layers": each}
     if ends == [0, 0]:
         return {}
-    others = stages - sum(end > 0 for end in ends)
+    others = layout.pp - sum(end > 0 for end in ends)
     between, left = divmod(layers - sum(ends), max(1, others))
-    if stages < 2 or left or (others and between < 1) or (not others and sum(ends) != layers):
+    held = (ends[0] or between, *[between] * (layout.pp - 2), ends[1] or between)
+    if layout.pp < 2 or left or min(held) < 1 or sum(held) != layers or any(count % layout.vpp for count in held):
         unread.append(f"layers of the first and last stage, {ends[0]} and {ends[1]}: {stages} stages as even as can be")
         return {}
-    return {"stage_layers": (ends[0] or between, *[between] * (stages - 2), ends[1] or between)}
+    chunk = tuple(count // layout.vpp for count in held)  # Megatron counts all chunks of a rank
+    back = chunk[::-1] if layout.schedule in ("dualpipe-v", "zbv") else chunk
+    return {"stage_layers": chunk + back * (layout.vpp - 1)}
 
 
 def _listed_stages(words: str, stages: int, layers: int) -> tuple[int, ...]:

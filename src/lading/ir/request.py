@@ -78,7 +78,6 @@ class Request:
         stack: Name of the software.
         network: What links nodes; "" for what the machine has by itself.
         lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
-        stage_layers: Blocks of each stage of the pipeline, in order of forward; () for as even as can be.
         optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
         optimizer_settings: Its settings by name; its own where they are left out.
         matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices of a run.
@@ -185,6 +184,8 @@ class StepRequest:
         schedule_detail: Variant of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
         edge_layers_fewer: Blocks that the first and last stage have fewer than the others, each.
+        stage_layers: Blocks of each stage of the pipeline (pp x vpp), in order of forward; () for as even as can be,
+            or as the two settings above say. The first and the last stage may have none.
         optimizer: Name of a rule (``lading.optim.registry``), its settings by default; one for matrices moves
             those of blocks, and AdamW the rest.
         assumed: What the source does not say and was taken for granted.
@@ -235,6 +236,7 @@ class StepRequest:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
         if not 0 < self.otherwise < inf:
             raise ConfigError(f"request {self.name}: otherwise must be a factor above 0, got {self.otherwise}")
+        self._check_stage_layers()
         stack = self.stack.in_precision(self.layout.precision)
         if self.linear_dtype:
             stack = replace(stack, low_scaling=self.linear_dtype)
@@ -245,6 +247,29 @@ class StepRequest:
             object.__setattr__(self, "assumed", tuple(dict.fromkeys((*self.assumed, *assumed))))
         object.__setattr__(self, "stack", stack)
         object.__setattr__(self, "layout", self._in_buckets(stack))
+
+    def _check_stage_layers(self) -> None:
+        """Refuse counts of blocks that no pipeline has; whether there is one for each stage is seen in the layout.
+
+        Raises:
+            ConfigError: a count is not a whole number, or is of no blocks between the ends; they do not add up to the
+                model's; another setting divides the blocks, too.
+        """
+        counts, blocks = self.stage_layers, self.model.layers
+        if not counts:
+            return
+        whole = all(type(count) is int for count in counts)
+        if not whole or min(counts) < 0 or 0 in counts[1:-1] or sum(counts) != blocks:
+            raise ConfigError(
+                f"request {self.name}: expected stage_layers of whole numbers that add up to the model's {blocks} "
+                f"blocks, at least 1 each between the first and the last stage, got {counts!r}"
+            )
+        if self.edge_layers_fewer or self.embedding_is_layer:
+            raise ConfigError(
+                f"request {self.name}: expected stage_layers alone, got edge_layers_fewer {self.edge_layers_fewer} and "
+                f"embedding_is_layer {self.embedding_is_layer} with it; leave them out"
+            )
+        object.__setattr__(self, "stage_layers", tuple(counts))
 
     def _in_buckets(self, stack: Stack) -> Layout:
         """Layout with the buckets of gradients that the software makes, where it has its own and none were chosen."""

@@ -62,7 +62,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What is known of a storage: elements per token, 0 without rows; and whether rows of other tokens are zero."""
+    """Facts known of a storage: elements per token, 0 without rows; and whether rows of other tokens are zero."""
 
     width: int
     is_zero: bool = False

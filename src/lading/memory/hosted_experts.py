@@ -63,7 +63,7 @@ def find_hosted(program: Program, guards: Guards, limits: Mapping[Expert, int]) 
     """Find which of the experts that may be given up to so many tokens on the host can be computed there, and why not.
 
     Args:
-        guards: Of the Program.
+        guards: Guards of its actions.
         limits: Most tokens by expert; 0 asks for none.
     """
     asked = {expert: limit for expert, limit in limits.items() if limit > 0}

@@ -40,8 +40,8 @@ from lading.memory.guards import (
 from lading.memory.hosted_experts import HostedExperts, check_hosted, find_hosted, limits_by_expert
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Mark
+from lading.runtime.expert_computing import HostRows
 from lading.runtime.host_arena import Arena
-from lading.runtime.hosted_experts import HostRows
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.tiers import TierBytes
 from lading.runtime.update_kernels import Rate, parameter_kernel

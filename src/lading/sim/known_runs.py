@@ -178,6 +178,6 @@ def _covariance(one: Mapping[str, float], other: Mapping[str, float], unlike: fr
 
 
 def _kept_of(part: str, unlike: frozenset[str]) -> float:
-    """What is left of the covariance of a part."""
+    """Share that is left of the covariance of a part."""
     ends = _ENDS.get(part)
     return _KEPT ** len(unlike) if ends is None else float(not unlike & ends)

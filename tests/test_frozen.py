@@ -675,7 +675,7 @@ REPLACED: list[tuple[str, Callable[[Any, Any], Any], str]] = [
     ("named tuple", _attribute("sizes", lambda: Sizes(0.5)), r"sizes = Sizes\(gain=1\.0.*got Sizes\(gain=0\.5"),
     ("its kind", _attribute("sizes", lambda: Sizes(1.0, (1, True))),
      r"sizes = Sizes\(.*got Sizes\(gain=1\.0, parts=\(1, True"),
-    ("slots", _attribute("slots", lambda: Slots(3.0)), r"slots to stay a Slots, as captured, got another"),
+    ("slots", _attribute("slots", lambda: Slots(3.0)), r"slots(?: to stay a Slots|.gain = 2.0), as captured, got"),
     ("tensor", _attribute("mask", lambda: torch.zeros(F)),
      r"mask to stay a tensor of float32 \(8,\), as captured, got an"),
     ("module", lambda model, patch: model.blocks.__setitem__(0, nn.Linear(F, F)), r"blocks\.0 to stay the Linear that"),

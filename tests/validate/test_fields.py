@@ -281,7 +281,10 @@ def test_first_and_last_stages_of_other_sizes(tmp_path: Path) -> None:
     )
     for listed in ("layers of the stages 1 1 3 1", "stages of [1, 1, 3, 1] layers", "layers 1, 1, 3, 1"):
         assert (uneven(listed).stage_layers, uneven(listed).unread) == ((1, 1, 3, 1), ())
-    assert uneven("layers 1, 1, 3, 2").stage_layers == uneven("batches of 1, 1, 3, 1").stage_layers == ()
+    for listed in ("layers 1, 1, 3, 2", "stages of [1, 1, 3, 2] layers"):
+        told = "layers of the stages (1, 1, 3, 2), of 6 in all: 4 stages as even as can be"
+        assert (uneven(listed).stage_layers, uneven(listed).unread) == ((), (told,))
+    assert (uneven("batches of 1, 1, 3, 1").stage_layers, uneven("batches of 1, 1, 3, 1").unread) == ((), ())
     assert uneven(dp=2, pp=2, vpp=2, last_stage_layers=2).stage_layers == (2, 1, 2, 1), "of all chunks of a rank"
     assert uneven(dp=2, pp=2, vpp=2, last_stage_layers=3).unread
     assert uneven("account-for-embedding-in-pipeline-split").embedding_is_layer

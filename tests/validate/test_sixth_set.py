@@ -13,8 +13,8 @@ from tools.validate.words import machine_of
 
 from lading.catalog.load import load_machine
 from lading.errors import ConfigError
-from lading.ir.request import StepRequest
 from lading.sim.simulate import simulate
+from tests.validate.test_fifth_set import asked
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks" / "validation"
 _NODE_RATE = "'800 Gb/s RDMA' is the rate of a whole node, not of each NIC"
@@ -25,12 +25,6 @@ def fixture_rows() -> dict[str, Row]:
     rows, notes = read_rows([_FOLDER / "blind_frameworks_6.jsonl"])
     assert (len(rows), notes) == (117, [])
     return {row.id: row for row in rows}
-
-
-def asked(row: Row, *, notes: str | None = None, **parts: dict[str, Any]) -> StepRequest:
-    """Request of a row, fields of its parts replaced, and its notes."""
-    more: dict[str, Any] = {part: {**getattr(row, part), **fields} for part, fields in parts.items()}
-    return request_of(dataclasses.replace(row, **more, notes=row.notes if notes is None else notes))
 
 
 def test_every_word_of_the_sixth_set_is_read_but_what_no_table_has(rows: dict[str, Row]) -> None:
@@ -116,6 +110,15 @@ def test_adapters_of_pefts_default_are_on_queries_and_values(rows: dict[str, Row
     assert simulate(default).step.step_s < 0.85 * simulate(listed).step.step_s
     tuned = asked(row, layout={"framework": "LLaMA-Factory"})
     assert tuned.stack.adapter_modules == ()
+
+
+def test_another_dropout_of_attention_is_unread(rows: dict[str, Row]) -> None:
+    for notes in ("attention dropout 0, hidden dropout 0.1", "hidden dropout 0.1; attention_dropout 0"):
+        request = asked(rows["lambda-neox-13b-8"], notes=notes)
+        assert request.dropout == 0.1
+        assert "attention's dropout of 0: that of all is taken as 0.1" in request.unread
+    request = asked(rows["lambda-neox-13b-8"], notes="attention dropout 0.1")
+    assert (request.dropout, [words for words in request.unread if "dropout" in words]) == (0.1, [])
 
 
 @pytest.mark.parametrize(

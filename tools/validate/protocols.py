@@ -156,14 +156,14 @@ def most_telling(group: Sequence[Pair]) -> Pair:
     What it tells of a run is how much of the variance of that run's logarithm is known with it (``Shift.explained``):
     nothing that was measured counts, and sources count alike. Of a long group every n-th run is looked at.
     """
-    some = sorted(group, key=lambda pair: pair.outcome.row.id)[:: -(-len(group) // _ENOUGH)]
-    rows = Counter(pair.outcome.row.family for pair in some)
+    sample = sorted(group, key=lambda pair: pair.outcome.row.id)[:: -(-len(group) // _ENOUGH)]
+    rows = Counter(pair.outcome.row.family for pair in sample)
 
-    def told_by(anchor: Pair) -> float:
-        others = (pair for pair in some if pair is not anchor)
+    def explained_by(anchor: Pair) -> float:
+        others = (pair for pair in sample if pair is not anchor)
         return sum(shift_by(pair, anchor).explained / rows[pair.outcome.row.family] for pair in others)
 
-    return max(some, key=lambda pair: round(told_by(pair), 9))
+    return max(sample, key=lambda pair: round(explained_by(pair), 9))
 
 
 def by_framework(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
@@ -202,8 +202,9 @@ def known_run(anchor: Pair, pair: Pair) -> KnownRun:
     one, other = pair.outcome.request, anchor.outcome.request
     assert one is not None
     assert other is not None
-    mine, its = (_published(side) for side in (pair, anchor))
-    unlike = differences(one, other) | {way for way in mine if mine[way] != its[way]}
+    publication, anchor_publication = _published(pair), _published(anchor)
+    ways = {way for way in publication if publication[way] != anchor_publication[way]}
+    unlike = differences(one, other) | ways
     return KnownRun(
         anchor.measured / anchor.predicted, _causes(anchor), unlike, _untold(anchor), data_sheet=not _measured(anchor)
     )

@@ -97,7 +97,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
         trains_embeddings="(emb)" in str(row.layout.get("task", "")),
         packed_tokens=_packed(text, stack, task, assumed),
-        dropout=_dropout(stack, model.family, text, assumed),
+        dropout=_dropout(stack, model.family, text, assumed, unread),
         alibi="alibi" in text.lower(),
         optimizer=optimizer,
         **(_extras(row, text, model.layers) | _edges(row, text, layout, model.layers, unread)),
@@ -316,13 +316,20 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 
 #: Dropout of blocks; that of adapters is another.
 _DROPOUT = (
-    r"(?<!lora[ _-])(?<!adapter[ _-])dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)(?! (?:before|of|in|on) (?:lora|adapters))"
+    r"(attention[ _-])?(?<!lora[ _-])(?<!adapter[ _-])dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)"
+    r"(?! (?:before|of|in|on) (?:lora|adapters))"
 )
 
 
-def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
-    if match := re.search(_DROPOUT, text, re.IGNORECASE):
-        return float(match[1])
+def _dropout(stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
+    """Probability in blocks; that behind attention and MLP where attention's own is another, which is unread then."""
+    by_attention = {
+        bool(match[1]): float(match[2]) for match in reversed([*re.finditer(_DROPOUT, text, re.IGNORECASE)])
+    }
+    if len(set(by_attention.values())) > 1:
+        unread.append(f"attention's dropout of {by_attention[True]:g}: that of all is taken as {by_attention[False]:g}")
+    if by_attention:
+        return by_attention.get(False, by_attention.get(True, 0.0))
     if re.search(r"\b(?:no|without|w/o) (?:any )?dropout\b", text, re.IGNORECASE):
         return 0.0
     if family == "gpt" and "mlperf" in text.lower():
@@ -671,31 +678,35 @@ def _edges(row: Row, text: str, layout: Layout, layers: int, unread: list[str]) 
         return {"edge_layers_fewer": {"one": 1, "two": 2}.get(fewer[1]) or int(fewer[1])}
     ends = [_stage_layers(row, words, end) for end in ("first", "last")]
     stages = layout.pp * layout.vpp
-    if each := _listed_stages(words, stages, layers):
-        unread[:] = [told for told in unread if "stages of unlike numbers of layers" not in told]
-        return {"stage_layers": each}
+    if listed := _listed_stages(words, stages):
+        unread[:] = [
+            words_unread for words_unread in unread if "stages of unlike numbers of layers" not in words_unread
+        ]
+        if sum(listed) == layers and min(listed) > 0:
+            return {"stage_layers": listed}
+        unread.append(f"layers of the stages {listed}, of {layers} in all: {stages} stages as even as can be")
+        return {}
     if ends == [0, 0]:
         return {}
     others = layout.pp - sum(end > 0 for end in ends)
     between, left = divmod(layers - sum(ends), max(1, others))
-    held = (ends[0] or between, *[between] * (layout.pp - 2), ends[1] or between)
-    if layout.pp < 2 or left or min(held) < 1 or sum(held) != layers or any(count % layout.vpp for count in held):
+    counts = (ends[0] or between, *[between] * (layout.pp - 2), ends[1] or between)
+    if layout.pp < 2 or left or min(counts) < 1 or sum(counts) != layers or any(n % layout.vpp for n in counts):
         unread.append(f"layers of the first and last stage, {ends[0]} and {ends[1]}: {stages} stages as even as can be")
         return {}
-    chunk = tuple(count // layout.vpp for count in held)  # Megatron counts all chunks of a rank
+    chunk = tuple(count // layout.vpp for count in counts)  # Megatron counts all chunks of a rank
     back = chunk[::-1] if layout.schedule in ("dualpipe-v", "zbv") else chunk
     return {"stage_layers": chunk + back * (layout.vpp - 1)}
 
 
-def _listed_stages(words: str, stages: int, layers: int) -> tuple[int, ...]:
-    """Blocks of each stage where words list them: "layers 4 4 5 3", "[4, 4, 5, 3]"; () where no list adds up to all."""
+def _listed_stages(words: str, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where words list them: "layers 4 4 5 3", "[4, 4, 5, 3]"; () where nothing does."""
     if stages < 2:
         return ()
     listed = rf"\d+(?:[ ,|]+\d+){{{stages - 1}}}"
     before = r"(?:\[|(?:layers?|blocks?|stages?|layout|split)\b[^;|.\d\[]{0,24}\[?)"
     lists = re.findall(rf"{before}({listed})(?![ ,|]*\d)(?!\.\d)", words)
-    counts = [tuple(int(number) for number in re.findall(r"\d+", found)) for found in lists]
-    return next((each for each in counts if sum(each) == layers and min(each) > 0), ())
+    return next((tuple(map(int, re.findall(r"\d+", numbers))) for numbers in lists), ())
 
 
 def _stage_layers(row: Row, words: str, end: str) -> int:

@@ -15,7 +15,7 @@ zero by a column, row by row, or is put into one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -92,13 +92,17 @@ def find_expert_rows(graph: StepGraph, routed: Routed) -> dict[Expert, ExpertRow
             ops.setdefault(expert, []).append(op)
             if len(needs) > 1:
                 shared.setdefault(expert, op)
+    readers: dict[int, list[int]] = {}
+    for op, storages in enumerate(graph.op_reads):
+        for storage in storages:
+            readers.setdefault(storage, []).append(op)
     rows: dict[Expert, ExpertRows | str] = {}
-    for expert, mine in sorted(ops.items()):
+    for expert, expert_ops in sorted(ops.items()):
         if expert in shared:
             rows[expert] = f"{_named(graph, shared[expert])} is needed by several micro-batches, expected one"
             continue
         try:
-            rows[expert] = _RowSearch(graph, routed, expert, mine).search()
+            rows[expert] = _RowSearch(graph, routed, expert, expert_ops, readers).search()
         except _NoRows as error:
             rows[expert] = str(error)
     return rows
@@ -116,6 +120,7 @@ class _RowSearch:
     routed: Routed
     expert: Expert
     ops: list[int]
+    readers: Mapping[int, Sequence[int]]
     values: dict[int, _Value] = field(default_factory=dict[int, _Value])
     widths: dict[int, int] = field(default_factory=dict[int, int])
     inputs: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -130,6 +135,7 @@ class _RowSearch:
         """
         table = self.graph.tensors[self.graph.ops[self.routed.routers[self.expert[0]].op].outputs[0]]
         self.count = prod(table.shape[:-1])
+        self.step_results = {self.graph.storage_of(t) for t in self.graph.results}
         late = frozenset(self.graph.deferred)
         self._read = set[int]()
         self._changed = {self.graph.storage_of(t) for op in self.graph.ops for t in op.mutates}
@@ -151,8 +157,8 @@ class _RowSearch:
             self._leaving(index, self.graph.ops[index])
         if not any(self.graph.ops[index].name.startswith(PREFIX) for index in self.ops):
             raise _NoRows("it has no update, expected a trained expert")
-        mine = frozenset(self.weights)
-        return ExpertRows(tuple(self.ops), self.count, self.widths, self.inputs, self.results, mine)
+        weights = frozenset(self.weights)
+        return ExpertRows(tuple(self.ops), self.count, self.widths, self.inputs, self.results, weights)
 
     def _refuse(self, index: int, why: str) -> _NoRows:
         return _NoRows(f"{_named(self.graph, index)} {why}")
@@ -253,9 +259,9 @@ class _RowSearch:
         if not with_rows:
             return _Value(0)
         dims = with_rows.pop()
-        for tensor, mine in places.items():
+        for tensor, tensor_dims in places.items():
             shape = self.graph.tensors[tensor].shape
-            if not mine and any(d - rank + len(shape) >= 0 and shape[d - rank] != 1 for d in dims):
+            if not tensor_dims and any(d - rank + len(shape) >= 0 and shape[d - rank] != 1 for d in dims):
                 raise self._refuse(index, "mixes rows of tokens with what has none")
         width = prod(out.shape) // self.count
         if row_dims(out, width, self.count) != dims:
@@ -300,10 +306,10 @@ class _RowSearch:
         inside, left = frozenset(self.ops), list[int]()
         for tensor in op.outputs:
             storage = self.graph.storage_of(tensor)
-            if not _is_read_outside(self.graph, storage, inside):
+            readers = [reader for reader in self.readers.get(storage, ()) if reader not in inside]
+            if not readers and storage not in self.step_results:
                 continue
             value = self.values[storage]
-            readers = (op for op, reads in enumerate(self.graph.op_reads) if storage in reads and op not in inside)
             if any(self.graph.ops[reader].name.startswith(PREFIX) for reader in readers):
                 raise _NoRows("an update runs in every step, as values do not surely lie still when the router chooses")
             if not value.width and prod(self.graph.tensors[tensor].shape) != 1:
@@ -313,8 +319,3 @@ class _RowSearch:
             left.append(storage)
         if left:
             self.results[index] = tuple(left)
-
-
-def _is_read_outside(graph: StepGraph, storage: int, inside: Iterable[int]) -> bool:
-    readers = {op for op, reads in enumerate(graph.op_reads) if storage in reads}
-    return not readers <= set(inside) or storage in {graph.storage_of(t) for t in graph.results}

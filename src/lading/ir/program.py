@@ -105,6 +105,11 @@ def operation_streams(graph: StepGraph) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
+def whole_pages(size_bytes: int) -> int:
+    """Bytes of the pages that so many bytes take."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def slot_bytes(size_bytes: int) -> int:
     """Bytes a storage takes in an arena: whole pages, or whole cache lines when smaller than a page."""
     unit = PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES

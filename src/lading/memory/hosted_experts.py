@@ -23,7 +23,7 @@ from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert
 from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import PREFIX
 from lading.memory.guards import Guards, layer_names
 from lading.memory.tier_layout import home_tiers
@@ -66,25 +66,23 @@ def find_hosted(program: Program, guards: Guards, limits: Mapping[Expert, int]) 
         guards: Guards of its actions.
         limits: Most tokens by expert; 0 asks for none.
     """
-    asked = {expert: limit for expert, limit in limits.items() if limit > 0}
-    if not asked or guards.routed is None:
+    allowed = {expert: limit for expert, limit in limits.items() if limit > 0}
+    if not allowed or guards.routed is None:
         return HostedExperts({}, {}, {}, {})
-    each = find_expert_rows(program.graph, guards.routed)
+    rows_by_expert = find_expert_rows(program.graph, guards.routed)
     rows: dict[Expert, ExpertRows] = {}
     refused: dict[Expert, str] = {}
     check = _HostedCheck(program, guards)
-    for expert in asked:
-        mine = each.get(expert, "nothing of it can be left out")
-        why = mine if isinstance(mine, str) else check.refusal(expert, mine)
-        if why or isinstance(mine, str):
-            refused[expert] = why
+    for expert in allowed:
+        candidate = rows_by_expert.get(expert, "nothing of it can be left out")
+        reason = candidate if isinstance(candidate, str) else check.refusal(expert, candidate)
+        if reason or isinstance(candidate, str):
+            refused[expert] = reason
         else:
-            rows[expert] = mine
-    of_op = {op: expert for expert, mine in rows.items() for op in mine.ops}
-    by_action = {a.id: of_op[a.op] for a in program.actions if a.op is not None and a.op in of_op}
-    return HostedExperts(
-        rows, {e: min(asked[e], rows[e].count) for e in rows}, by_action, refused
-    )  # fmt: skip
+            rows[expert] = candidate
+    expert_by_op = {op: expert for expert, expert_rows in rows.items() for op in expert_rows.ops}
+    by_action = {a.id: expert_by_op[a.op] for a in program.actions if a.op is not None and a.op in expert_by_op}
+    return HostedExperts(rows, {e: min(allowed[e], rows[e].count) for e in rows}, by_action, refused)
 
 
 class _HostedCheck:
@@ -101,8 +99,8 @@ class _HostedCheck:
             return "no tier of the plan is memory in which the host's processors compute"
         if self._guesses:
             return "updates run on a guess of the norm of all gradients, expected a plan in which they wait for it"
-        mine = (parameter for parameter in self._guards.replayed if expert in parameter.experts)
-        moved = {s for parameter in mine for op in parameter.updates for s in self._graph.op_writes[op]}
+        replayed = (parameter for parameter in self._guards.replayed if expert in parameter.experts)
+        moved = {s for parameter in replayed for op in parameter.updates for s in self._graph.op_writes[op]}
         for storage in sorted(rows.weights):
             if why := self._of_value(storage, moved):
                 return f"{self._graph.storages[storage].name} {why}"
@@ -123,7 +121,8 @@ class _HostedCheck:
 def room_bytes(graph: StepGraph, hosted: HostedExperts) -> int:
     """Bytes of the device through which rows pass, and as many page-locked ones of the host."""
     return max(
-        (_pages(hosted.limits[e] * INDEX_BYTES) + _pages(_widest(graph, hosted, e)) for e in hosted.rows), default=0
+        (whole_pages(hosted.limits[e] * INDEX_BYTES) + whole_pages(_widest(graph, hosted, e)) for e in hosted.rows),
+        default=0,
     )
 
 
@@ -171,10 +170,6 @@ def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> Non
                 f"expected 1 to {rows.count} tokens for which the host computes expert {expert}, found "
                 f"{hosted.limits[expert]}; plan again"
             )
-
-
-def _pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def limits_by_expert(guards: Guards, by_layer: Mapping[str, Mapping[int, int]]) -> dict[Expert, int]:

@@ -91,8 +91,8 @@ class HostChoice:
     def expected(self, guards: Guards, hosted: HostedExperts, used: frozenset[Expert]) -> dict[Expert, float]:
         """Mean tokens of the experts that the host computes in a step that uses some."""
         names = layer_names(guards.routers)
-        of = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in used if e in hosted.limits}
-        return {e: count for e, count in of.items() if count <= hosted.limits[e]}
+        counts = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in used if e in hosted.limits}
+        return {e: count for e, count in counts.items() if count <= hosted.limits[e]}
 
 
 def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice:
@@ -214,18 +214,18 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: 
 
 def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_bytes: int) -> list[str]:
     """Say which experts the host computes, which it cannot and why, and what was assumed."""
-    said: list[str] = []
+    lines: list[str] = []
     if hosted.rows:
         limits = sorted({hosted.limits[e] for e in hosted.rows})
         most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
-        said.append(
+        lines.append(
             f"{len(hosted.rows)} experts are computed on the host, where they lie, in steps that give them at most "
             f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's "
             "as sums over fewer rows do"
         )
-        said.append(
+        lines.append(
             f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
             f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
         )
-    said += _refusals(hosted.refused, guards.routers)
-    return said
+    lines += _refusals(hosted.refused, guards.routers)
+    return lines

@@ -206,7 +206,7 @@ class _ExpertPlans:
     first: Planned
 
     def hosting(self, host: HostChoice) -> tuple[float, Planned | None]:
-        """Likewise, with the best of a few parts of the experts that the host may compute.
+        """Seconds and plan with the best of a few parts of the experts that the host may compute.
 
         It computes some while others are fetched, so the best part of them is seldom all.
         """

@@ -17,7 +17,7 @@ from lading.errors import ConfigError
 from lading.files import cannot_write
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import FILE
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import Program, whole_pages
 from lading.runtime.executor import Executor
 from lading.runtime.gathering import read_value
 from lading.runtime.named import check_numbers
@@ -69,7 +69,7 @@ class CarriedValues:
         local_values = {n: value for n, value in self._values.items() if not value.shape or is_here(value, ranks)}
         large = {name for name, value in local_values.items() if value.shape and prod(value.shape)}
         sizes = [prod(local_values[name].shape) * DTYPE_BYTES[local_values[name].dtype] for name in large]
-        self._file = None if folder is None else _NamelessFile(folder, sum(map(_whole_pages, sizes)))
+        self._file = None if folder is None else _NamelessFile(folder, sum(map(whole_pages, sizes)))
         self.tensors = dict[str, torch.Tensor]()
         for name, value in local_values.items():
             tensor = read_value(executor, dataclasses.replace(value, owner=None) if value.shape else value, ranks)
@@ -131,7 +131,7 @@ class _NamelessFile:
 
     def copy_to_file(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy of a tensor that takes memory only while it is looked at."""
-        start, self._end = self._end, self._end + _whole_pages(tensor.numel() * tensor.element_size())
+        start, self._end = self._end, self._end + whole_pages(tensor.numel() * tensor.element_size())
         copy = torch.frombuffer(self._pages, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
         copy.copy_(tensor)
         self.drop()
@@ -140,10 +140,6 @@ class _NamelessFile:
     def drop(self) -> None:
         """Give back the memory of what was looked at."""
         self._pages.madvise(mmap.MADV_DONTNEED)
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _suffixes(names: Iterable[str]) -> dict[str, set[str]]:

@@ -22,7 +22,7 @@ from lading.ir.action import DEVICE
 from lading.ir.expert_rows import ExpertRows, row_dims
 from lading.ir.experts import Expert
 from lading.ir.graph import Tensor
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import PREFIX
 from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, room_bytes, updates_of
 from lading.optim.rule import ParameterRule
@@ -145,15 +145,15 @@ class HostRows:
             if step is None:
                 return
             if op not in step.done:
-                for storage, there in inputs.items():
-                    step.values[storage] = self._gathered(there, storage in rows.widths, step.numbers, lane)
+                for storage, on_device in inputs.items():
+                    step.values[storage] = self._gathered(on_device, storage in rows.widths, step.numbers, lane)
                 if self._graph.ops[op].name.startswith(PREFIX):
                     self._update(op, rows, step, number, rate, lane)
                 else:
                     self._compute(op, rows, step)
                 step.done.add(op)
-            for storage, there in results.items():
-                self._scattered(there, step.values[storage], storage in rows.widths, step.numbers, lane)
+            for storage, on_device in results.items():
+                self._scattered(on_device, step.values[storage], storage in rows.widths, step.numbers, lane)
             if action == self._last[expert]:
                 step.values.clear()
 
@@ -207,11 +207,11 @@ class HostRows:
     ) -> None:
         """Move a parameter where it lies, and count the update on the device."""
         part = self._graph.ops[op]
-        there = None if number is None else self._gathered(number, False, step.numbers, lane)
-        before = None if there is None else there.clone()
+        on_host = None if number is None else self._gathered(number, False, step.numbers, lane)
+        before = None if on_host is None else on_host.clone()
         parameter = self._graph.first_piece(self._graph.storage_of(part.inputs[0]))
         kernel = bind(
-            part, lambda t: self._view(t, rows, step, there), kind="cpu", optimizer=self._optimizer, rate=rate,
+            part, lambda t: self._view(t, rows, step, on_host), kind="cpu", optimizer=self._optimizer, rate=rate,
             parameter=parameter,
         )  # fmt: skip
         changed = self._graph.op_writes[op]
@@ -219,8 +219,8 @@ class HostRows:
         for storage in changed:
             self._begun[storage] = self._begun.get(storage, 0) + 1
         kernel.run()
-        if number is not None and there is not None and not torch.equal(there, cast("torch.Tensor", before)):
-            self._scattered(number, there, False, step.numbers, lane)
+        if number is not None and on_host is not None and not torch.equal(on_host, cast("torch.Tensor", before)):
+            self._scattered(number, on_host, False, step.numbers, lane)
         for storage in changed:
             self._ended[storage] = self._ended.get(storage, 0) + 1
 
@@ -242,27 +242,27 @@ class HostRows:
     def _rooms(self, dtype: torch.dtype, count: int, width: int) -> tuple[torch.Tensor, ...]:
         """Indices on the device and the host, and rows there: int64[R] twice, [R, W] twice."""
         index, size = count * INDEX_BYTES, count * width * dtype.itemsize
-        start = -(-index // PAGE_BYTES) * PAGE_BYTES
-        both = cast("tuple[Memory, Memory]", (self._room, self._stage))
-        numbers = [memory.bytes_at(0, index).view(torch.int64) for memory in both]
-        values = [memory.bytes_at(start, size).view(dtype).view(count, width) for memory in both]
+        start = whole_pages(index)
+        memories = cast("tuple[Memory, Memory]", (self._room, self._stage))
+        numbers = [memory.bytes_at(0, index).view(torch.int64) for memory in memories]
+        values = [memory.bytes_at(start, size).view(dtype).view(count, width) for memory in memories]
         return (*numbers, *values)
 
-    def _gathered(self, there: torch.Tensor, has_rows: bool, numbers: torch.Tensor, lane: Lane) -> torch.Tensor:
+    def _gathered(self, on_device: torch.Tensor, has_rows: bool, numbers: torch.Tensor, lane: Lane) -> torch.Tensor:
         """Elements of the chosen rows of a tensor of the device, or of a single number, on the host."""
         if not has_rows:
-            stage = self._stage.bytes_at(0, there.nbytes).view(there.dtype)
-            lane.bound(partial(stage.copy_, there, non_blocking=True))()
+            stage = self._stage.bytes_at(0, on_device.nbytes).view(on_device.dtype)
+            lane.bound(partial(stage.copy_, on_device, non_blocking=True))()
             self._waits.wait()
-            self.moved_bytes["device_to_host"] += there.nbytes
+            self.moved_bytes["device_to_host"] += on_device.nbytes
             return stage.clone()
-        count, width = len(numbers), there.shape[1]
-        index, index_stage, room, stage = self._rooms(there.dtype, count, width)
+        count, width = len(numbers), on_device.shape[1]
+        index, index_stage, room, stage = self._rooms(on_device.dtype, count, width)
         index_stage.copy_(numbers)
 
         def copy() -> None:
             index.copy_(index_stage, non_blocking=True)
-            torch.index_select(there, 0, index, out=room)
+            torch.index_select(on_device, 0, index, out=room)
             stage.copy_(room, non_blocking=True)
 
         lane.bound(copy)()
@@ -271,25 +271,25 @@ class HostRows:
         return stage.flatten().clone()
 
     def _scattered(
-        self, there: torch.Tensor, values: torch.Tensor, has_rows: bool, numbers: torch.Tensor, lane: Lane
+        self, on_device: torch.Tensor, values: torch.Tensor, has_rows: bool, numbers: torch.Tensor, lane: Lane
     ) -> None:
         """Write the chosen rows of a tensor of the device, or a single number."""
         if not has_rows:
-            stage = self._stage.bytes_at(0, there.nbytes).view(there.dtype)
+            stage = self._stage.bytes_at(0, on_device.nbytes).view(on_device.dtype)
             stage.copy_(values)
-            lane.bound(partial(there.copy_, stage, non_blocking=True))()
+            lane.bound(partial(on_device.copy_, stage, non_blocking=True))()
             self._waits.wait()
-            self.moved_bytes["host_to_device"] += there.nbytes
+            self.moved_bytes["host_to_device"] += on_device.nbytes
             return
-        count, width = len(numbers), there.shape[1]
-        index, index_stage, room, stage = self._rooms(there.dtype, count, width)
+        count, width = len(numbers), on_device.shape[1]
+        index, index_stage, room, stage = self._rooms(on_device.dtype, count, width)
         index_stage.copy_(numbers)
         stage.copy_(values.view(count, width))
 
         def copy() -> None:
             index.copy_(index_stage, non_blocking=True)
             room.copy_(stage, non_blocking=True)
-            there.index_copy_(0, index, room)
+            on_device.index_copy_(0, index, room)
 
         lane.bound(copy)()
         self._waits.wait()

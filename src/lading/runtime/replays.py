@@ -26,7 +26,7 @@ import torch
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.experts import Expert
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, refs
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import rule_of
 from lading.memory.guards import (
     REPLAY_ELEMENTS,
@@ -369,7 +369,7 @@ class Experts:
             count = min(REPLAY_ELEMENTS, part.elements - start)
             zeros_bytes = count * DTYPE_BYTES[self._graph.tensors[part.gradient].dtype]
             gradient = self._room.bytes_at(0, zeros_bytes).view(self._dtype(part.gradient)).zero_()
-            places = self._fetched(part.moved, start, count, _whole_pages(zeros_bytes))
+            places = self._fetched(part.moved, start, count, whole_pages(zeros_bytes))
             views = {t: room.view(self._dtype(t))[:count] for t, (room, _) in places.items()}
             number = None if began is None else began.clone()
             self._run(part, views, gradient, number, missed, parameter)
@@ -431,7 +431,7 @@ class Experts:
             memory = self._values.at_home(view.storage, begin, begin + size)
             room = memory
             if room is None:
-                whole = _whole_pages(size)
+                whole = whole_pages(size)
                 room = self._room.bytes_at(at, whole)
                 self._values.read_pages(view.storage, begin, room)
                 at += whole
@@ -460,10 +460,6 @@ class _Part:
         self.counts = bool(named.get("first", True))
         self.moved = [self.param, *self.states, *([] if self.master is None else [self.master])]
         self.elements = math.prod(shape)
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _clear(tensors: Sequence[torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from lading.errors import ConfigError, StorageError
 from lading.ir.machine import FILE, MEMORY, Tier
-from lading.ir.program import PAGE_BYTES
+from lading.ir.program import PAGE_BYTES, whole_pages
 from lading.permissions import check_code, check_path
 from lading.runtime.host_arena import Arena
 from lading.units import MiB, format_bytes
@@ -183,7 +183,7 @@ class FileTier:
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self.folder = folder
-        self.capacity_bytes = -(-capacity_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.capacity_bytes = whole_pages(capacity_bytes)
         self._places: np.ndarray | None = None  # of each page: 0 first, 1 second
         self._kept: np.ndarray | None = None
         self._is_linked = False

@@ -122,8 +122,8 @@ def differences(one: StepRequest, other: StepRequest) -> frozenset[str]:
         }
         for request in (one, other)
     )
-    mine, its = sides
-    return frozenset(way for way in mine if mine[way] != its[way])
+    first, second = sides
+    return frozenset(way for way in first if first[way] != second[way])
 
 
 def shift_of(
@@ -151,7 +151,7 @@ def shift_of(
         [_covariance(one, two, here.elsewhere ^ there.elsewhere) for two, there in zip(runs, known, strict=True)]
         for one, here in zip(runs, known, strict=True)
     ]
-    shared = np.array([_covariance(step, run, told.elsewhere) for run, told in zip(runs, known, strict=True)])
+    shared = np.array([_covariance(step, run, source.elsewhere) for run, source in zip(runs, known, strict=True)])
     off = np.array([log(run.ratio) for run in known])
     limits = _MOST * np.sqrt(np.diag(among))
     weights = np.linalg.solve(among, shared)

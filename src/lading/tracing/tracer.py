@@ -326,13 +326,8 @@ class Tracer(TorchDispatchMode):
             self._constant(out, args[0])
             return
         made = list(flat_tensors(out))
-        for t in read:
-            if not isinstance(t, FakeTensor) and id(t) not in self._read_ids:  # before what is made is seen to be new
-                self._note_read(t)
-        for t in made:
-            self._check_dense(func, t)
-        for t in mutated:
-            self._check_size(func, t.untyped_storage())
+        self._note_reads(read)  # before what is made is seen to be new
+        self._check_memory(func, made, mutated)
         new = [t for t in made if t.untyped_storage()._cdata not in self._storage_ids]
         is_view = not new and not mutated and func is not _ASSERT
         if is_view and self.views is None:
@@ -371,6 +366,13 @@ class Tracer(TorchDispatchMode):
                 random=is_random,
             )
         )
+
+    def _check_memory(self, func: Any, made: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
+        """Refuse results whose elements overlap, and writes that change the size of what they write."""
+        for t in made:
+            self._check_dense(func, t)
+        for t in mutated:
+            self._check_size(func, t.untyped_storage())
 
     def _is_random(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation draws numbers.
@@ -496,13 +498,16 @@ class Tracer(TorchDispatchMode):
             self._storage_ids[seen._cdata] = self._storage_ids[storage_of(t)]
             self._real_storages.add(seen._cdata)
 
-    def _note_read(self, t: torch.Tensor) -> None:
-        """Take note that the step reads a tensor nobody declared, with how it can be told later from what it is now."""
-        self._read_ids.add(id(t))
-        self.tensor_id(t)
-        with unset_fake_temporarily():
-            read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), self._said(t))
-        self.read_tensors.append((t, read))
+    def _note_reads(self, tensors: list[torch.Tensor]) -> None:
+        """Take note of tensors nobody declared that the step reads, with what tells later whether they were written."""
+        for t in tensors:
+            if isinstance(t, FakeTensor) or id(t) in self._read_ids:
+                continue
+            self._read_ids.add(id(t))
+            self.tensor_id(t)
+            with unset_fake_temporarily():
+                read = ReadTensor(weakref.ref(t), version_of(t), sample_of(t), self._said(t))
+            self.read_tensors.append((t, read))
 
     def _said(self, t: torch.Tensor) -> str:
         return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}, read in {self.place()}"

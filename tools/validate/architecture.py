@@ -30,6 +30,7 @@ _ATTENTION_WORDS = re.compile(
     r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
     r"global|every|other|layers?|tokens?|size|ratio|bi-?directional|non-?causal|encoder|masks?|only|without|xformers|"
     r"memory[-_ ]efficient|beta|cudnn(?:_flash)?(?:_te)?|parts|einsum|masked_fill|bmm|matmul|"
+    r"scaled_dot_product_attention|paddle|"
     r"[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
     re.IGNORECASE,
 )

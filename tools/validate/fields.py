@@ -25,7 +25,7 @@ _PRECISION_WORDS = (
 _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
     r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
-    r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|compute|"
+    r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|too|compute|"
     r"training|gemms?|products|linears?|all-?gathers?|gathers?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
     r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from|single|off|disabled|enabled)\b|\b\d+x\d+\b"
 )
@@ -162,7 +162,7 @@ _OPTIMIZER_READ = re.compile(
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
     r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
-    r"without|with|and|in|of|on|w/o|the|kept|for|zero|any ?precision|kahan|summation|optim|true|false|default|"
+    r"without|with|and|in|of|on|w/o|the|kept|for|zero|optax|any ?precision|kahan|summation|optim|true|false|default|"
     r"overlap (?:grad|param) (?:sync|reduce|gather))\b"
 )
 
@@ -396,7 +396,9 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
     """
     lowered = words.lower().replace("_", " ")
-    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b", lowered):
+    if re.search(
+        r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm|fused softmax)\b", lowered
+    ):
         return {"attention": "unfused"}
     if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
@@ -404,7 +406,7 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         return {} if stack_attention.startswith("cudnn") else {"attention": "cudnn"}
     if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", lowered):
         return {"attention": "triton" if "triton" in lowered else "flash1"}
-    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|fused|cudnn", lowered):
+    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|scaled dot|fused|cudnn", lowered):
         return {"attention": "flash2"}
     return {}
 
@@ -512,6 +514,10 @@ def offload_of(
         assumed.append(f"offload {words!r}: the optimizer's states, as what is moved is not said")
         named = ("optimizer",)
     settings: dict[str, Any] = {"offload": named, **({"offload_to": "disk"} if where else {})}
+    if "activations" in named and (
+        held := re.search(r"(\d+) of (?:the )?\d+ layers' activations (?:are )?in host", text)
+    ):
+        settings["offload_layers"] = int(held[1])
     if share := _PART.search(words):
         part = float(share[1] or share[2]) / (100 if share[1] else 1)
         if named == ("activations",) and part <= 1:

@@ -162,7 +162,8 @@ def _names_rate(row: Row) -> bool:
 
 #: Software whose operations are not PyTorch's.
 _RUNTIMES = (
-    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|oneflow|tensorflow|" + CODE
+    r"\bjax\b|\bxla\b|paxml|maxtext|\bt5x\b|\balpa\b|levanter|axlearn|paddle|mindspore|oneflow|tensorflow|mxnet|keras|"
+    + CODE
 )
 
 
@@ -229,7 +230,18 @@ def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tupl
     settings |= adapted_of(str(row.layout.get("task", ""))) or _adapted_by_default(row, stack, assumed)
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
+    settings |= _of_package(row, settings.get("attention", stack.attention), assumed)
     return dataclasses.replace(stack, **settings), optimizer
+
+
+def _of_package(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
+    """FlashAttention-2 where a row names it on a B200 or B300, on which PyTorch's own attention is cuDNN's."""
+    words = f"{row.model.get('attention', '')} {row.layout.get('framework', '')} {row.notes}".lower()
+    board = re.search(r"\bg?b[23]00", str(row.hardware.get("gpu", "")).lower())
+    if attention != "flash2" or not board or not re.search(r"flash[- _]?att(?:entio)?n[- _]?v?2|\bfa-?2\b", words):
+        return {}
+    assumed.append("FlashAttention-2's own kernels on Blackwell, which are Ampere's")
+    return {"attention": "flash2-package"}
 
 
 #: Words that say that there is no automatic mixed precision.
@@ -391,11 +403,16 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
         assumed.append(f"two chunks of the pipeline on a rank, as {schedule} has them")
     micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
     mode, layers, modules = _recompute(row, text, assumed, unread)
+    zero = stage_of(stated, assumed, unread)
+    moved = offload_of(stated, text, int(row.model["layers"]), assumed, unread)
+    if "parameters" in moved.get("offload", ()) and zero < 3 and degrees["dp"] * degrees["cp"] == 1:
+        zero = 3
+        assumed.append("parameters come from behind the device piece by piece: ZeRO-3 of one rank")
     return Layout(
         **degrees,
         etp=_expert_tp(stated, degrees, assumed),
-        sp=_sequence_parallel(stated, degrees["tp"], stack, assumed),
-        zero=stage_of(stated, assumed, unread),
+        sp=_sequence_parallel(row, degrees["tp"], stack, assumed),
+        zero=zero,
         shard=shard,
         cp_comm=cp_comm_of(stated, unread),
         micro_batch=micro_batch,
@@ -405,7 +422,7 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str], unread: list[
         recompute_layers=layers,
         recompute_modules=modules,
         precision=_precision(row, stack, assumed, unread),
-        **offload_of(stated, text, int(row.model["layers"]), assumed, unread),
+        **moved,
     )
 
 
@@ -614,11 +631,12 @@ def _expert_tp(stated: Mapping[str, Any], degrees: dict[str, int], assumed: list
     return 1
 
 
-def _sequence_parallel(stated: Mapping[str, Any], tp: int, stack: Stack, assumed: list[str]) -> bool:
-    if "seq_parallel" in stated:
-        return bool(stated["seq_parallel"]) and tp > 1
+def _sequence_parallel(row: Row, tp: int, stack: Stack, assumed: list[str]) -> bool:
+    """Whether what is between products is cut by tokens; not assumed where these cannot be (a ViT has 257)."""
+    if "seq_parallel" in row.layout:
+        return bool(row.layout["seq_parallel"]) and tp > 1
     if tp > 1:
-        wide = stack.sequence_parallel
+        wide = stack.sequence_parallel and int(row.model["seq_len"]) % tp == 0
         assumed.append(f"tensor parallel {'with' if wide else 'without'} sequence parallel")
         return wide
     return False

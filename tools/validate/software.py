@@ -44,8 +44,13 @@ _PADDED = (
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
-#: JAX's software whose attention is that of its own layers.
-_XLA = r"\bpaxml\b|\bt5x\b|\beasylm\b"
+#: Software whose attention is that of its own layers, products and a softmax: praxis layers/attentions.py
+#: (DotProductAttention), keras layers/attention/multi_head_attention.py before 3.7 (end of 2024), whatever its backend.
+_IN_LAYERS = r"\bpaxml\b|\bt5x\b|\beasylm\b|\bkeras\b"
+_KERAS_FUSED = 2025
+#: JAX, and TensorFlow from 2.4 on, round fp32 operands of products to TF32 where tensor cores do: jax.lax.Precision
+#: (DEFAULT), tf.config.experimental.enable_tensor_float_32_execution ("enabled by default").
+_ROUNDS = r"\bjax\b|\bflax\b|tensorflow (?:2\.(?:[4-9]|1\d)|v?3)|\btensorflow\b(?! ?v?[12]\.)"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
 _PADDLE_FLASH2 = 2023
 #: Year of FlashAttention 2.4, which is the first that takes ALiBi (Dao-AILab/flash-attention README, changelog).
@@ -63,6 +68,8 @@ _CUDNN8 = re.compile(
     r"(?:\bnemo|container|pytorch|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b|\btransformer[- ]?engine v?(?:0\.\d+|1\.[0-5])\b",
     re.IGNORECASE,
 )
+#: NVIDIA's containers by name and month: "pytorch:22.09".
+_CONTAINER = r"\b(?:pytorch|tensorflow2?|jax|paddlepaddle)[:/](2\d)\.(?:0[1-9]|1[0-2])\b"
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -71,9 +78,12 @@ _COMPILED = (
 #: Software without Python in a step: kernels of its own, launched from compiled code.
 CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:\+\+|\b)"
 #: Software that is not PyTorch's: activations have 16 bits throughout. PaddlePaddle's BERTs list layer_norm, softmax
-#: and gelu among what AMP runs so (NVIDIA/DeepLearningExamples run_squad.py, PaddleNLP: custom_white_list).
-OUTSIDE = rf"{_JAX}|{CODE}|paddle"
+#: and gelu among what AMP runs so (NVIDIA/DeepLearningExamples run_squad.py, PaddleNLP: custom_white_list); OneFlow's
+#: AMP lists no operation to keep in fp32 (oneflow/core/job_rewriter/auto_mixed_precision_lists.cpp, BlackList).
+OUTSIDE = rf"{_JAX}|{CODE}|paddle|\boneflow\b(?!-inc)"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
+#: Software with a runtime of its own: the name of a source's report on another says nothing of it.
+_OWN_RUNTIME = r"\boneflow\b|\btensorflow\b|\bkeras\b|\bmindspore\b|\bmxnet\b"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
     r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
@@ -87,8 +97,9 @@ _NOT_COMPILED = re.compile(
     r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
 )
 #: LiBai fuses bias and GELU, bias and dropout, scale, mask and softmax as Megatron-LM does, whatever is cut
-#: (Oneflow-Inc/libai configs/common/models/gpt.py and bert.py, bias_gelu_fusion and the like).
-_MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer|\blibai\b"
+#: (Oneflow-Inc/libai configs/common/models/gpt.py and bert.py, bias_gelu_fusion and the like); so does OneFlow-GPT
+#: (Oneflow-Inc/OneFlow-Benchmark LanguageModeling/GPT/oneflow_gpt/model.py).
+_MEGATRON = r"megatron|\bmcore\b|transformer[- ]engine|\bte\b|distributed optimizer|\blibai\b|\boneflow-gpt\b"
 _NO_GRAPHS = re.compile(
     r"\b(?:no|without|w/o|disabled?) cuda[- ]graphs?\b|cuda[- ]graphs? (?:are |is )?(?:off|disabled)", re.I
 )
@@ -119,9 +130,12 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     # Apex and paddle.amp.decorate: parameters and gradients of 16 bits, masters in fp32.
     (
-        r"(?:\bamp|opt_level|\blevel)[-_ =:\"']*o2\b",
+        r"(?:\bamp|opt_level|\blevel)[-_ =:,\"']*o2\b",
         {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
     ),
+    # DeepSpeedExamples Megatron-LM/mpu/transformer.py and layers of 2019: products, mask, softmax, dropout and residual
+    # one by one; neither bias and GELU nor bias and dropout are one kernel.
+    (r"deepspeedexamples'?s?[^;|]{0,12}megatron", {"fusion": "eager"}),
     # BMTrain's README: parameters of torch.half, and a fused optimizer "for mixed-precision training".
     (r"\bbmtrain\b", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "float16"}),
     # PyTorch's optimizers keep moments in the parameters' number format.
@@ -148,6 +162,10 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
     (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
+    # keras-hub's norms (models/mistral/mistral_layer_norm.py, gemma/rms_normalization.py) and TensorFlow 1's GELU
+    # (google-research/bert modeling.py, gelu) are operations one by one; XLA fuses them.
+    (r"\bkeras\b[^;|]{0,8}\(pytorch", {"eager_norms": True}),
+    (r"\btensorflow 1\.\d+(?![^|]*\bxla\b)", {"unfused": ("gelu",)}),
     # Its layers in place of a model's own: norms within products, fused rotary embedding, SwiGLU and attention.
     (
         r"(?:transformer[- _]engine(?:'s)?|\bte)[ .]+(?:te\.)?transformer_?layer",
@@ -195,6 +213,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (r"liger(?! loss)|unsloth(?! off)", {"fusion": "fused", "eager_norms": False, "fused_loss": True}),
 )
+#: Megatron-LM's arguments.py: --bf16 sets the flag, with --fp16 gradients are added up and reduced as they are.
+_IN_FP32 = r"accumulate[-_]allreduce[-_]grads[-_]in[-_]fp32"
 #: Words of transfers of experts' tokens beside computing (Megatron-Core's --overlap-moe-expert-parallel-comm).
 _EXPERTS_BESIDE = (
     r"moe a2a overlap|overlap[-_]moe[-_]expert[-_]parallel[-_]comm(?![=: ]*false)|1f1b[- ]overlap|"
@@ -277,7 +297,8 @@ def _rule_of(row: Row, text: str) -> StackRule | None:
     """Rule of the named set: what the field of the framework names counts before all that the row says besides."""
     compiled = "true" if row.layout.get("compile") else "false"
     named = str(row.layout.get("framework", ""))
-    return stack_rule_of(f"{named} | compile={compiled}" if named else "") or stack_rule_of(text)
+    rule = stack_rule_of(f"{named} | compile={compiled}" if named else "")
+    return rule or (None if re.search(_OWN_RUNTIME, named.lower()) else stack_rule_of(text))
 
 
 def class_of(row: Row, text: str) -> str:
@@ -312,7 +333,12 @@ def _middle(row: Row) -> int:
 
 
 def year_of(row: Row) -> int:
-    """Year that a row's source names, by a date, a release or an arXiv number; 0 where it names none."""
+    """Year that a row's source names, by a date, a release or an arXiv number; 0 where it names none.
+
+    A container that the source names holds software of its month, whenever the figures were published.
+    """
+    if held := re.search(_CONTAINER, row.source.lower()):
+        return 2000 + int(held[1])
     years = [int(year) for year in re.findall(r"\b(20[12]\d)(?:\b|-)", row.source)]
     years += [2000 + int(year) for year in re.findall(r"(?:release |\bv|NeMo |container )(\d\d)\.\d\d\b", row.source)]
     years += [2000 + int(year) for year in re.findall(r"\b(\d\d)(?:0[1-9]|1[0-2])\.\d{5}\b", row.source)]
@@ -483,10 +509,19 @@ def _biased(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, 
     return {"attention": "masked"}
 
 
+#: Words of attention that is no kernel of its own.
+_NO_FLASH = (
+    r"unfused attention|no flash|without flash|eager attention|attn_implementation[ =:]+eager|"
+    r"use_flash_att(?:n|ention)\w*['\"]?[ =:]+(?:false|off|0\b)"
+)
+#: PyTorch on AMD's GPUs had no fused attention until 2.3 of 2024 (pytorch/pytorch issue 112997 and pull 114309).
+_AMD_FUSED = 2024
+
+
 def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Kernel of attention that a row states, where the class has another kind."""
     lowered = text.lower()
-    if re.search(r"unfused attention|no flash|without flash|eager attention|attn_implementation[ =:]+eager", lowered):
+    if re.search(_NO_FLASH, lowered):
         return {"attention": "unfused"}
     if re.search(r"cudnn[-_ ](?:flash|fused|attention|attn|sdpa)", lowered):
         return {"attention": "cudnn"}
@@ -496,8 +531,8 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": f"flash{numbered[1]}"}
     if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
         return {"attention": "flash1"}
-    if re.search(_XLA, lowered):
-        return _attention_of_xla(lowered, assumed)
+    if re.search(_IN_LAYERS, lowered) and not ("keras" in lowered and year_of(row) >= _KERAS_FUSED):
+        return _attention_of_layers(" ".join(clauses_of(text)), assumed)
     if stack.kind == "compiled-torch" and 0 < year_of(row) < _FUSED:
         return {"attention": "unfused"}
     if stack.kind == "compiled-torch" and 0 < year_of(row) < _NUMBERED:
@@ -505,6 +540,9 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     if "paddle" in lowered and re.search(r"flash[- _]?att", lowered) and (year_of(row) or _NUMBERED) >= _PADDLE_FLASH2:
         return {"attention": "flash2"}
     if not re.search(r"flash[- _]?att", lowered):
+        if machine_of(str(row.hardware.get("gpu", "")))[0].startswith("mi") and 0 < year_of(row) < _AMD_FUSED:
+            assumed.append("attention in parts: PyTorch has no other on AMD's GPUs before 2.3, of 2024")
+            return {"attention": "unfused"}
         if not _trains_transformers(row, lowered, stack) or stack.attention != "unfused":
             return {}
         told = _attention_of_transformers(row, lowered, assumed)
@@ -514,13 +552,17 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
     return {"attention": "flash2"} if stack.attention == "unfused" else {}
 
 
-def _attention_of_xla(lowered: str, assumed: list[str]) -> dict[str, Any]:
-    """Kernel of attention under XLA, which has none by itself: that of Transformer Engine where it is used."""
-    if re.search(r"transformer[- _]engine|\bte\b|enable_te=1|cudnn", lowered):
+def _attention_of_layers(stated: str, assumed: list[str]) -> dict[str, Any]:
+    """Kernel of attention of software that has layers for it: that of Transformer Engine where it is used.
+
+    Args:
+        stated: What the row says in words, denials left out.
+    """
+    if re.search(r"transformer[- _]engine|\bte\b|enable_te=1|cudnn", stated):
         return {"attention": "cudnn"}
-    if re.search(r"flash|pallas|fused attention", lowered):
+    if re.search(r"flash|pallas|fused attention", stated):
         return {}
-    assumed.append("attention in parts: XLA fuses none by itself (praxis layers/attentions.py, DotProductAttention)")
+    assumed.append("attention in parts: layers of its own have products and a softmax, and XLA fuses none by itself")
     return {"attention": "unfused"}
 
 
@@ -533,7 +575,13 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
         if re.search(words, lowered):
             apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
             settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
-    if (rounds := rounds_to_tf32(lowered)) is not None:
+    framework = str(row.layout.get("framework", "")).lower()
+    if re.match(r"megatron-lm\b", framework) and "--fp16" in lowered and not re.search(_IN_FP32, lowered):
+        settings["gradient_dtype"] = "float16"
+    rounds = rounds_to_tf32(lowered)
+    if rounds is None and re.search(_ROUNDS, framework):
+        rounds = True
+    if rounds is not None:
         settings["tf32"] = rounds
     settings |= _graphs(text, stack) | _buckets(lowered, settings.get("gradient_dtype", stack.gradient_dtype))
     if str(row.layout.get("optimizer", "")).lower() == "sgd":

@@ -113,8 +113,8 @@ _OF_LAPTOPS = r"\blaptop|\bmobile\b|\bnotebook"
 _GPU_READ = re.compile(
     r"\([^)]*\)|\b(?:nvidia|amd|instinct|radeon|geforce|tesla|quadro|rtx|gtx|titan|pro|hopper|blackwell|ampere|volta|"
     r"turing|ada|lovelace|generation|workstation|server|edition|founders|gpus?|cards?|accelerators?|tensor|core|"
-    r"dgx|hgx|nvlink\d?|nvl\d*|nvswitch|pci ?e\d?|sxm\d?|oam|ib|infiniband|gcds?|dies?|node|nodes|with|and|of|the|"
-    r"per|each|in|a|x|super|ti|d|3e|max ?q|grace|superchip|hbm\d?e?|gddr\d?x?|sm ?\d+|"
+    r"dgx|hgx|nvlink\d?|nvl\d*|nvswitch|pci ?e\d?(?: ?gen ?\d)?|sxm\d?|oam|ib|infiniband|gcds?|dies?|node|nodes|"
+    r"with|and|of|the|per|each|in|a|x|super|ti|d|3e|max ?q|grace|superchip|hbm\d?e?|gddr\d?x?|sm ?\d+|"
     r"[vphabgml]?[tg]?[a-z]?\d+[a-z]*|"
     r"\d+(?:\.\d+)?|[gt]i?b|[gt]b/?s|[gt]bps|w|watts?|limited|power|limit|limits|to)\b"
 )
@@ -244,7 +244,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"megascale|zero bubble|2401\.10241|megatron-lm.*2023", "megatron-2023", "Megatron-LM of 2023"),
     StackRule(
         r"(?s)^(?!.*(?:nanotron|picotron|deepspeed)).*"
-        r"(?:hugging ?face(?:/(?:transformers|peft|trl|accelerate)\b|(?! ?/))|\btransformers\b|\bhf accelerate|"
+        r"(?:hugging ?face(?:/(?:transformers|peft|trl|accelerate)\b|(?! ?/|\.co\b))|\btransformers\b|\bhf accelerate|"
         r"\bpeft\b|\btrl\b|llama-?factory|axolotl|ms-swift(?!.*megatron)|\bunsloth\b(?! off))",
         "hf-transformers",
         "transformers' Trainer, which LLaMA-Factory, Axolotl, SWIFT and Unsloth run",

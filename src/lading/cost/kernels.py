@@ -71,6 +71,7 @@ _SERVED = {
     "flash1": {"blackwell": "cudnn"},
     "triton": {"blackwell": "cudnn"},
     "flash2": {"blackwell": "cudnn"},
+    "flash2-package": {"ampere": "flash2", "hopper": "flash2"},
     "flash3": {"ampere": "flash2", "blackwell": "cudnn"},
     "flash4": {"ampere": "flash2", "hopper": "flash3", "blackwell": "cudnn9"},
     "cudnn": {"ampere": "flash2"},

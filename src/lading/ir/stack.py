@@ -14,7 +14,7 @@ from lading.ir.machine import ARCHITECTURES
 
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = (
-    *("unfused", "masked", "flash1", "triton", "flash2", "flex", "flash3", "flash4"),
+    *("unfused", "masked", "flash1", "triton", "flash2", "flash2-package", "flex", "flash3", "flash4"),
     *("cudnn", "cudnn9", "cudnn9-mxfp8"),
 )
 HOST_UPDATES = ("fused", "cpu-adam", "loop")
@@ -57,6 +57,7 @@ class Stack:
             ("fused"), or all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax, "masked" PyTorch's memory-efficient
             kernel under a mask that is a tensor, "triton" the first FlashAttention in Triton, "flex" FlexAttention,
+            "flash2-package" FlashAttention-2 of its own package, on Blackwell another than PyTorch's "flash2",
             "flash4" FlashAttention-4, "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
         launch_s: Seconds the host takes to launch one kernel, framework included.
         collective_launch_s: Seconds the host takes to launch a collective.

@@ -68,8 +68,8 @@ _CUDNN8 = re.compile(
     r"(?:\bnemo|container|pytorch|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b|\btransformer[- ]?engine v?(?:0\.\d+|1\.[0-5])\b",
     re.IGNORECASE,
 )
-#: NVIDIA's containers by name and month: "pytorch:22.09".
-_CONTAINER = r"\b(?:pytorch|tensorflow2?|jax|paddlepaddle)[:/](2\d)\.(?:0[1-9]|1[0-2])\b"
+#: NVIDIA's containers of PyTorch by month, "pytorch:22.09": years of the classes' defaults are PyTorch's.
+_CONTAINER = r"\bpytorch[:/](2\d)\.(?:0[1-9]|1[0-2])\b"
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"

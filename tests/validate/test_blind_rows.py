@@ -44,6 +44,7 @@ def test_the_fourth_set_is_read_but_for_what_is_not_priced(rows: dict[str, Row])
     assert {name for name, request in requests.items() if request.stack.tf32} == {
         "dle-bert-a100-1-512-tf32",
         "dle-bert-a100-8-128-tf32",
+        "jaxtoolbox-llama7b-8",
     }
 
 

@@ -11,7 +11,8 @@ from tools.validate.rows import Row, read_rows
 
 from lading.catalog.load import load_machine
 from lading.cost.kernels import attention_s
-from lading.ir.work import Attention
+from lading.cost.product import product_s
+from lading.ir.work import Attention, Product
 from lading.sim.simulate import simulate
 from tests.validate.test_fifth_set import asked
 
@@ -172,6 +173,20 @@ def test_flash_attention_2_on_blackwell_is_not_cudnns(rows: dict[str, Row]) -> N
     assert asked(row).stack.attention == "flash2-package"
     assert asked(row, model={"attention": "SDPA"}).stack.attention == "flash2"
     assert asked(row, hardware={"gpu": "NVIDIA H200"}).stack.attention == "flash2"
+
+
+def test_products_of_fp32_need_fewer_columns_on_a_v100_than_tensor_cores_do() -> None:
+    """Units of fp32 do an eighth of the FLOP a clock, on operands twice as wide: both had the same dimension."""
+    flat, cube = Product(512, 1024, 4096), Product(1290, 1290, 1290)
+    longer = {
+        (name, precision): product_s(flat, precision, load_machine(name).device)
+        / product_s(cube, precision, load_machine(name).device)
+        for name in ("v100-16gb", "rtx3090")
+        for precision in ("fp32", "fp16")
+    }
+    assert longer["v100-16gb", "fp32"] < 1.03
+    assert longer["v100-16gb", "fp16"] > 1.04
+    assert longer["rtx3090", "fp32"] == pytest.approx(longer["rtx3090", "fp16"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

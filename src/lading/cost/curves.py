@@ -2,7 +2,7 @@
 
     product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k); of many
                  matrices on a GPU no less than these take to come and go; "product.float32" is a GPU's rate in the
-                 place of peak * efficiency for float32
+                 place of peak * efficiency for float32, and by a data sheet skinny_dim is a share of itself there
     attention    flops done / rate(flops done for one head)
     the rest     bytes / rate(bytes)
 
@@ -108,12 +108,26 @@ def product_curve_s(
     # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
     filling = flops if device.kind == "cuda" else each
     rate = _whole_rate(filling, dtype, device)
+    skinny = device.skinny_dim * (_wide_skinny(device) if dtype == "float32" else 1.0)
     for dim in (product.m, product.k, product.n):
-        rate *= dim / (dim + device.skinny_dim) if dim else 1.0
+        rate *= dim / (dim + skinny) if dim else 1.0
     rate *= _columns_share(product.n, device) if dtype == "float32" else 1.0
     seconds = narrow * flops / rate
     heads = device.kind == "cuda" and product.groups > 1
     return max(seconds, _operands_s(product, dtype, device)) if heads else seconds
+
+
+def _wide_skinny(device: Device) -> float:
+    """Share of ``skinny_dim`` that products of fp32 have on GPUs known by a data sheet alone.
+
+    Catalog machines have it in proportion to the FLOP a clock of their tensor cores, as operands come at the same bytes
+    a clock. Units of fp32 do fewer, on operands that are twice as wide: a quarter of it on a V100.
+    """
+    peaks = device.peak_flops_per_s
+    low = peaks.get("bfloat16") or peaks.get("float16")
+    if device.kind != "cuda" or device.num_threads or not low:
+        return 1.0
+    return min(1.0, 2 * peaks["float32"] / low)
 
 
 def _whole_rate(flops: float, dtype: str, device: Device) -> float:

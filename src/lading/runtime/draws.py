@@ -40,8 +40,8 @@ class Draws:
     """
 
     def __init__(self, captured: StepGraph, first: int, micro_batches: int) -> None:
-        known: dict[object, int] = {}
-        words = [_counted(op, captured, known) for op in captured.ops if op.random]
+        counts: dict[object, int] = {}
+        words = [_counted(op, captured, counts) for op in captured.ops if op.random]
         self._first, self._operations = first, len(words)
         self._ends = [0, *accumulate(words * micro_batches)]
         self._begins, self._before, self._highest = set[int](), -2, -1

@@ -399,9 +399,9 @@ def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
     """Error for tiers that overflow by ``over`` bytes."""
     texts: list[str] = []
     for tier, size in over.items():
-        when = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
+        occasion = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
         texts.append(
-            f"{tier} needs {format_bytes(size)} for {when} and has {format_bytes(allowed[tier])}: "
+            f"{tier} needs {format_bytes(size)} for {occasion} and has {format_bytes(allowed[tier])}: "
             f"{format_bytes(size - allowed[tier])} are missing"
         )
     missing = max(size - allowed[tier] for tier, size in over.items())
@@ -429,11 +429,11 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
     for variants in () if hopeless else _variants(case.run, case.machine):
         for text, run in variants:
             changed = dataclasses.replace(case, run=run)
-            again = capture_run(run, case.machine)
-            left -= len(again.graph.ops)
+            recaptured = capture_run(run, case.machine)
+            left -= len(recaptured.graph.ops)
             if left < 0:
                 break
-            planned = _that_fits(changed, again)
+            planned = _that_fits(changed, recaptured)
             if planned is not None:
                 changes.append(_change(text, planned, run))
                 break

@@ -191,7 +191,10 @@ def _folded(names: Sequence[str]) -> str:
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(_NUMBER.sub(".*", name), []).append(name)
-    words = [f"{len(same)} of {folded}" if len(same) > 1 else same[0] for folded, same in counts.items()]
+    words = [
+        f"{len(folded_names)} of {folded}" if len(folded_names) > 1 else folded_names[0]
+        for folded, folded_names in counts.items()
+    ]
     return ", ".join(words)
 
 

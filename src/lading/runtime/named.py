@@ -333,8 +333,8 @@ def check_numbers(values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
         if number != usual:
             raise ConfigError(
                 f"layout: expected parameters that share shards to have had as many updates, found {usual:g} "
-                f"({first_name}) and {number:g} ({name}), as of layers that were frozen for a while; train replicas, or, "
-                "with an optimizer of torch, plan again with it as it is now"
+                f"({first_name}) and {number:g} ({name}), as of layers that were frozen for a while; train replicas, "
+                "or, with an optimizer of torch, plan again with it as it is now"
             )
 
 

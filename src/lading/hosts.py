@@ -72,10 +72,7 @@ def probe_to(
         text = by_first_rank("lading probe", lambda: machine_to_toml(measured(max(ranks, ranks_here()))))
         machine = machine_from_dict(tomllib.loads(text), "the machine of rank 0")
         curves, busy = probe_job(seconds / 5)
-        shared, collectives_source = (
-            machine.processes,
-            f"measured {machine.date} over gloo among {count} ranks of a job",
-        )
+        shared, source = machine.processes, f"measured {machine.date} over gloo among {count} ranks of a job"
         if shared is not None:
             busy_processors = {name: processors * ranks_here() / count for name, processors in busy.items()}
             shared = dataclasses.replace(shared, busy={**shared.busy, **busy_processors})
@@ -83,7 +80,7 @@ def probe_to(
             machine,
             collectives={**machine.collectives, **curves},
             processes=shared,
-            sources={**machine.sources, "collectives": collectives_source},
+            sources={**machine.sources, "collectives": source},
         )
     if rank_number() == 0:
         make_folder(path.parent)

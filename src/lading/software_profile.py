@@ -374,7 +374,7 @@ def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> St
     hooked = replace(stack, reduced_parameter_s=_UNIT_S)
     beyond_own_s, columns = [], []
     for number, timing in enumerate(measured.timings):
-        once_s, two, hooks = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice, hooked))
+        once_s, two, hooks = (bench.simulated(number, variant, ranks).step.step_s for variant in (stack, twice, hooked))
         beyond_own_s.append(timing.step_s - (2 * once_s - two))
         columns.append([two - once_s, hooks - once_s])
     factors_by_op[op], tensor_units = _solved(

@@ -212,9 +212,7 @@ class Trainer:
         _, folder, threads, device, _ = self._settings
         smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
         runs = zip((*programs, *(smaller_program for smaller_program, _ in smaller)), (*captures, *shapes), strict=True)
-        self._steps = [
-            captured_step(number, captured, program, model) for number, (program, captured) in enumerate(runs)
-        ]
+        self._steps = [captured_step(n, captured, program, model) for n, (program, captured) in enumerate(runs)]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
@@ -368,9 +366,7 @@ class Trainer:
                 buffers, as in training only.
             StorageError, ProgramError: as ``step``.
         """
-        numbers = [number for number, captured in enumerate(self._steps) if not captured.trains] or [
-            *range(len(self._steps))
-        ]
+        numbers = [n for n, captured in enumerate(self._steps) if not captured.trains] or [*range(len(self._steps))]
         feeds, shape = self._fed(batches, numbers, loss)
         if self._steps[shape].trains and (op := self._steps[shape].program.graph.training_only()) is not None:
             raise ConfigError(
@@ -648,9 +644,8 @@ class Trainer:
         saved = {n: (entry.dtype, entry.shape) for n, entry in checkpoint.tensors.items() if not n.startswith(beside)}
         expected = {name: value for name, value in self._values.items() if name not in thawed}
         check_saved(checkpoint.path, saved, expected, name_of(self.optimizer))
-        check_numbers(
-            self._values, {name: checkpoint.read(name) for name, value in expected.items() if not value.shape}
-        )
+        scalars = {name: checkpoint.read(name) for name, value in expected.items() if not value.shape}
+        check_numbers(self._values, scalars)
         generator, self._given = checkpoint.read(_RNG), ""
         self._half_loaded = f"loading {checkpoint.path} failed half-way: some values are its, the others from before"
         self._values.load(checkpoint, thawed)

@@ -72,14 +72,14 @@ def cast_bytes(precision: str, stack: Stack) -> CastBytes:
     if stack.fused_casts:
         both = looks + _HALF + 2 * written
         return CastBytes(both, 0.0, both, looks=separate_looks)
-    one = _HALF + written
+    rewrite = _HALF + written
     if scaling in ("delayed", "tensorwise"):
-        both = looks + one + written
-        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one, separate_looks), stack)
+        both = looks + rewrite + written
+        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + rewrite, rewrite, separate_looks), stack)
     if scaling == "rowwise":
-        return CastBytes(one, one + _HALF, 2 * one + _HALF, one, one + 2 * _HALF)
-    again = one + looks
-    return CastBytes(again, again, 2 * again, again, again)
+        return CastBytes(rewrite, rewrite + _HALF, 2 * rewrite + _HALF, rewrite, rewrite + 2 * _HALF)
+    look_and_rewrite = rewrite + looks
+    return CastBytes(look_and_rewrite, look_and_rewrite, 2 * look_and_rewrite, look_and_rewrite, look_and_rewrite)
 
 
 def _where_weights_are_cast(moved: CastBytes, stack: Stack) -> CastBytes:

@@ -133,8 +133,8 @@ class Line:
         seconds = self.latency_s + size_bytes * self.rate_s
         if self.slower_s:
             first = min(size_bytes, self.slower_bytes)
-            rest = max(0.0, size_bytes - first) * self.rate_s
-            seconds += max(0.0, first * self.slower_s - rest)
+            later_s = max(0.0, size_bytes - first) * self.rate_s
+            seconds += max(0.0, first * self.slower_s - later_s)
         if self.depth_s and size_bytes:
             best = 2 * sqrt(size_bytes * self.fill_rate_s * self.depth_s)
             seconds += 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s))
@@ -145,8 +145,8 @@ class Line:
         seconds = self.latency_s + sizes * self.rate_s
         if self.slower_s:
             first = np.minimum(sizes, self.slower_bytes)
-            rest = np.maximum(0.0, sizes - first) * self.rate_s
-            seconds += np.maximum(0.0, first * self.slower_s - rest)
+            later_s = np.maximum(0.0, sizes - first) * self.rate_s
+            seconds += np.maximum(0.0, first * self.slower_s - later_s)
         if self.depth_s:
             best = 2 * np.sqrt(np.maximum(sizes, 1e-300) * self.fill_rate_s * self.depth_s)
             seconds += np.where(sizes > 0, 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s)), 0.0)
@@ -261,9 +261,9 @@ class _Paths:
             lost = (1 - tuning.congestion) ** max(0.0, log2(group.domains) - 1)
             net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost
             extra = net.latency_s - tuning.network_hop_s
-        known = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
+        hop_s = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
         rate = near.reached(inside)
-        return _Paths(group, near, tuning, rate, net_rate, near.latency_s - known, extra)
+        return _Paths(group, near, tuning, rate, net_rate, near.latency_s - hop_s, extra)
 
     @property
     def bus_rate(self) -> float:
@@ -427,8 +427,8 @@ def dispatch_s(
         ConfigError: an unknown dispatcher, or ``active`` < 1.
     """
     if dispatcher not in DISPATCHERS or active < 1:
-        known = ", ".join(DISPATCHERS)
-        raise ConfigError(f"dispatch: expected one of {known} and active >= 1, got {dispatcher!r} and {active}")
+        dispatchers = ", ".join(DISPATCHERS)
+        raise ConfigError(f"dispatch: expected one of {dispatchers} and active >= 1, got {dispatcher!r} and {active}")
     if group.ranks == 1:
         return 0.0
     if dispatcher == "alltoall":
@@ -490,6 +490,6 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
 
 def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
     """Yield what a machine's sources for a key, and for those below it, say is assumed, each after a name."""
-    for other, text in machine.sources.items():
-        if other == key or other.startswith(f"{key}."):
+    for source_key, text in machine.sources.items():
+        if source_key == key or source_key.startswith(f"{key}."):
             yield from (f"{name}: {assumption.strip()}" for assumption in _ASSUMED.findall(text))

@@ -119,6 +119,8 @@ def contention(
         return Contention(1.0, 1.0)
     num_taken_sms = 0 if copy_engine else channels(op, group, machine, nvls=nvls)
     memory = _TRAFFIC * bus_rate(group, machine) / machine.device.memory_bandwidth_bytes_per_s
-    products, rest = (max(_LEAST, 1 - num_taken_sms / num_sms - minds * memory) for minds in (_PRODUCTS, _MEMORY_BOUND))
-    compute = 1 / ((1 - memory_bound) / products + memory_bound / rest)
+    products, other_ops = (
+        max(_LEAST, 1 - num_taken_sms / num_sms - minds * memory) for minds in (_PRODUCTS, _MEMORY_BOUND)
+    )
+    compute = 1 / ((1 - memory_bound) / products + memory_bound / other_ops)
     return Contention(min(1.0, compute), max(_LEAST, 1 / (1 + _OWN * memory)))

@@ -55,7 +55,7 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
     Raises:
         ConfigError: the machine has no such tier.
     """
-    hop_seconds = [_tier_s(size_bytes, one, out, both) for one in _way(machine, tier)]
+    hop_seconds = [_tier_s(size_bytes, hop, out, both) for hop in _way(machine, tier)]
     if isinstance(size_bytes, np.ndarray):
         return np.where(size_bytes > 0, np.maximum.reduce(hop_seconds), 0.0)
     return max(hop_seconds) if size_bytes else 0.0

@@ -165,9 +165,9 @@ def _in_fp32(device: Device) -> Device:
 def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
     name = _SERVED.get(kernel, {}).get(rates.architecture, kernel)
     if name not in rates.attention:
-        known = ", ".join(sorted(rates.attention))
+        kernels = ", ".join(sorted(rates.attention))
         raise ConfigError(
-            f"expected an attention kernel of {rates.architecture} ({known}), got {kernel!r}; 'unfused' attention is "
+            f"expected an attention kernel of {rates.architecture} ({kernels}), got {kernel!r}; 'unfused' attention is "
             "products and a softmax, not one kernel"
         )
     return rates.attention[name]["backward" if backward else "forward"]
@@ -266,9 +266,9 @@ def _narrow(kernel: Kernel, device: Device) -> float:
 
 def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, stack: Stack) -> float:
     """Seconds on a device whose rates are curves: by the kernel's own, or by FlashAttention-2's."""
-    whole = replace(kernel, detail=_in_tiles(replace(attention, causal=False)))
+    unmasked = replace(kernel, detail=_in_tiles(replace(attention, causal=False)))
     if device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s:
-        wide = whole if stack.attention == "masked" else kernel
+        wide = unmasked if stack.attention == "masked" else kernel
         name = _EFFICIENT + (BACKWARD if attention.backward else "")
         if name in device.rates:  # as ``lading probe`` measures it
             return curve_s(replace(wide, name=name), device)
@@ -276,10 +276,10 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
     if before_ampere(device):  # whose own rate is the memory-efficient kernel's; in fp32 it has no tensor cores
         peaks = device.peak_flops_per_s
         longer = peaks["float16"] / peaks["float32"] if kernel.dtype == "float32" and "float16" in peaks else 1.0
-        return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
+        return longer * curve_s(unmasked if stack.attention == "masked" else kernel, device)
     if stack.attention != "masked":
         return curve_s(kernel, device)
-    return (_SMALL_BACKWARD_S if _in_small_tiles(attention, device) else _EFFICIENT_S) * curve_s(whole, device)
+    return (_SMALL_BACKWARD_S if _in_small_tiles(attention, device) else _EFFICIENT_S) * curve_s(unmasked, device)
 
 
 def _in_small_tiles(attention: Attention, device: Device) -> bool:
@@ -449,8 +449,8 @@ def memory_s(size_bytes: float, kind: str, device: Device) -> float:
         rate = device.rates.get(plain_kind, device.rates.get(plain_kind.removesuffix("_backward")))
         return size_bytes / (rate.at(size_bytes) if rate and size_bytes else bandwidth)
     rates = kernel_rates(device.gpu.architecture).memory
-    known = rates.classes
-    factor = known.get(kind, known.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
+    factors = rates.classes
+    factor = factors.get(kind, factors.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
     room = rates.cache_share * device.gpu.l2_bytes
     cached = 1 / (1 + (size_bytes / room) ** 2)
     moved = size_bytes * (1 - cached + cached / rates.cache_speed)

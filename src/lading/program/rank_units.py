@@ -103,13 +103,13 @@ def unit_shape(unit: Unit, layout: Layout, stack: Stack, *, weights_forward: boo
     passes = (_WHOLE, _WHOLE, _WHOLE, _WHOLE)
     if sharded:
         passes = _passes(segment.form, unit.again, unit.lazy, axes, weights_forward)
-    again = bool(unit.again.kernels)
+    recomputes = bool(unit.again.kernels)
     return UnitShape(
         axes,
         passes,
         unit.ends,
         sums=sharded and bool(segment.summed_parameters),
-        gathers=stack.gathers - 1 if again else 1,
+        gathers=stack.gathers - 1 if recomputes else 1,
     )
 
 

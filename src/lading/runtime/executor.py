@@ -138,7 +138,7 @@ class Executor:
         with ExitStack() as stack:
             stack.callback(self._device.close)
             set_threads(stack, threads)
-            fused = [fuse_regions(shape_program, self._device.kind) if fuse else () for shape_program in self._programs]
+            fused = [fuse_regions(shaped, self._device.kind) if fuse else () for shaped in self._programs]
             trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
             stack.callback(take_gaps())
@@ -148,8 +148,8 @@ class Executor:
                 self._values.poison()
             if experts:
                 check_place(is_fused=fuse, is_spread=replicas is not None)
-                experts_in_step = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
-                self.experts = stack.enter_context(closing(experts_in_step))
+                step_experts = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
+                self.experts = stack.enter_context(closing(step_experts))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -164,9 +164,7 @@ class Executor:
     def _bind_programs(self, stack: ExitStack, fused: Sequence[Sequence[Fused]], draws: Sequence[Draws | None]) -> None:
         """Bind every Program to the memory that all share, and start a thread for each stream beside computing."""
         rows = enumerate(zip(self._programs, fused, draws, strict=True))
-        self._shapes = [
-            self._ready(program_of_shape, number, drawn, regions) for number, (program_of_shape, regions, drawn) in rows
-        ]
+        self._shapes = [self._ready(shape, number, drawn, regions) for number, (shape, regions, drawn) in rows]
         self._take_up(self._shapes[0])
         count = max(len(program.actions) for program in self._programs)
         self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)

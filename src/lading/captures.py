@@ -158,15 +158,15 @@ def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> 
             f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
             "capture it, and give lading.plan and the Trainer the capture in others="
         )
-    near = [step for step in steps if step.takes(batches)]
-    unlike = [step.unlike(batches) for step in near]
-    if near and all(unlike):
+    matching = [step for step in steps if step.takes(batches)]
+    unlike = [step.unlike(batches) for step in matching]
+    if matching and all(unlike):
         raise ConfigError(
             f"{unlike[0]}; its answer decides which operations run: give lading.plan and the Trainer a capture of such "
             "a batch too, in others="
         )
-    if near:
-        return near[unlike.index("")]
+    if matching:
+        return matching[unlike.index("")]
     return next((step for step in steps if step.takes(batches, of_size=False)), steps[0])
 
 
@@ -200,10 +200,10 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
                 f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
                 "found several; tie them again, or capture this model"
             )
-    if left := [name for name, tensor in tensors.items() if tensor.grad is not None]:
+    if with_gradients := [name for name, tensor in tensors.items() if tensor.grad is not None]:
         warnings.warn(
-            f"gradients of a backward pass before are left as they are ({first_few(left)}): no planned step adds them "
-            "to its own, and no budget counts them; drop them by model.zero_grad() before the Trainer",
+            f"gradients of a backward pass before are left as they are ({first_few(with_gradients)}): no planned step "
+            "adds them to its own, and no budget counts them; drop them by model.zero_grad() before the Trainer",
             stacklevel=4,
         )
     return model

@@ -176,8 +176,8 @@ def write_aside(path: Path) -> Generator[BinaryIO]:
             with target.open("wb") as file:
                 yield file
             return
-        for left in leftovers(target.parent, re.compile(re.escape(target.name))):
-            remove_leftover(left)
+        for leftover in leftovers(target.parent, re.compile(re.escape(target.name))):
+            remove_leftover(leftover)
         aside = name_aside(target)  # of this call: threads share a process
         try:
             with aside.open("xb") as file:
@@ -205,8 +205,8 @@ def write_folder_aside(target: Path) -> Generator[Path]:
         OSError: as the file system says, or ``target`` is there.
     """
     make_durable_folder(target.parent)
-    for left in leftovers(target.parent, re.compile(re.escape(target.name))):
-        remove_leftover(left)
+    for leftover in leftovers(target.parent, re.compile(re.escape(target.name))):
+        remove_leftover(leftover)
     aside = name_aside(target)
     aside.mkdir()
     try:
@@ -370,16 +370,16 @@ def _check_texts(value: object) -> None:
     Raises:
         ValueError: a text has one.
     """
-    left = [value]
-    while left:
-        item = left.pop()
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if isinstance(item, str):
             if match := CONTROL_CHARACTERS.search(item):
                 raise ValueError(f"the text {item[:80]!a} has the control character U+{ord(match[0]):04X}")
         elif isinstance(item, dict):
-            left += (*cast("dict[object, object]", item), *cast("dict[object, object]", item).values())
+            pending += (*cast("dict[object, object]", item), *cast("dict[object, object]", item).values())
         elif isinstance(item, list):
-            left += cast("list[object]", item)
+            pending += cast("list[object]", item)
 
 
 def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:

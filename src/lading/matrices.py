@@ -169,19 +169,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
         """Groups in the order in which backward or forward comes to them; what cannot begin early is a group apart."""
-        order, apart = list(range(len(owner))), []
+        order, unhooked = list(range(len(owner))), []
         if model is not None:
             place = {id(parameter): place for place, parameter in enumerate(model.parameters())}
             places = [place.get(id(member.param), -1) for member in self._members]
             order.sort(key=lambda n: places[self._wholes[n].parameter], reverse=self.how.under_backward)
         if self.how.under_backward:
             hooked = self._hooked
-            apart = [n for n in order if self._wholes[n].parameter not in hooked]
+            unhooked = [n for n in order if self._wholes[n].parameter not in hooked]
             order = [n for n in order if self._wholes[n].parameter in hooked]
         seconds = [self._items[number].seconds for number in order]
-        most = max(1, self.how.groups - bool(apart))
+        most = max(1, self.how.groups - bool(unhooked))
         groups = micro_groups(seconds, [owner[number] for number in order], most)
-        return [[order[place] for place in group] for group in groups] + ([apart] if apart else [])
+        return [[order[place] for place in group] for group in groups] + ([unhooked] if unhooked else [])
 
     @property
     def _hooked(self) -> set[int]:
@@ -200,8 +200,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 "gradient, and replicas that hold reduced gradients send none to owners"
             )
         if model is not None:
-            moved = {n: self._members[n].param for n in {matrix.parameter for matrix in self._wholes}}
-            self._handles += before_reading(model, moved, self._late)
+            parameters = {n: self._members[n].param for n in {matrix.parameter for matrix in self._wholes}}
+            self._handles += before_reading(model, parameters, self._late)
         if self.how.under_backward:
             hooked = {n: (self._members[n].param, self._regions[n]) for n in self._hooked}
             self._handles += when_final(hooked, self._early.arrived)
@@ -296,9 +296,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Move matrices by their owners, and what is no matrix here, while the first matrices travel."""
         flights, moving, groups = self._early.take()
-        for number, moved in moving.items():
+        for number, moving_parameter in moving.items():
             for key, value in self._local_states(number).items():
-                value.copy_(moved.next_states[key])
+                value.copy_(moving_parameter.next_states[key])
         elsewhere = {matrix.parameter for matrix in self._wholes}
         for number in gradients.keys() & elsewhere - moving.keys():
             moving[number] = self._moving(number, gradients[number], self._local_states(number))

@@ -340,10 +340,10 @@ def _validation_data(run: RunConfig) -> DataConfig:
     """Settings of a run's validation data where they have a source of their own."""
     source = run.validation.source if run.validation else ""
     trained_on = {path.resolve() for path in files_of(run.data.source)}
-    if both := [path for path in files_of(source, "validation.source") if path.resolve() in trained_on]:
+    if overlapping := [path for path in files_of(source, "validation.source") if path.resolve() in trained_on]:
         raise ConfigError(
-            f"validation.source: expected files that are not trained on, found {both[0]} in data.source, too; leave it "
-            "out of one of them, or set validation.share instead"
+            f"validation.source: expected files that are not trained on, found {overlapping[0]} in data.source, too; "
+            "leave it out of one of them, or set validation.share instead"
         )
     return dataclasses.replace(run.data, source=source)
 

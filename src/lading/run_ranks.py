@@ -138,8 +138,8 @@ class RunRanks:
             self.by_first(str)
 
         def opened() -> tuple[tuple[Dataset, Dataset | None], dict[str, dict[str, object]]]:
-            both = opened_data[0] if opened_data else open_data()
-            return both, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(both)}}
+            datasets = opened_data[0] if opened_data else open_data()
+            return datasets, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(datasets)}}
 
         return agree_on("lading train", range(self.count), opened)
 

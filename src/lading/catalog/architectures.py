@@ -195,8 +195,8 @@ def with_precise_layers(table: ModelTable, first: int, last: int, layers: int) -
         kinds = ((ahead, True), (count - ahead - behind, False), (behind, True))
         parts += [(place, dataclasses.replace(segment, precise=True) if high else segment, n) for n, high in kinds if n]
         at += count
-    moved = {place: index for index, (place, _, _) in reversed(list(enumerate(parts)))}
-    tied = tuple(((moved[a], place_a), (moved[b], place_b)) for (a, place_a), (b, place_b) in table.tied)
+    new_places = {place: index for index, (place, _, _) in reversed(list(enumerate(parts)))}
+    tied = tuple(((new_places[a], place_a), (new_places[b], place_b)) for (a, place_a), (b, place_b) in table.tied)
     segments, counts = tuple(segment for _, segment, _ in parts), tuple(count for _, _, count in parts)
     return dataclasses.replace(table, segments=segments, counts=counts, tied=tied)
 

@@ -117,9 +117,9 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     text = between.lower()
     kind = next((name for name, pattern in _KINDS if re.search(pattern, text)), "")
     parsed = _nics(between, node_ranks)
-    left = (*_unread(between), *_other_rates(between))
+    unread_words = (*_unread(between), *_other_rates(between))
     if parsed is None:
-        return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", left)
+        return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", unread_words)
     efficiency, latency, reached = _REACHED["efa" if re.search(_EFA, text) else kind or "infiniband"]
     link = Link(
         name="network",
@@ -136,7 +136,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     reading = (
         f"{parsed.count} x {parsed.gigabits:g} Gb/s for {node_ranks} devices of a node{guess}{assumptions}; {reached}"
     )
-    return NamedNetwork(link, reading, (*parsed.doubts, *left))
+    return NamedNetwork(link, reading, (*parsed.doubts, *unread_words))
 
 
 #: NICs and their rate without a unit: "8x400".
@@ -154,10 +154,10 @@ def _with_unit(words: str) -> tuple[str, tuple[str, ...]]:
 def _between_nodes(words: str) -> str:
     """Select the clauses that speak of what joins nodes, as far as they are apart from those of a node's inside."""
     clauses = re.split(r"[;,]|\s\+\s|\band\b", words)
-    near = [clause for clause in clauses if _NEAR.search(clause)]
-    if not near or len(near) == len(clauses):
+    inner_clauses = [clause for clause in clauses if _NEAR.search(clause)]
+    if not inner_clauses or len(inner_clauses) == len(clauses):
         return words
-    return ", ".join(clause.strip() for clause in clauses if clause not in near)
+    return ", ".join(clause.strip() for clause in clauses if clause not in inner_clauses)
 
 
 def _unread(text: str) -> tuple[str, ...]:
@@ -171,8 +171,8 @@ def _unread(text: str) -> tuple[str, ...]:
     plain = re.sub(rf"\b(?:{'|'.join(_COUNTS)})\b", " ", plain)
     plain = re.sub(r"(?<![\w.])\d{1,3}\s*x?\b|\bx\s*\d{1,2}\b|/gpu|/node|node-to-node|fat-tree", " ", plain)
     plain = _EMPTY.sub(" ", plain)
-    left = [word for word in re.findall(r"[\w.'-]+", plain) if re.search(r"\w", word)]
-    return (f"network: {' '.join(left)!r} in {text.strip()!r}",) if left else ()
+    unread_words = [word for word in re.findall(r"[\w.'-]+", plain) if re.search(r"\w", word)]
+    return (f"network: {' '.join(unread_words)!r} in {text.strip()!r}",) if unread_words else ()
 
 
 #: Of two rates that say the same of ports, NICs and nodes, one is this many times the other at most; how exactly.
@@ -289,9 +289,11 @@ def with_network(machine: Machine, network: str | Link | None, node_ranks: int =
         return machine
     if not link.nics:
         raise ConfigError(f"with_network: expected a link with nics and nic_ranks, got {link.name} without")
-    near = tuple(old_link for old_link in machine.links if not old_link.nics)
+    inner_links = tuple(old_link for old_link in machine.links if not old_link.nics)
     sources = {key: text for key, text in machine.sources.items() if not key.startswith("links.network")}
-    return dataclasses.replace(machine, links=(*near, link), sources={**sources, f"links.{link.name}": description})
+    return dataclasses.replace(
+        machine, links=(*inner_links, link), sources={**sources, f"links.{link.name}": description}
+    )
 
 
 #: Bytes a second each way of sixteen lanes of PCIe, by generation (PCI-SIG).
@@ -340,8 +342,8 @@ def parse_node(machine: Machine, words: str, node_ranks: int = 0) -> NamedNode:
     links, readings, unread = machine.links, list[str](), list[str]()
     text = words.lower()
     if not _NONE.match(words) and links and not links[0].nics:
-        near, reading, left = _near_link(links[0], machine, text, words)
-        links, readings, unread = (near, *links[1:]), [reading] if reading else [], list(left)
+        near_link, reading, unread_words = _near_link(links[0], machine, text, words)
+        links, readings, unread = (near_link, *links[1:]), [reading] if reading else [], list(unread_words)
     catalog_size = node_size(machine)
     if node_ranks and node_ranks != catalog_size and links:
         links = tuple(_resized(link, catalog_size, node_ranks) for link in links)
@@ -384,9 +386,9 @@ def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link
     if abs(one_way / own_rate - 1) <= 0.02:
         one_way = own_rate
     direction = "both ways added up" if added else "each way"
-    near = dataclasses.replace(own, ranks=ranks, bandwidth_bytes_per_s=one_way)
+    near_link = dataclasses.replace(own, ranks=ranks, bandwidth_bytes_per_s=one_way)
     return (
-        near,
+        near_link,
         f"{words!r}: {counted[0] if counted else ''}{rates[0].words} read as {direction}, "
         f"{one_way / 1e9:g} GB/s each way",
         (),
@@ -443,9 +445,9 @@ def checked_network(words: str, node_ranks: int = 8) -> str:
         ConfigError: no rate in them, or a word that no rule reads.
     """
     parsed = parse_network(words, node_ranks)
-    left = tuple(text for text in parsed.unread if text.startswith("network"))
-    if parsed.link is None or left:
-        fault = f"{left[0].removeprefix('network: ')} is not understood" if left else "it has no rate"
+    unread_words = tuple(text for text in parsed.unread if text.startswith("network"))
+    if parsed.link is None or unread_words:
+        fault = f"{unread_words[0].removeprefix('network: ')} is not understood" if unread_words else "it has no rate"
         raise ConfigError(
             f"network: expected NICs, rate and fabric such as '4x 200 Gb/s HDR InfiniBand' or '1600 Gb/s RoCE', got "
             f"{words!r}: {fault}; leave it out for the machine's own network"

@@ -195,8 +195,8 @@ class Checkpoint:
 
     def _entry(self, name: str) -> SavedTensor:
         if name not in self.tensors:
-            near = get_close_matches(name, self.tensors, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {len(self.tensors)} others"
+            nearest = get_close_matches(name, self.tensors, 1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {len(self.tensors)} others"
             raise StorageError(f"{self.path}: expected a tensor {name!r}, found none; {hint}")
         return self.tensors[name]
 

@@ -98,12 +98,12 @@ def product_casts(
         was_cast: Its input was cast by the kernel before, or for another product of the stretch.
         looked: The kernel that made its operand found the largest element.
     """
-    moved = cast_bytes(precision, stack)
-    saved_looks = moved.looks if looked else 0.0
+    cast_rows = cast_bytes(precision, stack)
+    saved_looks = cast_rows.looks if looked else 0.0
     rows = float(product.groups * product.m * product.k)
     columns = float(product.groups * product.n * product.k)
     if kernel.stage is Stage.BACKWARD_WEIGHT:  # (outputs, tokens) by (tokens, inputs)
-        return 0.0 if was_cast else moved.inputs_again * columns
+        return 0.0 if was_cast else cast_rows.inputs_again * columns
     if kernel.stage is Stage.BACKWARD_INPUT:
-        return (0.0 if was_cast else (moved.gradients - saved_looks) * rows) + moved.weights_back * columns
-    return (0.0 if was_cast else (moved.inputs - saved_looks) * rows) + moved.weights * columns
+        return (0.0 if was_cast else (cast_rows.gradients - saved_looks) * rows) + cast_rows.weights_back * columns
+    return (0.0 if was_cast else (cast_rows.inputs - saved_looks) * rows) + cast_rows.weights * columns

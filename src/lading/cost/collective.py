@@ -248,22 +248,22 @@ class _Paths:
 
     @staticmethod
     def of(group: Group, links: tuple[Link, ...], tuning: Tuning) -> _Paths:
-        near = links[0]
+        near_link = links[0]
         inside, net_rate, extra = group.domain_ranks, 0.0, 0.0
         if group.domains > 1:
             net = next((link for link in links[1:] if link.nics), None)
             if net is None:
                 names = ", ".join(link.name for link in links)
                 raise ConfigError(
-                    f"a group of {group.ranks} ranks spans {group.domains} domains of {near.name}, and the machine has "
-                    f"no network (links: {names}): add one with lading.catalog.networks.with_network"
+                    f"a group of {group.ranks} ranks spans {group.domains} domains of {near_link.name}, and the "
+                    f"machine has no network (links: {names}): add one with lading.catalog.networks.with_network"
                 )
             lost = (1 - tuning.congestion) ** max(0.0, log2(group.domains) - 1)
             net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost
             extra = net.latency_s - tuning.network_hop_s
-        hop_s = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
-        rate = near.reached(inside)
-        return _Paths(group, near, tuning, rate, net_rate, near.latency_s - hop_s, extra)
+        hop_s = tuning.pcie_hop_s if near_link.kind == "pcie" else tuning.link_hop_s
+        rate = near_link.reached(inside)
+        return _Paths(group, near_link, tuning, rate, net_rate, near_link.latency_s - hop_s, extra)
 
     @property
     def bus_rate(self) -> float:
@@ -379,13 +379,13 @@ def _nvls(paths: _Paths) -> Line:
 def _all_to_all(paths: _Paths) -> Line:
     """Pairwise sends, those inside a domain beside those that leave it."""
     group, tuning = paths.group, paths.tuning
-    near, far = group.domain_ranks - 1, group.ranks - group.domain_ranks
-    latency = tuning.p2p_s + near * tuning.peer_s[0] + far * tuning.peer_s[1]
-    rate = near / group.ranks / (paths.link_rate * tuning.all_to_all_share[0])
-    if far:
+    num_near, num_far = group.domain_ranks - 1, group.ranks - group.domain_ranks
+    latency = tuning.p2p_s + num_near * tuning.peer_s[0] + num_far * tuning.peer_s[1]
+    rate = num_near / group.ranks / (paths.link_rate * tuning.all_to_all_share[0])
+    if num_far:
         latency += paths.net_hop(2, tree=True)
-        share = tuning.all_to_all_share[1 if near else 2]
-        rate = max(rate, far / group.ranks / (paths.net_rate / group.domain_ranks * share))
+        share = tuning.all_to_all_share[1 if num_near else 2]
+        rate = max(rate, num_far / group.ranks / (paths.net_rate / group.domain_ranks * share))
         return Line("pairwise", latency, rate)
     latency += paths.hop(2, tree=False)
     return Line("pairwise", latency, rate, rate, paths.depth(0, 2, paths.link_rate), tuning.fill_bytes)
@@ -443,9 +443,9 @@ def dispatch_s(
 def _deepep(token_bytes: float, active: int, group: Group, machine: Machine, most_nodes: int) -> float:
     if not machine.links:
         raise ConfigError(f"machine {machine.name} has no links: add [[links]] to its file")
-    near: Link = machine.links[0]
+    near_link: Link = machine.links[0]
     net = next((link for link in machine.links if link.nics), None)
-    seconds = token_bytes * _places(group.ranks, active) / (near.reached(group.domain_ranks) * _NEAR)
+    seconds = token_bytes * _places(group.ranks, active) / (near_link.reached(group.domain_ranks) * _NEAR)
     if group.domains > 1:
         if net is None:
             raise ConfigError(f"a group of {group.domains} domains needs a network, machine {machine.name} has none")

@@ -195,9 +195,9 @@ def _fetch_s(graph: StepGraph, op: Op, device: Device, cold: int) -> float:
         rate = device.cold_rates.get(COLD_PRODUCT)
         return cold / rate.at(cold) if rate else 0.0
     rates = {**device.rates, **device.cold_rates}
-    far = dataclasses.replace(device, rates=rates, cache_bytes=0, cold_rates={})
+    uncached = dataclasses.replace(device, rates=rates, cache_bytes=0, cold_rates={})
     share = cold / sum(touched_bytes(graph, op).values())
-    return share * max(0.0, op_seconds(graph, op, far) - op_seconds(graph, op, device))
+    return share * max(0.0, op_seconds(graph, op, uncached) - op_seconds(graph, op, device))
 
 
 def fused_costs(graph: StepGraph, device: Device) -> list[float]:
@@ -317,17 +317,17 @@ def hosted_costs(graph: StepGraph, ops: Iterable[int], machine: Machine) -> dict
         ConfigError: as ``host_processors``.
     """
     host, guessed = host_processors(machine), set(speculated(graph))
-    costs, alike = dict[int, float](), dict[object, float]()
+    costs, seconds_by_key = dict[int, float](), dict[object, float]()
     for index in ops:
         op = graph.ops[index]
         tensors = map(graph.tensors.__getitem__, (*op.inputs, *op.mutates))
         key = (op.name, op.kind, tuple((t.shape, t.dtype) for t in tensors))
-        if key not in alike:
-            alike[key] = op_seconds(graph, op, host)
+        if key not in seconds_by_key:
+            seconds_by_key[key] = op_seconds(graph, op, host)
         copied = guessed.intersection(graph.op_writes[index])
         guessed -= copied
         copied_bytes = sum(graph.storages[s].size_bytes for s in copied)
-        costs[index] = alike[key] + _COPY_PASSES * copied_bytes / host.memory_bandwidth_bytes_per_s
+        costs[index] = seconds_by_key[key] + _COPY_PASSES * copied_bytes / host.memory_bandwidth_bytes_per_s
     return costs
 
 

@@ -296,17 +296,17 @@ class _Flow:
         """Make one group of those of two kernels, unless something else stands between them or the stages differ."""
         if self.kernels[first].stage is not self.kernels[second].stage:
             return
-        both = self._group[first] | self._group[second]
-        before = (self._before[first] | self._before[second]) & ~both
-        later = (self._behind[first] | self._behind[second]) & ~both
+        joined_group = self._group[first] | self._group[second]
+        before = (self._before[first] | self._before[second]) & ~joined_group
+        later = (self._behind[first] | self._behind[second]) & ~joined_group
         if before & later:
             return
-        for index in _bits(both):
-            self._group[index], self._before[index], self._behind[index] = both, before, later
+        for index in _bits(joined_group):
+            self._group[index], self._before[index], self._behind[index] = joined_group, before, later
         for index in _bits(before):
-            self._behind[index] |= later | both
+            self._behind[index] |= later | joined_group
         for index in _bits(later):
-            self._before[index] |= before | both
+            self._before[index] |= before | joined_group
 
     def order(self) -> Iterator[list[int]]:
         """Yield the groups of kernels in an order in which each comes after all that it reads from."""

@@ -88,10 +88,10 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
     host = _processors(machine)
     rate = host.optimizer_elements_per_s * host_share(stack)
     seconds = elements * (update_bytes(stack) / _PLAIN_BYTES) / rate
-    lies_on, moved = machine.offload_tier(tier), elements * state_bytes
+    lies_on, moved_bytes = machine.offload_tier(tier), elements * state_bytes
     if lies_on.name == machine.host_tier:
         return seconds
-    return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
+    return max(seconds, _tier_s(moved_bytes, lies_on, True, True), _tier_s(moved_bytes, lies_on, False, True))
 
 
 def host_share(stack: Stack) -> float:

@@ -340,8 +340,8 @@ def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     """
     detail = kernel.detail
     if kernel.name.startswith((SCAN, STRIDED)):
-        moved = float(kernel.bytes_read + kernel.bytes_written)
-        return KernelFloor(moved=((kernel.name.partition(".")[0], moved),))
+        moved_bytes = float(kernel.bytes_read + kernel.bytes_written)
+        return KernelFloor(moved=((kernel.name.partition(".")[0], moved_bytes),))
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):
@@ -413,16 +413,16 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)
     if _is_launched_by_group(kernel, stack):
         seconds = max(seconds, groups_launch_s(product, device))
-    moved = _casts_bytes(kernel, product, stack, precision)
-    return seconds + memory_s(moved, "elementwise.fused", device) if moved else seconds
+    moved_bytes = _casts_bytes(kernel, product, stack, precision)
+    return seconds + memory_s(moved_bytes, "elementwise.fused", device) if moved_bytes else seconds
 
 
 def _product_floor(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> KernelFloor:
     product, used, out = _as_run(kernel, product, stack, precision)
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     linear_s, fixed_s = floor_s(product, used, device, out_bytes=out, of_weight=of_weight)
-    moved = _casts_bytes(kernel, product, stack, precision)
-    casts = (("elementwise.fused", moved),) if moved else ()
+    moved_bytes = _casts_bytes(kernel, product, stack, precision)
+    casts = (("elementwise.fused", moved_bytes),) if moved_bytes else ()
     return KernelFloor(linear_s, fixed_s, casts, product.groups if _is_launched_by_group(kernel, stack) else 1)
 
 
@@ -453,8 +453,8 @@ def memory_s(size_bytes: float, kind: str, device: Device) -> float:
     factor = factors.get(kind, factors.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
     room = rates.cache_share * device.gpu.l2_bytes
     cached = 1 / (1 + (size_bytes / room) ** 2)
-    moved = size_bytes * (1 - cached + cached / rates.cache_speed)
-    return factor * (rates.fixed_s + moved / (rates.share * bandwidth))
+    moved_bytes = size_bytes * (1 - cached + cached / rates.cache_speed)
+    return factor * (rates.fixed_s + moved_bytes / (rates.share * bandwidth))
 
 
 def step_s(elements: float, bytes_per_element: float, device: Device, kernels: int = 1) -> float:

@@ -101,10 +101,10 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
         if not any(base):
             bound = max(bound, bound_s)
         if packing is not None:
-            left = [kind for kind in remaining if kind.count]
-            high = max(seconds_of(left, pattern) for pattern, _ in packing)
+            nonempty = [kind for kind in remaining if kind.count]
+            high = max(seconds_of(nonempty, pattern) for pattern, _ in packing)
             max_state_bytes = max(
-                sum(k.state_bytes * n for k, n in zip(left, p.unshared, strict=True)) for p, _ in packing
+                sum(k.state_bytes * n for k, n in zip(nonempty, p.unshared, strict=True)) for p, _ in packing
             )
     return Spread(even_s + high, bound, mean_s, even_bytes + max_state_bytes)
 
@@ -124,15 +124,15 @@ def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
     """Seconds and bytes of the fullest rank when each kind, longest first, goes to the ranks with least work."""
     loads, state_bytes = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
     for kind in kinds:
-        left = kind.count
-        while left:
-            number = min(left, ranks)
+        num_left = kind.count
+        while num_left:
+            number = min(num_left, ranks)
             least_loaded = np.argsort(loads, kind="stable")[:number]
             # No more at once than leaves those that get one behind the next that gets none.
             number = max(1, int(np.searchsorted(loads[least_loaded], loads[least_loaded[0]] + kind.seconds)))
             loads[least_loaded[:number]] += kind.seconds
             state_bytes[least_loaded[:number]] += kind.state_bytes
-            left -= min(number, left)
+            num_left -= min(number, num_left)
     return float(loads.max()), int(state_bytes.max())
 
 
@@ -215,12 +215,12 @@ def _patterns_within(
     if math.prod(counts) > 50 * _MOST_PATTERNS:
         return
     grid = np.indices(counts).reshape(len(counts), math.prod(counts))
-    left = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
+    spare_s = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
     free = room - np.array([kind.state_bytes for kind in kinds[:-1]], dtype=float) @ grid
-    last = np.minimum(left / kinds[-1].seconds, kinds[-1].count)
+    last = np.minimum(spare_s / kinds[-1].seconds, kinds[-1].count)
     if kinds[-1].state_bytes:
         last = np.minimum(last, free / kinds[-1].state_bytes)
-    for place in np.flatnonzero((left >= 0) & (free >= 0)).tolist():
+    for place in np.flatnonzero((spare_s >= 0) & (free >= 0)).tolist():
         yield Pattern(shared, (*(int(n) for n in grid[:, place]), int(last[place] + _SAME)))
 
 

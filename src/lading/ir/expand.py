@@ -273,16 +273,16 @@ class _StepBuilder:
         """Map tensor ids to those of one micro-batch; persistent storages are shared, the others copied."""
         if micro == 0:
             return {t: t for t in range(len(self.graph.tensors))}
-        moved: dict[int, int] = {}
+        renumbered: dict[int, int] = {}
         names: dict[int, int] = {}
         for old, tensor in enumerate(self.graph.tensors):
             storage = self.graph.storages[tensor.storage]
             if storage.role in PERSISTENT:
                 names[old] = old
                 continue
-            if tensor.storage not in moved:
-                moved[tensor.storage] = self._storage(f"{storage.name}#{micro}", storage.size_bytes, storage.role)
-            names[old] = self._tensor(dataclasses.replace(tensor, storage=moved[tensor.storage]))
+            if tensor.storage not in renumbered:
+                renumbered[tensor.storage] = self._storage(f"{storage.name}#{micro}", storage.size_bytes, storage.role)
+            names[old] = self._tensor(dataclasses.replace(tensor, storage=renumbered[tensor.storage]))
         return names
 
     def _storage(self, name: str, size_bytes: int, role: Role) -> int:

@@ -64,18 +64,18 @@ def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[fl
     shares: list[float] = []
     for index in run:
         op = graph.ops[index]
-        total = left = 0
+        total = unread_bytes = 0
         for tensor in op.inputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            left += size if storage not in counted else 0
+            unread_bytes += size if storage not in counted else 0
             counted.add(storage)
         for tensor in op.outputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            left += size if last_read[storage] >= run.stop else 0
+            unread_bytes += size if last_read[storage] >= run.stop else 0
             counted.add(storage)
-        shares.append(left / total if total else 1.0)
+        shares.append(unread_bytes / total if total else 1.0)
     return shares
 
 

@@ -407,8 +407,8 @@ class _Rewriter:
             if before is None:
                 ordered.append(run)
                 continue
-            both = [*ordered.pop(before), *run]
-            ordered.append(sorted(both, key=lambda new: new.piece))
+            merged = [*ordered.pop(before), *run]
+            ordered.append(sorted(merged, key=lambda new: new.piece))
         return ordered
 
     def _joins(self, ordered: Sequence[Sequence[_Made]], run: Sequence[_Made]) -> int | None:
@@ -421,8 +421,8 @@ class _Rewriter:
         for back in range(1, len(ordered) + 1):
             earlier = ordered[-back]
             if earlier[0].gradient == run[0].gradient:
-                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
-                passes = near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
+                is_near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
+                passes = is_near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
                 return len(ordered) - back if passes else None
         return None
 

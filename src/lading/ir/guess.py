@@ -183,8 +183,8 @@ def _early(graph: StepGraph, coefficient: int, waiting: Set[str]) -> dict[int, t
     clip = graph.storage_of(graph.ops[coefficient].outputs[0])
     early: dict[int, tuple[int, ...]] = {}
     for group in updates(graph):
-        moved = {names[s] for i in group for s in graph.op_writes[i] if s in names}
-        if moved.isdisjoint(waiting) and any(clip in graph.op_reads[i] for i in group):
+        updated_names = {names[s] for i in group for s in graph.op_writes[i] if s in names}
+        if updated_names.isdisjoint(waiting) and any(clip in graph.op_reads[i] for i in group):
             early.update(dict.fromkeys(group, group))
     return early
 

@@ -511,8 +511,8 @@ class Machine:
         names = Counter(tier.name for tier in self.tiers)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"expected tiers of different names, got {twice[0]!r} more than once")
-        if both := names.keys() & {tier.wire for tier in self.tiers}:
-            raise ConfigError(f"expected a wire that is no tier, got {min(both)!r}; name it otherwise")
+        if shared_names := names.keys() & {tier.wire for tier in self.tiers}:
+            raise ConfigError(f"expected a wire that is no tier, got {min(shared_names)!r}; name it otherwise")
         files = Counter(tier.location for tier in self.tiers if tier.kind == FILE)
         if twice := [location for location, count in files.items() if count > 1]:
             raise ConfigError(

@@ -294,10 +294,10 @@ class _Reducer:
         """Let an operation of the optimizer's phase work on gradients where they lie in buckets."""
         if op.phase is not Phase.OPTIMIZER:
             return op
-        moved = {t: self._in_bucket(t) for t in (*op.inputs, *op.mutates)}
-        if all(old == new for old, new in moved.items()):
+        renamed = {t: self._in_bucket(t) for t in (*op.inputs, *op.mutates)}
+        if all(old == new for old, new in renamed.items()):
             return op
-        return rename_op(op, {**{t: t for t in op.outputs}, **{t: t for t in op.results if t is not None}, **moved})
+        return rename_op(op, {**{t: t for t in op.outputs}, **{t: t for t in op.results if t is not None}, **renamed})
 
     def _in_bucket(self, tensor: int) -> int:
         """Tensor of the reduced gradient that stands for one of the rank's own; itself where it is no gradient."""

@@ -234,11 +234,11 @@ class _Partitioner:
             return self._mean_of_rows(op, strategy)
         if strategy.label == "queries":
             op = self._attending(op)
-        moved = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
+        local = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
         for tensor, parts in zip(op.outputs, strategy.outputs, strict=True):
-            moved[tensor] = self._record_version(tensor, parts)
-        moved |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in moved}
-        self.writer.ops.append(self._sized(rename_op(op, moved), op, strategy))
+            local[tensor] = self._record_version(tensor, parts)
+        local |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in local}
+        self.writer.ops.append(self._sized(rename_op(op, local), op, strategy))
         for tensor in op.mutates:  # all other versions are of the past
             storage = self.whole[tensor].storage
             self.versions[storage] = {WHOLE: self.versions[storage][WHOLE]}
@@ -288,8 +288,8 @@ class _Partitioner:
 
     def _are_sums(self, op: Op) -> bool:
         """Whether all operands are sums of what the ranks have, and as large as the result."""
-        alike = all(self.whole[t].shape == self.whole[op.outputs[0]].shape for t in op.inputs)
-        tensors = alike and all(isinstance(arg, Ref) for arg in op.args)
+        are_alike = all(self.whole[t].shape == self.whole[op.outputs[0]].shape for t in op.inputs)
+        tensors = are_alike and all(isinstance(arg, Ref) for arg in op.args)
         return tensors and all({*self.versions[self.whole[t].storage]} == {SUMMED} for t in op.inputs)
 
     def _candidates(self, op: Op, rule: ShardingRule) -> Iterator[_Candidate]:

@@ -89,11 +89,11 @@ def numbered_as(first: StepGraph, step: StepGraph) -> StepGraph:
             )
         numbers.append(number)
     names = {tensor: len(first.tensors) + tensor for tensor in range(len(step.tensors))}
-    moved = (dataclasses.replace(tensor, storage=numbers[tensor.storage]) for tensor in step.tensors)
+    tensors_of_step = (dataclasses.replace(tensor, storage=numbers[tensor.storage]) for tensor in step.tensors)
     return dataclasses.replace(
         step,
         storages=tuple(storages),
-        tensors=(*first.tensors, *moved),
+        tensors=(*first.tensors, *tensors_of_step),
         ops=tuple(rename_op(op, names) for op in step.ops),
         parameters=tuple(
             dataclasses.replace(p, tensor=names[p.tensor], gradient=None if p.gradient is None else names[p.gradient])

@@ -136,7 +136,7 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
     args = (tensors.param, tensors.grad, *tensors.states, *counting)
     named = {"master": tensors.master, "coefficient": tensors.coefficient}
     extra = {key: tensor for key, tensor in named.items() if tensor is not None}
-    moved = (tensors.param, *tensors.states, *((tensors.master,) if tensors.master is not None else ()))
+    updated = (tensors.param, *tensors.states, *((tensors.master,) if tensors.master is not None else ()))
     later: tuple[tuple[str, Arg], ...] = (("first", False),) if counting and not tensors.first else ()
     settings: Arg = tuple((field.name, getattr(rule, field.name)) for field in dataclasses.fields(rule))
     outputs = () if tensors.workspace is None else (tensors.workspace,)
@@ -148,7 +148,7 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
         inputs=(*args, *extra.values()),
         outputs=outputs,
         results=outputs or (None,),
-        mutates=(*moved, *(counting if tensors.first else ())),
+        mutates=(*updated, *(counting if tensors.first else ())),
         module=module,
         kind=OpKind.STEP,
         flops=int(count * rule.work(rows, columns).flops),

@@ -131,11 +131,11 @@ class MomentRule(ParameterRule):
         room = torch.empty((_ROWS, at_once), dtype=torch.float32, device=param.device)
         for at in range(0, param.numel(), at_once):
             end = min(at + at_once, param.numel())
-            moved, piece_grad, *parts = (
+            piece_param, piece_grad, *parts = (
                 t[at // block : -(-end // block)] for t, block in zip(flat, blocks, strict=True)
             )
             named = dict(zip(states, parts, strict=True))
-            self._move_stored(moved, piece_grad, named, room[:, : end - at], lr=lr, step=step)
+            self._move_stored(piece_param, piece_grad, named, room[:, : end - at], lr=lr, step=step)
 
     def _move_stored(
         self,
@@ -159,17 +159,17 @@ class MomentRule(ParameterRule):
 
         wide_param, wide_grad, *moments = room[:4]
         spare, second_spare = room[4:].view(torch.int32)
-        moved = param if param.dtype is torch.float32 else wide_param.copy_(param)
+        float_param = param if param.dtype is torch.float32 else wide_param.copy_(param)
         float_grad = grad if grad.dtype is torch.float32 else wide_grad.copy_(grad)
         if self.states == "bf16":
-            low_bit.random_bits(moved, float_grad, step, spare, second_spare)
+            low_bit.random_bits(float_param, float_grad, step, spare, second_spare)
         for name, moment in zip(_MOMENTS, moments, strict=True):
             if self.states == "8bit":
                 scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
                 low_bit.dequantize(states[name], scales, signed=is_signed, out=moment, spare=spare)
             else:
                 moment.copy_(states[name])
-        self.move(moved, float_grad, *moments, lr=lr, step=step)
+        self.move(float_param, float_grad, *moments, lr=lr, step=step)
         for name, moment in zip(_MOMENTS, moments, strict=True):
             if self.states == "8bit":
                 scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
@@ -179,8 +179,8 @@ class MomentRule(ParameterRule):
                 torch.bitwise_right_shift(spare, 16, out=spare)
             else:
                 states[name].copy_(moment)
-        if moved is not param:
-            param.copy_(moved)
+        if float_param is not param:
+            param.copy_(float_param)
 
     @abstractmethod
     def move(

@@ -178,8 +178,8 @@ def optimizers_with(names: Iterable[str], usual: str) -> str:
         having = {name: rule_states for name, rule_states in rules.items() if suffixes <= rule_states}
         min_tensors = min(map(len, having.values()), default=0)
         nearest = [name for name, rule_states in having.items() if len(rule_states) == min_tensors]
-        alike = [usual] if usual in nearest else nearest
-        optimizers[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
+        candidates = [usual] if usual in nearest else nearest
+        optimizers[" or ".join(candidates) or f"a rule with {', '.join(sorted(suffixes))}"] = None
     return " and ".join(sorted(optimizers, key=lambda name: name == usual)) or "no optimizer"
 
 

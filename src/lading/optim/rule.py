@@ -207,16 +207,16 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
 
     def update_part(part: slice, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         param, grads = trial_of(256)
-        moved = param[part].clone().view(shape)
+        copy = param[part].clone().view(shape)
         states: States = {}
         for name, spec in rule.state_specs(shape).items():
-            states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, moved.dtype))
+            states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, copy.dtype))
             if name in initial:
                 states[name].copy_(initial[name][part].view(shape) if spec.shape else initial[name])
         for number, grad in enumerate(grads, 1):
             step = torch.tensor(float(number)) if rule.counts else None
-            rule.update(moved, grad[part].clone().view(shape), states, lr=1e-2, step=step)
-        return moved, *states.values()
+            rule.update(copy, grad[part].clone().view(shape), states, lr=1e-2, step=step)
+        return copy, *states.values()
 
     name = getattr(rule, "optimizer", type(rule).__name__)
     try:
@@ -228,8 +228,8 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
             "optimizer: expected one whose update treats elements alone, so that parameters can be moved part by part; "
             f"{name} failed on a matrix of 256 elements: {type(error).__name__}: {error}; {INSTEAD}"
         ) from error
-    for part, moved in parts:
-        pairs = ((full.flatten(), moved_part.flatten()) for full, moved_part in zip(full_update, moved, strict=True))
+    for part, updated in parts:
+        pairs = ((full.flatten(), moved_part.flatten()) for full, moved_part in zip(full_update, updated, strict=True))
         if not all(torch.equal(full[part] if full.numel() == 256 else full, moved_part) for full, moved_part in pairs):
             raise ConfigError(
                 f"optimizer: expected one whose update treats elements alone, but {name} gives a part of a parameter "

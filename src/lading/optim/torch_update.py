@@ -354,8 +354,8 @@ def _watched(
     later = deepcopy(optimizer)  # the first updates of some do less
     late_bytes, touched, calls = [_worked(later) for _ in range(_LATER)][-1]
     most = max(most, late_bytes)
-    left = {key for key, value in group.items() if key != "params"} ^ {"lr", *json.loads(numbers)}
-    if left or json.loads(_numbers(name, group)) != json.loads(numbers):
+    unread_keys = {key for key, value in group.items() if key != "params"} ^ {"lr", *json.loads(numbers)}
+    if unread_keys or json.loads(_numbers(name, group)) != json.loads(numbers):
         raise ConfigError(f"optimizer: expected a step to leave the parameter groups as they are, {name} changes them")
     state = {key: value for key, value in optimizer.state[trial].items() if value is not None}
     step = state.pop(_STEP, None)

@@ -117,11 +117,11 @@ class _Autocast:
         like, half = self.tensors[tensor], self.tensors[tensor].size_bytes
         storage = max(t.storage for t in self.tensors) + 1
         self.tensors.append(replace(like, storage=storage, role=Role.ACTIVATION, name=""))
-        moved = (half, 2 * half) if wide else (2 * half, half)
+        read_and_written = (half, 2 * half) if wide else (2 * half, half)
         stage = Stage.FORWARD if kernel.stage is Stage.FORWARD else Stage.BACKWARD_INPUT
         result = len(self.tensors) - 1
         self.kernels.append(
-            Kernel(AUTOCAST, OpKind.COPY, stage, kernel.module, like.dtype, *moved, (tensor,), (result,))
+            Kernel(AUTOCAST, OpKind.COPY, stage, kernel.module, like.dtype, *read_and_written, (tensor,), (result,))
         )
         if wide:
             self.wide.add(storage)

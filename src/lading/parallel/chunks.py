@@ -61,13 +61,13 @@ def split_layers(layers: int, layout: Layout) -> tuple[int, ...]:
         )
     if layers % stages == 0:
         return (layers // stages,) * stages
-    layers_per_stage, left = divmod(layers + 2, stages)
-    counts = [layers_per_stage + (stage < left) for stage in range(stages)]
+    layers_per_stage, remainder = divmod(layers + 2, stages)
+    counts = [layers_per_stage + (stage < remainder) for stage in range(stages)]
     counts[0] -= 1
     counts[-1] -= 1
     if min(counts) < 1:
-        layers_per_stage, left = divmod(layers, stages)
-        counts = [layers_per_stage + (stage < left) for stage in range(stages)]
+        layers_per_stage, remainder = divmod(layers, stages)
+        counts = [layers_per_stage + (stage < remainder) for stage in range(stages)]
     return tuple(counts)
 
 
@@ -92,14 +92,14 @@ def _take(rest: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """The next ``count`` layers; they may be of more than one kind."""
     taken_runs: list[tuple[int, int]] = []
     while count:
-        segment, left = rest[0]
-        num_taken = min(left, count)
+        segment, count_left = rest[0]
+        num_taken = min(count_left, count)
         taken_runs.append((segment, num_taken))
         count -= num_taken
-        if num_taken == left:
+        if num_taken == count_left:
             del rest[0]
         else:
-            rest[0] = (segment, left - num_taken)
+            rest[0] = (segment, count_left - num_taken)
     return taken_runs
 
 

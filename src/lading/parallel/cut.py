@@ -454,8 +454,8 @@ class _Cutter:
         scattered = state.scattered
         source = self._place(view, state.tag, scattered)
         state.tag, state.away = f"{state.tag}{'sent' if away else 'back'}", away
-        moved = self._place(view, state.tag, scattered)
-        self._collect(slot, "all_to_all", EXPERT, source, moved, source, stage)
+        exchanged = self._place(view, state.tag, scattered)
+        self._collect(slot, "all_to_all", EXPERT, source, exchanged, source, stage)
 
     def _emit(self, slot: int, op: Op, stage: Stage, inputs: tuple[int, ...]) -> None:
         outputs = tuple(self.local(t) for t in op.outputs)
@@ -547,20 +547,20 @@ def widened(segment: Segment) -> Segment:
     """
     tensors = [replace(t, dtype="float32") if t.dtype in _HALF else t for t in segment.tensors]
     written = {tensors[t].storage for op in segment.ops for t in op.mutates}
-    moved: dict[int, int] = {}
+    new_storages: dict[int, int] = {}
     ops: list[Op] = []
     for op in segment.ops:
         if not _is_idle(op, tensors):
             ops.append(op)
             continue
-        source, result = (_final_storage(moved, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
+        source, result = (_final_storage(new_storages, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
         if written & {source, result} or source == result:
             ops.append(op)
             continue
-        moved[result] = source
+        new_storages[result] = source
         ops.append(replace(op, kind=OpKind.VIEW))
     roles = {t.storage: t.role for t in tensors}
-    homes = [_final_storage(moved, t.storage) for t in tensors]
+    homes = [_final_storage(new_storages, t.storage) for t in tensors]
     wide_tensors = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
     return replace(segment, tensors=wide_tensors, ops=tuple(ops))
 

@@ -139,14 +139,14 @@ def emit(shape: ListShape) -> Program:
     numbers = Numbers({}, {}, {})
     ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
     repeat = (1, shape.num_repeats) if shape.num_repeats else (0, 0)
-    alike = tuple(_run_start_of_units(runs) for runs in shape.stages)
+    unit_starts = tuple(_run_start_of_units(runs) for runs in shape.stages)
     uses = tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions)))
     return Program(
         ranks=ranks,
         regions=tuple(numbers.regions),
         storages=tuple(numbers.storages),
         uses=uses,
-        alike=alike,
+        alike=unit_starts,
         repeat=repeat,
         schedule=shape.plan.kind,
     )
@@ -297,7 +297,7 @@ class _Rank(ListWriter):
     def _row_facts(self, rows: Order) -> npt.NDArray[np.int64]:
         """[6, row]: region; storage that is received and its peer; storage that is sent, its peer and its stream."""
         work, chunk = rows[:, 0], rows[:, 1]
-        _, firsts, alike = np.unique(work * self.plan.chunks + chunk, return_index=True, return_inverse=True)
+        _, firsts, inverse = np.unique(work * self.plan.chunks + chunk, return_index=True, return_inverse=True)
         facts = np.empty((len(firsts), 6), np.int64)
         for number in np.argsort(firsts).tolist():
             row = firsts[number]
@@ -309,7 +309,7 @@ class _Rank(ListWriter):
             handed = -1 if target < 0 else self.numbers.storage(Border(target, forward))
             peers = [-1 if neighbour < 0 else self.plan.rank_of(neighbour) for neighbour in (source, target)]
             facts[number] = (region, arriving, peers[0], handed, peers[1], self._send_stream(row_work))
-        return facts[alike].T
+        return facts[inverse].T
 
     def _first_compute(self, start: int) -> int:
         """First region from ``start`` on; the place behind the last one where there is none."""

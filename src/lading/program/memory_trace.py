@@ -223,11 +223,11 @@ class _Reader:
 
     def _run_known(self, number: int) -> None:
         """Run a region as ``_run`` does; a whole pass repeats its changes where all it looks at is the same."""
-        op, here, behind = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
-        if not self._is_steady(op) or here in (self.passes[self.turn - 1], behind):
+        op, this_pass, next_pass = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
+        if not self._is_steady(op) or this_pass in (self.passes[self.turn - 1], next_pass):
             self._run(number)
             return
-        enters = self.actions.op[self.regions[self.turn + 1]] if behind and behind[0][2] is Work.FORWARD else -1
+        enters = self.actions.op[self.regions[self.turn + 1]] if next_pass and next_pass[0][2] is Work.FORWARD else -1
         key = (op, enters, id(self.left), id(self.entering))
         if key not in self.known:
             start = len(self.numbers)

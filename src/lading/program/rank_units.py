@@ -70,9 +70,9 @@ def groups_of(segment: RankSegment, layout: Layout) -> tuple[tuple[str, int], ..
     """Groups of a unit's parameters: its own, and its experts' if they are spread over other ranks."""
     elements: dict[str, int] = {}
     for axes, count in segment.parameter_elements.items():
-        apart = replicas(axes, layout) != replicas("dp", layout)
-        elements["dp"] = elements.get("dp", 0) + (0 if apart else count)
-        if apart:
+        is_apart = replicas(axes, layout) != replicas("dp", layout)
+        elements["dp"] = elements.get("dp", 0) + (0 if is_apart else count)
+        if is_apart:
             elements[axes] = elements.get(axes, 0) + count
     return tuple((axes, elements[axes]) for axes in sorted(elements) if elements[axes])
 

@@ -215,12 +215,14 @@ class FitResult:
         return self.time.step_s
 
     def __str__(self) -> str:
-        moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
+        transfers_text = ", ".join(
+            f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy
+        )
         recompute_text = f" ({format_seconds(self.time.recompute_s)} of it again)" if self.time.recompute_s else ""
         lines = [self.title, *self.needs.lines(self.allowed)]
         lines.append(
             f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)}"
-            f"{recompute_text}, transfers {moved or 'none'}, exposed {format_seconds(self.time.exposed_s)}"
+            f"{recompute_text}, transfers {transfers_text or 'none'}, exposed {format_seconds(self.time.exposed_s)}"
         )
         if self.time.host_s:
             lines.append(

@@ -45,9 +45,9 @@ def policy_table(plan: Plan) -> Table:
     for row in predictions.policies:
         chosen = row.policy == plan.request.policy
         _, step, *others = policy_cells(row)[:-2]
-        moved = sum(row.moved_bytes.values())
+        moved_bytes = sum(row.moved_bytes.values())
         name = f"{'>' if chosen else ' '} {row.policy}"
-        cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved) if moved else "-"]
+        cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved_bytes) if moved_bytes else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
     lines = [f"{row.policy}: {escape(row.note)}" for row in predictions.policies if row.note and row.fits]
     bound = f"no plan takes less than {format_seconds(predictions.lower_bound_s)}; this one is {plan.gap:.1%} above"
@@ -57,14 +57,14 @@ def policy_table(plan: Plan) -> Table:
 
 def policy_cells(row: PolicyRow) -> list[str]:
     """Write a policy's row without its name: whether it fits, step, peak, recomputing, stalls, bytes moved, note."""
-    moved = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
+    moved_text = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
     return [
         "yes" if row.fits else "no",
         "-" if row.step_s is None else format_seconds(row.step_s),
         format_bytes(row.peak_bytes),
         format_seconds(row.recompute_s) if row.recompute_s else "-",
         format_seconds(row.stall_s) if row.stall_s else "-",
-        moved or "-",
+        moved_text or "-",
         row.note,
     ]
 
@@ -183,6 +183,6 @@ def _line(branch: Branch) -> str:
     name = f"[{style}]{escape(branch.name)}[/{style}]" if style else escape(branch.name)
     total = branch.total
     sizes = [f"{state} {format_bytes(total[state])}" for state in STATES if total.get(state)]
-    alike = f" x {branch.num_equal}" if branch.num_equal > 1 else ""
+    count_text = f" x {branch.num_equal}" if branch.num_equal > 1 else ""
     note = f" [dim]{escape(branch.note)}[/dim]" if branch.note else ""
-    return f"{name}{alike}{note}" + (f": {', '.join(sizes)}" if sizes else "")
+    return f"{name}{count_text}{note}" + (f": {', '.join(sizes)}" if sizes else "")

@@ -158,8 +158,10 @@ class _Lines:
             return
         self._last_s = now_s
         elapsed, num_done = now_s - self._start_s, step - self._first
-        left = f"{clock_text(elapsed / num_done * (self._total - step))} left" if num_done > 0 else "time left unknown"
-        ending = f"done in {clock_text(elapsed)}" if step >= self._total else left
+        remaining_text = (
+            f"{clock_text(elapsed / num_done * (self._total - step))} left" if num_done > 0 else "time left unknown"
+        )
+        ending = f"done in {clock_text(elapsed)}" if step >= self._total else remaining_text
         self.note(
             f"step {step}/{self._total}  loss {loss:.4f}{losses_text(losses)}  {tokens_per_s:,.0f} tokens/s  "
             f"memory {memory_text(memory_bytes, self._budget)}  {ending}"

@@ -111,8 +111,8 @@ def _memory(report: RankReport, rows: Sequence[int]) -> str:
     for timeline in (report.measured.ranks[rank] for rank in rows):
         peak, predicted, budget = timeline.peak_bytes, timeline.predicted_bytes, timeline.budget_bytes
         sizes = [format_bytes(size) for size in (peak, predicted, budget, timeline.base_bytes)]
-        left = f"{1 - peak / budget:.1%}" if peak <= budget else f"{format_bytes(peak - budget)} above"
-        body.append([f"rank {timeline.rank}", *sizes[:2], error_words(predicted, peak), sizes[2], left, sizes[3]])
+        margin = f"{1 - peak / budget:.1%}" if peak <= budget else f"{format_bytes(peak - budget)} above"
+        body.append([f"rank {timeline.rank}", *sizes[:2], error_words(predicted, peak), sizes[2], margin, sizes[3]])
     return table(
         ("peak memory", "measured", "predicted", "prediction", "budget", "left of it", "before training"), body
     )

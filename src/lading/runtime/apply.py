@@ -486,7 +486,7 @@ def _frozen_units(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
     homes = _homes(plan.choices.units)
     planned = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _nearest(name, homes) in homes}
     around = {path[:end] for path in homes for end, letter in enumerate(path) if letter == "."}
-    apart: list[nn.Module] = []
+    separate: list[nn.Module] = []
 
     def find(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
@@ -495,12 +495,12 @@ def _frozen_units(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
                 find(below, child)
             elif below not in homes:
                 inner = [element for m in child.modules() if isinstance(m, nn.ModuleList) for element in m]
-                apart.extend((*reversed(inner), child))
+                separate.extend((*reversed(inner), child))
 
     if "" not in homes:
         find("", model)
     cut: list[tuple[nn.Module, int]] = []
-    for module in (*apart, model):
+    for module in (*separate, model):
         sizes = {id(p): p.numel() for p in module.parameters() if id(p) not in planned}
         planned |= sizes.keys()
         if sizes:
@@ -547,15 +547,15 @@ def _outward(groups: Sequence[ShardedUnit]) -> list[int]:
                 if outer in homes and homes[outer] != number:
                     inside[homes[outer]].add(number)
     ordered: list[int] = []
-    left = set(range(len(groups)))
-    while left:
-        ready = sorted(number for number in left if not inside[number] & left)
+    remaining_groups = set(range(len(groups)))
+    while remaining_groups:
+        ready = sorted(number for number in remaining_groups if not inside[number] & remaining_groups)
         if not ready:
             raise ConfigError(
-                f"apply: groups {sorted(left)} are inside of each other; no order of fully_shard does that"
+                f"apply: groups {sorted(remaining_groups)} are inside of each other; no order of fully_shard does that"
             )
         ordered += ready
-        left -= set(ready)
+        remaining_groups -= set(ready)
     return ordered
 
 

@@ -298,8 +298,8 @@ class Binder:
         Raises:
             ProgramError: an action cannot be bound; names it.
         """
-        near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
-        issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
+        host_tiers = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
+        issued = {COMPUTE_STREAM, *map(read_stream, host_tiers), *map(write_stream, host_tiers)}
         lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
         self.lanes = dict(zip(self.program.streams, lanes, strict=True))
         runs: list[Call | None] = []
@@ -340,9 +340,9 @@ class Binder:
         if action.id not in guards.actions or action.kind is ActionKind.FREE:
             return run
         zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
-        moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
+        moved_bytes = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
         self.deciding.add(action.id)
-        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved), self._on_host(action))
+        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved_bytes), self._on_host(action))
 
     def _on_host(self, action: Action) -> Call | None:
         """Make the call that computes an expert's operation on the host in the place of its action."""

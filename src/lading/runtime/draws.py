@@ -132,8 +132,8 @@ def _counted(op: Op, graph: StepGraph, known: dict[object, int]) -> int:
 
 
 def _words_between(before: torch.Tensor, after: torch.Tensor, most: int, op: Op) -> int:
-    left = [int(state[_LEFT].view(torch.int32)) for state in (before, after)]
-    words = (left[0] - left[1]) % _BLOCK
+    words_left = [int(state[_LEFT].view(torch.int32)) for state in (before, after)]
+    words = (words_left[0] - words_left[1]) % _BLOCK
     state = _skipped(before, words)
     while words <= most:
         if torch.equal(state, after):

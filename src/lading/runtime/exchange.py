@@ -245,9 +245,9 @@ def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verd
     names, parameters = list(report.has), len(report.has)
     has, changed = dict(zip(names, counted, strict=False)), dict(zip(names, counted[parameters:], strict=False))
     sent_number = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
-    apart = 0 < steps < team.ranks
-    wrong = _APART.format(steps=steps, ranks=team.ranks) if apart else _wrong(has, changed, team.ranks)
-    return Verdict(wrong, not counted[2 * parameters], sent_number, apart, settled)
+    disagree = 0 < steps < team.ranks
+    wrong = _APART.format(steps=steps, ranks=team.ranks) if disagree else _wrong(has, changed, team.ranks)
+    return Verdict(wrong, not counted[2 * parameters], sent_number, disagree, settled)
 
 
 def _equal_told(number: int) -> list[int]:

@@ -69,9 +69,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     meminfo = root / "proc/meminfo"
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines()) if meminfo.exists() else {}
-    left = [int(lines["MemAvailable"].split()[0]) * KiB] if "MemAvailable" in lines else []
-    left += [limit - used for limit, used in _limits_and_uses(root)]
-    return max(0, min(left)) if left else None
+    free_bytes = [int(lines["MemAvailable"].split()[0]) * KiB] if "MemAvailable" in lines else []
+    free_bytes += [limit - used for limit, used in _limits_and_uses(root)]
+    return max(0, min(free_bytes)) if free_bytes else None
 
 
 def _limits_and_uses(root: Path) -> Iterator[tuple[int, int]]:

@@ -171,15 +171,15 @@ def _causal_rows(op: Op, view: View, rank: int) -> Call:
 
 def _own_words(op: Op, view: View, rank: int) -> Call:
     """Make the call that finds the rows of this rank's words; other words get the first row, and zero in ``here``."""
-    words, rows, here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
+    words, rows, rows_here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
     assert words is not None, "its operation is about to run"
     assert rows is not None, "an embedding uses it"
-    assert here is not None, "what comes of the embedding uses it"
+    assert rows_here is not None, "what comes of the embedding uses it"
     count = cast("int", op.args[1])
 
     def find() -> None:
         torch.sub(words, rank * count, out=rows)
-        here.copy_(((rows >= 0) & (rows < count)).unsqueeze(-1))
+        rows_here.copy_(((rows >= 0) & (rows < count)).unsqueeze(-1))
         rows.clamp_(0, count - 1)
 
     return find
@@ -686,8 +686,8 @@ def _attention(
     batch, heads = tensors[0].shape[:2]
     if any(t.shape[:2] != (batch, heads) for t in tensors):
         return None
-    rows, some = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
-    cuts = list(product(_cuts(batch, rows), _cuts(heads, some)))
+    rows, num_heads = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
+    cuts = list(product(_cuts(batch, rows), _cuts(heads, num_heads)))
 
     def at(row: slice, head: slice) -> tuple[list[torch.Tensor], dict[str, Any], list[torch.Tensor | None]]:
         """View what one piece takes, and where its results go."""
@@ -711,9 +711,9 @@ def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, i
     The kernel gives whole heads to threads, so a part of five heads keeps two threads as long as one of six.
     """
     min_elements = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
-    tiles = [(1, some) for some in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
-    large = [(rows, some) for rows, some in tiles if rows * some >= min_elements]
-    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * min_elements] or large[:1]
+    tiles = [(1, num_heads) for num_heads in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
+    large = [(rows, num_heads) for rows, num_heads in tiles if rows * num_heads >= min_elements]
+    allowed = [(rows, num_heads) for rows, num_heads in large if rows * num_heads <= 4 * min_elements] or large[:1]
 
     def turns(tile: tuple[int, int]) -> int:
         cuts = product(_cuts(batch, tile[0]), _cuts(heads, tile[1]))

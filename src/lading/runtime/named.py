@@ -408,10 +408,10 @@ def _other_formats(
     saved: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> str | None:
     """Say which state was saved in another dtype, of a parameter that was not; None if there is none."""
-    alike = saved.keys() & wanted.keys()
-    for name in sorted(alike):
+    common = saved.keys() & wanted.keys()
+    for name in sorted(common):
         of, (was, shape), (dtype_now, planned) = name.rpartition(".")[0], saved[name], wanted[name]
-        if was != dtype_now and shape == planned and of in alike and saved[of] == wanted[of]:
+        if was != dtype_now and shape == planned and of in common and saved[of] == wanted[of]:
             return f"has {name} in {was}, this plan keeps it in {dtype_now}"
     return None
 

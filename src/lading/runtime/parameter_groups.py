@@ -259,8 +259,8 @@ def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:
     graph = graphs[0]
     steps = ((graph_of_op, op) for graph_of_op in graphs for op in graph_of_op.ops)
     rules = ((graph_of_op, op) for graph_of_op, op in steps if isinstance(rule_of(op), ParameterRule))
-    moved = {graph_of_op.first_piece(graph_of_op.storage_of(op.inputs[0])) for graph_of_op, op in rules}
+    moved_storages = {graph_of_op.first_piece(graph_of_op.storage_of(op.inputs[0])) for graph_of_op, op in rules}
     shards = {unit_storage: graph.storage_of(unit.shard) for unit_storage, unit in units_of(graph).items()}
     places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
     storage_of = {name: shards.get(storage, storage) for name, storage in places.items()}
-    return {name: storage for name, storage in storage_of.items() if storage in moved}
+    return {name: storage for name, storage in storage_of.items() if storage in moved_storages}

@@ -281,9 +281,9 @@ class FileTier:
             StorageError: the disk returned an error or fewer bytes.
         """
         self._check_whole()
-        left = into.numpy().data
-        for at, size in self.runs(offset, len(left)):
-            memory, left = left[:size], left[size:]
+        remaining = into.numpy().data
+        for at, size in self.runs(offset, len(remaining)):
+            memory, remaining = remaining[:size], remaining[size:]
             whole_pages = size // PAGE_BYTES * PAGE_BYTES
             self._transfer(os.preadv, "read", at, memory[:whole_pages])
             if whole_pages < size:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lading.errors import CaptureError
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
-from lading.tracing.initial import defer
+from lading.tracing.initial import Deferred, defer
 from lading.tracing.trace import capture
 
 
@@ -79,6 +79,78 @@ def in_bfloat16() -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
+def check_same_bits(deferred: Deferred, build: Callable[[], nn.Module], seed: int) -> None:
+    """Assert that what is deferred makes the values of the constructor, and leaves torch's generator as that does."""
+    values: dict[str, torch.Tensor] = {}
+    deferred.materialize(seed, lambda name, value: values.__setitem__(name, value.clone()))
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = build()
+    expected = dict((*model.named_parameters(), *model.named_buffers()))
+    assert values.keys() == set(deferred.named)
+    for name, value in values.items():
+        assert value.dtype is expected[name].dtype
+        assert torch.equal(value, expected[name]), name
+    assert torch.equal(torch.get_rng_state(), state)  # and what is drawn next is the same too
+
+
+def _layers(*dims: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(dim, 4) for dim in dims))
+
+
+def seeded_first() -> nn.Module:
+    torch.manual_seed(3)
+    return _layers(3, 5)
+
+
+def seeded_alike_for_each_layer() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        torch.manual_seed(3)
+        layers.append(nn.Linear(4, 4))
+    return nn.Sequential(*layers)
+
+
+def forked_for_a_layer() -> nn.Module:
+    first = _layers(3, 5)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        middle = _layers(4)
+    return nn.Sequential(first, middle, _layers(6, 7))
+
+
+def put_back_twice() -> nn.Module:
+    first, state = _layers(3), torch.get_rng_state()
+    second = _layers(3)
+    torch.set_rng_state(state)
+    third = _layers(3)
+    torch.set_rng_state(state)
+    return nn.Sequential(first, second, third, _layers(3, 5))
+
+
+def seeded_last() -> nn.Module:
+    model = _layers(3, 5)
+    torch.manual_seed(3)
+    return model
+
+
+SEEDED = (seeded_first, seeded_alike_for_each_layer, forked_for_a_layer, put_back_twice, seeded_last)
+
+
+@pytest.mark.parametrize("build", SEEDED)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_constructor_may_set_the_generator(build: Callable[[], nn.Module], seed: int) -> None:
+    before = torch.get_rng_state()
+    deferred = defer(build)
+    assert torch.equal(torch.get_rng_state(), before)
+    check_same_bits(deferred, build, seed)
+
+
+def test_some_layers_of_a_constructor_that_sets_the_generator() -> None:
+    deferred = defer(forked_for_a_layer)
+    check_same_bits(deferred.keeping(["1.0.weight", "2.1.bias"]), forked_for_a_layer, 5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "build",
@@ -96,18 +168,7 @@ def in_bfloat16() -> nn.Module:
 )
 @pytest.mark.parametrize("seed", [0, 5])
 def test_same_bits_as_the_constructor(build: Callable[[], nn.Module], seed: int) -> None:
-    deferred = defer(build)
-    got: dict[str, torch.Tensor] = {}
-    deferred.materialize(seed, lambda name, value: got.__setitem__(name, value.clone()))
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    real = build()
-    wanted = dict((*real.named_parameters(), *real.named_buffers()))
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert got[name].dtype is value.dtype
-        assert torch.equal(got[name], value), name
-    assert torch.equal(torch.get_rng_state(), state)  # and what is drawn next is the same too
+    check_same_bits(defer(build), build, seed)
 
 
 def test_building_takes_no_memory_and_no_random_numbers() -> None:

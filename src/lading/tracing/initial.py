@@ -8,13 +8,13 @@ and freed as soon as nothing writes or reads it any more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lading.alone import import_groupless
 from lading.errors import CaptureError
@@ -28,6 +28,8 @@ _DEFAULTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERWRITE = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_", "trunc_normal_"}
 )
+#: Seed while a constructor is recorded: one that it will not set itself, so that it is seen when it sets one.
+_UNLIKELY_SEED = 0x5DEECE66D3B1A7F
 
 
 @torch.library.custom_op(
@@ -44,6 +46,9 @@ class Deferred:
 
     Attributes:
         named: Graph tensor of each parameter and buffer, by its first name.
+        generator_states: Index of an operation -> state that the constructor gave torch's random generator before it:
+            bytes of ``torch.get_rng_state``, or the index of the operation behind which the generator was in that
+            state (-1: before the first). The number of operations stands for the end.
     """
 
     model: torch.nn.Module
@@ -51,6 +56,7 @@ class Deferred:
     storages: tuple[Storage, ...]
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
+    generator_states: Mapping[int, bytes | int] = field(default_factory=lambda: {})
 
     def materialize(self, seed: int, sink: Callable[[str, torch.Tensor], None]) -> None:
         """Make every parameter and buffer as ``torch.manual_seed(seed)`` and building the model would.
@@ -64,17 +70,35 @@ class Deferred:
             names.setdefault(self.tensors[tensor].storage, []).append(name)
         ending = self._last_uses()
         torch.manual_seed(seed)
+        states: dict[int, torch.Tensor] = {}
         with torch.no_grad():
+            self._keep_state(-1, states)
             for index, op in enumerate(self.ops):
+                self._set_state(index, states)
                 with _default_dtype(self._made_dtype(op)):
                     values.run(op)
+                self._keep_state(index, states)
                 for storage, final in ending.get(index, ()):
                     for name in names.pop(storage, ()) if final else ():
                         sink(name, values.tensor(self.named[name]))
                     values.bytes.pop(storage, None)
+            self._set_state(len(self.ops), states)
             for storage in sorted(names):  # constants, which no operation makes
                 for name in names[storage]:
                     sink(name, values.tensor(self.named[name]))
+
+    def _keep_state(self, index: int, states: dict[int, torch.Tensor]) -> None:
+        """Keep the state of torch's generator behind an operation, where it comes back to it."""
+        if index in self.generator_states.values():
+            states[index] = torch.get_rng_state()
+
+    def _set_state(self, index: int, states: Mapping[int, torch.Tensor]) -> None:
+        """Set torch's generator as the constructor did before an operation."""
+        state = self.generator_states.get(index)
+        if isinstance(state, bytes):
+            torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        elif state is not None:
+            torch.set_rng_state(states[state])
 
     def keeping(self, names: Collection[str]) -> Deferred:
         """Copy for some parameters and buffers only, without the operations that they do not need.
@@ -88,8 +112,9 @@ class Deferred:
             if needed_storages.intersection(self.tensors[t].storage for t in (*op.outputs, *op.mutates)):
                 needed_storages.update(self.tensors[t].storage for t in op.inputs)
                 ops.append(op)
-        needed_ops = self.ops if any(op.random for op in ops) else tuple(reversed(ops))
-        return dataclasses.replace(self, named=named, ops=needed_ops)
+        if any(op.random for op in ops):
+            return dataclasses.replace(self, named=named)
+        return dataclasses.replace(self, named=named, ops=tuple(reversed(ops)), generator_states={})
 
     def _made_dtype(self, op: Op) -> torch.dtype:
         """Default dtype of torch when the operation made floats: a factory that was given no dtype took it."""
@@ -141,6 +166,40 @@ def _whole_trunc_normal() -> Iterator[None]:
         scope["_no_grad_trunc_normal_"] = loop
 
 
+class _ConstructorTracer(Tracer):
+    """Records a constructor and where it sets torch's random generator (``torch.manual_seed``, ``fork_rng``).
+
+    Fake tensors draw no numbers. So the generator is moved on by one number for each operation that draws: where an
+    operation finds it in another state than the one before left, the constructor has set it. What it may come back to,
+    as at the end of ``fork_rng``, are states that it was in before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the model's constructor")
+        self.generator_states: dict[int, bytes | int] = {}
+        torch.manual_seed(_UNLIKELY_SEED)
+        self._newest = _generator_state()
+        self._seen = {self._newest: -1}
+
+    def _check_generator(self, func: Any) -> None:
+        del func  # setting the generator is refused in no constructor
+        with unset_fake_temporarily():
+            self.compare_generator()
+            torch.rand(())
+            self._newest = _generator_state()
+        self._seen[self._newest] = len(self.ops)
+
+    def compare_generator(self) -> None:
+        """Note the state of torch's generator before the next operation, if the constructor has set it."""
+        state = _generator_state()
+        if state != self._newest:
+            self.generator_states[len(self.ops)] = self._seen.get(state, state)
+
+
+def _generator_state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
 def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     """Build a model on fake CPU tensors.
 
@@ -149,21 +208,28 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
             that it has made another dtype or device.
     """
     import_groupless()
-    tracer = Tracer("the model's constructor")
-    slow = told_if_slow("building the model", lambda: len(tracer.ops))
-    with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
-        try:
-            model = build()
-        except RuntimeError as error:
-            if not str(error).startswith("_apply(): Couldn't swap"):
-                raise
-            raise CaptureError(
-                f"the model's constructor gives parameters another dtype or device once they are made ({error}), as "
-                "model.bfloat16() and model.to(...) do: expected parameters that are made as they stay; call "
-                "torch.set_default_dtype before it builds them, or pass dtype= where it does"
-            ) from error
+    with torch.random.fork_rng(devices=()):
+        tracer = _ConstructorTracer()
+        slow = told_if_slow("building the model", lambda: len(tracer.ops))
+        with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
+            model = _built(build)
+        tracer.compare_generator()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
-    return Deferred(model, named, tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops))
+    graph = tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops)
+    return Deferred(model, named, *graph, tracer.generator_states)
+
+
+def _built(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    try:
+        return build()
+    except RuntimeError as error:
+        if not str(error).startswith("_apply(): Couldn't swap"):
+            raise
+        raise CaptureError(
+            f"the model's constructor gives parameters another dtype or device once they are made ({error}), as "
+            "model.bfloat16() and model.to(...) do: expected parameters that are made as they stay; call "
+            "torch.set_default_dtype before it builds them, or pass dtype= where it does"
+        ) from error
 
 
 @contextmanager

@@ -385,14 +385,19 @@ class Tracer(TorchDispatchMode):
         is_random = draws(func, args, kwargs)
         if is_random and self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["again"]))
-        if is_random and self._is_seeded():
-            raise CaptureError(self._refusal(func, _ADVICE["seeded"]))
+        if is_random:
+            self._check_generator(func)
         return is_random
 
-    def _is_seeded(self) -> bool:
-        """Whether the step has set torch's generator: no number was drawn since it began, as tensors have no values."""
+    def _check_generator(self, func: Any) -> None:
+        """Check that the step has not set torch's generator: fake tensors draw no number, so it is as it was.
+
+        Raises:
+            CaptureError: it has.
+        """
         with unset_fake_temporarily():
-            return not torch.equal(torch.get_rng_state(), self._generator_state)
+            if not torch.equal(torch.get_rng_state(), self._generator_state):
+                raise CaptureError(self._refusal(func, _ADVICE["seeded"]))
 
     def _remember(self, module: str) -> None:
         """Remember which module the newest autograd node belongs to, for the operations of its backward."""

@@ -64,8 +64,10 @@ class Sizes:
 
 
 def sizes_of(kind: str, memory_bytes: int) -> Sizes:
-    """A Llama that takes roughly a quarter of the device, so that eager has room beside it; on the CPU several times the
-    10 MiB that the process takes besides its tensors, so that there is a plan for half of it."""
+    """Sizes of a Llama that takes roughly a quarter of the device, so that eager has room beside it.
+
+    On the CPU several times the 10 MiB of the process besides tensors, so that half of its memory holds a plan.
+    """
     if kind == "cpu":
         model = {"num_layers": 2, "dim": 256, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024, "max_seq_len": 64}
         return Sizes(model=model, batch=2, length=64, steps=3)

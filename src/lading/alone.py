@@ -53,11 +53,13 @@ def reducing_wrapper(params: Sequence[torch.Tensor]) -> nn.Module | None:
     A parameter does not know that a reducer waits for its gradient, so all objects of the process are looked through:
     some tens of milliseconds, for once.
     """
-    wanted = {id(param) for param in params}
-    kinds = tuple(getattr(sys.modules[where], kind) for where, kind, _ in _REDUCE if where in sys.modules)
-    for each in gc.get_objects():
-        if issubclass(type(each), kinds) and any(id(param) in wanted for param in each.parameters()):
-            return each
+    param_ids = {id(param) for param in params}
+    kinds = tuple(
+        getattr(sys.modules[module_name], kind) for module_name, kind, _ in _REDUCE if module_name in sys.modules
+    )
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kinds) and any(id(param) in param_ids for param in candidate.parameters()):
+            return candidate
     return None
 
 
@@ -179,8 +181,8 @@ def _is(value: object, module: str, name: str) -> bool:
 
 
 def _check(module: nn.Module, place: str) -> None:
-    for where, kind, name in _WRAPPERS:
-        if _is(module, where, kind):
+    for module_name, kind, name in _WRAPPERS:
+        if _is(module, module_name, kind):
             raise CaptureError(f"{place}: expected plain modules, found {name}; {ADVICE}")
 
 

@@ -61,14 +61,16 @@ class Question:
 def questions_of(captured: StepGraph) -> tuple[Question, ...]:
     """Find what a forward asked of its batch; where parameters take part too, the step itself asks again."""
     names = dict(captured.inputs[0])
-    found: list[Question] = []
+    questions: list[Question] = []
     for at, op in enumerate(captured.ops):
         if op.name == _ASSERT:
-            wanted = refs(op.args[0])
-            answer = answer_of(captured.storages, captured.tensors, captured.ops[:at], tuple(wanted), names.values())
+            answer_tensors = refs(op.args[0])
+            answer = answer_of(
+                captured.storages, captured.tensors, captured.ops[:at], tuple(answer_tensors), names.values()
+            )
             if answer is not None:
-                found.append(Question(answer, names, str(op.args[1]).partition("; ")[0]))
-    return tuple(found)
+                questions.append(Question(answer, names, str(op.args[1]).partition("; ")[0]))
+    return tuple(questions)
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,21 @@ class CapturedStep:
     def _leaves(self) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
         """Dtype and shape of the inputs of each micro-batch by name."""
         graph = self.program.graph
-        return [{name: (graph.tensors[t].dtype, graph.tensors[t].shape) for name, t in each} for each in graph.inputs]
+        return [
+            {name: (graph.tensors[t].dtype, graph.tensors[t].shape) for name, t in leaves} for leaves in graph.inputs
+        ]
 
     def takes(self, batches: Any, *, of_size: bool = True) -> bool:
         """Whether it was captured with batches like these; without ``of_size``, with inputs of the same names."""
-        feeds, wanted = self.fed(batches)[1], self._leaves
+        feeds, expected = self.fed(batches)[1], self._leaves
         if not of_size:
-            return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in wanted]
-        return [{name: (dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == wanted
+            return [feed.keys() for feed in feeds] == [leaves.keys() for leaves in expected]
+        return [{name: (dtype_of(t), tuple(t.shape)) for name, t in feed.items()} for feed in feeds] == expected
 
     def unlike(self, batches: Any) -> str:
         """Say what its forward would read otherwise in these batches, which it takes; "" for nothing."""
         feeds = self.fed(batches)[1] if self.questions else []
-        return next((each.message for feed in feeds for each in self.questions if not each.holds(feed)), "")
+        return next((question.message for feed in feeds for question in self.questions if not question.holds(feed)), "")
 
     def fed(self, batches: Any) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
         """Micro-batches of the step, and the tensors of each by name.
@@ -154,16 +158,16 @@ def step_for(batches: Any, steps: Sequence[CapturedStep], loss: Loss | None) -> 
             f"loss: expected one of the functions that were captured, got {getattr(loss, '__name__', loss)}; "
             "capture it, and give lading.plan and the Trainer the capture in others="
         )
-    near = [each for each in steps if each.takes(batches)]
-    unlike = [each.unlike(batches) for each in near]
-    if near and all(unlike):
+    matching = [step for step in steps if step.takes(batches)]
+    unlike = [step.unlike(batches) for step in matching]
+    if matching and all(unlike):
         raise ConfigError(
             f"{unlike[0]}; its answer decides which operations run: give lading.plan and the Trainer a capture of such "
             "a batch too, in others="
         )
-    if near:
-        return near[unlike.index("")]
-    return next((each for each in steps if each.takes(batches, of_size=False)), steps[0])
+    if matching:
+        return matching[unlike.index("")]
+    return next((step for step in steps if step.takes(batches, of_size=False)), steps[0])
 
 
 def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
@@ -184,10 +188,10 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
             f"expected a model with values, found tensors without any ({first_few(empty)}); build it outside of "
             "torch.device('meta') and FakeTensorMode, or give model=None and trainer.set_value each of them"
         )
-    wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
-    wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
-    got = {name: (dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
-    if differing := differences(got, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
+    expected = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
+    expected |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
+    actual = {name: (dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
+    if differing := differences(actual, {name: (t.dtype, t.shape) for name, t in expected.items()}):
         raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
     tensors = dict(tensors_of(model, tied=True))
     for parameter in graph.parameters:
@@ -196,10 +200,10 @@ def checked_model(model: torch.nn.Module, graph: StepGraph) -> torch.nn.Module:
                 f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
                 "found several; tie them again, or capture this model"
             )
-    if left := [name for name, tensor in tensors.items() if tensor.grad is not None]:
+    if with_gradients := [name for name, tensor in tensors.items() if tensor.grad is not None]:
         warnings.warn(
-            f"gradients of a backward pass before are left as they are ({first_few(left)}): no planned step adds them "
-            "to its own, and no budget counts them; drop them by model.zero_grad() before the Trainer",
+            f"gradients of a backward pass before are left as they are ({first_few(with_gradients)}): no planned step "
+            "adds them to its own, and no budget counts them; drop them by model.zero_grad() before the Trainer",
             stacklevel=4,
         )
     return model
@@ -215,7 +219,7 @@ def digest_of(feeds: Sequence[Mapping[str, torch.Tensor]]) -> float:
 
 def of_stages(plan: Plan, captured: StepGraph, rank: int) -> tuple[dict[str, Value], list[StepGraph]] | None:
     """Values of all stages of a pipeline by name, as one of its ranks has them, and the step of each rank."""
-    steps = [planned_step(each, captured) for each in (plan, *plan.peers)] if plan.peers else []
+    steps = [planned_step(peer_plan, captured) for peer_plan in (plan, *plan.peers)] if plan.peers else []
     return (values_of_ranks(steps, rank), steps) if steps else None
 
 

@@ -57,10 +57,10 @@ class ClippingWatch:
         self._steps += 1
         self._clipped += not norm + CLIP_EPSILON <= limit  # and where it is no number
         counts = self._trainer.speculation
-        again = 0 if counts is None else counts.again
-        if again == self._again:
+        num_repeated = 0 if counts is None else counts.again
+        if num_repeated == self._again:
             self._host.look(step_s)
-        self._again = again
+        self._again = num_repeated
 
     def advance(self, steps_left: int) -> str:
         """Compare after so many steps, and plan again where that pays; returns what to say, "" for nothing."""
@@ -83,8 +83,10 @@ class ClippingWatch:
     def _planned_again(self, share: float) -> str:
         started, before = time.perf_counter(), self.prepared
         memory = dataclasses.replace(before.run.memory, clipped=share)
-        asked = dataclasses.replace(before, run=dataclasses.replace(before.run, memory=memory))
-        plan = replanning.plan_apart(asked, machine_from_dict(before.plan.request.machine_table, "the plan's machine"))
+        changed = dataclasses.replace(before, run=dataclasses.replace(before.run, memory=memory))
+        plan = replanning.plan_apart(
+            changed, machine_from_dict(before.plan.request.machine_table, "the plan's machine")
+        )
         took = format_seconds(time.perf_counter() - started)
         if isinstance(plan, str):
             return f"tried for {took} to plan again for that, in vain: {plan}; the run keeps its plan"

@@ -85,12 +85,12 @@ def corrected(simulated: Simulated, request: Request, known: Sequence[str]) -> t
     runs: list[KnownRun] = []
     measured_runs: list[dict[str, Any]] = []
     for text in known:
-        asked, measured_s = _measured(text, request)
-        other = simulate(*step_of(asked))
+        known_request, measured_s = _measured(text, request)
+        other = simulate(*step_of(known_request))
         ratio, unlike = measured_s / other.step.step_s, differences(simulated.request, other.request)
         runs.append(KnownRun(ratio, other.causes, unlike, other.untold, data_sheet=not other.measured))
         measured_runs.append(
-            {"model": asked.model, "machine": asked.machine, "layout": str(other.request.layout)}
+            {"model": known_request.model, "machine": known_request.machine, "layout": str(other.request.layout)}
             | {"unlike": sorted(unlike), "measured_s": measured_s, "step_s": other.step.step_s}
         )
     shift = shift_of(
@@ -115,8 +115,8 @@ def _said_of(run: Mapping[str, Any], request: Request) -> str:
 
 def _measured(text: str, request: Request) -> tuple[Request, float]:
     """Request of a measured step, and its seconds."""
-    asked, _, seconds = text.rpartition("=")
-    layout, *names = (name.strip() for name in asked.split("@"))
+    layout_text, _, seconds = text.rpartition("=")
+    layout, *names = (name.strip() for name in layout_text.split("@"))
     try:
         measured_s = float(seconds.strip().removesuffix("s"))
     except ValueError:
@@ -283,8 +283,8 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
 def verdict(simulated: Simulated) -> str:
     """Say whether all fits, and into how much."""
     prediction, tier = simulated.prediction, simulated.machine.tier(simulated.behind_tier)
-    needed, memory_text = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
-    sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {memory_text}"
+    needed_text, memory_text = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
+    sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed_text} of {memory_text}"
     if tier is None:
         return sentence
     room = format_bytes(tier.capacity_bytes)

@@ -84,11 +84,11 @@ def _run_and_checkpoint(folder: Path, *, best: bool) -> tuple[RunConfig, Path]:
     plan = Plan.load(folder / "plan.json")
     if plan.request.run is None:
         raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
-    where = folder / (BEST if best else NEWEST)
-    path = latest_checkpoint(where)
+    checkpoints = folder / (BEST if best else NEWEST)
+    path = latest_checkpoint(checkpoints)
     if path is None:
         advice = "validation data (a table [validation] in the run's file)" if best else "checkpoint.at_end true"
-        raise ConfigError(f"expected a checkpoint in {where}, found none; train with {advice}")
+        raise ConfigError(f"expected a checkpoint in {checkpoints}, found none; train with {advice}")
     return run_from_dict(plan.request.run, "the plan's run"), path
 
 
@@ -96,13 +96,13 @@ def _sources(
     module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None, names: SavedNames | None
 ) -> Iterator[TensorSource]:
     """List what the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
-    groups, done = tied_names(module), set[str]()
+    groups, first_names = tied_names(module), set[str]()
     tied = getattr(module, "all_tied_weights_keys", {})
     for name, tensor in module.state_dict().items():
         first = groups[name][0]
-        if first in done:
+        if first in first_names:
             continue
-        done.add(first)
+        first_names.add(first)
         alias_saved = next((alias for alias in groups[name] if alias not in tied), first)
         dtype = str(tensor.dtype).removeprefix("torch.")
         saved = checkpoint.tensors.get(first)
@@ -141,16 +141,16 @@ def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, st
     if len(shards) == 1:
         write_state(folder / SINGLE, checked_sources(sources), step)
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_state(folder / name, checked_sources(shard), step)
-        where.update(dict.fromkeys((source[0] for source in shard), name))
+        weight_map.update(dict.fromkeys((source[0] for source in shard), name))
     sizes = {
         "total_parameters": sum(prod(source[2]) for source in sources),
         "total_size": sum(map(source_bytes, sources)),
     }
-    write_text(folder / INDEX, json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
+    write_text(folder / INDEX, json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2))
 
 
 def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module, twin: Twin | None) -> None:

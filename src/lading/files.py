@@ -86,7 +86,7 @@ def host_cache(beside: Path) -> Path:
         return beside
     folder = home / "lading"
     try:
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     except OSError:  # a home that may not even be looked into
         return beside
     return folder if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else beside
@@ -110,10 +110,10 @@ def make_durable_folder(path: Path) -> None:
     Raises:
         OSError: as the file system says.
     """
-    made = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in reversed(made):
-        sync_folder(each.parent)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -176,8 +176,8 @@ def write_aside(path: Path) -> Generator[BinaryIO]:
             with target.open("wb") as file:
                 yield file
             return
-        for left in leftovers(target.parent, re.compile(re.escape(target.name))):
-            remove_leftover(left)
+        for leftover in leftovers(target.parent, re.compile(re.escape(target.name))):
+            remove_leftover(leftover)
         aside = name_aside(target)  # of this call: threads share a process
         try:
             with aside.open("xb") as file:
@@ -205,8 +205,8 @@ def write_folder_aside(target: Path) -> Generator[Path]:
         OSError: as the file system says, or ``target`` is there.
     """
     make_durable_folder(target.parent)
-    for left in leftovers(target.parent, re.compile(re.escape(target.name))):
-        remove_leftover(left)
+    for leftover in leftovers(target.parent, re.compile(re.escape(target.name))):
+        remove_leftover(leftover)
     aside = name_aside(target)
     aside.mkdir()
     try:
@@ -284,7 +284,7 @@ def _is_left(path: Path, host: str | None, pid: int, *, own: bool) -> bool:
     if host in (None, _host()):
         return own if pid == os.getpid() else not _is_alive(pid)
     try:
-        newest = max(each.stat().st_mtime for each in (path, *path.glob("*")))
+        newest = max(entry.stat().st_mtime for entry in (path, *path.glob("*")))
     except OSError:  # its owner deletes or renames it
         return False
     return time.time() - newest > _ABANDONED_S
@@ -370,16 +370,16 @@ def _check_texts(value: object) -> None:
     Raises:
         ValueError: a text has one.
     """
-    left = [value]
-    while left:
-        item = left.pop()
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if isinstance(item, str):
-            if found := CONTROL_CHARACTERS.search(item):
-                raise ValueError(f"the text {item[:80]!a} has the control character U+{ord(found[0]):04X}")
+            if match := CONTROL_CHARACTERS.search(item):
+                raise ValueError(f"the text {item[:80]!a} has the control character U+{ord(match[0]):04X}")
         elif isinstance(item, dict):
-            left += (*cast("dict[object, object]", item), *cast("dict[object, object]", item).values())
+            pending += (*cast("dict[object, object]", item), *cast("dict[object, object]", item).values())
         elif isinstance(item, list):
-            left += cast("list[object]", item)
+            pending += cast("list[object]", item)
 
 
 def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:

@@ -300,8 +300,8 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
         PlanInfeasible: there is none.
     """
     budgets = {tier.name: tier.capacity_bytes for tier in machine.tiers}
-    if near := machine.host_tier:  # a tensor of a checkpoint passes through it
-        machine = _resized(machine, {near: budgets[near] - _largest_bytes(captured.graph)})
+    if host_tier := machine.host_tier:  # a tensor of a checkpoint passes through it
+        machine = _resized(machine, {host_tier: budgets[host_tier] - _largest_bytes(captured.graph)})
         budgets = {tier.name: tier.capacity_bytes for tier in machine.tiers}
     if saved := machine.persistent_tier:
         budgets[saved] = max(0, budgets[saved] - _saved_bytes(case.run, captured.graph))
@@ -399,9 +399,9 @@ def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
     """Error for tiers that overflow by ``over`` bytes."""
     texts: list[str] = []
     for tier, size in over.items():
-        when = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
+        occasion = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
         texts.append(
-            f"{tier} needs {format_bytes(size)} for {when} and has {format_bytes(allowed[tier])}: "
+            f"{tier} needs {format_bytes(size)} for {occasion} and has {format_bytes(allowed[tier])}: "
             f"{format_bytes(size - allowed[tier])} are missing"
         )
     missing = max(size - allowed[tier] for tier, size in over.items())
@@ -424,16 +424,16 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
     elif case.budget is not None and tried.error is not None:
         size = format_capacity_above(tried.error.smallest_budget_bytes)
         changes.append(_change(f"a device budget of {size} instead of {_budget_text(case.budget)}", tried, case.run))
-    left = _TRIED_OPS - len(captured.graph.ops)
+    num_ops_left = _TRIED_OPS - len(captured.graph.ops)
     hopeless = _cannot_hold(case, captured.graph)
     for variants in () if hopeless else _variants(case.run, case.machine):
         for text, run in variants:
             changed = dataclasses.replace(case, run=run)
-            again = capture_run(run, case.machine)
-            left -= len(again.graph.ops)
-            if left < 0:
+            recaptured = capture_run(run, case.machine)
+            num_ops_left -= len(recaptured.graph.ops)
+            if num_ops_left < 0:
                 break
-            planned = _that_fits(changed, again)
+            planned = _that_fits(changed, recaptured)
             if planned is not None:
                 changes.append(_change(text, planned, run))
                 break

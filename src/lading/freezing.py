@@ -135,10 +135,10 @@ class Freezing:
         if self._epochs is not None:
             due = max((count for since, count in self._epochs.items() if since <= epoch), default=0)
         elif epoch and self._alpha is not None:
-            norms = [hypot(*each) for each in self._by_layer(trainer.gradient_norms(2))]
+            norms = [hypot(*layer_norms) for layer_norms in self._by_layer(trainer.gradient_norms(2))]
             due = by_gradient_norm(due, norms, self._alpha)
         elif epoch and self._percentile is not None:
-            norms = [sum(each) for each in self._by_layer(trainer.gradient_norms(1))]
+            norms = [sum(layer_norms) for layer_norms in self._by_layer(trainer.gradient_norms(1))]
             due = by_percentile(due, norms, self._before, self._percentile) if self._before else 0
             self._before = norms
         before, self.frozen = self.frozen, max(self.frozen, due)
@@ -148,7 +148,7 @@ class Freezing:
     def _by_layer(self, norms: Mapping[str, float]) -> list[list[float]]:
         """Norms of the parameters of each layer; none of frozen ones."""
         parameters = [dict.fromkeys(p for module in layer for p in module.parameters()) for layer in self._layers]
-        return [[norms[self._names[id(p)]] for p in each if self._names[id(p)] in norms] for each in parameters]
+        return [[norms[self._names[id(p)]] for p in layer if self._names[id(p)] in norms] for layer in parameters]
 
     def _freeze(self) -> None:
         for layer in self._layers[: self.frozen]:

@@ -94,14 +94,14 @@ class Grouping:
     def describe(self, rule: str, named: Sequence[Described], beside: str = DEFAULT) -> str:
         """Describe both groups in one line, layers folded; ``beside`` names what moves the rest."""
         parted = " in parts" if any(self.matrices.values()) else ""
-        moved = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
+        text = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
         reasons: dict[str, list[str]] = {}
         for number, reason in self.rest.items():
             reasons.setdefault(reason, []).append(named[number].names[0])
         small = len(reasons.pop(_SMALL, ()))
         others = [f"{_folded(names)} ({reason})" for reason, names in reasons.items()]
         others += [f"{small} of fewer than two dims"] if small else []
-        return f"{moved}; {beside} moves {'; '.join(others) or 'nothing'}"
+        return f"{text}; {beside} moves {'; '.join(others) or 'nothing'}"
 
 
 def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
@@ -191,7 +191,10 @@ def _folded(names: Sequence[str]) -> str:
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(_NUMBER.sub(".*", name), []).append(name)
-    words = [f"{len(same)} of {folded}" if len(same) > 1 else same[0] for folded, same in counts.items()]
+    words = [
+        f"{len(folded_names)} of {folded}" if len(folded_names) > 1 else folded_names[0]
+        for folded, folded_names in counts.items()
+    ]
     return ", ".join(words)
 
 

@@ -102,7 +102,7 @@ class HostWatch:
         if len(self._timelines) < (_LOOKED_AT_LATER if before_s else _LOOKED_AT):
             return ""
         speed = measured_speed(self._trainer.program, self.prepared.predicted, self._timelines)
-        self._usual_s = step_s = median(each.duration_s for each in self._timelines)
+        self._usual_s = step_s = median(timeline.duration_s for timeline in self._timelines)
         self._timelines.clear()
         planned_s, words = self.prepared.plan.step_s, speed_words(speed)
         if before_s:
@@ -111,13 +111,13 @@ class HostWatch:
         elif not words and abs(step_s / planned_s - 1) <= _TOLD:
             return ""
         took = f" now, {format_seconds(before_s)} before" if before_s else ""
-        told = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
-        told = f"{told}: {words}" if words else told
-        told += load_words(self._load.share(), self.prepared.run.num_threads)
-        told += memory_words(available_bytes(), usable_bytes())
+        text = f"steps take {format_seconds(step_s)}{took}, {format_seconds(planned_s)} were predicted"
+        text = f"{text}: {words}" if words else text
+        text += load_words(self._load.share(), self.prepared.run.num_threads)
+        text += memory_words(available_bytes(), usable_bytes())
         if not self._plans or step_s * steps_left < _WORTH_S:
-            return told
-        return f"{told}; {self._planned_again(speed)}"
+            return text
+        return f"{text}; {self._planned_again(speed)}"
 
     def _planned_again(self, speed: HostSpeed) -> str:
         from lading.sim.device_step import job_step_s  # a run with a plan of its own needs no simulator
@@ -166,5 +166,5 @@ def speed_words(speed: HostSpeed) -> str:
     for cause, factor in speed.tiers.items():
         tier, _, way = cause.rpartition(".")
         factors[f"{'reads' if way == READ else 'writes'} of the {tier}"] = factor
-    told = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
-    return f"beside the machine file, {', '.join(told)} times as long" if told else ""
+    phrases = [f"{name} {factor:.2f}" for name, factor in factors.items() if abs(factor - 1) > _TOLD]
+    return f"beside the machine file, {', '.join(phrases)} times as long" if phrases else ""

@@ -72,7 +72,7 @@ def probe_to(
         text = by_first_rank("lading probe", lambda: machine_to_toml(measured(max(ranks, ranks_here()))))
         machine = machine_from_dict(tomllib.loads(text), "the machine of rank 0")
         curves, busy = probe_job(seconds / 5)
-        shared, how = machine.processes, f"measured {machine.date} over gloo among {count} ranks of a job"
+        shared, source = machine.processes, f"measured {machine.date} over gloo among {count} ranks of a job"
         if shared is not None:
             busy_processors = {name: processors * ranks_here() / count for name, processors in busy.items()}
             shared = dataclasses.replace(shared, busy={**shared.busy, **busy_processors})
@@ -80,7 +80,7 @@ def probe_to(
             machine,
             collectives={**machine.collectives, **curves},
             processes=shared,
-            sources={**machine.sources, "collectives": how},
+            sources={**machine.sources, "collectives": source},
         )
     if rank_number() == 0:
         make_folder(path.parent)
@@ -105,11 +105,13 @@ def _probed(folder: Path, threads: int | None, seconds: float, device: str | Non
             sources["processes.device.load"] = busy
             print(busy)
     print(f"collectives among 2 to {ranks} processes, and what they share")
-    how = f"measured {machine.date} over gloo, mean of all but the slowest tenth, each after some computing"
+    collectives_source = (
+        f"measured {machine.date} over gloo, mean of all but the slowest tenth, each after some computing"
+    )
     sharing = f"measured {machine.date} over gloo, mean of the faster half"
     return dataclasses.replace(
         machine,
         collectives=probe_ranks(ranks, seconds / 5),
         processes=dataclasses.replace(probe_sharing(ranks, folder, seconds / 4, share), device=of_rank),
-        sources={**sources, "collectives": how, "processes": sharing},
+        sources={**sources, "collectives": collectives_source, "processes": sharing},
     )

@@ -86,6 +86,6 @@ def memory_by_turns(
     if not rest:
         return memory, []
     scratch, largest = iter(memory.scratch_bytes), max(memory.scratch_bytes, default=0)
-    mine, *others = ([largest, *list(islice(scratch, len(each.ops)))[1:]] for each in (step, *rest))
-    memory = dataclasses.replace(memory, scratch_bytes=mine, other_ops=sum(len(each.ops) for each in rest))
+    mine, *others = ([largest, *list(islice(scratch, len(graph.ops)))[1:]] for graph in (step, *rest))
+    memory = dataclasses.replace(memory, scratch_bytes=mine, other_ops=sum(len(graph.ops) for graph in rest))
     return memory, list(zip(rest, others, strict=True))

@@ -93,7 +93,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _set_up(self, model: nn.Module | None) -> None:
         """Find matrices, plan their owners, and make routes, states and hooks."""
         how = self.how
-        self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
+        self._wholes = [matrix for number, m in enumerate(self._members) for matrix in self._wholes_of(number, m)]
         self._check_names()
         self._rules = rules_of(self._wholes, self._members, how)
         holdings = self._holdings()
@@ -137,7 +137,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
 
     def _check_names(self) -> None:
-        for names in ([m.name for m in self._members], [whole.name for whole in self._wholes]):
+        for names in ([m.name for m in self._members], [matrix.name for matrix in self._wholes]):
             if twice := sorted(name for name, count in Counter(names).items() if count > 1):
                 raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
 
@@ -162,26 +162,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.how.reduces:
             pairs = list(zip(self._wholes, self._rules, strict=True))
             return ReplicaRoute(pairs, ranks, travelling, self._team, batched=self.how.batched)
-        wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
+        wholes = [(matrix, cast(Rule, rule)) for matrix, rule in zip(self._wholes, self._rules, strict=True)]
         routes = pieces(self._wholes, holdings, [gang[0] for gang in ranks])
         self.moves = moves_of(routes, self._team.ranks)
         return MatrixRoute(wholes, ranks, travelling, routes, self._team, batched=self.how.batched)
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
         """Groups in the order in which backward or forward comes to them; what cannot begin early is a group apart."""
-        order, apart = list(range(len(owner))), []
+        order, unhooked = list(range(len(owner))), []
         if model is not None:
             place = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-            where = [place.get(id(member.param), -1) for member in self._members]
-            order.sort(key=lambda n: where[self._wholes[n].parameter], reverse=self.how.under_backward)
+            places = [place.get(id(member.param), -1) for member in self._members]
+            order.sort(key=lambda n: places[self._wholes[n].parameter], reverse=self.how.under_backward)
         if self.how.under_backward:
             hooked = self._hooked
-            apart = [n for n in order if self._wholes[n].parameter not in hooked]
+            unhooked = [n for n in order if self._wholes[n].parameter not in hooked]
             order = [n for n in order if self._wholes[n].parameter in hooked]
         seconds = [self._items[number].seconds for number in order]
-        most = max(1, self.how.groups - bool(apart))
+        most = max(1, self.how.groups - bool(unhooked))
         groups = micro_groups(seconds, [owner[number] for number in order], most)
-        return [[order[place] for place in group] for group in groups] + ([apart] if apart else [])
+        return [[order[place] for place in group] for group in groups] + ([unhooked] if unhooked else [])
 
     @property
     def _hooked(self) -> set[int]:
@@ -200,19 +200,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 "gradient, and replicas that hold reduced gradients send none to owners"
             )
         if model is not None:
-            moved = {n: self._members[n].param for n in {whole.parameter for whole in self._wholes}}
-            self._handles += before_reading(model, moved, self._late)
+            parameters = {n: self._members[n].param for n in {matrix.parameter for matrix in self._wholes}}
+            self._handles += before_reading(model, parameters, self._late)
         if self.how.under_backward:
             hooked = {n: (self._members[n].param, self._regions[n]) for n in self._hooked}
             self._handles += when_final(hooked, self._early.arrived)
 
     def _states_of(self, number: int) -> dict[str, StateSpec]:
         """Specifications of a matrix's states that lie with its owner, by name."""
-        whole, rule = self._wholes[number], self._rules[number]
+        matrix, rule = self._wholes[number], self._rules[number]
         specs = (
-            rule.state_specs(whole.region.shape)
+            rule.state_specs(matrix.region.shape)
             if isinstance(rule, PieceRule)
-            else rule.settings.state_specs(*whole.rows_columns)
+            else rule.settings.state_specs(*matrix.rows_columns)
         )
         return {name: state for name, state in specs.items() if self.how.reduces or state.place is StatePlace.WHOLE}
 
@@ -224,17 +224,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         }
 
     def _item(self, number: int) -> Matrix:
-        whole, rule = self._wholes[number], self._rules[number]
-        dtype = self._members[whole.parameter].param.dtype
+        matrix, rule = self._wholes[number], self._rules[number]
+        dtype = self._members[matrix.parameter].param.dtype
         owned_bytes = sum(_bytes(state.shape, dtype_of(state, dtype)) for state in self._states_of(number).values())
         if isinstance(rule, PieceRule):
             return Matrix(
-                whole.name, self._costs.elements(whole.region.size), whole.region.size, state_bytes=owned_bytes
+                matrix.name, self._costs.elements(matrix.region.size), matrix.region.size, state_bytes=owned_bytes
             )
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
-        settings, shape = rule.settings, whole.rows_columns
+        settings, shape = rule.settings, matrix.rows_columns
         return Matrix(
-            whole.name, self._costs.matrix(settings, *shape), whole.region.size, state_bytes=owned_bytes, turn=turn,
+            matrix.name, self._costs.matrix(settings, *shape), matrix.region.size, state_bytes=owned_bytes, turn=turn,
             shared_s=self._costs.shared(settings, *shape, shares(rule, shape)),
         )  # fmt: skip
 
@@ -279,15 +279,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._live.current = settings
         for member in self._members:
             cast(Any, member.rule).settings = settings[member.number].rule
-        for whole, rule in zip(self._wholes, self._rules, strict=True):
-            cast(Any, rule).settings = settings[self._members[whole.parameter].number].rule
+        for matrix, rule in zip(self._wholes, self._rules, strict=True):
+            cast(Any, rule).settings = settings[self._members[matrix.parameter].number].rule
 
     def _agreed(
         self, gradients: Mapping[int, torch.Tensor], settings: list[Setting] | ConfigError, *, steps: bool = True
     ) -> Verdict:
         has = {m.name: number in gradients for number, m in enumerate(self._members)}
-        other = self._early.changed(gradients)
-        changed = {m.name: other.get(number, False) for number, m in enumerate(self._members)}
+        early_changes = self._early.changed(gradients)
+        changed = {m.name: early_changes.get(number, False) for number, m in enumerate(self._members)}
         finite = all_finite(list(gradients.values())) if self.how.skip_nonfinite else None
         settings_digest = None if isinstance(settings, ConfigError) else digest(settings)
         report = Report(has, changed, finite, self._early.groups, steps, settings_digest)
@@ -296,17 +296,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Move matrices by their owners, and what is no matrix here, while the first matrices travel."""
         flights, moving, groups = self._early.take()
-        for number, moved in moving.items():
+        for number, moving_parameter in moving.items():
             for key, value in self._local_states(number).items():
-                value.copy_(moved.next_states[key])
-        elsewhere = {whole.parameter for whole in self._wholes}
+                value.copy_(moving_parameter.next_states[key])
+        elsewhere = {matrix.parameter for matrix in self._wholes}
         for number in gradients.keys() & elsewhere - moving.keys():
             moving[number] = self._moving(number, gradients[number], self._local_states(number))
-        sent = len(flights)
+        num_sent = len(flights)
         for group in range(groups, len(self._route.groups)):
             flights.extend(self._route.flights(group, moving))
         ahead = len(flights) if self.how.overlap == "both" else min(1, len(flights))
-        for flight in flights[sent:ahead]:
+        for flight in flights[num_sent:ahead]:
             flight.send()
         rates = {number: self._live.current[self._members[number].number].lr for number in gradients}
         for number in sorted(gradients.keys() - elsewhere):
@@ -315,7 +315,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self.state[self._members[number].param]["step"] += 1
         if self.how.overlap == "both":
             flights.reverse()
-        run(flights, max(sent, ahead), self._whole, rates, late=self.how.under_forward)
+        run(flights, max(num_sent, ahead), self._whole, rates, late=self.how.under_forward)
         if self.how.under_forward:
             self._late.keep(flights)
         if any(self._may_fail(number, moving) for number in range(len(self._wholes))):
@@ -369,8 +369,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Make zeros that travel as ``_prepared`` does."""
         param = piece(self._members[number].param, self._regions[number])
         rule = self._members[number].rule
-        sent = None if self.how.reduces or isinstance(rule, PieceRule) else rule.travels
-        return Moving(param, torch.zeros_like(param, dtype=sent), self._regions[number], {}, self._next(number))
+        dtype = None if self.how.reduces or isinstance(rule, PieceRule) else rule.travels
+        return Moving(param, torch.zeros_like(param, dtype=dtype), self._regions[number], {}, self._next(number))
 
     def _next(self, number: int) -> int:
         """Number of a parameter's next update, from 1."""
@@ -455,7 +455,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _show_owned(self) -> None:
         """Put states that lie with this rank among torch's, which checkpoints see; they share memory."""
-        owned: dict[tuple[int, str], dict[ShardRegion, torch.Tensor]] = {}
+        owned_regions: dict[tuple[int, str], dict[ShardRegion, torch.Tensor]] = {}
         for number, states in self._whole.items():
             matrix, kinds = self._wholes[number], self._states_of(number)
             member = self._members[matrix.parameter]
@@ -464,8 +464,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if kinds[key].place is StatePlace.WHOLE:
                     self.state[member.param][key + place] = value
                 else:
-                    owned.setdefault((matrix.parameter, key), {})[matrix.region] = value.view(matrix.region.shape)
-        for (parameter, key), parts in owned.items():
+                    owned_regions.setdefault((matrix.parameter, key), {})[matrix.region] = value.view(
+                        matrix.region.shape
+                    )
+        for (parameter, key), parts in owned_regions.items():
             param = self._members[parameter].param
             self.state[param][key] = Pieces(param.shape, parts)
 
@@ -528,8 +530,8 @@ def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
         self: MatrixOptimizer, params: Iterable[Any], lr: float = rule.default_lr, *,
         mesh: DeviceMesh | None = None, model: nn.Module | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        made, how = split(rule, settings)
-        MatrixOptimizer.__init__(self, params, made, lr, mesh=mesh, model=model, how=how)
+        rule_made, handling = split(rule, settings)
+        MatrixOptimizer.__init__(self, params, rule_made, lr, mesh=mesh, model=model, how=handling)
 
     doc = (
         f"{rule.__name__} (``{rule.__module__}``) of matrices that ranks share; see ``MatrixOptimizer``.\n\n"
@@ -542,8 +544,8 @@ def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
 
 def __getattr__(name: str) -> type[MatrixOptimizer]:
     """Find the optimizer of a rule for matrices that comes with Lading, by the name of its settings' class."""
-    for known in rule_names(parameters=False):
-        rule = matrix_rule(known)
+    for rule_name in rule_names(parameters=False):
+        rule = matrix_rule(rule_name)
         if rule.__name__ == name:
             return optimizer_class(rule)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -114,7 +114,7 @@ def go_back(out: Path, given: str | Path) -> str:
     with naming_an_older_one(), read_checkpoint(path) as checkpoint:
         checkpoint.verify()
     paths = run_checkpoints(out / NEWEST)
-    aside = [str(set_aside(other)) for other in paths[: paths.index(path)]]
+    aside = [str(set_aside(newer)) for newer in paths[: paths.index(path)]]
     if not aside:
         return ""
     return f"set aside, as the run goes on from {path}: {', '.join(aside)}; delete them when nobody needs them"

@@ -126,8 +126,8 @@ def programs_of_ranks(prepared: Prepared) -> list[Program]:
     plan, step = prepared.plan, prepared.step
     mine = plan.of_rank(rank_number())
     return [
-        prepared.program if each is mine else programs_of(each, step.captured, step.others)[0]
-        for each in (plan, *plan.peers)
+        prepared.program if stage_plan is mine else programs_of(stage_plan, step.captured, step.others)[0]
+        for stage_plan in (plan, *plan.peers)
     ]
 
 
@@ -175,7 +175,7 @@ def capture_run(run: RunConfig, machine: Machine, initial: Deferred | None = Non
     initial = initial or defer(lambda: build(run.model, chosen.precision))
     layers_to_freeze(run, initial.model)
     record = partial(capture, initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
-    whole = partial(
+    expanded = partial(
         step_of,
         machine=machine,
         clip_norm=chosen.clip_norm,
@@ -184,12 +184,12 @@ def capture_run(run: RunConfig, machine: Machine, initial: Deferred | None = Non
         matrices=chosen.matrices,
     )
     captured = record()
-    step = whole(captured)
+    step = expanded(captured)
     if run.validation is None or step.training_only() is None:
         return CapturedRun(initial, captured, step)
     evaluation = record(evaluation=True)
-    step, other = number_alike([step, whole(evaluation)])
-    return CapturedRun(initial, captured, step, evaluation, other)
+    step, evaluation_step = number_alike([step, expanded(evaluation)])
+    return CapturedRun(initial, captured, step, evaluation, evaluation_step)
 
 
 def layers_to_freeze(run: RunConfig, model: torch.nn.Module) -> list[list[torch.nn.Module]]:
@@ -239,15 +239,15 @@ def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     check_code(model.name, "model.name")
     module, _, function = model.name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), function)(**model.sizes)
+        built = getattr(importlib.import_module(module), function)(**model.sizes)
     except Exception as error:  # code of the user's: whatever it raises is told as theirs
         raise ConfigError(
             f"model.name {model.name!r}: expected a function that returns a module, it fails: "
             f"{type(error).__name__}: {error}{_where(error, __file__)}"
         ) from error
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"model.name {model.name!r}: expected a torch.nn.Module, got {type(made).__name__}")
-    return made
+    if not isinstance(built, torch.nn.Module):
+        raise ConfigError(f"model.name {model.name!r}: expected a torch.nn.Module, got {type(built).__name__}")
+    return built
 
 
 def _where(error: Exception, here: str) -> str:
@@ -320,8 +320,8 @@ def dataset_of(run: RunConfig, module: torch.nn.Module, *, held_out: bool = Fals
     share = run.validation.share if run.validation else 0.0
     if held_out and not share:
         run = dataclasses.replace(run, data=_validation_data(run))
-    made = ArrayDataset(run.data, Path(run.out), seed=run.seed) if task == "own" else _text_of(run, task, module)
-    return made.part(share, held_out=held_out) if share else made
+    dataset = ArrayDataset(run.data, Path(run.out), seed=run.seed) if task == "own" else _text_of(run, task, module)
+    return dataset.part(share, held_out=held_out) if share else dataset
 
 
 def check_sources(run: RunConfig) -> None:
@@ -340,10 +340,10 @@ def _validation_data(run: RunConfig) -> DataConfig:
     """Settings of a run's validation data where they have a source of their own."""
     source = run.validation.source if run.validation else ""
     trained_on = {path.resolve() for path in files_of(run.data.source)}
-    if both := [path for path in files_of(source, "validation.source") if path.resolve() in trained_on]:
+    if overlapping := [path for path in files_of(source, "validation.source") if path.resolve() in trained_on]:
         raise ConfigError(
-            f"validation.source: expected files that are not trained on, found {both[0]} in data.source, too; leave it "
-            "out of one of them, or set validation.share instead"
+            f"validation.source: expected files that are not trained on, found {overlapping[0]} in data.source, too; "
+            "leave it out of one of them, or set validation.share instead"
         )
     return dataclasses.replace(run.data, source=source)
 

@@ -60,12 +60,12 @@ class RunRanks:
         """
         layout = self._layout_of(what)
         if layout.devices != self.count:
-            given, again = (
+            source, advice = (
                 ("RUN.toml", "set layout") if isinstance(what, RunConfig) else ("--plan PLAN.json", "plan again")
             )
             raise ConfigError(
                 f"expected a job of {layout.devices} ranks, as the layout {layout} is for so many, found one of "
-                f"{self.count}; start it with: {launcher(layout.devices)}lading train {given}; or {again}"
+                f"{self.count}; start it with: {launcher(layout.devices)}lading train {source}; or {advice}"
             )
         if self.count == 1:
             return
@@ -79,9 +79,9 @@ class RunRanks:
 
         start_job(self.count)
         start_run()
-        given = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
+        request = run_to_dict(what) if isinstance(what, RunConfig) else {"fingerprint": what.fingerprint}
         facts = {
-            "run" if isinstance(what, RunConfig) else "plan": flattened(given),
+            "run" if isinstance(what, RunConfig) else "plan": flattened(request),
             "command": {"--resume": resume, "--resume-from": resume_from},
             "versions": {"torch": torch.__version__, "lading": __version__},
         }
@@ -110,8 +110,8 @@ class RunRanks:
             restarts_by_rank *= self.count
             dist.all_gather_object(restarts_by_rank, restarts_by_rank[0])
         agents = tuple(sorted({name for _, name in restarts_by_rank if name}))
-        again = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
-        return again or any(count for count, _ in restarts_by_rank), again, agents
+        is_restart = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
+        return is_restart or any(count for count, _ in restarts_by_rank), is_restart, agents
 
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""
@@ -131,15 +131,15 @@ class RunRanks:
             return open_data()
         from lading.runtime.agreement import agree_on
 
-        made = list[tuple[Dataset, Dataset | None]]()
+        opened_data = list[tuple[Dataset, Dataset | None]]()
         if self.is_first:
-            self.by_first(lambda: made.append(open_data()) or "")
+            self.by_first(lambda: opened_data.append(open_data()) or "")
         else:
             self.by_first(str)
 
         def opened() -> tuple[tuple[Dataset, Dataset | None], dict[str, dict[str, object]]]:
-            both = made[0] if made else open_data()
-            return both, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(both)}}
+            datasets = opened_data[0] if opened_data else open_data()
+            return datasets, {"data": {f"content {i}": data and data.fingerprint for i, data in enumerate(datasets)}}
 
         return agree_on("lading train", range(self.count), opened)
 

@@ -52,10 +52,10 @@ def _shortage(staging: StagingLayout, snapshot: Snapshot) -> str:
     room = snapshot.room_bytes
     if staging.size_bytes <= room:
         return ""
-    what = "memory budget" if snapshot.executor.kind == "cpu" else "host tier's budget"
+    budget_name = "memory budget" if snapshot.executor.kind == "cpu" else "host tier's budget"
     return (
         f"checkpoints are written while training waits: to write them beside it, {format_bytes(staging.size_bytes)} "
-        f"of memory would stage them, and the {what} leaves {format_bytes(room)}; raise it by "
+        f"of memory would stage them, and the {budget_name} leaves {format_bytes(room)}; raise it by "
         f"{format_bytes(staging.size_bytes - room)}, or wait for them (checkpoint.wait = true in a run)"
     )
 
@@ -234,11 +234,11 @@ class Saves:
         """Say why a checkpoint cannot be staged beside training; "" where it can. All ranks call this."""
         if self._laid is None:
             staging, gathered = self._laid_out(snapshot)
-            mine, every = _shortage(staging, snapshot), None
+            mine, texts = _shortage(staging, snapshot), None
             if snapshot.ranks is not None:
-                every = snapshot.ranks.gather(mine)
+                texts = snapshot.ranks.gather(mine)
             shortage_text = (
-                mine if every is None else next((f"rank {r}: {text}" for r, text in enumerate(every) if text), "")
+                mine if texts is None else next((f"rank {r}: {text}" for r, text in enumerate(texts) if text), "")
             )
             self._laid = staging, gathered, json.loads(_by_first(snapshot.ranks, lambda: json.dumps(shortage_text)))
         return self._laid[2]
@@ -248,12 +248,12 @@ class Saves:
         ranks, (runs, gathered) = snapshot.ranks, snapshot.runs()
         if ranks is not None:
             host = f"{clock_id()} {os.readlink('/proc/self/ns/pid')}"
-            every = ranks.gather((host, gathered)) or []
-            is_one_host = len({each for each, _ in every}) <= 1
+            hosts_and_names = ranks.gather((host, gathered)) or []
+            is_one_host = len({host_of_rank for host_of_rank, _ in hosts_and_names}) <= 1
             spread = [] if is_one_host else [name for name, value in snapshot.values.items() if is_spread(value)]
-            names = dict.fromkeys([*(name for _, names in every for name in names), *spread])
+            names = dict.fromkeys([*(name for _, names in hosts_and_names for name in names), *spread])
             gathered = json.loads(_by_first(ranks, lambda: json.dumps([*names])))
-        runs = {name: each for name, each in runs.items() if name not in gathered}
+        runs = {name: name_runs for name, name_runs in runs.items() if name not in gathered}
         sizes: list[tuple[str, int]] = []
         if ranks is None or ranks.rank == 0:
             sizes = [(name, snapshot.values[name].size_bytes) for name in gathered]

@@ -49,24 +49,24 @@ def check_in_place(executor: Executor, folder: Path, *, is_alone: bool) -> FileT
         ConfigError: it has several ranks, keeps nothing on a disk, or has the folder on another file system.
         StorageError: the disk has no room for twice the swap file.
     """
-    what = "checkpoint.in_place"
+    key = "checkpoint.in_place"
     if not is_alone:
-        raise ConfigError(f"{what}: expected one process, found several ranks; leave it out")
+        raise ConfigError(f"{key}: expected one process, found several ranks; leave it out")
     file = _swap_file(executor)
     if file is None:
         raise ConfigError(
-            f"{what}: expected a plan that keeps values on a disk between steps, found all of them in memory; "
+            f"{key}: expected a plan that keeps values on a disk between steps, found all of them in memory; "
             "leave it out, or lower the memory budget"
         )
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if os.stat(there).st_dev != os.stat(file.folder).st_dev:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if os.stat(existing).st_dev != os.stat(file.folder).st_dev:
         raise ConfigError(
-            f"{what}: expected {folder} and the swap folder {file.folder} on one file system, found two; choose "
+            f"{key}: expected {folder} and the swap folder {file.folder} on one file system, found two; choose "
             "another (memory.folder), or leave it out"
         )
     if not file.is_linkable:
         raise ConfigError(
-            f"{what}: expected a file system on which a file without a name can be given one (O_TMPFILE), found "
+            f"{key}: expected a file system on which a file without a name can be given one (O_TMPFILE), found "
             f"{file.folder} on another; choose another folder (memory.folder), or leave it out"
         )
     file.reserve_second()

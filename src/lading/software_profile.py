@@ -134,26 +134,26 @@ def profile_to(
     software = UserSoftware(script)
     progress(software.read)
     base = _without_factors(stack_by_name(software.like))
-    asked = cases(software.widths)
-    bench = _Bench(software, str(machine_file), asked)
-    progress(f"captured {len(asked)} models of {software.widths} wide")
+    cases_asked = cases(software.widths)
+    bench = _Bench(software, str(machine_file), cases_asked)
+    progress(f"captured {len(cases_asked)} models of {software.widths} wide")
     share = _ALONE if ranks > 1 else 1.0
     groups = [ProfiledRanks(1, max(1, machine.device.num_threads), share * seconds)]
     if ranks > 1:
         groups.append(ProfiledRanks(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
-    who = f"one process and of {ranks}" if ranks > 1 else "one process"
-    progress(f"steps of {who}, {seconds:.0f} s and what starting and compiling take")
-    measurements = measure(script, asked, groups)
+    processes = f"one process and of {ranks}" if ranks > 1 else "one process"
+    progress(f"steps of {processes}, {seconds:.0f} s and what starting and compiling take")
+    measurements = measure(script, cases_asked, groups)
     stack = _of_one(bench, base, measurements[0], machine)
     if ranks > 1:
         stack = _of_ranks(bench, stack, measurements[1], ranks)
     rows = [
         row
-        for group, one in zip(groups, measurements, strict=True)
-        for row in _rows(bench, base, stack, one, group.ranks)
+        for group, measurement in zip(groups, measurements, strict=True)
+        for row in _rows(bench, base, stack, measurement, group.ranks)
     ]
     stack = replace(stack, name=path.stem, sources=_sources(stack, script, machine_file, ranks, measurements))
-    if (others := max(one.other_load for one in measurements)) > QUIET:
+    if (others := max(measurement.other_load for measurement in measurements)) > QUIET:
         progress(busy_sentence(others))
     write_text(path, stack_to_toml(stack))
     return Profile(stack, tuple(rows))
@@ -274,16 +274,18 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     timings = _paired(measured.timings)
     factors: dict[str, float] = {}
     kernels = [number for number, case in enumerate(bench.asked) if case.name in _OF_KERNELS]
-    seen = sum(timings[number].attention_s for number in kernels)
+    measured_s = sum(timings[number].attention_s for number in kernels)
     predicted_s = sum(counted[number].attention for number in kernels)
-    if seen and predicted_s:
-        factors[ATTENTION] = seen / predicted_s
+    if measured_s and predicted_s:
+        factors[ATTENTION] = measured_s / predicted_s
     weights = _weights(timings)
-    factors[PRODUCTS], rate = _products(bench, base, np.array([each.products_s for each in timings]), weights)
+    factors[PRODUCTS], rate = _products(bench, base, np.array([timing.products_s for timing in timings]), weights)
     if ATTENTION not in factors:  # in operations of its own: it is in what is left of the pass
-        counted = [replace(one, memory=one.memory + one.attention) for one in counted]
+        counted = [replace(counts, memory=counts.memory + counts.attention) for counts in counted]
     left = np.array([timing.pass_s - timing.products_s - timing.attention_s for timing in timings])
-    columns = [[one.kernels * _UNIT_S, one.memory + one.loss, one.loss, one.copies, 1.0] for one in counted]
+    columns = [
+        [counts.kernels * _UNIT_S, counts.memory + counts.loss, counts.loss, counts.copies, 1.0] for counts in counted
+    ]
     drawn = (False, True, False, False, False)
     solved = _solved(columns, left, weights, drawn=drawn)
     if solved[3] < _LEAST_COPIES:
@@ -293,8 +295,8 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
     if ATTENTION not in factors:
         factors[ATTENTION] = memory
     behind = np.array([timing.update_s for timing in timings])
-    columns = [[one.optimizer, one.tensors * _UNIT_S, 1.0] for one in counted]
-    optimizer, each, step_s = _solved(columns, behind, weights, drawn=(True, False, False))
+    columns = [[counts.optimizer, counts.tensors * _UNIT_S, 1.0] for counts in counted]
+    optimizer, tensor_units, step_s = _solved(columns, behind, weights, drawn=(True, False, False))
     factors["optimizer"] = optimizer
     if measured.product_s:
         factors[LOW_KEY] = measured.product_s[0] / measured.product_s[1]
@@ -304,11 +306,11 @@ def _of_one(bench: _Bench, base: Stack, measured: Measured, machine: Machine) ->
         framework=bench.software.framework,
         fitted=tuple(dict.fromkeys((*base.fitted, _CPU))),
         launch_s=_rounded(max(_LEAST_LAUNCH_S, launches * _UNIT_S)),
-        parameter_s=_rounded(each * _UNIT_S),
+        parameter_s=_rounded(tensor_units * _UNIT_S),
         product_bytes_per_s=_rounded(rate),
         step_s=_rounded(step_s + once_s),
         gradient_copies=_rounded(copies),
-        in_situ=base.in_situ | {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in factors.items()},
+        in_situ=base.in_situ | {f"{_CPU}.{kind}": _rounded(_limited(factor)) for kind, factor in factors.items()},
         **_host_update(base, counted[-1], timings[-1], machine),
     )
 
@@ -323,8 +325,8 @@ def _with_fresh(stack: Stack, measured: Measured, ranks: int) -> Stack:
 
 def _paired(timings: Sequence[Timing]) -> tuple[Timing, ...]:
     """Timings with products and attention at the speed of the pass ([Note: fit of a profile])."""
-    known = [timing for timing in timings if timing.profiled_s]
-    short = sorted(known, key=lambda timing: timing.pass_s)[:2]
+    profiled = [timing for timing in timings if timing.profiled_s]
+    short = sorted(profiled, key=lambda timing: timing.pass_s)[:2]
     events = sum(timing.events for timing in short)
     each_s = max(0.0, sum(timing.profiled_s - timing.pass_s for timing in short) / events) if events else 0.0
     paired: list[Timing] = []
@@ -372,12 +374,14 @@ def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> St
     hooked = replace(stack, reduced_parameter_s=_UNIT_S)
     beyond_own_s, columns = [], []
     for number, timing in enumerate(measured.timings):
-        one, two, hooks = (bench.simulated(number, each, ranks).step.step_s for each in (stack, twice, hooked))
-        beyond_own_s.append(timing.step_s - (2 * one - two))
-        columns.append([two - one, hooks - one])
-    factors_by_op[op], each = _solved(columns, np.array(beyond_own_s), _weights(measured.timings), drawn=(True, False))
-    factors = {f"{_CPU}.{what}": _rounded(_limited(factor)) for what, factor in factors_by_op.items()}
-    return replace(stack, reduced_parameter_s=_rounded(each * _UNIT_S), in_situ=stack.in_situ | factors)
+        once_s, two, hooks = (bench.simulated(number, variant, ranks).step.step_s for variant in (stack, twice, hooked))
+        beyond_own_s.append(timing.step_s - (2 * once_s - two))
+        columns.append([two - once_s, hooks - once_s])
+    factors_by_op[op], tensor_units = _solved(
+        columns, np.array(beyond_own_s), _weights(measured.timings), drawn=(True, False)
+    )
+    factors = {f"{_CPU}.{op_name}": _rounded(_limited(factor)) for op_name, factor in factors_by_op.items()}
+    return replace(stack, reduced_parameter_s=_rounded(tensor_units * _UNIT_S), in_situ=stack.in_situ | factors)
 
 
 @dataclass(frozen=True)
@@ -469,7 +473,7 @@ def _rounded(value: float) -> float:
 def _rows(bench: _Bench, base: Stack, stack: Stack, measured: Measured, ranks: int) -> list[ProfileRow]:
     rows: list[ProfileRow] = []
     for number, (case, timing) in enumerate(zip(bench.asked, measured.timings, strict=True)):
-        before, after = (bench.simulated(number, each, ranks).step.step_s for each in (base, stack))
+        before, after = (bench.simulated(number, stack_shown, ranks).step.step_s for stack_shown in (base, stack))
         rows.append(ProfileRow(case.name, ranks, timing.step_s, before, after))
     return rows
 
@@ -487,20 +491,24 @@ def _sources(
 ) -> dict[str, str]:
     """Say where each measured number comes from."""
     today = datetime.date.today().isoformat()
-    how = (
+    source_text = (
         f"measured {today} by lading probe --software {script.name} against {machine_file.name}, torch "
         f"{torch.__version__}, {host_id()}"
     )
     limits = [name for name, factor in stack.in_situ.items() if factor in _RANGE]
-    source = f"{how}; among {ranks} ranks" if ranks > 1 else f"{how}; collectives as the machine file has them"
+    source = (
+        f"{source_text}; among {ranks} ranks"
+        if ranks > 1
+        else f"{source_text}; collectives as the machine file has them"
+    )
     if measured[0].no_product:
         source += f"; {measured[0].no_product}"
     if limits:
         source += f"; at the end of what a factor may be: {', '.join(limits)}"
-    if (others := max(one.other_load for one in measured)) > QUIET:
+    if (others := max(measurement.other_load for measurement in measured)) > QUIET:
         source += f"; {busy_sentence(others)}"
     keys = ("launch_s", "parameter_s", "step_s", "gradient_copies", "host_update", "host_optimizer", "fitted")
-    return stack.sources | dict.fromkeys(keys, how) | {"in_situ": source}
+    return stack.sources | dict.fromkeys(keys, source_text) | {"in_situ": source}
 
 
 @cache

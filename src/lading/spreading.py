@@ -72,7 +72,7 @@ class SpreadLayout:
             step = "-" if self.why else f"> {format_seconds(self.in_memory_s)}"
             return [str(self.layout), batches, step, format_bytes(self.in_memory_bytes), self.why]
         plan = self.prepared.plan
-        peak = max(each.peak_bytes[DEVICE] for each in (plan, *plan.peers))
+        peak = max(rank_plan.peak_bytes[DEVICE] for rank_plan in (plan, *plan.peers))
         return [str(self.layout), batches, format_seconds(plan.step_s), format_bytes(peak), ""]
 
 
@@ -227,13 +227,13 @@ class _SpreadSearch:
         for number, layout in enumerate(layouts):
             self.progress.update(0.5 * number / len(layouts), f"{number} of {len(layouts)} layouts timed")
             if not (sizes := self._sizes(layout)):
-                asked = [f"{layout.dp} replicas"] if layout.dp > 1 else []
+                words = [f"{layout.dp} replicas"] if layout.dp > 1 else []
                 if size := self.request.pins.get("micro_batch"):
-                    asked.append(f"micro-batches of {size}")
+                    words.append(f"micro-batches of {size}")
                 unfit.setdefault(
                     f"dp{layout.dp}",
                     f"{layout} and the like: {self.request.global_batch} sequences are no multiple of "
-                    f"{' of '.join(asked)}",
+                    f"{' of '.join(words)}",
                 )
                 continue
             try:
@@ -275,16 +275,16 @@ class _SpreadSearch:
 
     def _sizes(self, layout: Layout) -> list[int]:
         """List sizes of a micro-batch to try, the largest first."""
-        each, rest = divmod(self.request.global_batch, layout.dp)
-        if rest:
+        replica_batch, remainder = divmod(self.request.global_batch, layout.dp)
+        if remainder:
             return []
-        sizes = [size for size in range(each, 0, -1) if each % size == 0]
+        sizes = [size for size in range(replica_batch, 0, -1) if replica_batch % size == 0]
         if (pinned := self.request.pins.get("micro_batch")) is not None:
             return [pinned] if pinned in sizes else []
         tokens = max(1, self.run.data.sequence_length)
         sizes = [size for size in sizes if size * tokens <= _MOST_TOKENS] or sizes[-1:]
         if layout.pp > 1:
-            most = max(1, each // (_EACH_STAGE * layout.pp))
+            most = max(1, replica_batch // (_EACH_STAGE * layout.pp))
             return [next((size for size in sizes if size <= most), sizes[-1])]
         return sizes[:_MOST_SIZES]
 
@@ -311,10 +311,10 @@ class _SpreadSearch:
         fits: list[SpreadLayout] = []
         hopeless: list[SpreadLayout] = []
         over: list[tuple[SpreadLayout, PlanInfeasible]] = []
-        rest = list(ways)
-        while rest and not (fits and min(_step_s(way) for way in fits) <= rest[0].in_memory_s):
-            way = rest.pop(0)
-            self.progress.update(0.5 + 0.5 * (len(ways) - len(rest)) / len(ways), f"planning {way.layout}")
+        untried = list(ways)
+        while untried and not (fits and min(_step_s(way) for way in fits) <= untried[0].in_memory_s):
+            way = untried.pop(0)
+            self.progress.update(0.5 + 0.5 * (len(ways) - len(untried)) / len(ways), f"planning {way.layout}")
             is_hopeless, error = way.working_bytes > self._budget_bytes, None
             if not is_hopeless:
                 try:
@@ -323,8 +323,8 @@ class _SpreadSearch:
                 except PlanInfeasible as said:
                     error = said
             smaller = [size for size in self._sizes(way.layout) if size < way.micro_batch]
-            if (again := self._way(way.layout, smaller)) is not None:
-                rest = sorted([*rest, again], key=_order)
+            if (smaller_way := self._way(way.layout, smaller)) is not None:
+                untried = sorted([*untried, smaller_way], key=_order)
             elif error is None:
                 hopeless.append(way)
             else:
@@ -333,7 +333,7 @@ class _SpreadSearch:
             raise self._none_fits(hopeless, over)
         unfit = [_over(way, error.missing_bytes) for way, error in over]
         unfit += [_over(way, way.working_bytes - self._budget_bytes, "at least ") for way in hopeless]
-        return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *rest, *unfit)
+        return (*sorted(fits, key=lambda way: (_step_s(way), str(way.layout))), *untried, *unfit)
 
     def _plan(self, way: SpreadLayout) -> SpreadLayout:
         """Plan a way within the budget; raises PlanInfeasible where it does not fit."""
@@ -353,7 +353,7 @@ class _SpreadSearch:
             except PlanInfeasible as error:
                 over = [(nearest, error)]
         assert over, "what an operation needs at once is more than the budget"
-        nearest, error = min(over, key=lambda each: each[1].missing_bytes)
+        nearest, error = min(over, key=lambda candidate: candidate[1].missing_bytes)
         raised = PlanInfeasible(
             f"none of {count} layouts fits {format_bytes(self._budget_bytes)} a rank; the nearest is "
             f"{nearest.layout}: {error}",

@@ -92,11 +92,14 @@ class StagingLayout:
             gathered: Names and bytes of the tensors that it gathers.
         """
         places, starts, end = dict[int, int](), dict[str, int](), 0
-        for storage in dict.fromkeys(storage for each in runs.values() for _, storage, _, _ in each):
+        for storage in dict.fromkeys(storage for name_runs in runs.values() for _, storage, _, _ in name_runs):
             places[storage], end = end, end + staged_bytes(storages[storage].size_bytes)
         for name, size in gathered:
             starts[name], end = end, end + staged_bytes(size)
-        laid = {name: [(at, places[s] + start, size) for at, s, start, size in each] for name, each in runs.items()}
+        laid = {
+            name: [(at, places[s] + start, size) for at, s, start, size in name_runs]
+            for name, name_runs in runs.items()
+        }
         return StagingLayout(places, laid, starts, end)
 
 
@@ -174,21 +177,23 @@ def planned_staging_bytes(
         is_one_host: Whether the ranks share a host; if not, the first one gathers what is spread over them, too.
     """
     graphs = [program.graph for program in programs]
-    whole = [values_of_ranks(graphs, n) if len(graphs) > 1 else values_of(graphs[0]) for n in range(len(graphs))]
+    values_by_stage = [
+        values_of_ranks(graphs, n) if len(graphs) > 1 else values_of(graphs[0]) for n in range(len(graphs))
+    ]
     staged_storages = [_storages_to_stage(program) for program in programs]
     rows = list[tuple[Program, dict[str, list[Run]], list[str]]]()
     for number in range(layout.devices):
         rank = None if layout.devices == 1 else RankOfLayout(layout, number)
         stage = layout.place(number)["pp"]
-        values, program = values_here(whole[stage], rank), programs[stage]
+        values, program = values_here(values_by_stage[stage], rank), programs[stage]
         rows.append((program, *staged_runs(values, program.graph.storages, staged_storages[stage].__contains__, rank)))
-    values = values_here(whole[0], None if layout.devices == 1 else RankOfLayout(layout, 0))
+    values = values_here(values_by_stage[0], None if layout.devices == 1 else RankOfLayout(layout, 0))
     spread = [] if is_one_host else [name for name, value in values.items() if is_spread(value)]
     gathered = dict.fromkeys([*(name for _, _, names in rows for name in names), *spread])
     sizes = [*((name, values[name].size_bytes) for name in gathered), *beside]
     staging_bytes = list[int]()
     for program, runs, _ in rows:
-        mine = {name: each for name, each in runs.items() if name not in gathered}
+        mine = {name: name_runs for name, name_runs in runs.items() if name not in gathered}
         staging_bytes.append(StagingLayout.of(program.graph.storages, mine, [] if staging_bytes else sizes).size_bytes)
     return staging_bytes
 

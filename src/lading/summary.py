@@ -105,9 +105,9 @@ class RunResult:
         ]
         if self.validation_losses:
             step, lowest = min(self.validation_losses, key=lambda pair: (math.isnan(pair[1]), pair[1]))
-            where = f", kept in {self.best_checkpoint}" if self.best_checkpoint else ""
+            location = f", kept in {self.best_checkpoint}" if self.best_checkpoint else ""
             last = f"validation loss {self.validation_losses[-1][1]:.4f}"
-            lines.insert(1, f"{last}, lowest {lowest:.4f} after step {step}{where}")
+            lines.insert(1, f"{last}, lowest {lowest:.4f} after step {step}{location}")
         if self.checkpoint:
             lines.append(f"trained values in {self.checkpoint}")
             lines.append(f"lading export {shlex.quote(self.out)} --to FOLDER writes them as safetensors")
@@ -122,14 +122,14 @@ class RunResult:
             return []
         shown = sorted(sorted(range(len(peaks)), key=lambda rank: -peaks[rank].share)[:MOST_RANKS_TOLD])
         lines = [f"  rank {rank}: {peaks[rank]}" for rank in shown]
-        if rest := len(peaks) - len(shown):
-            lines.append(f"  {rest} more ranks have more of their budgets left; ranks.json has them")
+        if num_hidden := len(peaks) - len(shown):
+            lines.append(f"  {num_hidden} more ranks have more of their budgets left; ranks.json has them")
         return lines
 
     @property
     def of_rank(self) -> str:
         """Words that say whose peak it is, where there are several ranks: " of rank 1"."""
-        peak_ranks = [rank for rank, each in enumerate(self.rank_peaks) if each.peak_bytes == self.peak_bytes]
+        peak_ranks = [rank for rank, peak in enumerate(self.rank_peaks) if peak.peak_bytes == self.peak_bytes]
         return f" of rank {peak_ranks[0]}" if len(self.rank_peaks) > 1 and peak_ranks else ""
 
 
@@ -243,9 +243,11 @@ def _rank_report(prepared: Prepared, job: JobTimeline | None, straggler: Straggl
         return None
     stages, layout = programs_of_ranks(prepared), plan.parsed_layout
     numbers = [layout.place(rank)["pp"] if plan.peers else 0 for rank in range(plan.ranks)]
-    for each, number in zip(job.ranks, numbers, strict=True):
-        _check_whole(Path(prepared.run.out) / "ranks.json", each.timeline, stages[number])
-    lines = [predicted_timeline(each, program) for each, program in zip((plan, *plan.peers), stages, strict=True)]
+    for timeline, number in zip(job.ranks, numbers, strict=True):
+        _check_whole(Path(prepared.run.out) / "ranks.json", timeline.timeline, stages[number])
+    lines = [
+        predicted_timeline(stage_plan, program) for stage_plan, program in zip((plan, *plan.peers), stages, strict=True)
+    ]
     predicted = [rank_timeline(stages[n], layout, rank, lines[n]) for rank, n in enumerate(numbers)]
     return RankReport(
         measured=job,
@@ -278,10 +280,10 @@ def nearest_its_budget(prepared: Prepared, job: JobTimeline | None, largest_byte
         largest_bytes: Largest peak of any rank; where that was before, it counts as that of the rank that was to take
             most.
     """
-    peaks = [] if job is None else [Peak.of_rank(each) for each in job.ranks]
-    if peaks and largest_bytes <= max(each.peak_bytes for each in peaks):
-        return max(peaks, key=lambda each: each.share)
-    most = max((prepared.plan, *prepared.plan.peers), key=lambda each: each.peak_bytes[DEVICE])
+    peaks = [] if job is None else [Peak.of_rank(timeline) for timeline in job.ranks]
+    if peaks and largest_bytes <= max(peak.peak_bytes for peak in peaks):
+        return max(peaks, key=lambda peak: peak.share)
+    most = max((prepared.plan, *prepared.plan.peers), key=lambda rank_plan: rank_plan.peak_bytes[DEVICE])
     planned, budget = most.peak_bytes[DEVICE], most.budgets[DEVICE]
     return Peak(peak_bytes=largest_bytes, predicted_bytes=planned, budget_bytes=budget)
 
@@ -307,9 +309,9 @@ def _steady_s(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 def reproduction(out: Path, ranks: int = 1) -> str:
     """Commands that run the plan of so many ranks in ``out`` once more; checkpoints there are moved aside first."""
-    again = f"{launcher(ranks)}lading train --plan {shlex.quote(str(out / 'plan.json'))}"
+    command = f"{launcher(ranks)}lading train --plan {shlex.quote(str(out / 'plan.json'))}"
     old_folders = [str(out / name) for name in ("checkpoints", "best") if (out / name).is_dir()]
-    return "\n".join([*(f"mv {shlex.quote(path)} {shlex.quote(f'{path}-before')}" for path in old_folders), again])
+    return "\n".join([*(f"mv {shlex.quote(path)} {shlex.quote(f'{path}-before')}" for path in old_folders), command])
 
 
 def run_summary(
@@ -325,7 +327,9 @@ def run_summary(
     seconds = [r["step_s"] for r in steps[2:] or steps]
     fullest = nearest_its_budget(prepared, job, max((r["memory_bytes"] for r in steps), default=0))
     parameters = sum(math.prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
-    same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
+    is_identical = (
+        [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
+    )
     return RunSummary(
         title=Path(run.out).name,
         model=f"{run.model.name}, {format_count(parameters)} parameters, "
@@ -343,7 +347,7 @@ def run_summary(
         measured_peak_bytes=fullest.peak_bytes if measured and steps else None,
         base_bytes=process_base_bytes(prepared.plan, steps),
         excess=tuple(sentence for r in steps for sentence in r.get("excess", ())),
-        identical_to_plain=same,
+        identical_to_plain=is_identical,
         plain_losses=tuple((r["step"] + 1, r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
         command=reproduction(Path(run.out), prepared.plan.ranks),

@@ -134,8 +134,8 @@ def begun(
             what = sharing_processors(resolved(what))
             check_logging(what.logging)
         ranks.begin(what, resume=resume, resume_from=str(resume_from))
-        again, went_back, agents = ranks.started_again(_out_of(what))
-        resume, back = resume or again or bool(resume_from), "" if went_back else resume_from
+        is_restart, went_back, agents = ranks.started_again(_out_of(what))
+        resume, back = resume or is_restart or bool(resume_from), "" if went_back else resume_from
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
 
@@ -216,10 +216,10 @@ def _told(ranks: RunRanks, make: Callable[[], RunResult]) -> RunResult:
     """Let the first rank make the result that all get."""
     if ranks.count == 1:
         return make()
-    told = json.loads(ranks.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
-    pairs = tuple((step, loss) for step, loss in told["validation_losses"])
-    peaks = tuple(Peak(**each) for each in told["rank_peaks"])
-    return RunResult(**{**told, "losses": tuple(told["losses"]), "validation_losses": pairs, "rank_peaks": peaks})
+    fields = json.loads(ranks.by_first(lambda: json.dumps(dataclasses.asdict(make()))))
+    pairs = tuple((step, loss) for step, loss in fields["validation_losses"])
+    peaks = tuple(Peak(**peak) for peak in fields["rank_peaks"])
+    return RunResult(**{**fields, "losses": tuple(fields["losses"]), "validation_losses": pairs, "rank_peaks": peaks})
 
 
 def opened_data(run: RunConfig, model: torch.nn.Module) -> tuple[Dataset, Dataset | None]:
@@ -374,7 +374,7 @@ def _result(
         checkpoint=str(latest_checkpoint(out / NEWEST) or ""),
         validation_losses=tuple((r["step"] + 1, r["validation_loss"]) for r in records if "validation_loss" in r),
         best_checkpoint=str((prepared.run.validation and latest_checkpoint(out / BEST)) or ""),
-        rank_peaks=() if job is None else tuple(Peak.of_rank(each) for each in job.ranks),
+        rank_peaks=() if job is None else tuple(Peak.of_rank(timeline) for timeline in job.ranks),
         slow_rank="" if job is None or job.slow is None else slow_words(job.slow),
     )
 
@@ -397,29 +397,29 @@ def _loop(
     run, total = watch.prepared.run, watch.prepared.run.optimization.steps
     if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
-    mine, asked = None, 0.0
+    mine, signal_number = None, 0.0
     with ranks.recording(Path(run.out), trainer.plan.budgets["device"], trainer.steps, total) as (log, progress, stop):
         save = partial(_save, trainer, run, meta, log)
-        saved, told = trainer.steps, 0
-        while trainer.steps < total and not asked:
+        saved, num_reported = trainer.steps, 0
+        while trainer.steps < total and not signal_number:
             with _saved_if_it_fails(trainer, saved, save if run.checkpoint.saves and ranks.count == 1 else None):
                 trainer.check_saved()
                 record = _step(trainer, run, data, ranks, norms=freezer is not None and freezer.asks_norms())
                 mine = trainer.rank_timeline() if trainer.steps == total else None  # an evaluation is no step
                 watch.look(record["step_s"])
-                excess, is_broken = trainer.excess[told:], len(trainer.excess) > told == 0
+                excess, is_broken = trainer.excess[num_reported:], len(trainer.excess) > num_reported == 0
                 record |= {"excess": excess} if excess else {}
                 try:
                     if validation is not None and validation.is_due(trainer.steps):
                         record |= validation.evaluate()
                     record |= {} if freezer is None else {"frozen": freezer.frozen}
-                    asked, is_broken, peak = trainer.largest(stop.number, is_broken, trainer.peak_bytes)
+                    signal_number, is_broken, peak = trainer.largest(stop.number, is_broken, trainer.peak_bytes)
                     record["memory_bytes"] = int(peak)
                 finally:
                     if log is not None:
                         log.log(record)
             _tell(record, run, loggers, progress, ranks)
-            told = len(trainer.excess)
+            num_reported = len(trainer.excess)
             _plan_again(freezer, watch, total - trainer.steps, progress)
             if _is_due(run.checkpoint, trainer.steps) or (is_broken and run.checkpoint.saves):
                 path = save(ends=bool(is_broken) or trainer.steps == total)
@@ -431,7 +431,7 @@ def _loop(
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
         trainer.wait_saved()
-    stop.number = int(asked)
+    stop.number = int(signal_number)
     return stop, mine
 
 
@@ -445,13 +445,13 @@ def _check_room(prepared: Prepared, first: int) -> None:
         StorageError: says how much is missing; nothing was trained.
     """
     run, size = prepared.run, prepared.step.graph.saved_bytes  # whole, whatever ranks have of it
-    there = [step_of(path) for path in checkpoint_folders(Path(run.out) / NEWEST)]
+    saved_steps = [step_of(path) for path in checkpoint_folders(Path(run.out) / NEWEST)]
     bests = len(checkpoint_folders(Path(run.out) / BEST))
-    most = run.most_checkpoints(first, there, has_best=bests > 0) - len(there) - bests
+    most = run.most_checkpoints(first, saved_steps, has_best=bests > 0) - len(saved_steps) - bests
     missing = most * size - shutil.disk_usage(run.out).free
     if most > 0 and missing > 0:
-        every = run.checkpoint.keep_every_steps
-        fewer = f"checkpoint.keep = {run.checkpoint.keep}" + (f", keep_every_steps = {every}" if every else "")
+        interval = run.checkpoint.keep_every_steps
+        fewer = f"checkpoint.keep = {run.checkpoint.keep}" + (f", keep_every_steps = {interval}" if interval else "")
         raise StorageError(
             f"{run.out}: expected room for checkpoints of {format_bytes(size)}, {most} of them beside those there are, "
             f"found {format_bytes(missing)} too little; nothing was trained: free some space, choose another folder "
@@ -487,10 +487,10 @@ def _save(
     if log is not None:
         log.sync()
     settings = run.checkpoint
-    kept = {"keep": settings.keep, "keep_every_steps": settings.keep_every_steps}
+    retention = {"keep": settings.keep, "keep_every_steps": settings.keep_every_steps}
     in_place = not ends and settings.is_in_place(trainer.steps)
     wait = ends or not settings.stages
-    return trainer.save(Path(run.out) / NEWEST, meta=meta, **kept, wait=wait, in_place=in_place)
+    return trainer.save(Path(run.out) / NEWEST, meta=meta, **retention, wait=wait, in_place=in_place)
 
 
 def _tell(
@@ -602,8 +602,8 @@ class _Freezer:
 
     def advance(self) -> str:
         """Freeze what is due after an epoch, as ``begin``; after the last step for a run that goes on from there."""
-        epoch, rest = divmod(self._trainer.steps, self._settings.every_steps)
-        if rest:
+        epoch, step_in_epoch = divmod(self._trainer.steps, self._settings.every_steps)
+        if step_in_epoch:
             return ""
         froze = self._rule.advance(epoch, self._trainer)
         is_last = self._trainer.steps == self.prepared.run.optimization.steps
@@ -627,7 +627,7 @@ class _Freezer:
         self._trainer.pause()
         self._trainer.resume(self.prepared.plan, self.prepared.step.captured, others=self.prepared.step.others)
         took = format_seconds(time.perf_counter() - started)
-        times = " -> ".join(format_seconds(each.plan.step_s) for each in (before, self.prepared))
+        times = " -> ".join(format_seconds(prepared.plan.step_s) for prepared in (before, self.prepared))
         return (
             f"{self._rule.frozen} of {len(self._settings.layers)} layers are frozen after step {step}; planned again "
             f"in {took}, step predicted {times}"
@@ -666,9 +666,9 @@ class _Validation:
         if (path := latest_checkpoint(self._folder)) is None:
             return ""
         best = open_checkpoint(path)
-        told = dict(best.meta.get(VALIDATION, {}))
-        loss = told.pop("loss", None)
-        if told != self._measure:
+        best_validation = dict(best.meta.get(VALIDATION, {}))
+        loss = best_validation.pop("loss", None)
+        if best_validation != self._measure:
             return f"validation is not as it was for {path}, so the next evaluation takes its place"
         self._lowest = (loss, best.step)
         return ""
@@ -763,8 +763,8 @@ def _plain_optimizers(
             for p in captured.parameters
             for name in [name for name in p.names if p.tensor in parts and name in named]
         ]
-        how = How(skip_nonfinite=False)
-        optimizers.append((MatrixOptimizer(groups, matrices.made(), matrices.lr, how=how), matrices.lr))
+        handling = How(skip_nonfinite=False)
+        optimizers.append((MatrixOptimizer(groups, matrices.made(), matrices.lr, how=handling), matrices.lr))
     if named:
         optimizers.append((chosen.plain(list(named.values())), chosen.lr))
     return optimizers

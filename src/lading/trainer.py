@@ -160,10 +160,10 @@ class Trainer:
     ) -> None:
         """Take the model's values over and be ready for steps by a plan; the arguments are those of the class."""
         optimizer, *_, independent = self._settings
-        whole = plan_for("lading.Trainer", plan, PlanKind.RUN)
-        if whole.ranks == 1 and not independent:
+        full_plan = plan_for("lading.Trainer", plan, PlanKind.RUN)
+        if full_plan.ranks == 1 and not independent:
             check_only_rank()
-        plan = of_this_rank(whole)
+        plan = of_this_rank(full_plan)
         check_captures(graph, others=others, shapes=shapes)
         planned = planned_optimizer(plan)
         stock = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -173,10 +173,10 @@ class Trainer:
         self.plan = plan
         programs = programs_of(plan, graph, others, program)
         self.program = programs[0]
-        if any(isinstance(rule_of(op), ParameterRule) for each in programs for op in each.graph.ops):
+        if any(isinstance(rule_of(op), ParameterRule) for step_program in programs for op in step_program.graph.ops):
             check_planned(planned, self.optimizer)
-        self._random = any(op.random for each in (graph, *others, *shapes) for op in each.ops)
-        values, stages = of_stages(whole, graph, plan.choices.rank) or (values_of(self.program.graph), [])
+        self._random = any(op.random for captured in (graph, *others, *shapes) for op in captured.ops)
+        values, stages = of_stages(full_plan, graph, plan.choices.rank) or (values_of(self.program.graph), [])
         if self._paused is not None:
             self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -186,9 +186,9 @@ class Trainer:
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         check_given(stock, self.optimizer)
-        graphs = [each.graph for each in programs]
+        graphs = [step_program.graph for step_program in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
-        self._replicas = join(whole, programs, self.optimizer, model, self._groups) if whole.ranks > 1 else None
+        self._replicas = join(full_plan, programs, self.optimizer, model, self._groups) if full_plan.ranks > 1 else None
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
         self._start_executor(programs, (graph, *others), shapes, model)
@@ -211,8 +211,8 @@ class Trainer:
         """Bind the Programs of a plan's captures, and of ``shapes``, to one executor, and know the batches of each."""
         _, folder, threads, device, _ = self._settings
         smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
-        runs = zip((*programs, *(each for each, _ in smaller)), (*captures, *shapes), strict=True)
-        self._steps = [captured_step(number, captured, each, model) for number, (each, captured) in enumerate(runs)]
+        runs = zip((*programs, *(smaller_program for smaller_program, _ in smaller)), (*captures, *shapes), strict=True)
+        self._steps = [captured_step(n, captured, program, model) for n, (program, captured) in enumerate(runs)]
         _ = self._steps[0].watch
         self._executor = Executor(
             self.program,
@@ -223,13 +223,13 @@ class Trainer:
             fuse=self.plan.compiled,
             replicas=self._replicas,
             others=programs[1:],
-            draws=[self._draws(each) for each in captures],
+            draws=[self._draws(capture) for capture in captures],
             experts=self.plan.host_tokens or self.plan.experts,
         )
         self.experts = None if self._executor.experts is None else self._executor.experts.counts
         self.speculation = self._executor.speculation
-        for (each, of), captured in zip(smaller, shapes, strict=True):
-            self._executor.add_shape(each, of, self._draws(captured))
+        for (shape_program, of), captured in zip(smaller, shapes, strict=True):
+            self._executor.add_shape(shape_program, of, self._draws(captured))
 
     def __repr__(self) -> str:
         return f"Trainer({'closed' if self._closed else f'{self.steps} steps done'}, of {self.plan!r})"
@@ -278,7 +278,7 @@ class Trainer:
                 or load left values of two steps.
             StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
-        feeds, shape = self._fed(batches, [n for n, each in enumerate(self._steps) if each.trains], loss)
+        feeds, shape = self._fed(batches, [n for n, captured in enumerate(self._steps) if captured.trains], loss)
         rates = step_rates(self.plan, self.optimizer, self._groups is not None, lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             self._notes.came_s = time.perf_counter()
@@ -323,9 +323,9 @@ class Trainer:
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
         step = self._steps[shape]
-        graph, given = step.program.graph, self._executor.take_outputs()
-        each = {name: given[index :: len(step.outputs)] for index, name in enumerate(step.outputs) if given}
-        self.outputs = {name: row if len(row) > 1 else row[0] for name, row in each.items()}
+        graph, outputs = step.program.graph, self._executor.take_outputs()
+        rows = {name: outputs[index :: len(step.outputs)] for index, name in enumerate(step.outputs) if outputs}
+        self.outputs = {name: row if len(row) > 1 else row[0] for name, row in rows.items()}
         names, count = [name for name in graph.loss_names if name not in step.outputs], len(graph.inputs)
         if self._replicas is not None:  # of a pipeline, the last stage has them
             totals = self._replicas.sum(losses or [0.0] * count * len(names))
@@ -366,7 +366,7 @@ class Trainer:
                 buffers, as in training only.
             StorageError, ProgramError: as ``step``.
         """
-        numbers = [number for number, each in enumerate(self._steps) if not each.trains] or [*range(len(self._steps))]
+        numbers = [n for n, captured in enumerate(self._steps) if not captured.trains] or [*range(len(self._steps))]
         feeds, shape = self._fed(batches, numbers, loss)
         if self._steps[shape].trains and (op := self._steps[shape].program.graph.training_only()) is not None:
             raise ConfigError(
@@ -581,14 +581,14 @@ class Trainer:
             ConfigError: a step or load left values of two steps, ``meta`` has no JSON form, or ``in_place`` cannot be.
         """
         self._meet("save a checkpoint")
-        asked = Path(folder), meta or {}, keep, keep_every_steps
+        save_args = Path(folder), meta or {}, keep, keep_every_steps
         if in_place:
-            return self._saves.save_in_place(self._snapshot(), *asked)
-        if not wait and (path := self._saves.begin(self._snapshot(), *asked)) is not None:
+            return self._saves.save_in_place(self._snapshot(), *save_args)
+        if not wait and (path := self._saves.begin(self._snapshot(), *save_args)) is not None:
             return path
         self._saves.newest = self._by_first_rank(
             "Trainer.save",
-            lambda: str(self._saves.save(self._snapshot(), *asked)),
+            lambda: str(self._saves.save(self._snapshot(), *save_args)),
             lambda: self._values.gathering().end(),
         )
         return Path(self._saves.newest)
@@ -641,10 +641,11 @@ class Trainer:
         beside = (_RNG, _FROZEN, GROUPS, *(f"{name}." for name in self._frozen))
         frozen = bytes(checkpoint.read(_FROZEN).tolist()).decode().split("\n") if _FROZEN in checkpoint.tensors else []
         thawed = {name for name in self._values.states_of(frozen) if name not in checkpoint.tensors}
-        saved = {n: (each.dtype, each.shape) for n, each in checkpoint.tensors.items() if not n.startswith(beside)}
-        wanted = {name: value for name, value in self._values.items() if name not in thawed}
-        check_saved(checkpoint.path, saved, wanted, name_of(self.optimizer))
-        check_numbers(self._values, {name: checkpoint.read(name) for name, value in wanted.items() if not value.shape})
+        saved = {n: (entry.dtype, entry.shape) for n, entry in checkpoint.tensors.items() if not n.startswith(beside)}
+        expected = {name: value for name, value in self._values.items() if name not in thawed}
+        check_saved(checkpoint.path, saved, expected, name_of(self.optimizer))
+        scalars = {name: checkpoint.read(name) for name, value in expected.items() if not value.shape}
+        check_numbers(self._values, scalars)
         generator, self._given = checkpoint.read(_RNG), ""
         self._half_loaded = f"loading {checkpoint.path} failed half-way: some values are its, the others from before"
         self._values.load(checkpoint, thawed)
@@ -744,8 +745,8 @@ class Trainer:
         for name in parameters:
             groups.setdefault(unfinished.get(name, f"step {self.steps}"), []).append(name)
         parts = [
-            f"{len(names)} {'are lost' if what == 'lost' else f'of {what}'} ({first_few(names)})"
-            for what, names in groups.items()
+            f"{len(names)} {'are lost' if state == 'lost' else f'of {state}'} ({first_few(names)})"
+            for state, names in groups.items()
         ]
         return (
             f"step {self.steps + 1} failed half-way, when it had begun to change values; of {len(parameters)} "

@@ -39,9 +39,9 @@ def parse_bytes(size: str | float, name: str = "") -> int:
 
 
 def _read_bytes(size: object, name: str, *, is_share: bool) -> int:
-    where = f"{name}: " if name else ""
+    prefix = f"{name}: " if name else ""
     share = ", a share such as '50%'," if is_share else ""
-    expected = f"{where}expected a size such as '256MB' or '24GiB'{share} or a number of bytes"
+    expected = f"{prefix}expected a size such as '256MB' or '24GiB'{share} or a number of bytes"
     if isinstance(size, bool) or not isinstance(size, (str, int, float)):
         raise ConfigError(f"{expected}, got {size!r}")
     match = _NUMBER.match(size if isinstance(size, str) else str(size))
@@ -51,10 +51,10 @@ def _read_bytes(size: object, name: str, *, is_share: bool) -> int:
         raise ConfigError(f"{expected}, got {_shown(size)}: a small b is bits; write {match[2][:-1]}B for bytes")
     size_bytes = size if isinstance(size, int) else float(match[1]) * _BYTE_UNITS[match[2].upper()]
     if size_bytes >= 2**63:
-        raise ConfigError(f"{where}expected a size below 2**63 bytes, got {_shown(size)}")
+        raise ConfigError(f"{prefix}expected a size below 2**63 bytes, got {_shown(size)}")
     if not match[2] and 0 < size_bytes < _LEAST_PLAIN_BYTES:
         meanings = _meanings(float(match[1]), is_share=is_share)
-        raise ConfigError(f"{where}expected a unit: {size!r} may mean {meanings}; write the one that is meant")
+        raise ConfigError(f"{prefix}expected a unit: {size!r} may mean {meanings}; write the one that is meant")
     return round(size_bytes)
 
 
@@ -148,8 +148,8 @@ def share_of(size: str | float, name: str = "") -> float | None:
         return None
     if match := _PERCENT.match(size):
         if not 0 < float(match[1]) <= 100:
-            where = f"{name}: " if name else ""
-            raise ConfigError(f"{where}expected a share above 0% and up to 100%, got {size!r}")
+            prefix = f"{name}: " if name else ""
+            raise ConfigError(f"{prefix}expected a share above 0% and up to 100%, got {size!r}")
         return float(match[1]) / 100
     number = _NUMBER.match(size)
     return float(number[1]) if number and not number[2] and 0 < float(number[1]) < 1 else None

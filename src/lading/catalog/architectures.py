@@ -131,16 +131,16 @@ def _symbols(model: Architecture, base: str, families: Mapping[str, StoredTable]
         sizes["fs"] = 1  # of a table whose dense blocks are taken, and none that has a shared expert
     symbols: dict[str, int] = {}
     for family, stored in families.items():
-        known = {key: value for key, value in sizes.items() if key in stored.symbols}
-        symbols |= family_symbols(family, stored, known)
+        symbol_sizes = {key: value for key, value in sizes.items() if key in stored.symbols}
+        symbols |= family_symbols(family, stored, symbol_sizes)
     return symbols
 
 
 def _last_apart(runs: list[tuple[Segment, str, int]], stored: StoredTable) -> list[tuple[Segment, str, int]]:
     """Split off the last block, whose backward comes first and has no gradients of text to add to."""
     *before, (segment, kind, count) = runs
-    rest = [(segment, kind, count - 1)] if count > 1 else []
-    return [*before, *rest, (_blocks(stored)[-1], kind, 1)]
+    repeated = [(segment, kind, count - 1)] if count > 1 else []
+    return [*before, *repeated, (_blocks(stored)[-1], kind, 1)]
 
 
 def _masked(segment: Segment, kind: str, model: Architecture) -> Segment:
@@ -195,8 +195,8 @@ def with_precise_layers(table: ModelTable, first: int, last: int, layers: int) -
         kinds = ((ahead, True), (count - ahead - behind, False), (behind, True))
         parts += [(place, dataclasses.replace(segment, precise=True) if high else segment, n) for n, high in kinds if n]
         at += count
-    moved = {place: index for index, (place, _, _) in reversed(list(enumerate(parts)))}
-    tied = tuple(((moved[a], one), (moved[b], two)) for (a, one), (b, two) in table.tied)
+    new_places = {place: index for index, (place, _, _) in reversed(list(enumerate(parts)))}
+    tied = tuple(((new_places[a], place_a), (new_places[b], place_b)) for (a, place_a), (b, place_b) in table.tied)
     segments, counts = tuple(segment for _, segment, _ in parts), tuple(count for _, _, count in parts)
     return dataclasses.replace(table, segments=segments, counts=counts, tied=tied)
 

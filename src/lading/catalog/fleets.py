@@ -80,8 +80,8 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
     if not lists_devices(name_or_path):
         if text not in machine_names() and not Path(text).is_file():
             hint = did_you_mean(text, [*fleet_names(), *machine_names()])
-            known = ", ".join(fleet_names())
-            raise ConfigError(f"expected a fleet ({known}), a machine or the path of a TOML file, got {text!r}{hint}")
+            names = ", ".join(fleet_names())
+            raise ConfigError(f"expected a fleet ({names}), a machine or the path of a TOML file, got {text!r}{hint}")
         return fleet_of(load_machine(name_or_path))
     path = FLEETS / f"{text}.toml" if text in fleet_names() else Path(name_or_path)
     table: dict[str, Any] = {"links": [], "sources": {}, **_parsed(path)}

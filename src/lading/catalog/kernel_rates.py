@@ -137,8 +137,8 @@ def kernel_rates(architecture: str) -> KernelRates:
     """
     path = _FOLDER / f"{architecture}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in _FOLDER.glob("*.toml")))
-        raise ConfigError(f"expected an architecture with fitted kernels ({known}), got {architecture!r}")
+        names = ", ".join(sorted(p.stem for p in _FOLDER.glob("*.toml")))
+        raise ConfigError(f"expected an architecture with fitted kernels ({names}), got {architecture!r}")
     data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     try:
         product = dict(data["product"])

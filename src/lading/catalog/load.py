@@ -136,8 +136,8 @@ def _with_rates(machine: Table, shares: object, origin: str) -> Table:
     table, device = cast(Table, shares), dict(cast(Table, machine["device"]))
     for key in table:
         if key not in (*_SCALARS, *_CURVES, "rates"):
-            known = ", ".join((*_SCALARS, *_CURVES, "rates"))
-            raise ConfigError(f"{origin}: unknown key {key!r} in [shares]; known keys: {known}")
+            known_keys = ", ".join((*_SCALARS, *_CURVES, "rates"))
+            raise ConfigError(f"{origin}: unknown key {key!r} in [shares]; known keys: {known_keys}")
     bandwidth = _positive(device.get("memory_bandwidth_bytes_per_s"), "device.memory_bandwidth_bytes_per_s", origin)
     if "optimizer" in table:
         rate = bandwidth * _positive(table["optimizer"], "shares.optimizer", origin) / _ADAMW_BYTES
@@ -157,8 +157,10 @@ def _with_rates(machine: Table, shares: object, origin: str) -> Table:
     if "product_fp32_best" in table:
         best = _positive(table["product_fp32_best"], "shares.product_fp32_best", origin)
         curves[WIDE_PRODUCTS] = (table.get("product"), best * _peak_of(device, ("float32",), origin))
-    made = {name: _scaled(curve, limit, f"shares.rates.{name}", origin) for name, (curve, limit) in curves.items()}
-    device["rates"] = {**made, **cast(Table, device.get("rates", {}))}
+    scaled_rates = {
+        name: _scaled(curve, limit, f"shares.rates.{name}", origin) for name, (curve, limit) in curves.items()
+    }
+    device["rates"] = {**scaled_rates, **cast(Table, device.get("rates", {}))}
     return {**machine, "device": device}
 
 
@@ -191,8 +193,8 @@ def _attention_peak(device: Table, origin: str) -> float:
 def _peak_of(device: Table, dtypes: tuple[str, ...], origin: str) -> float:
     """Peak of the first of the dtypes that has one."""
     peaks = device.get("peak_flops_per_s")
-    known = cast(Table, peaks) if isinstance(peaks, dict) else {}
-    peak = next((known[dtype] for dtype in dtypes if dtype in known), None)
+    peak_by_dtype = cast(Table, peaks) if isinstance(peaks, dict) else {}
+    peak = next((peak_by_dtype[dtype] for dtype in dtypes if dtype in peak_by_dtype), None)
     return _positive(peak, f"device.peak_flops_per_s.{dtypes[0]}", origin)
 
 
@@ -323,8 +325,10 @@ def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
     place = f"in [{where}]" if where else "at the top level"
     for key in table:
         if key not in fields:
-            known = ", ".join(fields)
-            raise ConfigError(f"{origin}: unknown key {key!r} {place}{did_you_mean(key, fields)}; known keys: {known}")
+            known_keys = ", ".join(fields)
+            raise ConfigError(
+                f"{origin}: unknown key {key!r} {place}{did_you_mean(key, fields)}; known keys: {known_keys}"
+            )
     for key, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if key not in table and not optional:

@@ -62,9 +62,10 @@ class NamedModel:
             ConfigError: longer than it takes, or the model is only simulated.
         """
         if not self.model:
-            known = [name for name in model_names() if named_model(name).model]
+            buildable = [name for name in model_names() if named_model(name).model]
             raise ConfigError(
-                f"{self.name}: expected a model that can be built ({', '.join(known)}); this one can be simulated only"
+                f"{self.name}: expected a model that can be built ({', '.join(buildable)}); "
+                "this one can be simulated only"
             )
         if sequence_length > self.max_tokens:
             raise ConfigError(

@@ -117,9 +117,9 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     text = between.lower()
     kind = next((name for name, pattern in _KINDS if re.search(pattern, text)), "")
     parsed = _nics(between, node_ranks)
-    left = (*_unread(between), *_other_rates(between))
+    unread_words = (*_unread(between), *_other_rates(between))
     if parsed is None:
-        return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", left)
+        return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", unread_words)
     efficiency, latency, reached = _REACHED["efa" if re.search(_EFA, text) else kind or "infiniband"]
     link = Link(
         name="network",
@@ -132,9 +132,11 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
         nic_ranks=node_ranks,
     )
     guess = "" if kind else "; assumption: InfiniBand"
-    taken = "".join(f"; assumption: {text}" for text in (*bare, *parsed.assumed, *parsed.doubts))
-    said = f"{parsed.count} x {parsed.gigabits:g} Gb/s for {node_ranks} devices of a node{guess}{taken}; {reached}"
-    return NamedNetwork(link, said, (*parsed.doubts, *left))
+    assumptions = "".join(f"; assumption: {text}" for text in (*bare, *parsed.assumed, *parsed.doubts))
+    reading = (
+        f"{parsed.count} x {parsed.gigabits:g} Gb/s for {node_ranks} devices of a node{guess}{assumptions}; {reached}"
+    )
+    return NamedNetwork(link, reading, (*parsed.doubts, *unread_words))
 
 
 #: NICs and their rate without a unit: "8x400".
@@ -152,10 +154,10 @@ def _with_unit(words: str) -> tuple[str, tuple[str, ...]]:
 def _between_nodes(words: str) -> str:
     """Select the clauses that speak of what joins nodes, as far as they are apart from those of a node's inside."""
     clauses = re.split(r"[;,]|\s\+\s|\band\b", words)
-    near = [clause for clause in clauses if _NEAR.search(clause)]
-    if not near or len(near) == len(clauses):
+    inner_clauses = [clause for clause in clauses if _NEAR.search(clause)]
+    if not inner_clauses or len(inner_clauses) == len(clauses):
         return words
-    return ", ".join(clause.strip() for clause in clauses if clause not in near)
+    return ", ".join(clause.strip() for clause in clauses if clause not in inner_clauses)
 
 
 def _unread(text: str) -> tuple[str, ...]:
@@ -169,8 +171,8 @@ def _unread(text: str) -> tuple[str, ...]:
     plain = re.sub(rf"\b(?:{'|'.join(_COUNTS)})\b", " ", plain)
     plain = re.sub(r"(?<![\w.])\d{1,3}\s*x?\b|\bx\s*\d{1,2}\b|/gpu|/node|node-to-node|fat-tree", " ", plain)
     plain = _EMPTY.sub(" ", plain)
-    left = [word for word in re.findall(r"[\w.'-]+", plain) if re.search(r"\w", word)]
-    return (f"network: {' '.join(left)!r} in {text.strip()!r}",) if left else ()
+    unread_words = [word for word in re.findall(r"[\w.'-]+", plain) if re.search(r"\w", word)]
+    return (f"network: {' '.join(unread_words)!r} in {text.strip()!r}",) if unread_words else ()
 
 
 #: Of two rates that say the same of ports, NICs and nodes, one is this many times the other at most; how exactly.
@@ -182,10 +184,10 @@ def _other_rates(text: str) -> tuple[str, ...]:
     first, *others = find_rates(re.sub(r"\([^)]*\)", " ", text), bits=True) or (None,)
     if first is None:
         return ()
-    times = [max(each.bytes_per_s / first.bytes_per_s, first.bytes_per_s / each.bytes_per_s) for each in others]
+    times = [max(rate.bytes_per_s / first.bytes_per_s, first.bytes_per_s / rate.bytes_per_s) for rate in others]
     odd = [
-        each.words
-        for each, share in zip(others, times, strict=True)
+        rate.words
+        for rate, share in zip(others, times, strict=True)
         if round(share) > _TIMES or abs(share - round(share)) > _EXACT * share
     ]
     return (f"network: {odd[0]!r} beside {first.words!r}",) if odd else ()
@@ -217,10 +219,10 @@ def _nics(text: str, node_ranks: int) -> _Nics | None:
     if generation and abs(speed - generation) < 1e-9 and "node" not in lowered:
         return _Nics(node_ranks, speed, (*assumed, "a NIC for each device: how many is not said"))
     nics = next((n for n in (node_ranks, 4, 2, 1) if speed / n >= 100), 1)
-    whole = re.search(r"node|total|aggregate|server|instance|host", lowered)
+    is_of_node = re.search(r"node|total|aggregate|server|instance|host", lowered)
     doubt = (
         ()
-        if whole or nics == 1 or speed > _LARGEST_NIC
+        if is_of_node or nics == 1 or speed > _LARGEST_NIC
         else (f"{text.strip()!r} is the rate of a whole node, not of each NIC",)
     )
     return _Nics(nics, speed / nics, assumed, doubt)
@@ -240,12 +242,12 @@ def _count(lowered: str) -> int:
     """Number of NICs of a node that words give; 0 where they give none. Numbers of nodes and devices are not NICs."""
     plain = re.sub(r"\d+\s*(?:x\s*\d+\s*)?(?:nodes?|servers?|machines?|hosts?|gpus?|devices?)\b", " ", lowered)
     plain = re.sub(r"x\s*\d+\s*(?:gpus?|devices?)\b", " ", plain)
-    found = re.search(
+    match = re.search(
         r"(?<![\d.-])(\d{1,2})\s*[x*](?![a-z])|\bx\s*(\d{1,2})\b|(?<![\d.-])(\d{1,2})\s+(?:\S+\s+){0,3}(?:nics?|hcas?|ports?|rails?)\b",
         plain,
     )
-    if found:
-        return int(next(filter(None, found.groups())))
+    if match:
+        return int(next(filter(None, match.groups())))
     word = re.search(rf"\b({'|'.join(_COUNTS)})\b", plain)
     return _COUNTS[word[1]] if word else 0
 
@@ -279,17 +281,19 @@ def with_network(machine: Machine, network: str | Link | None, node_ranks: int =
         ``with_network(load_machine("a100"), "4x Omni-Path 100 Gb/s per node")``
     """
     nodes = node_ranks or node_size(machine)
-    link, said = network, "given as a link"
+    link, description = network, "given as a link"
     if not isinstance(link, Link):
         parsed = parse_network(link, nodes)
-        link, said = parsed.link, f"{network!r}: {parsed.said}"
+        link, description = parsed.link, f"{network!r}: {parsed.said}"
     if link is None:
         return machine
     if not link.nics:
         raise ConfigError(f"with_network: expected a link with nics and nic_ranks, got {link.name} without")
-    near = tuple(own for own in machine.links if not own.nics)
+    inner_links = tuple(old_link for old_link in machine.links if not old_link.nics)
     sources = {key: text for key, text in machine.sources.items() if not key.startswith("links.network")}
-    return dataclasses.replace(machine, links=(*near, link), sources={**sources, f"links.{link.name}": said})
+    return dataclasses.replace(
+        machine, links=(*inner_links, link), sources={**sources, f"links.{link.name}": description}
+    )
 
 
 #: Bytes a second each way of sixteen lanes of PCIe, by generation (PCI-SIG).
@@ -323,9 +327,11 @@ def with_node(machine: Machine, words: str, node_ranks: int = 0) -> Machine:
     named = parse_node(machine, words, node_ranks)
     if named.links == machine.links:
         return machine
-    changed = {own.name for own in machine.links} - {own.name for own in named.links if own in machine.links}
+    changed = {old_link.name for old_link in machine.links} - {
+        old_link.name for old_link in named.links if old_link in machine.links
+    }
     sources = {key: text for key, text in machine.sources.items() if key.removeprefix("links.") not in changed}
-    new = {f"links.{own.name}": named.said for own in named.links if own not in machine.links}
+    new = {f"links.{new_link.name}": named.said for new_link in named.links if new_link not in machine.links}
     larger = max(1.0, node_ranks / node_size(machine))  # a host with more slots has as much more memory and processors
     devices = max(1, round(machine.node_devices * larger))
     return dataclasses.replace(machine, links=named.links, node_devices=devices, sources={**sources, **new})
@@ -333,16 +339,16 @@ def with_node(machine: Machine, words: str, node_ranks: int = 0) -> Machine:
 
 def parse_node(machine: Machine, words: str, node_ranks: int = 0) -> NamedNode:
     """Read what words say of the links inside a machine's nodes, and lay it over what the catalog has of them."""
-    links, said, unread = machine.links, list[str](), list[str]()
+    links, readings, unread = machine.links, list[str](), list[str]()
     text = words.lower()
     if not _NONE.match(words) and links and not links[0].nics:
-        near, reading, left = _near_link(links[0], machine, text, words)
-        links, said, unread = (near, *links[1:]), [reading] if reading else [], list(left)
-    own = node_size(machine)
-    if node_ranks and node_ranks != own and links:
-        links = tuple(_resized(link, own, node_ranks) for link in links)
-        said.append(f"nodes of {node_ranks} devices, where the catalog's have {own}")
-    return NamedNode(links, "; ".join(said), tuple(unread))
+        near_link, reading, unread_words = _near_link(links[0], machine, text, words)
+        links, readings, unread = (near_link, *links[1:]), [reading] if reading else [], list(unread_words)
+    catalog_size = node_size(machine)
+    if node_ranks and node_ranks != catalog_size and links:
+        links = tuple(_resized(link, catalog_size, node_ranks) for link in links)
+        readings.append(f"nodes of {node_ranks} devices, where the catalog's have {catalog_size}")
+    return NamedNode(links, "; ".join(readings), tuple(unread))
 
 
 def _resized(link: Link, own: int, ranks: int) -> Link:
@@ -376,14 +382,15 @@ def _near_link(own: Link, machine: Machine, text: str, words: str) -> tuple[Link
     added = both_ways(words)
     if added is None:
         added = abs(rate / own_rate - 1) > 0.02
-    each = rate / 2 if added else rate
-    if abs(each / own_rate - 1) <= 0.02:
-        each = own_rate
-    how = "both ways added up" if added else "each way"
-    near = dataclasses.replace(own, ranks=ranks, bandwidth_bytes_per_s=each)
+    one_way = rate / 2 if added else rate
+    if abs(one_way / own_rate - 1) <= 0.02:
+        one_way = own_rate
+    direction = "both ways added up" if added else "each way"
+    near_link = dataclasses.replace(own, ranks=ranks, bandwidth_bytes_per_s=one_way)
     return (
-        near,
-        f"{words!r}: {counted[0] if counted else ''}{rates[0].words} read as {how}, {each / 1e9:g} GB/s each way",
+        near_link,
+        f"{words!r}: {counted[0] if counted else ''}{rates[0].words} read as {direction}, "
+        f"{one_way / 1e9:g} GB/s each way",
         (),
     )
 
@@ -394,31 +401,35 @@ def _pcie(own: Link, machine: Machine, text: str, words: str) -> tuple[Link, str
     lanes = re.search(r"\bx ?(4|8|16)\b", text)
     rates = find_rates(words, bits=False)
     if generation:
-        each = _PCIE[int(generation[1])] * (int(lanes[1]) if lanes else 16) / 16
-        how = f"{each / 1e9:g} GB/s each way"
+        one_way = _PCIE[int(generation[1])] * (int(lanes[1]) if lanes else 16) / 16
+        reading = f"{one_way / 1e9:g} GB/s each way"
     elif rates:
         added = both_ways(words) or False
-        each = rates[0].bytes_per_s / (2 if added else 1)
-        how = f"{rates[0].words} {'both ways' if added else 'each way'}"
+        one_way = rates[0].bytes_per_s / (2 if added else 1)
+        reading = f"{rates[0].words} {'both ways' if added else 'each way'}"
     else:
         host = machine.tier(machine.host_tier)
         copies = host.read_bytes_per_s if host else _PCIE[4] * 0.8
-        each = min(_PCIE.values(), key=lambda rate: abs(rate * 0.8 - copies))
-        how = f"assumption: {each / 1e9:g} GB/s each way, as the catalog's bus of this machine"
+        one_way = min(_PCIE.values(), key=lambda rate: abs(rate * 0.8 - copies))
+        reading = f"assumption: {one_way / 1e9:g} GB/s each way, as the catalog's bus of this machine"
     if own.kind == "pcie":
-        same = abs(each / own.bandwidth_bytes_per_s - 1) < 0.02
-        return (own if same else dataclasses.replace(own, bandwidth_bytes_per_s=each)), f"{words!r}: {how}", ()
+        is_same = abs(one_way / own.bandwidth_bytes_per_s - 1) < 0.02
+        return (
+            (own if is_same else dataclasses.replace(own, bandwidth_bytes_per_s=one_way)),
+            f"{words!r}: {reading}",
+            (),
+        )
     reached, fewer = _PCIE_REACHED
     link = Link(
         name="pcie",
         kind="pcie",
         ranks=node_size(machine),
-        bandwidth_bytes_per_s=each,
+        bandwidth_bytes_per_s=one_way,
         efficiency=reached,
         fewer=fewer,
         latency_s=1e-6,
     )
-    return link, f"{words!r}: {how}, in the place of {own.name}", ()
+    return link, f"{words!r}: {reading}, in the place of {own.name}", ()
 
 
 def node_size(machine: Machine) -> int:
@@ -434,9 +445,9 @@ def checked_network(words: str, node_ranks: int = 8) -> str:
         ConfigError: no rate in them, or a word that no rule reads.
     """
     parsed = parse_network(words, node_ranks)
-    left = tuple(text for text in parsed.unread if text.startswith("network"))
-    if parsed.link is None or left:
-        fault = f"{left[0].removeprefix('network: ')} is not understood" if left else "it has no rate"
+    unread_words = tuple(text for text in parsed.unread if text.startswith("network"))
+    if parsed.link is None or unread_words:
+        fault = f"{unread_words[0].removeprefix('network: ')} is not understood" if unread_words else "it has no rate"
         raise ConfigError(
             f"network: expected NICs, rate and fabric such as '4x 200 Gb/s HDR InfiniBand' or '1600 Gb/s RoCE', got "
             f"{words!r}: {fault}; leave it out for the machine's own network"

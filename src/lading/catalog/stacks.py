@@ -53,11 +53,11 @@ def evidence_on(stack: Stack, architecture: str) -> str:
     Switches are known by name where kernels are the same for all software. On GPUs on which no step of any software
     was seen, its libraries are others (ROCm's products, attention and collectives), so there it is guessed.
     """
-    known = stack.evidence_on(architecture)
+    evidence = stack.evidence_on(architecture)
     return (
         GUESSED
-        if known == SWITCHES and architecture != "cpu" and architecture not in _fitted_architectures()
-        else known
+        if evidence == SWITCHES and architecture != "cpu" and architecture not in _fitted_architectures()
+        else evidence
     )
 
 
@@ -74,9 +74,9 @@ def _catalog_stack(name: str) -> Stack:
 def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
     """Read the stack of a file; ``in_situ`` are the factors that it may leave out."""
     data = _read_with_base(path)
-    known = {field.name for field in dataclasses.fields(Stack)}
-    if unknown := sorted(key[:40] for key in set(data) - known):
-        raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
+    known_keys = {field.name for field in dataclasses.fields(Stack)}
+    if unknown := sorted(key[:40] for key in set(data) - known_keys):
+        raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known_keys))}")
     if not data:
         raise ConfigError(
             f"{path}: expected switches of software, such as title and fusion, got an empty file; write it again with "
@@ -113,8 +113,8 @@ def with_switches(stack: Stack, settings: Sequence[str]) -> Stack:
         table[key] = {**table[key], inner: value} if dot else value
         table["sources"][key] = "set by the user"
     table["name"] = ",".join((stack.name, *(setting.strip() for setting in settings)))
-    made: Stack = read_as(Stack, table, f"software {stack.name}", f"its switches are {', '.join(sorted(_SWITCHES))}")
-    return made
+    changed: Stack = read_as(Stack, table, f"software {stack.name}", f"its switches are {', '.join(sorted(_SWITCHES))}")
+    return changed
 
 
 def _value(words: str) -> object:

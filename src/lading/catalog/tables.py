@@ -147,8 +147,8 @@ def model_table(name: str) -> ModelTable:
     names = {**_FIELDS, "hidden_dim": "g"} if "num_experts" in sizes else _FIELDS
     symbols = {names.get(key, key): size for key, size in sizes.items()}
     family = "qwen3" if sizes.get("qk_norm") else model.model
-    known = stored_table(family).symbols
-    given_sizes = {key: size for key, size in symbols.items() if key in known}
+    known_symbols = stored_table(family).symbols
+    given_sizes = {key: size for key, size in symbols.items() if key in known_symbols}
     return family_table(family, layers=layers, tied=None if tied is None else bool(tied), name=name, **given_sizes)
 
 
@@ -158,24 +158,24 @@ def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -
     Raises:
         ConfigError: one is missing, unknown or not positive.
     """
-    wanted = [name for name in stored.symbols if name not in ("b", "s")]
-    unknown = sorted(set(given) - set(wanted))
+    needed_symbols = [name for name in stored.symbols if name not in ("b", "s")]
+    unknown = sorted(set(given) - set(needed_symbols))
     values = dict(given)
     if "h" in given and "n" in given and given["n"]:
         values.setdefault("k", given["n"])
         if given["h"] % given["n"] == 0:
             values.setdefault("d", given["h"] // given["n"])
         values.setdefault("f", 4 * given["h"])
-    missing = [name for name in wanted if name not in values]
+    missing = [name for name in needed_symbols if name not in values]
     if unknown or missing:
-        size_list = ", ".join(f"{name} ({SYMBOLS.get(name, 'size')})" for name in wanted)
+        size_list = ", ".join(f"{name} ({SYMBOLS.get(name, 'size')})" for name in needed_symbols)
         wrong = [f"no {', '.join(missing)}"] if missing else []
         wrong += [f"{', '.join(unknown)} too"] if unknown else []
         raise ConfigError(f"sizes of {family!r}: expected {size_list}; got {' and '.join(wrong)}")
-    for name in wanted:
+    for name in needed_symbols:
         if values[name] < 1:
             raise ConfigError(f"sizes of {family!r}: expected {name} of at least 1, got {values[name]!r}")
-    return {name: values[name] for name in wanted}
+    return {name: values[name] for name in needed_symbols}
 
 
 @cache

@@ -59,7 +59,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """
     if (folder / MANIFEST).exists() or (step_of(folder) >= 0 and folder.is_dir()):
         return [folder]
-    paths = [path for each in (folder, folder / NEWEST, folder / BEST) for path in reversed(checkpoint_folders(each))]
+    paths = [path for place in (folder, folder / NEWEST, folder / BEST) for path in reversed(checkpoint_folders(place))]
     if not paths:
         raise ConfigError(
             f"expected a checkpoint, a folder of checkpoints or the out folder of a run, found none in {str(folder)!r}"
@@ -122,9 +122,9 @@ def _bytes_in(path: Path) -> int:
     if not path.is_dir():
         return path.stat().st_size
     total = 0
-    for each in path.iterdir():
+    for entry in path.iterdir():
         with suppress(FileNotFoundError):
-            total += each.stat().st_size
+            total += entry.stat().st_size
     return total
 
 
@@ -159,10 +159,10 @@ def _verified(path: Path) -> tuple[float | None, int]:
     """When a checkpoint's bytes were last verified, and the places that were damaged; None without a note of that."""
     try:
         noted = parse_json((path / VERIFIED).read_bytes())
-        same = isinstance(noted, dict) and noted.get("manifest") == _digest(path)
+        is_same = isinstance(noted, dict) and noted.get("manifest") == _digest(path)
     except (OSError, ValueError):
         return None, 0
-    at_s, damaged = (noted.get("at_s"), noted.get("damaged")) if same else (None, 0)
+    at_s, damaged = (noted.get("at_s"), noted.get("damaged")) if is_same else (None, 0)
     if type(at_s) is not float or not 0 <= at_s < 1e11 or type(damaged) is not int:
         return None, 0
     return at_s, damaged

@@ -91,11 +91,11 @@ class SaveLocks:
         Raises:
             StorageError: another one saves there.
         """
-        if (whole := folder.absolute()) in self._files:
+        if (absolute := folder.absolute()) in self._files:
             return
         try:
-            make_durable_folder(whole)
-            file = os.open(whole, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            make_durable_folder(absolute)
+            file = os.open(absolute, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return
         try:
@@ -109,7 +109,7 @@ class SaveLocks:
                     f"expected {folder} to be free, found another trainer that saves there; close it or wait for its "
                     "process, or choose another folder"
                 ) from error
-        self._files[whole] = file
+        self._files[absolute] = file
 
     def close(self) -> None:
         """Let others save into the folders; may be called twice."""
@@ -134,15 +134,15 @@ def read_lock(path: Path) -> Iterator[int]:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            gone = not path.exists() or os.stat(path).st_ino != os.fstat(file).st_ino
+            was_replaced = not path.exists() or os.stat(path).st_ino != os.fstat(file).st_ino
         except BlockingIOError:
-            gone = True
+            was_replaced = True
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            gone = False
+            was_replaced = False
             warnings.warn(f"nothing keeps {path} from being deleted while it is read: {error.strerror}", stacklevel=4)
-        if gone:
+        if was_replaced:
             raise StorageError(f"{path} is being deleted or replaced; open another checkpoint")
         yield file
     finally:

@@ -243,7 +243,7 @@ def _listen(orders: queue.SimpleQueue[bytes]) -> None:
 
 def _carry_out(order: dict[str, Any], memories: Sequence[memoryview]) -> dict[str, Any]:
     """Write the checkpoint of an order; returns the answer."""
-    tensors = [_source(StagedTensor(**each), memories) for each in order["tensors"]]
+    tensors = [_source(StagedTensor(**entry), memories) for entry in order["tensors"]]
     outcome: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

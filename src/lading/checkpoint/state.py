@@ -163,26 +163,26 @@ def read_chunks(file: Readable, saved: SavedBytes, chunk_bytes: int) -> Iterator
     Raises:
         OSError: as the file system says.
     """
-    buffer, done = memoryview(bytearray(min(saved.size_bytes, CHUNK_BYTES))), 0
+    buffer, num_done = memoryview(bytearray(min(saved.size_bytes, CHUNK_BYTES))), 0
     digest = hashlib.sha256()
     file.seek(saved.start)
-    while done < saved.size_bytes:
-        number = done // chunk_bytes
+    while num_done < saved.size_bytes:
+        number = num_done // chunk_bytes
         first, end = number * chunk_bytes, min(saved.size_bytes, (number + 1) * chunk_bytes)
-        piece = buffer[: min(CHUNK_BYTES, end - done)]
+        piece = buffer[: min(CHUNK_BYTES, end - num_done)]
         if (count := _fill(file, piece)) < len(piece):
-            at, last = saved.start + done + count, saved.start + saved.size_bytes
+            at, last = saved.start + num_done + count, saved.start + saved.size_bytes
             missing = f"expected bytes {at} to {last - 1} of the file, found its end"
             yield piece[:count], Damage(at, last, missing)
             return
         digest.update(piece)
-        done += count
+        num_done += count
         damage = None
-        if done == end:
+        if num_done == end:
             if saved.sha256 and digest.hexdigest() != saved.sha256[number]:
                 adler32 = saved.adler32[number] if saved.adler32 else None
-                whole = piece if len(piece) == end - first else None
-                damage = locate_damage(whole, saved.start + first, end - first, saved.sha256[number], adler32)
+                complete_chunk = piece if len(piece) == end - first else None
+                damage = locate_damage(complete_chunk, saved.start + first, end - first, saved.sha256[number], adler32)
             digest = hashlib.sha256()
         yield piece, damage
 
@@ -274,9 +274,9 @@ class _Output:
 
     def _flush(self) -> None:
         with memoryview(self.block) as view:
-            done = 0
-            while done < self.filled:
-                done += os.write(self.fd, view[done : self.filled])
+            num_written = 0
+            while num_written < self.filled:
+                num_written += os.write(self.fd, view[num_written : self.filled])
         self.filled = 0
 
     def sync(self) -> None:

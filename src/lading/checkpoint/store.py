@@ -128,8 +128,8 @@ class Checkpoint:
                 for chunk, damage in read_chunks(file, part, self.chunk_bytes):
                     if damage is not None:
                         raise _damaged(self.path, f"{self._place_of(entry, damage.start)}: {entry}: {damage}")
-                    if wanted := chunk[max(start - at, 0) : max(end - at, 0)]:
-                        yield wanted
+                    if piece := chunk[max(start - at, 0) : max(end - at, 0)]:
+                        yield piece
                     at += len(chunk)
         except StorageError:
             raise
@@ -195,8 +195,8 @@ class Checkpoint:
 
     def _entry(self, name: str) -> SavedTensor:
         if name not in self.tensors:
-            near = get_close_matches(name, self.tensors, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {len(self.tensors)} others"
+            nearest = get_close_matches(name, self.tensors, 1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {len(self.tensors)} others"
             raise StorageError(f"{self.path}: expected a tensor {name!r}, found none; {hint}")
         return self.tensors[name]
 
@@ -461,16 +461,16 @@ def _clean_up(folder: Path) -> None:
 
 
 def _cannot_save(final: Path, sources: Sequence[TensorSource], error: OSError) -> StorageError:
-    needed = sum(map(source_bytes, sources))
+    needed_bytes = sum(map(source_bytes, sources))
     older = next((path for path in checkpoint_folders(final.parent)), None)
-    kept = f"the newest checkpoint is {older}" if older else "there is no older checkpoint"
+    remaining = f"the newest checkpoint is {older}" if older else "there is no older checkpoint"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
-            f"the disk is full: checkpoint {final} needs {format_bytes(needed)}, {_free(final)} are free; "
-            f"free some space or write elsewhere; {kept}"
+            f"the disk is full: checkpoint {final} needs {format_bytes(needed_bytes)}, {_free(final)} are free; "
+            f"free some space or write elsewhere; {remaining}"
         )
     do = "free some memory" if error.errno == errno.ENOMEM else "check the folder and its disk"
-    return StorageError(f"cannot save checkpoint {final}: {error}; {do}; {kept}")
+    return StorageError(f"cannot save checkpoint {final}: {error}; {do}; {remaining}")
 
 
 def _free(path: Path) -> str:
@@ -518,10 +518,10 @@ def run_checkpoints(folder: Path) -> list[Path]:
 
 def _damaged(path: Path, words: str) -> DamagedCheckpoint:
     """Error of a damaged checkpoint that says what to use instead, of which all bytes are read."""
-    older = next((each for each in run_checkpoints(path.parent) if _replaces(each, path)), None)
+    older = next((candidate for candidate in run_checkpoints(path.parent) if _replaces(candidate, path)), None)
     if older is None:
-        where = f"there is no older checkpoint in {path.parent} whose bytes are those that were saved"
-        return DamagedCheckpoint(f"{words}; {where}: start the run again")
+        remedy = f"there is no older checkpoint in {path.parent} whose bytes are those that were saved"
+        return DamagedCheckpoint(f"{words}; {remedy}: start the run again")
     advice = f"use the older checkpoint {older}, all bytes of which were read now and are those that were saved"
     return DamagedCheckpoint(f"{words}; {advice}", older=str(older))
 

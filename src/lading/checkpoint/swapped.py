@@ -42,9 +42,9 @@ class SwapPlaces:
 
     def are_inside(self, state_bytes: int) -> bool:
         """Whether all parts lie in their files, of which the state file has so many bytes."""
-        count, there = len(self.parts), set(self.in_state)
-        ends = [state_bytes if number in there else self.size_bytes for number in range(count)]
-        numbered = len(there) == len(self.in_state) and there <= set(range(count))
+        count, numbers_in_state = len(self.parts), set(self.in_state)
+        ends = [state_bytes if number in numbers_in_state else self.size_bytes for number in range(count)]
+        numbered = len(numbers_in_state) == len(self.in_state) and numbers_in_state <= set(range(count))
         return numbered and all(
             start >= 0 and size > 0 and start + size <= end for (start, size), end in zip(self.parts, ends, strict=True)
         )

@@ -78,7 +78,7 @@ class DemoResult:
 
     def __str__(self) -> str:
         planned, plain = self.planned, self.plain
-        same = "identical to the bit" if self.identical else "NOT IDENTICAL"
+        verdict = "identical to the bit" if self.identical else "NOT IDENTICAL"
         time_error = relative_error(planned.predicted_step_s, planned.step_s)
         peak_error = relative_error(planned.predicted_peak_bytes, planned.peak_bytes)
         lines = [
@@ -90,7 +90,7 @@ class DemoResult:
             f"{format_seconds(planned.predicted_step_s):>16}  ({time_error:+.1%})",
             f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}",
             "",
-            f"all {len(plain.losses)} losses are {same}",
+            f"all {len(plain.losses)} losses are {verdict}",
             f"promise kept: never above {format_bytes(planned.budget_bytes)}, where plain PyTorch took "
             f"{format_bytes(plain.peak_bytes)}",
             container_words(planned.base_bytes, planned.peak_bytes, planned.budget_bytes),

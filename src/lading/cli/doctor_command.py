@@ -164,8 +164,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    usable, whole = usable_bytes(), memory_bytes()
-    description = f"{format_bytes(usable)} of {format_bytes(whole)} usable"
+    usable, total = usable_bytes(), memory_bytes()
+    description = f"{format_bytes(usable)} of {format_bytes(total)} usable"
     small = usable < 2 * GiB
     cost = "a process with torch and a plan takes about 0.4 GiB of it" if small else ""
     yield Finding(name="memory", state="lacking" if small else "ok", found=description, cost=cost)

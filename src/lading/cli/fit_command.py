@@ -66,8 +66,8 @@ class FitCommand:
         from lading.report.progress import planning_progress
 
         if (self.run_file is None) == (self.model is None):
-            got = "neither" if self.model is None else "both"
-            raise ConfigError(f"expected RUN.toml or --model NAME, got {got}")
+            description = "neither" if self.model is None else "both"
+            raise ConfigError(f"expected RUN.toml or --model NAME, got {description}")
         precision = self.precision
         if self.model is not None:
             if self.overrides:

@@ -25,13 +25,13 @@ class ImportCommand:
 
     def run(self) -> None:
         """Import, and say how to train."""
-        what = load_run(self.run_file, self.overrides)
+        run_config = load_run(self.run_file, self.overrides)
         from lading.alone import launcher, num_ranks, rank_number
         from lading.importing import import_run
 
-        check_paths(what)
-        path = import_run(what, self.folder, cache=not self.with_run.no_cache)
+        check_paths(run_config)
+        path = import_run(run_config, self.folder, cache=not self.with_run.no_cache)
         if rank_number() == 0:
-            again = " ".join([str(self.run_file), *self.overrides])
+            arguments = " ".join([str(self.run_file), *self.overrides])
             print(fitted(f"wrote {path}"))
-            print(fitted(f"train from there with: {launcher(num_ranks()[0])}lading train {again} --resume"))
+            print(fitted(f"train from there with: {launcher(num_ranks()[0])}lading train {arguments} --resume"))

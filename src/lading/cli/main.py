@@ -172,8 +172,8 @@ def _terminable() -> Generator[None, None, None]:
         return
 
     def terminate(number: int, _: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # once is enough
+        for signal_number in before:
+            signal.signal(signal_number, signal.SIG_IGN)  # once is enough
         raise SystemExit(128 + number)
 
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
@@ -224,14 +224,16 @@ def _join_overrides(command: type[Command], arguments: list[str]) -> list[str]:
     if "overrides" not in command.__annotations__:
         return arguments
     flags = _flags_of(command)
-    takes_next = [said.startswith("-") and "=" not in said and said not in flags for said in ("", *arguments)]
+    takes_next = [
+        argument.startswith("-") and "=" not in argument and argument not in flags for argument in ("", *arguments)
+    ]
     pairs = zip(arguments, takes_next, strict=False)
     is_setting = [not is_value and _SETTING.match(argument) is not None for argument, is_value in pairs]
     if True not in is_setting:
         return arguments
     first = is_setting.index(True)
-    settings = [argument for argument, found in zip(arguments, is_setting, strict=True) if found]
-    others = [argument for argument, found in zip(arguments[first:], is_setting[first:], strict=True) if not found]
+    settings = [argument for argument, is_set in zip(arguments, is_setting, strict=True) if is_set]
+    others = [argument for argument, is_set in zip(arguments[first:], is_setting[first:], strict=True) if not is_set]
     return [*arguments[:first], *settings, *others]
 
 
@@ -268,8 +270,8 @@ def _help() -> str:
 
 def _say_error(error: Exception | str) -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
-    where = f"on rank {os.environ.get('RANK', '?')} of {ranks} ({platform.node()}): " if ranks != "1" else ""
-    for text in (f"error: {where}{error}", *getattr(error, "__notes__", ())):
+    place = f"on rank {os.environ.get('RANK', '?')} of {ranks} ({platform.node()}): " if ranks != "1" else ""
+    for text in (f"error: {place}{error}", *getattr(error, "__notes__", ())):
         print(fitted(text), file=sys.stderr)
 
 

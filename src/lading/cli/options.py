@@ -118,8 +118,8 @@ class ModelOptions:
             if number is not None and number < 1:
                 raise ConfigError(f"{option}: expected at least 1, got {number}")
         names = ("model", "machine", "devices", "global_batch", "stack", "network", "optimizer")
-        asked = {name: getattr(self, name) for name in names} | {"seq_len": self.seq, **more}
-        return Request(**{name: value for name, value in asked.items() if value is not None})
+        settings = {name: getattr(self, name) for name in names} | {"seq_len": self.seq, **more}
+        return Request(**{name: value for name, value in settings.items() if value is not None})
 
 
 def check_asked(source: Path | None, expected: str, model: ModelOptions) -> None:
@@ -186,15 +186,17 @@ def check_targets(**targets: Path | None) -> None:
     Raises:
         ConfigError: a folder does not exist, or two options name one file.
     """
-    seen: dict[Path, str] = {}
+    option_by_path: dict[Path, str] = {}
     for name, path in targets.items():
         if path is None:
             continue
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
-        if path in seen:
-            raise ConfigError(f"--{seen[path]} and --{name}: expected different files, got {str(path)!r} twice")
-        seen[path] = name
+        if path in option_by_path:
+            raise ConfigError(
+                f"--{option_by_path[path]} and --{name}: expected different files, got {str(path)!r} twice"
+            )
+        option_by_path[path] = name
 
 
 def check_paths(what: RunConfig | Plan) -> None:

@@ -110,8 +110,10 @@ class PlaceCommand:
 
     def _refuse(self, option: str, but: tuple[str, ...]) -> None:
         """Refuse options that would mean nothing beside ``--option``."""
-        if given := first_given(self, but=but):
-            raise ConfigError(f"{given}: expected nothing of the kind next to --{option}, which says it; leave it out")
+        if given_option := first_given(self, but=but):
+            raise ConfigError(
+                f"{given_option}: expected nothing of the kind next to --{option}, which says it; leave it out"
+            )
 
     def _write(self, contest: Contest, fleet: Fleet | None) -> None:
         """Write the files that were asked for."""
@@ -190,10 +192,10 @@ def print_contest(found: Contest, *, latency: bool) -> None:
 
     problem, best = found.problem, found.best
     console = Console(width=line_columns(), highlight=False, markup=False)  # names are of files
-    what = "one pass" if latency else "a step"
+    subject = "one pass" if latency else "a step"
     if problem.micro_batches > 1:
-        what += f" of {problem.micro_batches} micro-batches"
-    head = f"{problem.name} on {', '.join(problem.network.devices)}: {what} in {format_seconds(best.step_s)}"
+        subject += f" of {problem.micro_batches} micro-batches"
+    head = f"{problem.name} on {', '.join(problem.network.devices)}: {subject} in {format_seconds(best.step_s)}"
     say(console, head, "bold")
     for table in (parts_table(problem, best), devices_table(problem, best)):
         if table is not None:

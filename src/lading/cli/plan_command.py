@@ -175,10 +175,10 @@ def _plan_host(asked: PlanCommand, host: Machine) -> None:
         PlanInfeasible: no layout fits.
     """
     model, search = asked.with_model, asked.search
-    if given := first_given(model, search, but=_OF_HOSTS):
+    if option := first_given(model, search, but=_OF_HOSTS):
         raise ConfigError(
-            f"{given} belongs to a cluster of the catalog's machines, got it next to --machine {model.machine}, which "
-            "was measured on a host, whose ranks Lading itself runs; leave it out"
+            f"{option} belongs to a cluster of the catalog's machines, got it next to --machine {model.machine}, "
+            "which was measured on a host, whose ranks Lading itself runs; leave it out"
         )
     from lading.alone import launcher, num_ranks
 
@@ -215,8 +215,8 @@ def _plan_host(asked: PlanCommand, host: Machine) -> None:
     plan.save(asked.out)
     say(console, f"wrote {asked.out}: {run.optimization.steps} steps, data {run.data.source}, into {run.out}; steps, "
         "rates and folders may be changed by hand there, under request.run")  # fmt: skip
-    where = "here" if host.host_id == host_id() else f"on {host.host_id}"
-    print(f"run it {where} by: {launcher(request.devices)}lading train --plan {shlex.quote(str(asked.out))}")
+    place = "here" if host.host_id == host_id() else f"on {host.host_id}"
+    print(f"run it {place} by: {launcher(request.devices)}lading train --plan {shlex.quote(str(asked.out))}")
 
 
 def _plan_cluster(asked: PlanCommand) -> None:
@@ -234,12 +234,12 @@ def _plan_cluster(asked: PlanCommand) -> None:
     begun = time.perf_counter()
     with planning_progress() as progress:
         layouts = find_layouts(
-            space, lambda done, of, what: progress.update(done / max(1, of), f"{done:,} of {of:,} {what}")
+            space, lambda num_done, of, unit: progress.update(num_done / max(1, of), f"{num_done:,} of {of:,} {unit}")
         )
     seconds = time.perf_counter() - begun
     groups = shown(layouts.best, asked.search.top)
-    rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in groups]
-    over = [_row(one, asked.with_model.price) for one in layouts.over]
+    rows = [dataclasses.replace(_row(group[0], asked.with_model.price), like=like_text(*group)) for group in groups]
+    over = [_row(layout, asked.with_model.price) for layout in layouts.over]
     device = space.machine.device.name
     request, batch = space.request, space.wanted_request.global_batch
     say(console, f"{request.name} on {space.wanted_request.devices:,} x {device}, {batch:,} sequences of "
@@ -305,7 +305,7 @@ def _document(
         "proven": layouts.proven,
         "rest_s": layouts.proof.rest_s if layouts.proof.rest_s < float("inf") else None,
         "left_out": list(layouts.left_out),
-        "layouts": [layout_figures(_row(one, price), rows[0]) for one in layouts.best],
+        "layouts": [layout_figures(_row(layout, price), rows[0]) for layout in layouts.best],
         "over": [layout_figures(row, rows[0]) for row in over],
         "buckets": _buckets(layouts),
         "assumptions": list(layouts.winner.simulated.assumed),
@@ -344,8 +344,8 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: Plan, console: Console) 
                 "pin zero=3 and pp=1, with offload=none or parameters, or leave --unshard out"
             )
         if asked.search.tree or request.layout.zero == 3:
-            what = "tree" if asked.search.tree else "groups of parameters, which lading.apply needs"
-            say(console, f"no {what}: {reason}; pin zero=3 and pp=1")
+            subject = "tree" if asked.search.tree else "groups of parameters, which lading.apply needs"
+            say(console, f"no {subject}: {reason}; pin zero=3 and pp=1")
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
@@ -440,8 +440,8 @@ def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
     levels: list[list[list[Refined]]] = []
     for keys in _LEVELS:
         rows: dict[Hashable, list[Refined]] = {}
-        for one in best:
-            rows.setdefault(tuple(getattr(one.layout, key) for key in keys), []).append(one)
+        for refined in best:
+            rows.setdefault(tuple(getattr(refined.layout, key) for key in keys), []).append(refined)
         levels.append(list(rows.values()))
     enough = [rows for rows in levels[:2] if len(rows) >= most]
     several = [rows for rows in levels[1:] if len(rows) > 1]
@@ -522,12 +522,12 @@ def _describe_search(layouts: Layouts, seconds: float) -> list[str]:
 def _moments(winner: Refined) -> list[str]:
     """List the five peaks of the winner."""
     moment, tier, share = winner.binding
-    each = [
+    texts = [
         f"{name} {format_bytes(tiers[DEVICE])}"
         + "".join(f" + {tier} {format_bytes(size)}" for tier, size in tiers.items() if size and tier != DEVICE)
         for name, tiers in winner.peaks.items()
     ]
-    return [f"memory: {', '.join(each)}", f"binding: {tier} at moment {moment!r}, {share:.0%} of what there is"]
+    return [f"memory: {', '.join(texts)}", f"binding: {tier} at moment {moment!r}, {share:.0%} of what there is"]
 
 
 def _plan_fleet(asked: PlanCommand) -> None:
@@ -543,10 +543,10 @@ def _plan_fleet(asked: PlanCommand) -> None:
         dataclasses.replace(group, **{name: None for name in reset if hasattr(group, name)})
         for group in (model, search)
     ]
-    if given := first_given(*groups):
+    if option := first_given(*groups):
         raise ConfigError(
-            f"{given} belongs to a cluster of alike devices, got it next to --machine {model.machine}, which lists "
-            "unlike ones; leave it out"
+            f"{option} belongs to a cluster of alike devices, got it next to --machine {model.machine}, which "
+            "lists unlike ones; leave it out"
         )
     assert model.model is not None
     assert model.machine is not None

@@ -176,11 +176,11 @@ def _straggler_text(prepared: Prepared, factor: float) -> str:
         )
     seconds = straggler_steps_s(prepared, factor)
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    each = plan.ranks // len(seconds)
-    which = f"rank {slowest * each}" if plan.peers else "any rank"
-    which += " or a replica of it" if plan.peers and each > 1 else ""
+    ranks_per_stage = plan.ranks // len(seconds)
+    subject = f"rank {slowest * ranks_per_stage}" if plan.peers else "any rank"
+    subject += " or a replica of it" if plan.peers and ranks_per_stage > 1 else ""
     return (
-        f"{which} computing {factor:g} times as long: step {format_seconds(seconds[slowest])}, "
+        f"{subject} computing {factor:g} times as long: step {format_seconds(seconds[slowest])}, "
         f"{seconds[slowest] / plan.step_s - 1:.1%} longer than of equal ranks"
     )
 
@@ -224,13 +224,13 @@ def _simulate_model(asked: SimulateCommand) -> None:
         console.print(_growth_table(grown))
         names = ("devices", "step_s", "tokens_per_s_per_device")
         figures["growth"] = [dict(zip(names, point, strict=True)) for point in grown]
-    whole = summary(simulated, model.price) | figures
+    all_figures = summary(simulated, model.price) | figures
     if spread.report is not None:
         from lading.report.cluster_page import write_cluster_page
 
-        write_cluster_page(spread.report, _cluster_page(simulated, whole, sentences, grown))
+        write_cluster_page(spread.report, _cluster_page(simulated, all_figures, sentences, grown))
         print(f"wrote {spread.report}")
-    _write_files(asked, simulated, whole)
+    _write_files(asked, simulated, all_figures)
 
 
 def _check_batch(layout: str | None, global_batch: int | None) -> None:
@@ -298,13 +298,13 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
     from lading.sim.simulate import simulate
 
     request = simulated.request
-    each = request.layout.devices // request.layout.dp
-    if most < each:
-        raise ConfigError(f"expected --growth of at least one replica's {each} devices, got {most}")
+    replica_devices = request.layout.devices // request.layout.dp
+    if most < replica_devices:
+        raise ConfigError(f"expected --growth of at least one replica's {replica_devices} devices, got {most}")
     batch = request.layout.micro_batch * request.layout.micro_batches
     growth: list[tuple[int, float, float]] = []
     replicas = 1
-    while replicas * each <= most:
+    while replicas * replica_devices <= most:
         try:
             layout = dataclasses.replace(request.layout, dp=replicas, global_batch=replicas * batch)
             step_s = simulate(dataclasses.replace(request, layout=layout), simulated.table).step.step_s

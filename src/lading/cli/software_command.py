@@ -54,8 +54,10 @@ class SoftwareCommand:
         from lading.sim.switches import effects_of
         from lading.units import format_seconds
 
-        asked = Request(model=self.model, machine=self.machine, layout=layout, seq_len=self.seq or 0, stack=self.name)
-        request, table = step_of(asked)
+        effect_request = Request(
+            model=self.model, machine=self.machine, layout=layout, seq_len=self.seq or 0, stack=self.name
+        )
+        request, table = step_of(effect_request)
         figures = simulate(request, table).prediction
         lines = [
             f"A step of {self.model} on {self.machine}, {request.layout}, takes {format_seconds(figures.step_s)} "
@@ -63,13 +65,13 @@ class SoftwareCommand:
         ]
         small = 0
         for effect in effects_of(request, table):
-            what = f"  {effect.switch} = {format_switch(effect.other_value)}, not {format_switch(effect.value)}"
+            subject = f"  {effect.switch} = {format_switch(effect.other_value)}, not {format_switch(effect.value)}"
             if effect.change is None:
-                lines.append(f"{what}: cannot be: {effect.reason}")
+                lines.append(f"{subject}: cannot be: {effect.reason}")
             elif abs(effect.change) < _SMALL:
                 small += 1
             else:
-                lines.append(f"{what}: {effect.change:+.1%}")
+                lines.append(f"{subject}: {effect.change:+.1%}")
         return "\n".join([*lines, f"  {small} more switches change it by less than {_SMALL:.2%}"])
 
 
@@ -79,8 +81,8 @@ def sets_text(stacks: list[Stack]) -> str:
     for kind in dict.fromkeys(stack.kind for stack in stacks):
         lines.append(kind)
         for stack in sorted((s for s in stacks if s.kind == kind), key=lambda s: (bool(s.framework), s.name)):
-            seen = f"; steps seen on {', '.join(stack.fitted)}" if stack.fitted else "; no step seen"
-            lines.append(f"  {stack.name}: {stack.title}{seen if stack.framework else ''}")
+            fitted_text = f"; steps seen on {', '.join(stack.fitted)}" if stack.fitted else "; no step seen"
+            lines.append(f"  {stack.name}: {stack.title}{fitted_text if stack.framework else ''}")
     return "\n".join(lines)
 
 

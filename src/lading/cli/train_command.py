@@ -37,17 +37,17 @@ class TrainCommand:
         is_setting = self.run_file is not None and "=" in str(self.run_file)  # "--plan plan.json out=elsewhere"
         if self.plan is not None and (self.run_file is None or is_setting):
             refuse_run_options(self.with_run, (), "--plan")
-            what = load_plan(self.plan, (str(self.run_file), *self.overrides) if is_setting else ())
+            run_or_plan = load_plan(self.plan, (str(self.run_file), *self.overrides) if is_setting else ())
         elif self.run_file is not None and self.plan is None:
-            what = load_run(self.run_file, self.overrides)
+            run_or_plan = load_run(self.run_file, self.overrides)
         else:
-            got = "neither" if self.plan is None else "both"
-            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {got}")
+            description = "neither" if self.plan is None else "both"
+            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {description}")
         from lading.alone import rank_number
         from lading.train import train_run
 
-        check_paths(what)
+        check_paths(run_or_plan)
         cache, back = not self.with_run.no_cache, self.resume_from or ""
-        result = train_run(what, resume=self.resume, resume_from=back, cache=cache)
+        result = train_run(run_or_plan, resume=self.resume, resume_from=back, cache=cache)
         if rank_number() == 0:
             print(fitted(str(result)))

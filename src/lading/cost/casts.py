@@ -72,14 +72,14 @@ def cast_bytes(precision: str, stack: Stack) -> CastBytes:
     if stack.fused_casts:
         both = looks + _HALF + 2 * written
         return CastBytes(both, 0.0, both, looks=separate_looks)
-    one = _HALF + written
+    rewrite = _HALF + written
     if scaling in ("delayed", "tensorwise"):
-        both = looks + one + written
-        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + one, one, separate_looks), stack)
+        both = looks + rewrite + written
+        return _where_weights_are_cast(CastBytes(both, 0.0, both, looks + rewrite, rewrite, separate_looks), stack)
     if scaling == "rowwise":
-        return CastBytes(one, one + _HALF, 2 * one + _HALF, one, one + 2 * _HALF)
-    again = one + looks
-    return CastBytes(again, again, 2 * again, again, again)
+        return CastBytes(rewrite, rewrite + _HALF, 2 * rewrite + _HALF, rewrite, rewrite + 2 * _HALF)
+    look_and_rewrite = rewrite + looks
+    return CastBytes(look_and_rewrite, look_and_rewrite, 2 * look_and_rewrite, look_and_rewrite, look_and_rewrite)
 
 
 def _where_weights_are_cast(moved: CastBytes, stack: Stack) -> CastBytes:
@@ -98,12 +98,12 @@ def product_casts(
         was_cast: Its input was cast by the kernel before, or for another product of the stretch.
         looked: The kernel that made its operand found the largest element.
     """
-    moved = cast_bytes(precision, stack)
-    saved_looks = moved.looks if looked else 0.0
+    cast_rows = cast_bytes(precision, stack)
+    saved_looks = cast_rows.looks if looked else 0.0
     rows = float(product.groups * product.m * product.k)
     columns = float(product.groups * product.n * product.k)
     if kernel.stage is Stage.BACKWARD_WEIGHT:  # (outputs, tokens) by (tokens, inputs)
-        return 0.0 if was_cast else moved.inputs_again * columns
+        return 0.0 if was_cast else cast_rows.inputs_again * columns
     if kernel.stage is Stage.BACKWARD_INPUT:
-        return (0.0 if was_cast else (moved.gradients - saved_looks) * rows) + moved.weights_back * columns
-    return (0.0 if was_cast else (moved.inputs - saved_looks) * rows) + moved.weights * columns
+        return (0.0 if was_cast else (cast_rows.gradients - saved_looks) * rows) + cast_rows.weights_back * columns
+    return (0.0 if was_cast else (cast_rows.inputs - saved_looks) * rows) + cast_rows.weights * columns

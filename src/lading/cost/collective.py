@@ -133,8 +133,8 @@ class Line:
         seconds = self.latency_s + size_bytes * self.rate_s
         if self.slower_s:
             first = min(size_bytes, self.slower_bytes)
-            rest = max(0.0, size_bytes - first) * self.rate_s
-            seconds += max(0.0, first * self.slower_s - rest)
+            later_s = max(0.0, size_bytes - first) * self.rate_s
+            seconds += max(0.0, first * self.slower_s - later_s)
         if self.depth_s and size_bytes:
             best = 2 * sqrt(size_bytes * self.fill_rate_s * self.depth_s)
             seconds += 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s))
@@ -145,8 +145,8 @@ class Line:
         seconds = self.latency_s + sizes * self.rate_s
         if self.slower_s:
             first = np.minimum(sizes, self.slower_bytes)
-            rest = np.maximum(0.0, sizes - first) * self.rate_s
-            seconds += np.maximum(0.0, first * self.slower_s - rest)
+            later_s = np.maximum(0.0, sizes - first) * self.rate_s
+            seconds += np.maximum(0.0, first * self.slower_s - later_s)
         if self.depth_s:
             best = 2 * np.sqrt(np.maximum(sizes, 1e-300) * self.fill_rate_s * self.depth_s)
             seconds += np.where(sizes > 0, 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s)), 0.0)
@@ -248,22 +248,22 @@ class _Paths:
 
     @staticmethod
     def of(group: Group, links: tuple[Link, ...], tuning: Tuning) -> _Paths:
-        near = links[0]
+        near_link = links[0]
         inside, net_rate, extra = group.domain_ranks, 0.0, 0.0
         if group.domains > 1:
             net = next((link for link in links[1:] if link.nics), None)
             if net is None:
                 names = ", ".join(link.name for link in links)
                 raise ConfigError(
-                    f"a group of {group.ranks} ranks spans {group.domains} domains of {near.name}, and the machine has "
-                    f"no network (links: {names}): add one with lading.catalog.networks.with_network"
+                    f"a group of {group.ranks} ranks spans {group.domains} domains of {near_link.name}, and the "
+                    f"machine has no network (links: {names}): add one with lading.catalog.networks.with_network"
                 )
             lost = (1 - tuning.congestion) ** max(0.0, log2(group.domains) - 1)
             net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost
             extra = net.latency_s - tuning.network_hop_s
-        known = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
-        rate = near.reached(inside)
-        return _Paths(group, near, tuning, rate, net_rate, near.latency_s - known, extra)
+        hop_s = tuning.pcie_hop_s if near_link.kind == "pcie" else tuning.link_hop_s
+        rate = near_link.reached(inside)
+        return _Paths(group, near_link, tuning, rate, net_rate, near_link.latency_s - hop_s, extra)
 
     @property
     def bus_rate(self) -> float:
@@ -379,13 +379,13 @@ def _nvls(paths: _Paths) -> Line:
 def _all_to_all(paths: _Paths) -> Line:
     """Pairwise sends, those inside a domain beside those that leave it."""
     group, tuning = paths.group, paths.tuning
-    near, far = group.domain_ranks - 1, group.ranks - group.domain_ranks
-    latency = tuning.p2p_s + near * tuning.peer_s[0] + far * tuning.peer_s[1]
-    rate = near / group.ranks / (paths.link_rate * tuning.all_to_all_share[0])
-    if far:
+    num_near, num_far = group.domain_ranks - 1, group.ranks - group.domain_ranks
+    latency = tuning.p2p_s + num_near * tuning.peer_s[0] + num_far * tuning.peer_s[1]
+    rate = num_near / group.ranks / (paths.link_rate * tuning.all_to_all_share[0])
+    if num_far:
         latency += paths.net_hop(2, tree=True)
-        share = tuning.all_to_all_share[1 if near else 2]
-        rate = max(rate, far / group.ranks / (paths.net_rate / group.domain_ranks * share))
+        share = tuning.all_to_all_share[1 if num_near else 2]
+        rate = max(rate, num_far / group.ranks / (paths.net_rate / group.domain_ranks * share))
         return Line("pairwise", latency, rate)
     latency += paths.hop(2, tree=False)
     return Line("pairwise", latency, rate, rate, paths.depth(0, 2, paths.link_rate), tuning.fill_bytes)
@@ -427,8 +427,8 @@ def dispatch_s(
         ConfigError: an unknown dispatcher, or ``active`` < 1.
     """
     if dispatcher not in DISPATCHERS or active < 1:
-        known = ", ".join(DISPATCHERS)
-        raise ConfigError(f"dispatch: expected one of {known} and active >= 1, got {dispatcher!r} and {active}")
+        dispatchers = ", ".join(DISPATCHERS)
+        raise ConfigError(f"dispatch: expected one of {dispatchers} and active >= 1, got {dispatcher!r} and {active}")
     if group.ranks == 1:
         return 0.0
     if dispatcher == "alltoall":
@@ -443,9 +443,9 @@ def dispatch_s(
 def _deepep(token_bytes: float, active: int, group: Group, machine: Machine, most_nodes: int) -> float:
     if not machine.links:
         raise ConfigError(f"machine {machine.name} has no links: add [[links]] to its file")
-    near: Link = machine.links[0]
+    near_link: Link = machine.links[0]
     net = next((link for link in machine.links if link.nics), None)
-    seconds = token_bytes * _places(group.ranks, active) / (near.reached(group.domain_ranks) * _NEAR)
+    seconds = token_bytes * _places(group.ranks, active) / (near_link.reached(group.domain_ranks) * _NEAR)
     if group.domains > 1:
         if net is None:
             raise ConfigError(f"a group of {group.domains} domains needs a network, machine {machine.name} has none")
@@ -490,6 +490,6 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
 
 def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
     """Yield what a machine's sources for a key, and for those below it, say is assumed, each after a name."""
-    for other, text in machine.sources.items():
-        if other == key or other.startswith(f"{key}."):
+    for source_key, text in machine.sources.items():
+        if source_key == key or source_key.startswith(f"{key}."):
             yield from (f"{name}: {assumption.strip()}" for assumption in _ASSUMED.findall(text))

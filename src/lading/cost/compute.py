@@ -125,8 +125,8 @@ def _iterate(result: Tensor, strides: list[tuple[int, ...]]) -> Walk:
     steps = [s[first] for s in strides]
     if any(step > 1 for step in steps) or (all(step == 0 for step in steps[:-1]) and len(steps) > 1):
         return Walk(1, True)
-    rest = _merge(result.shape, _merge(result.shape, dims, strides), strides)
-    return Walk(prod(result.shape[d] for d in rest), False)
+    outer_dims = _merge(result.shape, _merge(result.shape, dims, strides), strides)
+    return Walk(prod(result.shape[d] for d in outer_dims), False)
 
 
 def _merge(shape: tuple[int, ...], dims: list[int], strides: list[tuple[int, ...]]) -> list[int]:
@@ -170,7 +170,7 @@ def op_costs(graph: StepGraph, device: Device) -> list[float]:
     Raises:
         ConfigError: a product's dtype has no peak on this device.
     """
-    known: dict[object, float] = {}
+    seconds_by_key: dict[object, float] = {}
     costs: list[float] = []
     missed = cold_bytes(graph, device.cache_bytes) if device.cold_rates else [0] * len(graph.ops)
     for op, cold in zip(graph.ops, missed, strict=True):
@@ -178,9 +178,9 @@ def op_costs(graph: StepGraph, device: Device) -> list[float]:
             costs.append(0.0)
             continue
         key = (_signature(graph, op), cold)
-        if key not in known:
-            known[key] = op_seconds(graph, op, device) + (_fetch_s(graph, op, device, cold) if cold else 0.0)
-        costs.append(known[key])
+        if key not in seconds_by_key:
+            seconds_by_key[key] = op_seconds(graph, op, device) + (_fetch_s(graph, op, device, cold) if cold else 0.0)
+        costs.append(seconds_by_key[key])
     return costs
 
 
@@ -195,9 +195,9 @@ def _fetch_s(graph: StepGraph, op: Op, device: Device, cold: int) -> float:
         rate = device.cold_rates.get(COLD_PRODUCT)
         return cold / rate.at(cold) if rate else 0.0
     rates = {**device.rates, **device.cold_rates}
-    far = dataclasses.replace(device, rates=rates, cache_bytes=0, cold_rates={})
+    uncached = dataclasses.replace(device, rates=rates, cache_bytes=0, cold_rates={})
     share = cold / sum(touched_bytes(graph, op).values())
-    return share * max(0.0, op_seconds(graph, op, far) - op_seconds(graph, op, device))
+    return share * max(0.0, op_seconds(graph, op, uncached) - op_seconds(graph, op, device))
 
 
 def fused_costs(graph: StepGraph, device: Device) -> list[float]:
@@ -255,7 +255,7 @@ def crowding(machine: Machine) -> dict[bool, tuple[float, ...]]:
     factors: dict[bool, tuple[float, ...]] = {}
     for product, cause in ((True, "products"), (False, "memory-bound")):
         slower = [shared.slower(cause, number) for number in range(1, shared.computing + 1)]
-        factors[product] = tuple(each / slower[-1] for each in slower)
+        factors[product] = tuple(slowdown / slower[-1] for slowdown in slower)
     return factors
 
 
@@ -317,18 +317,18 @@ def hosted_costs(graph: StepGraph, ops: Iterable[int], machine: Machine) -> dict
         ConfigError: as ``host_processors``.
     """
     host, guessed = host_processors(machine), set(speculated(graph))
-    found, alike = dict[int, float](), dict[object, float]()
+    costs, seconds_by_key = dict[int, float](), dict[object, float]()
     for index in ops:
         op = graph.ops[index]
         tensors = map(graph.tensors.__getitem__, (*op.inputs, *op.mutates))
         key = (op.name, op.kind, tuple((t.shape, t.dtype) for t in tensors))
-        if key not in alike:
-            alike[key] = op_seconds(graph, op, host)
+        if key not in seconds_by_key:
+            seconds_by_key[key] = op_seconds(graph, op, host)
         copied = guessed.intersection(graph.op_writes[index])
         guessed -= copied
         copied_bytes = sum(graph.storages[s].size_bytes for s in copied)
-        found[index] = alike[key] + _COPY_PASSES * copied_bytes / host.memory_bandwidth_bytes_per_s
-    return found
+        costs[index] = seconds_by_key[key] + _COPY_PASSES * copied_bytes / host.memory_bandwidth_bytes_per_s
+    return costs
 
 
 def host_processors(machine: Machine) -> Device:
@@ -412,8 +412,8 @@ def _form(graph: StepGraph, op: Op, detail: Product | Attention | None) -> str:
     if isinstance(detail, Product):
         operands = [graph.tensors[t] for t in _operands(op)[-2:]]
         return "".join("T" if t.stride and t.stride[-1] > 1 else "N" for t in operands)
-    how = dict(op.kwargs).get("approximate", "none")
-    return how if isinstance(how, str) and how != "none" else ""
+    approximation = dict(op.kwargs).get("approximate", "none")
+    return approximation if isinstance(approximation, str) and approximation != "none" else ""
 
 
 def _copies_in_order(graph: StepGraph, op: Op) -> bool:
@@ -477,18 +477,18 @@ def _packed(graph: StepGraph) -> Iterator[Product]:
 
 def compiled_products(graph: StepGraph) -> int:
     """Distinct products of 16-bit numbers, for each of which oneDNN compiles code and keeps it."""
-    found: set[object] = set()
+    products: set[object] = set()
     for op in graph.ops:
         if op.kind is OpKind.MATMUL and _low_dtype(graph, op):
             operands = [graph.tensors[t] for t in _operands(op)]
-            found.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
+            products.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
         elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype in LOW:
             _, rows, columns = matrices_of(graph, op)
             short, long = sorted((rows, columns))
-            found.update((op.name, short, long, kind) for kind in ("gram", "square", "step"))
+            products.update((op.name, short, long, kind) for kind in ("gram", "square", "step"))
             if rows > columns:  # the first step reads the matrix against the order of memory
-                found.update((op.name, short, long, kind) for kind in ("tall gram", "tall step"))
-    return len(found)
+                products.update((op.name, short, long, kind) for kind in ("tall gram", "tall step"))
+    return len(products)
 
 
 def decomposes(graph: StepGraph) -> bool:
@@ -501,16 +501,16 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
 
     Collectives are left out: they cost what the machine says of them, and a machine that says nothing is refused.
     """
-    said: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for index, op in enumerate(graph.ops):
         if base_name(op.name) in ALLOCATIONS or index in graph.collectives:
             continue
         is_known = kind_of(op.name) is not None or op.name.startswith("c10d.")  # Lading's own, among ranks
         if not is_known and op.kind is not OpKind.STEP:
-            said[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
+            sentences[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
         for sentence in _assumed(graph, op, device):
-            said[sentence] = None
-    return tuple(said)
+            sentences[sentence] = None
+    return tuple(sentences)
 
 
 def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
@@ -524,12 +524,12 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
     kernel = kernel_of(graph, op)
     low, kind, name = low_of(kernel), op.kind.value, base_name(op.name)
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-        found = measured(name, kind, low, device)
-        if found is None and op.kind is OpKind.CONVOLUTION:
+        known_rate = measured(name, kind, low, device)
+        if known_rate is None and op.kind is OpKind.CONVOLUTION:
             yield f"no rate of {name} on {device.name}: timed as a square product of its FLOP"
-        if found is None and device.product_efficiency is None:
+        if known_rate is None and device.product_efficiency is None:
             yield f"no product_efficiency for {device.name}: products run at peak"
-        if low and device.kind == "cpu" and (found is None or not found[1]):
+        if low and device.kind == "cpu" and (known_rate is None or not known_rate[1]):
             yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
         return
     rate = rate_of(kernel, device)
@@ -557,10 +557,10 @@ def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: D
     rule, _, work = matrices
     dtype = rule.product_dtype
     low = dtype if dtype in LOW else ""
-    found = measured("mm", OpKind.MATMUL.value, low, device)
-    if device.gpu is None and found is None and device.product_efficiency is None:
+    rate = measured("mm", OpKind.MATMUL.value, low, device)
+    if device.gpu is None and rate is None and device.product_efficiency is None:
         yield f"no product_efficiency for {device.name}: products run at peak"
-    if low and device.kind == "cpu" and (found is None or not found[1]):
+    if low and device.kind == "cpu" and (rate is None or not rate[1]):
         yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
     if work.eigen:
         share = min(eigen_share(n, device) for _, n in work.eigen)
@@ -570,8 +570,8 @@ def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: D
 
 def _low_dtype(graph: StepGraph, op: Op) -> str:
     """The 16-bit float among an operation's tensors, "" if there is none."""
-    found = (graph.tensors[t].dtype for t in (*op.inputs, *op.outputs, *op.mutates))
-    return next((dtype for dtype in found if dtype in LOW), "")
+    dtypes = (graph.tensors[t].dtype for t in (*op.inputs, *op.outputs, *op.mutates))
+    return next((dtype for dtype in dtypes if dtype in LOW), "")
 
 
 def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, UpdateWork]) -> float:
@@ -608,8 +608,8 @@ def _product(graph: StepGraph, op: Op) -> Product:
 
 def _operands(op: Op) -> list[int]:
     """Tensor arguments that are multiplied: the offsets of a grouped product and the bias come elsewhere."""
-    found = [a.tensor for a in op.args if isinstance(a, Ref)]
-    return found[:2] if base_name(op.name) in ("_grouped_mm", "_scaled_mm", "linear") else found
+    operands = [a.tensor for a in op.args if isinstance(a, Ref)]
+    return operands[:2] if base_name(op.name) in ("_grouped_mm", "_scaled_mm", "linear") else operands
 
 
 def _dtype(graph: StepGraph, op: Op) -> str:

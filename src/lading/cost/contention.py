@@ -69,18 +69,18 @@ def channels(op: str, group: Group, machine: Machine, *, nvls: bool = True) -> i
         return 0
     if not machine.links:
         raise ConfigError(f"machine {machine.name} has no links: add [[links]] to its file")
-    near: Link = machine.links[0]
+    near_link: Link = machine.links[0]
     pairwise = op in ("all_to_all", "send")
     net = next((link for link in machine.links if link.nics), None)
     if group.domains > 1 and net is not None:
         used = net.nics * min(1.0, group.domain_ranks / net.nic_ranks)
         across = max(_PER_NIC, round(_PER_NIC * used))
         return min(_SENDS, max(across, _PCIE) if pairwise and group.domain_ranks > 1 else across)
-    if near.kind == "pcie":
+    if near_link.kind == "pcie":
         return _PCIE
     if pairwise:
         return _SENDS
-    added = nvls and near.reduces and op == "all_reduce" and group.domain_ranks >= NCCL.nvls_ranks
+    added = nvls and near_link.reduces and op == "all_reduce" and group.domain_ranks >= NCCL.nvls_ranks
     return _NVLS if added else _INSIDE
 
 
@@ -119,6 +119,8 @@ def contention(
         return Contention(1.0, 1.0)
     num_taken_sms = 0 if copy_engine else channels(op, group, machine, nvls=nvls)
     memory = _TRAFFIC * bus_rate(group, machine) / machine.device.memory_bandwidth_bytes_per_s
-    products, rest = (max(_LEAST, 1 - num_taken_sms / num_sms - minds * memory) for minds in (_PRODUCTS, _MEMORY_BOUND))
-    compute = 1 / ((1 - memory_bound) / products + memory_bound / rest)
+    products, other_ops = (
+        max(_LEAST, 1 - num_taken_sms / num_sms - minds * memory) for minds in (_PRODUCTS, _MEMORY_BOUND)
+    )
+    compute = 1 / ((1 - memory_bound) / products + memory_bound / other_ops)
     return Contention(min(1.0, compute), max(_LEAST, 1 / (1 + _OWN * memory)))

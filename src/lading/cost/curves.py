@@ -53,9 +53,9 @@ def curve_s(kernel: Kernel, device: Device, narrow: float = 1.0) -> float:
     """
     name, kind = base_name(kernel.name), kernel.kind or OpKind.COPY
     if isinstance(kernel.detail, Product):
-        known = measured(name, kind.value, low_of(kernel), device, kernel.form)
-        where = f"{kernel.name} in {kernel.module or '(loss)'}"
-        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where, narrow)
+        known_rate = measured(name, kind.value, low_of(kernel), device, kernel.form)
+        label = f"{kernel.name} in {kernel.module or '(loss)'}"
+        return product_curve_s(kernel.detail, kernel.flops, known_rate, kernel.dtype, device, label, narrow)
     if isinstance(kernel.detail, Attention):
         return _attention_s(kernel, kernel.detail, device)
     size = kernel.bytes_written + (0 if name.startswith(_FILLS) else kernel.bytes_read)
@@ -93,20 +93,20 @@ def product_curve_s(
     Raises:
         ConfigError: the dtype has no peak on this device.
     """
-    each = max(1.0, flops / product.groups)
+    flops_per_group = max(1.0, flops / product.groups)
     if measured_rate is not None and (measured_rate[1] or dtype == "float32"):
-        return flops / measured_rate[0].at(each)
+        return flops / measured_rate[0].at(flops_per_group)
     if dtype not in device.peak_flops_per_s:
-        known = ", ".join(sorted(device.peak_flops_per_s))
+        precisions = ", ".join(sorted(device.peak_flops_per_s))
         scaled = " to bfloat16, which needs no scale of the loss" if dtype == "float16" else ""
         raise ConfigError(
-            f"{where} is a {dtype} product and {device.name} has a peak only for {known}; "
+            f"{where} is a {dtype} product and {device.name} has a peak only for {precisions}; "
             f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype{scaled}"
         )
     if measured_rate is not None:
-        return flops / (measured_rate[0].at(each) * _peak_ratio(device, dtype))
+        return flops / (measured_rate[0].at(flops_per_group) * _peak_ratio(device, dtype))
     # Multiprocessors work on all groups of a batched product at once, so that these fill a GPU together.
-    filling = flops if device.kind == "cuda" else each
+    filling = flops if device.kind == "cuda" else flops_per_group
     rate = _whole_rate(filling, dtype, device)
     skinny = device.skinny_dim * (_wide_skinny(device) if dtype == "float32" else 1.0)
     for dim in (product.m, product.k, product.n):
@@ -155,16 +155,16 @@ def _columns_share(columns: int, device: Device) -> float:
 
 
 def _attention_s(kernel: Kernel, attention: Attention, device: Device) -> float:
-    done, low = attention.flops, low_of(kernel)
+    flops, low = attention.flops, low_of(kernel)
     if rate := rate_of(kernel, device):
         guessed = low and device.kind == "cpu" and rate_of(kernel, device, low) is None
-        each = done / max(1, attention.batch * attention.heads)
-        return done / (rate.at(each) * (_peak_ratio(device, low) if guessed else 1.0))
+        flops_per_head = flops / max(1, attention.batch * attention.heads)
+        return flops / (rate.at(flops_per_head) * (_peak_ratio(device, low) if guessed else 1.0))
     peak = device.peak_flops_per_s.get(kernel.dtype)
     if peak is None:
         return (kernel.bytes_read + kernel.bytes_written) / device.memory_bandwidth_bytes_per_s
-    share = device.product_efficiency.at(done) if device.product_efficiency else 1.0
-    return done / (peak * share)
+    share = device.product_efficiency.at(flops) if device.product_efficiency else 1.0
+    return flops / (peak * share)
 
 
 def _peak_ratio(device: Device, dtype: str) -> float:

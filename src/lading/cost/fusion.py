@@ -194,11 +194,11 @@ def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Se
     read = _read_twice(form, level, never_fused)
     large = tuple([sum([tensors[t].size_bytes for t in views]) >= _SMALL_BYTES for views in read])
     storages, groups = _groups(form, level, fused_loss, never_fused, large)
-    whole: dict[int, int] = {}
+    storage_bytes: dict[int, int] = {}
     for place in storages:
         view = tensors[place]
-        whole[view.storage] = max(whole.get(view.storage, 0), view.size_bytes)
-    return [group.kernel(segment, whole) for group in groups]
+        storage_bytes[view.storage] = max(storage_bytes.get(view.storage, 0), view.size_bytes)
+    return [group.kernel(segment, storage_bytes) for group in groups]
 
 
 def _of_parts(kernels: Sequence[Kernel], parts: Sequence[str]) -> Iterator[int]:
@@ -234,12 +234,12 @@ def _pairs(form: Form, level: str, fused_loss: bool, never_fused: frozenset[int]
             if level == "compiled" or _one_kernel(kernels[maker], kernel, fused_loss):
                 yield maker, index, ()
         for storage, views in _views(form.segment, kernel.inputs).items():
-            other = last_reader.get(storage)
+            reader = last_reader.get(storage)
             last_reader[storage] = index
-            if other is None or runs[other] != runs[index]:
+            if reader is None or runs[reader] != runs[index]:
                 continue
-            if level == "compiled" or kernels[other].module == kernel.module:
-                yield other, index, views
+            if level == "compiled" or kernels[reader].module == kernel.module:
+                yield reader, index, views
 
 
 @lru_cache(maxsize=4096)
@@ -296,26 +296,26 @@ class _Flow:
         """Make one group of those of two kernels, unless something else stands between them or the stages differ."""
         if self.kernels[first].stage is not self.kernels[second].stage:
             return
-        both = self._group[first] | self._group[second]
-        before = (self._before[first] | self._before[second]) & ~both
-        later = (self._behind[first] | self._behind[second]) & ~both
+        joined_group = self._group[first] | self._group[second]
+        before = (self._before[first] | self._before[second]) & ~joined_group
+        later = (self._behind[first] | self._behind[second]) & ~joined_group
         if before & later:
             return
-        for index in _bits(both):
-            self._group[index], self._before[index], self._behind[index] = both, before, later
+        for index in _bits(joined_group):
+            self._group[index], self._before[index], self._behind[index] = joined_group, before, later
         for index in _bits(before):
-            self._behind[index] |= later | both
+            self._behind[index] |= later | joined_group
         for index in _bits(later):
-            self._before[index] |= before | both
+            self._before[index] |= before | joined_group
 
     def order(self) -> Iterator[list[int]]:
         """Yield the groups of kernels in an order in which each comes after all that it reads from."""
         waiting = [index for index, group in enumerate(self._group) if group & -group == 1 << index]
-        done = 0
+        done_mask = 0
         while waiting:
-            index = next(i for i in waiting if not self._before[i] & ~done)
+            index = next(i for i in waiting if not self._before[i] & ~done_mask)
             waiting.remove(index)
-            done |= self._group[index]
+            done_mask |= self._group[index]
             yield list(_bits(self._group[index]))
 
 
@@ -652,10 +652,10 @@ def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor], modules: Sequ
         left, right = _product(kernels[first]), _product(kernels[last])
         if (left.m, left.n) != (right.m, right.n):
             continue
-        whole = _merged(
+        merged = _merged(
             [kernels[first], kernels[last]], dataclasses.replace(left, k=left.k + right.k), tensors, kernel.outputs
         )
-        kernels[last] = whole
+        kernels[last] = merged
         merged_away |= {first, index}
         makers[tensors[kernel.outputs[0]].storage] = last
     return [kernel for index, kernel in enumerate(kernels) if index not in merged_away]
@@ -672,12 +672,12 @@ def _merged(
     """One kernel for all of them."""
     inputs = tuple(dict.fromkeys(t for part in parts for t in part.inputs))
     outputs = outputs or tuple(t for part in parts for t in part.outputs)
-    seen = {tensors[t].storage: tensors[t].size_bytes for t in inputs}
+    input_bytes = {tensors[t].storage: tensors[t].size_bytes for t in inputs}
     return dataclasses.replace(
         parts[0],
         detail=product,
         inputs=inputs,
         outputs=outputs,
-        bytes_read=sum(seen.values()),
+        bytes_read=sum(input_bytes.values()),
         bytes_written=sum(tensors[t].size_bytes for t in outputs),
     )

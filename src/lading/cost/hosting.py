@@ -55,7 +55,7 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
     Raises:
         ConfigError: the machine has no such tier.
     """
-    hop_seconds = [_tier_s(size_bytes, one, out, both) for one in _way(machine, tier)]
+    hop_seconds = [_tier_s(size_bytes, hop, out, both) for hop in _way(machine, tier)]
     if isinstance(size_bytes, np.ndarray):
         return np.where(size_bytes > 0, np.maximum.reduce(hop_seconds), 0.0)
     return max(hop_seconds) if size_bytes else 0.0
@@ -88,10 +88,10 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
     host = _processors(machine)
     rate = host.optimizer_elements_per_s * host_share(stack)
     seconds = elements * (update_bytes(stack) / _PLAIN_BYTES) / rate
-    lies_on, moved = machine.offload_tier(tier), elements * state_bytes
+    lies_on, moved_bytes = machine.offload_tier(tier), elements * state_bytes
     if lies_on.name == machine.host_tier:
         return seconds
-    return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
+    return max(seconds, _tier_s(moved_bytes, lies_on, True, True), _tier_s(moved_bytes, lies_on, False, True))
 
 
 def host_share(stack: Stack) -> float:

@@ -166,9 +166,9 @@ def _in_fp32(device: Device) -> Device:
 def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
     name = _SERVED.get(kernel, {}).get(rates.architecture, kernel)
     if name not in rates.attention:
-        known = ", ".join(sorted(rates.attention))
+        kernels = ", ".join(sorted(rates.attention))
         raise ConfigError(
-            f"expected an attention kernel of {rates.architecture} ({known}), got {kernel!r}; 'unfused' attention is "
+            f"expected an attention kernel of {rates.architecture} ({kernels}), got {kernel!r}; 'unfused' attention is "
             "products and a softmax, not one kernel"
         )
     return rates.attention[name]["backward" if backward else "forward"]
@@ -267,9 +267,9 @@ def _narrow(kernel: Kernel, device: Device) -> float:
 
 def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, stack: Stack) -> float:
     """Seconds on a device whose rates are curves: by the kernel's own, or by FlashAttention-2's."""
-    whole = replace(kernel, detail=_in_tiles(replace(attention, causal=False)))
+    unmasked = replace(kernel, detail=_in_tiles(replace(attention, causal=False)))
     if device.kind == "cuda" and kernel.dtype == "float32" and "bfloat16" in device.peak_flops_per_s:
-        wide = whole if stack.attention == "masked" else kernel
+        wide = unmasked if stack.attention == "masked" else kernel
         name = _EFFICIENT + (BACKWARD if attention.backward else "")
         if name in device.rates:  # as ``lading probe`` measures it
             return curve_s(replace(wide, name=name), device)
@@ -277,10 +277,10 @@ def _attention_by_curve(kernel: Kernel, attention: Attention, device: Device, st
     if before_ampere(device):  # whose own rate is the memory-efficient kernel's; in fp32 it has no tensor cores
         peaks = device.peak_flops_per_s
         longer = peaks["float16"] / peaks["float32"] if kernel.dtype == "float32" and "float16" in peaks else 1.0
-        return longer * curve_s(whole if stack.attention == "masked" else kernel, device)
+        return longer * curve_s(unmasked if stack.attention == "masked" else kernel, device)
     if stack.attention != "masked":
         return curve_s(kernel, device)
-    return (_SMALL_BACKWARD_S if _in_small_tiles(attention, device) else _EFFICIENT_S) * curve_s(whole, device)
+    return (_SMALL_BACKWARD_S if _in_small_tiles(attention, device) else _EFFICIENT_S) * curve_s(unmasked, device)
 
 
 def _in_small_tiles(attention: Attention, device: Device) -> bool:
@@ -341,8 +341,8 @@ def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     """
     detail = kernel.detail
     if kernel.name.startswith((SCAN, STRIDED)):
-        moved = float(kernel.bytes_read + kernel.bytes_written)
-        return KernelFloor(moved=((kernel.name.partition(".")[0], moved),))
+        moved_bytes = float(kernel.bytes_read + kernel.bytes_written)
+        return KernelFloor(moved=((kernel.name.partition(".")[0], moved_bytes),))
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):
@@ -414,16 +414,16 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)
     if _is_launched_by_group(kernel, stack):
         seconds = max(seconds, groups_launch_s(product, device))
-    moved = _casts_bytes(kernel, product, stack, precision)
-    return seconds + memory_s(moved, "elementwise.fused", device) if moved else seconds
+    moved_bytes = _casts_bytes(kernel, product, stack, precision)
+    return seconds + memory_s(moved_bytes, "elementwise.fused", device) if moved_bytes else seconds
 
 
 def _product_floor(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> KernelFloor:
     product, used, out = _as_run(kernel, product, stack, precision)
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     linear_s, fixed_s = floor_s(product, used, device, out_bytes=out, of_weight=of_weight)
-    moved = _casts_bytes(kernel, product, stack, precision)
-    casts = (("elementwise.fused", moved),) if moved else ()
+    moved_bytes = _casts_bytes(kernel, product, stack, precision)
+    casts = (("elementwise.fused", moved_bytes),) if moved_bytes else ()
     return KernelFloor(linear_s, fixed_s, casts, product.groups if _is_launched_by_group(kernel, stack) else 1)
 
 
@@ -450,12 +450,12 @@ def memory_s(size_bytes: float, kind: str, device: Device) -> float:
         rate = device.rates.get(plain_kind, device.rates.get(plain_kind.removesuffix("_backward")))
         return size_bytes / (rate.at(size_bytes) if rate and size_bytes else bandwidth)
     rates = kernel_rates(device.gpu.architecture).memory
-    known = rates.classes
-    factor = known.get(kind, known.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
+    factors = rates.classes
+    factor = factors.get(kind, factors.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
     room = rates.cache_share * device.gpu.l2_bytes
     cached = 1 / (1 + (size_bytes / room) ** 2)
-    moved = size_bytes * (1 - cached + cached / rates.cache_speed)
-    return factor * (rates.fixed_s + moved / (rates.share * bandwidth))
+    moved_bytes = size_bytes * (1 - cached + cached / rates.cache_speed)
+    return factor * (rates.fixed_s + moved_bytes / (rates.share * bandwidth))
 
 
 def step_s(elements: float, bytes_per_element: float, device: Device, kernels: int = 1) -> float:

@@ -103,18 +103,20 @@ def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
 def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
     """Leave out pointwise kernels between two grouped products, whose second gets its operand cast."""
     grouped = [kernel for kernel in kernels if kernel.is_experts]
-    made, read = ({s for k in grouped for s in _storages(getattr(k, side), segment)} for side in ("outputs", "inputs"))
+    outputs, read = (
+        {s for k in grouped for s in _storages(getattr(k, side), segment)} for side in ("outputs", "inputs")
+    )
     between = [
         kernel
         for kernel in kernels
         if kernel.kind in _POINTWISE
-        and _storages(kernel.inputs, segment) & made
+        and _storages(kernel.inputs, segment) & outputs
         and _storages(kernel.outputs, segment) & read
     ]
     cast = {s for kernel in between for s in _storages(kernel.outputs, segment)}
     rewritten: list[Kernel] = []
     for kernel in kernels:
-        if any(kernel is other for other in between):
+        if any(kernel is kernel_between for kernel_between in between):
             continue
         quantized = kernel.is_experts and _storages(kernel.inputs, segment) & cast
         rewritten.append(replace(kernel, name=kernel.name + QUANTIZED) if quantized else kernel)
@@ -131,9 +133,9 @@ def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, 
     rewritten: list[Kernel] = []
     for kernel in kernels:
         read = _storages(kernel.inputs, segment) - weights if isinstance(kernel.detail, Product) else set[int]()
-        again = read & cast[kernel.stage]
+        was_cast = read & cast[kernel.stage]
         cast[kernel.stage] |= read
-        rewritten.append(replace(kernel, name=kernel.name + QUANTIZED) if again else kernel)
+        rewritten.append(replace(kernel, name=kernel.name + QUANTIZED) if was_cast else kernel)
     return tuple(rewritten)
 
 

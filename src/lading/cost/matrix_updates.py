@@ -61,9 +61,9 @@ def shared_s(rule: MatrixRule, rows: int, columns: int, machine: Machine, launch
         share_s = direction_s(step, short * long // ranks, machine.device, precision, launch_s)
         group = group_of_ranks(ranks, machine)
         sizes = (short * short * width, short * long * width)
-        met = sum(collective_s("all_gather", size, group, machine) for size in sizes)
+        gather_s = sum(collective_s("all_gather", size, group, machine) for size in sizes)
         broadcast_s = collective_s("broadcast", sizes[1], group, machine)
-        seconds_by_gang.append(rounds * (share_s + met) + broadcast_s)
+        seconds_by_gang.append(rounds * (share_s + gather_s) + broadcast_s)
     return tuple(seconds_by_gang)
 
 

@@ -130,8 +130,8 @@ def _spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
 
 def _elementwise_bytes(rule: MatrixRule, stack: Stack) -> float:
     """Bytes of ``pre`` and ``post`` for each element: Adam's with its cut states, and what travels both ways."""
-    one = replace(stack, moments=rule.cut_states)
-    return adam_bytes(one) + 2 * _width(rule, stack)
+    cut_stack = replace(stack, moments=rule.cut_states)
+    return adam_bytes(cut_stack) + 2 * _width(rule, stack)
 
 
 def _width(rule: MatrixRule, stack: Stack) -> int:

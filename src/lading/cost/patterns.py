@@ -91,20 +91,20 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
     mean_s = sum(kind.seconds * kind.count for kind in kinds) / ranks
     bound = max([mean_s, *(kind.seconds for kind in kinds if kind.count)])
     base = _on_every(kinds, ranks, bound)
-    rest = tuple(replace(kind, count=kind.count - ranks * n) for kind, n in zip(kinds, base, strict=True))
+    remaining = tuple(replace(kind, count=kind.count - ranks * n) for kind, n in zip(kinds, base, strict=True))
     even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
     even_bytes = sum(kind.state_bytes * n for kind, n in zip(kinds, base, strict=True))
-    high, max_state_bytes = _filled(rest, ranks)
-    low = max(bound - even_s, *(kind.seconds for kind in rest if kind.count), 0.0)
+    high, max_state_bytes = _filled(remaining, ranks)
+    low = max(bound - even_s, *(kind.seconds for kind in remaining if kind.count), 0.0)
     if len(kinds) <= MOST_KINDS and high > low * (1 + _CLOSE):
-        bound_s, packing = shortest([kind for kind in rest if kind.count], ranks, None, low, high)
+        bound_s, packing = shortest([kind for kind in remaining if kind.count], ranks, None, low, high)
         if not any(base):
             bound = max(bound, bound_s)
         if packing is not None:
-            left = [kind for kind in rest if kind.count]
-            high = max(seconds_of(left, pattern) for pattern, _ in packing)
+            nonempty = [kind for kind in remaining if kind.count]
+            high = max(seconds_of(nonempty, pattern) for pattern, _ in packing)
             max_state_bytes = max(
-                sum(k.state_bytes * n for k, n in zip(left, p.unshared, strict=True)) for p, _ in packing
+                sum(k.state_bytes * n for k, n in zip(nonempty, p.unshared, strict=True)) for p, _ in packing
             )
     return Spread(even_s + high, bound, mean_s, even_bytes + max_state_bytes)
 
@@ -124,15 +124,15 @@ def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
     """Seconds and bytes of the fullest rank when each kind, longest first, goes to the ranks with least work."""
     loads, state_bytes = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
     for kind in kinds:
-        left = kind.count
-        while left:
-            number = min(left, ranks)
+        num_left = kind.count
+        while num_left:
+            number = min(num_left, ranks)
             least_loaded = np.argsort(loads, kind="stable")[:number]
             # No more at once than leaves those that get one behind the next that gets none.
             number = max(1, int(np.searchsorted(loads[least_loaded], loads[least_loaded[0]] + kind.seconds)))
             loads[least_loaded[:number]] += kind.seconds
             state_bytes[least_loaded[:number]] += kind.state_bytes
-            left -= min(number, left)
+            num_left -= min(number, num_left)
     return float(loads.max()), int(state_bytes.max())
 
 
@@ -215,12 +215,12 @@ def _patterns_within(
     if math.prod(counts) > 50 * _MOST_PATTERNS:
         return
     grid = np.indices(counts).reshape(len(counts), math.prod(counts))
-    left = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
+    spare_s = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
     free = room - np.array([kind.state_bytes for kind in kinds[:-1]], dtype=float) @ grid
-    last = np.minimum(left / kinds[-1].seconds, kinds[-1].count)
+    last = np.minimum(spare_s / kinds[-1].seconds, kinds[-1].count)
     if kinds[-1].state_bytes:
         last = np.minimum(last, free / kinds[-1].state_bytes)
-    for place in np.flatnonzero((left >= 0) & (free >= 0)).tolist():
+    for place in np.flatnonzero((spare_s >= 0) & (free >= 0)).tolist():
         yield Pattern(shared, (*(int(n) for n in grid[:, place]), int(last[place] + _SAME)))
 
 
@@ -252,28 +252,28 @@ def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> 
         return True, None
     alone = np.array([pattern.unshared for pattern in patterns], dtype=float)
     lists = {shared: n for n, shared in enumerate(dict.fromkeys(p.shared for p in patterns if p.shared))}
-    done = np.zeros((len(kinds) + len(lists) + 1, len(patterns) + len(lists)))
-    done[: len(kinds), : len(patterns)] = alone.T
-    done[-1, : len(patterns)] = 1.0
+    counts = np.zeros((len(kinds) + len(lists) + 1, len(patterns) + len(lists)))
+    counts[: len(kinds), : len(patterns)] = alone.T
+    counts[-1, : len(patterns)] = 1.0
     for column, pattern in enumerate(patterns):
         for kind, place in pattern.shared:
-            done[kind, column] += 1 / GANGS[place]
+            counts[kind, column] += 1 / GANGS[place]
         if pattern.shared:
-            done[len(kinds) + lists[pattern.shared], column] = 1.0
+            counts[len(kinds) + lists[pattern.shared], column] = 1.0
     for shared, number in lists.items():
-        done[len(kinds) + number, len(patterns) + number] = -GANGS[shared[0][1]]
+        counts[len(kinds) + number, len(patterns) + number] = -GANGS[shared[0][1]]
     model = highspy.Highs()
     for option, value in (("output_flag", False), ("threads", 1), ("mip_max_nodes", _NODES)):
         model.setOptionValue(option, value)
-    columns, empty = done.shape[1], np.empty(0, np.int32)
+    columns, empty = counts.shape[1], np.empty(0, np.int32)
     model.addCols(
         columns, np.zeros(columns), np.zeros(columns), np.full(columns, float(ranks)), 0, empty, empty, np.empty(0)
     )
     low = np.array([*(float(kind.count) for kind in kinds), *(0.0 for _ in lists), 0.0])
     high = np.array([*(highspy.kHighsInf for _ in kinds), *(0.0 for _ in lists), float(ranks)])
-    row, column = np.nonzero(done)
+    row, column = np.nonzero(counts)
     starts = np.searchsorted(row, np.arange(len(low))).astype(np.int32)
-    model.addRows(len(low), low, high, len(row), starts, column.astype(np.int32), done[row, column])
+    model.addRows(len(low), low, high, len(row), starts, column.astype(np.int32), counts[row, column])
     model.changeColsIntegrality(
         columns, np.arange(columns, dtype=np.int32), np.full(columns, highspy.HighsVarType.kInteger)
     )

@@ -70,9 +70,9 @@ def peak_flops(device: Device, precision: str) -> float:
     if precision == "tf32":
         return _tf32_flops(device)
     if key not in device.peak_flops_per_s:
-        known = ", ".join(sorted(device.peak_flops_per_s))
+        precisions = ", ".join(sorted(device.peak_flops_per_s))
         raise ConfigError(
-            f"a product in {precision} needs device.peak_flops_per_s.{key}, {device.name} has only {known}; "
+            f"a product in {precision} needs device.peak_flops_per_s.{key}, {device.name} has only {precisions}; "
             "add it to the machine file or choose another precision"
         )
     return device.peak_flops_per_s[key]
@@ -106,8 +106,8 @@ def product_s(
     gpu = device.gpu
     if gpu is None:
         dtype = _PEAK.get(precision, precision)
-        known = measured("mm", OpKind.MATMUL.value, dtype if dtype in LOW else "", device)
-        return product_curve_s(product, product.flops, known, dtype, device, "a matrix product")
+        rate = measured("mm", OpKind.MATMUL.value, dtype if dtype in LOW else "", device)
+        return product_curve_s(product, product.flops, rate, dtype, device, "a matrix product")
     rates = kernel_rates(gpu.architecture)
     peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
     slow = (1 + sustained * (limit - 1)) * narrow

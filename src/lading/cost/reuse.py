@@ -25,9 +25,9 @@ def cold_bytes(graph: StepGraph, cache_bytes: int) -> list[int]:
     """
     cache = _Cache(cache_bytes)
     touched = [touched_bytes(graph, op) for op in graph.ops]
-    for each in touched:  # the step before
-        cache.touch(each)
-    return [cache.touch(each) for each in touched]
+    for operand in touched:  # the step before
+        cache.touch(operand)
+    return [cache.touch(operand) for operand in touched]
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> dict[int, int]:

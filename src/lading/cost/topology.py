@@ -110,7 +110,7 @@ def _extent(layout: Layout, axis: str) -> tuple[int, int]:
     """Ranks of an axis, and the distance of neighbours among the ranks of a stage."""
     data = layout.dp * layout.cp
     expert = layout.expert_tp * layout.ep
-    known = {
+    extents = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
         "tp/cp": (layout.tp * layout.cp, 1),
@@ -123,9 +123,9 @@ def _extent(layout: Layout, axis: str) -> tuple[int, int]:
         "pp": (min(2, layout.pp), 1),
         "world": (layout.devices, 1),
     }
-    if axis not in known:
-        raise ConfigError(f"axis of a collective: expected one of {', '.join(known)}, got {axis!r}")
-    return known[axis]
+    if axis not in extents:
+        raise ConfigError(f"axis of a collective: expected one of {', '.join(extents)}, got {axis!r}")
+    return extents[axis]
 
 
 def _links(links: tuple[Link, ...], ranks: int, name: str) -> int:

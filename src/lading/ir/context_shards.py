@@ -36,8 +36,8 @@ def _dense_inputs(captured: StepGraph) -> StepGraph:
             copies[tensor] = writer.fresh(f"{storage.name} used", view.dtype, view.shape)
             dense = (("memory_format", Literal("memory_format", "contiguous_format")),)
             writer.add("aten.clone.default", (tensor,), (copies[tensor],), op, OpKind.COPY, kwargs=dense)
-        every = (*op.inputs, *op.outputs, *op.mutates, *(t for t in op.results if t is not None))
-        writer.ops.append(op if op.mutates else rename_op(op, {t: copies.get(t, t) for t in every}))
+        op_tensors = (*op.inputs, *op.outputs, *op.mutates, *(t for t in op.results if t is not None))
+        writer.ops.append(op if op.mutates else rename_op(op, {t: copies.get(t, t) for t in op_tensors}))
         spans.append((start, len(writer.ops)))
     place = {index: end - 1 for index, (_, end) in enumerate(spans)}
     return dataclasses.replace(writer.written(captured), blocks=moved_blocks(captured, place))

@@ -91,10 +91,10 @@ def cross_entropies(graph: StepGraph) -> tuple[CrossEntropy, ...]:
         if op.name != _FORWARD or op.args[2] is not False or not whole_rows(graph, op.inputs[0], op.outputs[0]):
             continue
         logits, scores = graph.storage_of(op.inputs[0]), graph.storage_of(op.outputs[0])
-        rest = uses[scores][1:]
-        if [graph.ops[i].name for i in rest] != [_LOSS, _LOSS_BACKWARD, _BACKWARD]:
+        later_uses = uses[scores][1:]
+        if [graph.ops[i].name for i in later_uses] != [_LOSS, _LOSS_BACKWARD, _BACKWARD]:
             continue
-        loss_backward, backward = rest[1:]
+        loss_backward, backward = later_uses[1:]
         first, last = graph.ops[loss_backward], graph.ops[backward]
         chosen, gradient = graph.storage_of(first.outputs[0]), graph.storage_of(last.outputs[0])
         ends = uses[logits][-1] == forward and len(uses[logits]) == 2 and logits in graph.op_writes[uses[logits][0]]
@@ -131,14 +131,18 @@ def _cast_loss(graph: StepGraph, loss: CrossEntropy) -> CastLoss | None:
     logits, gradient = graph.ops[cast].inputs[0], graph.ops[cast_back].outputs[0]
     narrow, narrow_gradient = graph.storage_of(logits), graph.storage_of(gradient)
     same_dtype = graph.tensors[logits].dtype == graph.tensors[gradient].dtype
-    whole = all(
+    are_whole = all(
         graph.tensors[t].is_row_major and graph.tensors[t].spans(graph.storages[graph.storage_of(t)].size_bytes)
         for t in (logits, graph.ops[cast].outputs[0], graph.ops[cast_back].inputs[0], gradient)
     )
     alone = len(uses[narrow]) == 2 and narrow in graph.op_writes[uses[narrow][0]] and uses[narrow][1] == cast
     fresh = uses[narrow_gradient][0] == cast_back and not given & {narrow, narrow_gradient}
     tokens = token_loss(graph, loss)
-    if tokens is None or not (same_dtype and whole and alone and fresh) or graph.tensors[logits].dtype not in _NARROW:
+    if (
+        tokens is None
+        or not (same_dtype and are_whole and alone and fresh)
+        or graph.tensors[logits].dtype not in _NARROW
+    ):
         return None
     return CastLoss(loss, tokens.total, tokens.seed, cast, cast_back, narrow, narrow_gradient)
 
@@ -156,10 +160,10 @@ def given_storages(graph: StepGraph) -> frozenset[int]:
 
 def whole_rows(graph: StepGraph, *tensors: int) -> bool:
     """Whether tensors are matrices of one shape and dtype, each row by row and all of its storage."""
-    first, *rest = (graph.tensors[t] for t in tensors)
-    same_kind = all((t.shape, t.dtype) == (first.shape, first.dtype) for t in rest)
-    whole = all(t.is_row_major and t.spans(graph.storages[t.storage].size_bytes) for t in (first, *rest))
-    return len(first.shape) == 2 and same_kind and whole
+    first, *others = (graph.tensors[t] for t in tensors)
+    same_kind = all((t.shape, t.dtype) == (first.shape, first.dtype) for t in others)
+    are_whole = all(t.is_row_major and t.spans(graph.storages[t.storage].size_bytes) for t in (first, *others))
+    return len(first.shape) == 2 and same_kind and are_whole
 
 
 def seed_of(graph: StepGraph, gradient: int, before: int) -> tuple[int, ...] | None:

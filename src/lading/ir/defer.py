@@ -49,20 +49,22 @@ def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
 
     Also returns the index in ``graph`` of each operation of the result.
     """
-    moved = {op: group for group in updates(graph)[:count] for op in group}
+    group_of_op = {op: group for group in updates(graph)[:count] for op in group}
     first: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        if index not in moved:
+        if index not in group_of_op:
             for storage in (*graph.reads(op), *graph.writes(op)):
                 first.setdefault(storage, index)
     before: dict[int, list[int]] = {}
-    for group in sorted(set(moved.values())):
+    for group in sorted(set(group_of_op.values())):
         touched = {s for i in group for s in graph.reads(graph.ops[i])}
         before.setdefault(min(first[s] for s in touched if s in first), []).extend(group)
-    order = [i for index in range(len(graph.ops)) if index not in moved for i in (*before.get(index, ()), index)]
+    order = [i for index in range(len(graph.ops)) if index not in group_of_op for i in (*before.get(index, ()), index)]
     place = {old: new for new, old in enumerate(order)}
     result = dataclasses.replace(graph, ops=tuple(graph.ops[i] for i in order), blocks=moved_blocks(graph, place))
-    assert result.deferred == tuple(sorted(place[i] for i in moved)), "its gradient shows that an update was moved"
+    assert result.deferred == tuple(sorted(place[i] for i in group_of_op)), (
+        "its gradient shows that an update was moved"
+    )
     return result, tuple(order)
 
 

@@ -178,7 +178,7 @@ class _StepBuilder:
 
     def add_micro_batches(self, order: Sequence[tuple[Sequence[int], int]]) -> None:
         """Append the operations of all micro-batches; later ones have fresh activations and add to the gradients."""
-        every = range(len(self.graph.ops))
+        forward_ops = range(len(self.graph.ops))
         names: list[dict[int, int]] = []
         for micro in range(self.graph.accumulation):
             names.append(self._tensor_map(micro))
@@ -186,7 +186,7 @@ class _StepBuilder:
             self.losses.extend(names[micro][t] for t in self.graph.losses)
             if not order:
                 self.starts.append(len(self.ops))
-                self._add_run(every, names[micro], micro)
+                self._add_run(forward_ops, names[micro], micro)
                 self._add_up(micro, names[micro], self.starts[-1])
         for run, micro in order:
             self._add_run(run, names[micro], micro)
@@ -252,8 +252,8 @@ class _StepBuilder:
 
     def _scatter(self, parameter: Parameter, micro: int) -> Op:
         """Reduce a unit's gradients over ranks; this rank's shard is then its gradient."""
-        whole, across, name = self.gradients[parameter.tensor], self.layout.across(*SHARDED), parameter.names[0]
-        flat, ranks = self.tensors[whole], self.layout.shards
+        gradient, across, name = self.gradients[parameter.tensor], self.layout.across(*SHARDED), parameter.names[0]
+        flat, ranks = self.tensors[gradient], self.layout.shards
         shard = f"{name} gradients shard" + (f"#{micro}" if micro else "")
         shard_gradient = self._fresh(shard, flat.dtype, (flat.shape[0] // ranks,), Role.GRADIENT)
         shape = self.tensors[parameter.tensor].shape
@@ -262,7 +262,7 @@ class _StepBuilder:
         if parameter.gradient_terms > 1:
             across = (*across, ("mean_of", ranks // parameter.gradient_terms))
         return reduction(
-            REDUCE_SCATTER, across, (whole, flat.size_bytes), shard_gradient, phase=Phase.BACKWARD, module=name
+            REDUCE_SCATTER, across, (gradient, flat.size_bytes), shard_gradient, phase=Phase.BACKWARD, module=name
         )
 
     def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
@@ -273,16 +273,16 @@ class _StepBuilder:
         """Map tensor ids to those of one micro-batch; persistent storages are shared, the others copied."""
         if micro == 0:
             return {t: t for t in range(len(self.graph.tensors))}
-        moved: dict[int, int] = {}
+        renumbered: dict[int, int] = {}
         names: dict[int, int] = {}
         for old, tensor in enumerate(self.graph.tensors):
             storage = self.graph.storages[tensor.storage]
             if storage.role in PERSISTENT:
                 names[old] = old
                 continue
-            if tensor.storage not in moved:
-                moved[tensor.storage] = self._storage(f"{storage.name}#{micro}", storage.size_bytes, storage.role)
-            names[old] = self._tensor(dataclasses.replace(tensor, storage=moved[tensor.storage]))
+            if tensor.storage not in renumbered:
+                renumbered[tensor.storage] = self._storage(f"{storage.name}#{micro}", storage.size_bytes, storage.role)
+            names[old] = self._tensor(dataclasses.replace(tensor, storage=renumbered[tensor.storage]))
         return names
 
     def _storage(self, name: str, size_bytes: int, role: Role) -> int:
@@ -317,11 +317,11 @@ class _StepBuilder:
         old = self.tensors[source]
         size = prod(old.shape) * DTYPE_BYTES["float32"]
         stride = old.stride if old.is_dense else row_major(old.shape)
-        made = self._tensor(Tensor(self._storage(name, size, role), "float32", old.shape, stride))
+        converted = self._tensor(Tensor(self._storage(name, size, role), "float32", old.shape, stride))
         op = self._op("aten._to_copy.default", (Ref(source),), parameter, (source,), mutates=())
         kwargs = (("dtype", Literal("dtype", "float32")),)
-        op = dataclasses.replace(op, kwargs=kwargs, outputs=(made,), results=(made,), bytes_written=size)
-        return made, dataclasses.replace(op, kind=OpKind.COPY)
+        op = dataclasses.replace(op, kwargs=kwargs, outputs=(converted,), results=(converted,), bytes_written=size)
+        return converted, dataclasses.replace(op, kind=OpKind.COPY)
 
     def add_norm_of_others(self, dtype: str) -> None:
         """Add what a rank does that has nothing to clip: nothing of its own, in the sum of all ranks' squares."""
@@ -384,14 +384,14 @@ class _StepBuilder:
             ("aten.mul.Tensor", (clip_norm,)),
             ("aten.clamp.default", (None, 1.0)),
         )
-        for name, rest in chain:
+        for name, extra_args in chain:
             if name == "aten.add.Tensor":
                 self.gradient_norm = last
             if name == ALL_REDUCE_SUM:
                 self.ops.append(self._sum_over_ranks(last, dtype))
                 continue
             out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE, dtype)
-            self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
+            self.ops.append(self._making(name, (Ref(last), *extra_args), clip, (last,), out))
             last = out
         return last
 
@@ -402,9 +402,9 @@ class _StepBuilder:
         stacked = self._storage("clip.norms of shards", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         self.ops.append(self._making("aten.stack.default", (tuple(map(Ref, norms)),), clip, tuple(norms), last))
-        for name, rest in (("aten.linalg_vector_norm.default", (2.0,)), ("aten.square.default", ())):
+        for name, extra_args in (("aten.linalg_vector_norm.default", (2.0,)), ("aten.square.default", ())):
             out = self._scalar(f"clip.{name.split('.')[1]} of shards", Role.WORKSPACE, dtype)
-            self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
+            self.ops.append(self._making(name, (Ref(last), *extra_args), clip, (last,), out))
             last = out
         size = DTYPE_BYTES[dtype]
         self.ops.append(reduction(ALL_REDUCE_SUM, across, (last, size), phase=Phase.OPTIMIZER, module="clip"))
@@ -455,11 +455,11 @@ class _StepBuilder:
             cuts = zip(_cut(value, count), _cut(gradient, count), strict=True)
             pairs = [(self._tensor(v), self._tensor(g)) for v, g in cuts]
         step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
-        whole = rule.state_specs(value.shape)
-        suffixes = (*whole, *(("master",) if self.has_master(parameter) else ()))
+        specs = rule.state_specs(value.shape)
+        suffixes = (*specs, *(("master",) if self.has_master(parameter) else ()))
         parts = {suffix: [self._rule_state(rule, parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
         for suffix, tensors in parts.items():
-            shape = whole[suffix].shape if suffix in whole else value.shape
+            shape = specs[suffix].shape if suffix in specs else value.shape
             if not shape and len(tensors) > 1:  # a number, of which each part has its own
                 shape = (len(tensors),)
             self.states.append(State(f"{name}.{suffix}", self.tensors[tensors[0]].dtype, shape, tuple(tensors)))
@@ -469,7 +469,7 @@ class _StepBuilder:
             self._update(
                 rule, parameter,
                 Tensors(
-                    param=pair[0], grad=pair[1], states=tuple(parts[suffix][i] for suffix in whole), step=step,
+                    param=pair[0], grad=pair[1], states=tuple(parts[suffix][i] for suffix in specs), step=step,
                     first=i == 0, master=parts["master"][i] if "master" in parts else None, coefficient=coefficient,
                 ),
             )
@@ -522,10 +522,10 @@ class _StepBuilder:
                 )  # fmt: skip
                 ops.append(self._sized(update_op(matrices, piece.shape, tensors, name.rpartition(".")[0])))
             for suffix, state in rule.state_specs(*member.shape[1:]).items():
-                whole = state.shape if len(value.shape) == 2 else (member.shape[0], *state.shape)
+                state_shape = state.shape if len(value.shape) == 2 else (member.shape[0], *state.shape)
                 tensors_of = tuple(names[suffix] for names in states)
                 self.states.append(
-                    State(f"{member.label}.{suffix}", self.tensors[tensors_of[0]].dtype, whole, tensors_of)
+                    State(f"{member.label}.{suffix}", self.tensors[tensors_of[0]].dtype, state_shape, tensors_of)
                 )
         if masters:
             self.states.append(State(f"{name}.master", "float32", value.shape, tuple(masters)))
@@ -579,11 +579,13 @@ class _StepBuilder:
     def _state(self, parameter: Parameter, suffix: str, like: int, dtype: str) -> int:
         """Make a state that lies as one part of the parameter does."""
         part = self.tensors[like]
-        whole = like == parameter.tensor
-        extent = self.storages[part.storage].size_bytes // DTYPE_BYTES[part.dtype] if whole else prod(part.shape)
-        name = f"{parameter.names[0]}.{suffix}" + ("" if whole else f"[{part.offset}]")
+        is_whole = like == parameter.tensor
+        extent = self.storages[part.storage].size_bytes // DTYPE_BYTES[part.dtype] if is_whole else prod(part.shape)
+        name = f"{parameter.names[0]}.{suffix}" + ("" if is_whole else f"[{part.offset}]")
         storage = self._storage(name, extent * DTYPE_BYTES[dtype], Role.OPTIMIZER_STATE)
-        return self._tensor(dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if whole else 0))
+        return self._tensor(
+            dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if is_whole else 0)
+        )
 
     def _update(self, rule: ParameterRule, parameter: Parameter, tensors: Tensors) -> Op:
         """Make the update of a parameter, or of a part of one."""
@@ -601,8 +603,8 @@ class _StepBuilder:
         settings: Arg = tuple((key, now) for key in rule.planned if (now := getattr(rule, key)) != usual[key])
         planned: tuple[tuple[str, Arg], ...] = (("settings", settings),) if settings else ()
         kwargs = (*((name, Ref(tensor)) for name, tensor in extra.items()), *later, *planned)
-        again = int(rule.passes * self.tensors[tensors.param].touched_bytes)
-        return dataclasses.replace(op, kwargs=kwargs, kind=OpKind.STEP, bytes_read=op.bytes_read + again)
+        extra_bytes = int(rule.passes * self.tensors[tensors.param].touched_bytes)
+        return dataclasses.replace(op, kwargs=kwargs, kind=OpKind.STEP, bytes_read=op.bytes_read + extra_bytes)
 
     def _making(
         self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int

@@ -76,8 +76,8 @@ class Join:
             raise ConfigError(
                 f"link {self.name}: expected two or more different devices, got {', '.join(self.devices) or 'none'}"
             )
-        known = 0 < self.bandwidth_bytes_per_s < inf and 0 <= self.latency_s < inf
-        if not known or not 0 < self.efficiency <= 1:
+        is_valid = 0 < self.bandwidth_bytes_per_s < inf and 0 <= self.latency_s < inf
+        if not is_valid or not 0 < self.efficiency <= 1:
             raise ConfigError(
                 f"link {self.name}: expected a positive bandwidth, an efficiency in (0, 1] and a latency >= 0, got "
                 f"{self.bandwidth_bytes_per_s}, {self.efficiency} and {self.latency_s}"
@@ -185,8 +185,8 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
         for a, b in permutations(link.devices, 2):
             numbers = tuple(channels.setdefault(name, len(channels)) for name in _channel_names(link, a, b))
             hop = Hop(numbers, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))
-            known = direct.get((place[a], place[b]))
-            if known is None or hop.seconds(_ROUTE_BYTES) < known.seconds(_ROUTE_BYTES):
+            fastest = direct.get((place[a], place[b]))
+            if fastest is None or hop.seconds(_ROUTE_BYTES) < fastest.seconds(_ROUTE_BYTES):
                 direct[place[a], place[b]] = hop
     return Network(names, tuple(memory_bytes.values()), tuple(channels), _routes(names, direct))
 

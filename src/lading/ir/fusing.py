@@ -31,8 +31,8 @@ def fusible(graph: StepGraph, op: Op) -> bool:
         return False
     if op.name.split(".")[1] not in _FUSIBLE or any(r is None for r in op.results):
         return False
-    made = (graph.tensors[t] for t in op.outputs)
-    return all(tensor.is_dense and tensor.spans(graph.storages[tensor.storage].size_bytes) for tensor in made)
+    outputs = (graph.tensors[t] for t in op.outputs)
+    return all(tensor.is_dense and tensor.spans(graph.storages[tensor.storage].size_bytes) for tensor in outputs)
 
 
 def runs(graph: StepGraph) -> list[range]:
@@ -60,22 +60,22 @@ def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[fl
     Args:
         last_read: Last operation that reads each storage (``last_reads``).
     """
-    known: set[int] = set()
+    counted: set[int] = set()
     shares: list[float] = []
     for index in run:
         op = graph.ops[index]
-        total = left = 0
+        total = unread_bytes = 0
         for tensor in op.inputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            left += size if storage not in known else 0
-            known.add(storage)
+            unread_bytes += size if storage not in counted else 0
+            counted.add(storage)
         for tensor in op.outputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            left += size if last_read[storage] >= run.stop else 0
-            known.add(storage)
-        shares.append(left / total if total else 1.0)
+            unread_bytes += size if last_read[storage] >= run.stop else 0
+            counted.add(storage)
+        shares.append(unread_bytes / total if total else 1.0)
     return shares
 
 

@@ -107,8 +107,8 @@ def _of_each_other(graph: StepGraph, storages: Set[int]) -> bool:
     """Whether a product or a look-up that makes one of these gradients reads one of them, as gradients of gradients."""
     for op in graph.ops:
         if op.name in _PRODUCTS or op.name == _LOOK_UP:
-            made = {graph.storage_of(t) for t in (*op.outputs, *op.mutates)}
-            if made & storages and ({graph.storage_of(t) for t in op.inputs} - made) & storages:
+            written = {graph.storage_of(t) for t in (*op.outputs, *op.mutates)}
+            if written & storages and ({graph.storage_of(t) for t in op.inputs} - written) & storages:
                 return True
     return False
 
@@ -178,8 +178,8 @@ class _Uses:
     def _parts(self, op: Op, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Storages that an operation which makes rows alone reads in the same rows; None for any other operation."""
         tensors = self.graph.tensors
-        made = (*op.outputs, *op.mutates)
-        if len(made) != 1 or tensors[made[0]].shape != shape or not self._is_whole(tensors[made[0]]):
+        written = (*op.outputs, *op.mutates)
+        if len(written) != 1 or tensors[written[0]].shape != shape or not self._is_whole(tensors[written[0]]):
             return None
         if op.name in _PRODUCTS:
             return () if op.args[-2:] == tuple(map(Ref, op.inputs[-2:])) and not op.kwargs else None
@@ -235,15 +235,15 @@ class _Rewriter:
         """Rewritten step, and where its operations came from."""
         for index in range(len(self.graph.ops)):
             self._add(index)
-        made = [new for run in self._piecewise_order() for new in run]
+        piecewise = [new for run in self._piecewise_order() for new in run]
         place: dict[int, int] = {}
-        for at, new in enumerate(made):
+        for at, new in enumerate(piecewise):
             place.setdefault(new.origin, at)
         graph = dataclasses.replace(
-            self.graph, storages=tuple(self.storages), tensors=tuple(self.tensors), ops=tuple(m.op for m in made),
+            self.graph, storages=tuple(self.storages), tensors=tuple(self.tensors), ops=tuple(m.op for m in piecewise),
             blocks=moved_blocks(self.graph, place),
         )  # fmt: skip
-        return graph, tuple(m.origin for m in made)
+        return graph, tuple(m.origin for m in piecewise)
 
     def _pieces(self, storage: int) -> list[int]:
         """Make the storages of the pieces of a gradient, whose own is empty from here on."""
@@ -332,20 +332,20 @@ class _Rewriter:
         for name, args in steps:
             storage = Storage(f"rows of {op.module or 'a table'}[{first}:{end}]", index.size_bytes, Role.ACTIVATION)
             self.storages.append(storage)
-            made = self._tensor(Tensor(len(self.storages) - 1, index.dtype, index.shape, row_major(index.shape)))
+            row_index = self._tensor(Tensor(len(self.storages) - 1, index.dtype, index.shape, row_major(index.shape)))
             before.append(
                 dataclasses.replace(
                     op,
                     name=name,
                     args=(Ref(indices), *args),
                     inputs=(indices,),
-                    outputs=(made,),
-                    results=(made,),
+                    outputs=(row_index,),
+                    results=(row_index,),
                     flops=0,
                     kind=OpKind.ELEMENTWISE,
                 )
             )
-            indices = made
+            indices = row_index
         padding = op.args[3]
         assert isinstance(padding, int), "an embedding's padding is the number of a row"
         padding_row = padding - first if 0 <= first <= padding < end else -1
@@ -359,7 +359,7 @@ class _Rewriter:
     def _joined(self, index: int, of: Sequence[int]) -> list[_Made]:
         """Put pieces together for an operation that reads more than one of them."""
         op = self.graph.ops[index]
-        made: list[_Made] = []
+        new_ops: list[_Made] = []
         names = {t: t for t in (*op.inputs, *op.outputs, *op.mutates)}
         for storage in dict.fromkeys(self.graph.storage_of(t) for t in of):
             old = self.graph.storages[storage]
@@ -367,8 +367,8 @@ class _Rewriter:
             joined = len(self.storages) - 1
             mine = [t for t in of if self.graph.storage_of(t) == storage]
             names |= {t: self._tensor(dataclasses.replace(self.tensors[t], storage=joined)) for t in mine}
-            made += self._copies(index, storage, joined, self.gradients[self.owner[storage]])
-        return [*made, _Made(rename_op(op, names), index)]
+            new_ops += self._copies(index, storage, joined, self.gradients[self.owner[storage]])
+        return [*new_ops, _Made(rename_op(op, names), index)]
 
     def _copies(self, index: int, storage: int, joined: int, gradient: PiecedGradient) -> list[_Made]:
         """Copy pieces into their rows of one storage."""
@@ -379,7 +379,7 @@ class _Rewriter:
             op, name="aten.empty.memory_format", args=(shape,), kwargs=(("dtype", Literal("dtype", dtype)),), inputs=(),
             outputs=(matrix,), results=(matrix,), mutates=(), kind=OpKind.COPY, flops=0, bytes_read=0, bytes_written=0,
         )  # fmt: skip
-        made = [_Made(place, index)]
+        new_ops = [_Made(place, index)]
         for piece, (first, end) in enumerate(pairwise(gradient.starts)):
             rows = (end - first, gradient.columns)
             source = self._tensor(Tensor(self.pieces[storage][piece], dtype, rows, row_major(rows)))
@@ -388,8 +388,8 @@ class _Rewriter:
                 place, name="aten.copy_.default", args=(Ref(into), Ref(source)), kwargs=(), inputs=(source,),
                 outputs=(), results=(None,), mutates=(into,),
             )  # fmt: skip
-            made.append(_Made(self._sized(copy), index))
-        return made
+            new_ops.append(_Made(self._sized(copy), index))
+        return new_ops
 
     def _dtype(self, storage: int) -> str:
         return next(t.dtype for t in self.graph.tensors if t.storage == storage)
@@ -407,8 +407,8 @@ class _Rewriter:
             if before is None:
                 ordered.append(run)
                 continue
-            both = [*ordered.pop(before), *run]
-            ordered.append(sorted(both, key=lambda new: new.piece))
+            merged = [*ordered.pop(before), *run]
+            ordered.append(sorted(merged, key=lambda new: new.piece))
         return ordered
 
     def _joins(self, ordered: Sequence[Sequence[_Made]], run: Sequence[_Made]) -> int | None:
@@ -421,8 +421,8 @@ class _Rewriter:
         for back in range(1, len(ordered) + 1):
             earlier = ordered[-back]
             if earlier[0].gradient == run[0].gradient:
-                near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
-                passes = near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
+                is_near = back <= _MOST_BETWEEN + 1 or self._is_late(earlier, run)
+                passes = is_near and self._may_pass(earlier, ordered[len(ordered) - back + 1 :])
                 return len(ordered) - back if passes else None
         return None
 
@@ -430,12 +430,12 @@ class _Rewriter:
         """Whether operands of a run may wait for a later one instead of the gradient that it makes."""
         if not self.late_products or any(new.op.name not in _PRODUCTS or new.origin in self.repeated for new in run):
             return False
-        made = {storage for new in run for storage in self._storages((*new.op.outputs, *new.op.mutates))}
-        operands = {storage for new in run for storage in self._storages(new.op.inputs)} - made
+        written = {storage for new in run for storage in self._storages((*new.op.outputs, *new.op.mutates))}
+        operands = {storage for new in run for storage in self._storages(new.op.inputs)} - written
         kept_bytes = sum(self.storages[s].size_bytes for s in operands if self.storages[s].role not in PERSISTENT)
         in_parts = any(new.op.name == ADDED_PRODUCT for new in (*run, *later))
         share = _PARTS_SHARE if in_parts else _LATE_SHARE
-        return kept_bytes <= share * sum(self.storages[storage].size_bytes for storage in made)
+        return kept_bytes <= share * sum(self.storages[storage].size_bytes for storage in written)
 
     def _may_pass(self, run: Sequence[_Made], between: Sequence[Sequence[_Made]]) -> bool:
         """Whether a run may stand behind those that follow it."""
@@ -443,7 +443,7 @@ class _Rewriter:
         for new in run:
             reads.update(self._storages(new.op.inputs), self._storages(new.op.mutates))
             writes.update(self._storages((*new.op.outputs, *new.op.mutates)))
-        for new in (new for other in between for new in other):
+        for new in (new for run_between in between for new in run_between):
             wrote = self._storages((*new.op.outputs, *new.op.mutates))
             if wrote & (reads | writes) or self._storages(new.op.inputs) & writes:
                 return False

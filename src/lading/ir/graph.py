@@ -387,16 +387,16 @@ class StepGraph:
     @property
     def saved_bytes(self) -> int:
         """Bytes of a checkpoint: parameters, buffers and optimizer states."""
-        return sum(each.size_bytes for each in self.storages if each.role in PERSISTENT - {Role.CONSTANT})
+        return sum(storage.size_bytes for storage in self.storages if storage.role in PERSISTENT - {Role.CONSTANT})
 
     @cached_property
     def carried(self) -> frozenset[int]:
         """Temporary storages whose value comes from the step before: the first that touches one reads it."""
-        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
+        available = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
         carried: set[int] = set()
         for reads, writes in zip(self.op_reads, self.op_writes, strict=True):
-            carried.update(s for s in reads if s not in known)
-            known.update(reads, writes)
+            carried.update(s for s in reads if s not in available)
+            available.update(reads, writes)
         return frozenset(carried)
 
     @cached_property
@@ -491,12 +491,12 @@ class StepGraph:
         Raises:
             ConfigError: naming the operation.
         """
-        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
+        available = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
         for index, op in enumerate(self.ops):
-            missing = [self.storages[s].name for s in self.reads(op) if s not in known]
+            missing = [self.storages[s].name for s in self.reads(op) if s not in available]
             if missing:
                 raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
-            known.update(self.writes(op))
+            available.update(self.writes(op))
 
 
 def check_captures(graph: object, **lists: object) -> None:
@@ -511,7 +511,7 @@ def check_captures(graph: object, **lists: object) -> None:
     check_type("graph", graph, StepGraph, "what lading.capture returns")
     for name, captures in lists.items():
         several = cast("Sequence[object]", captures) if isinstance(captures, Sequence) else ()
-        if several is not captures or not all(isinstance(each, StepGraph) for each in several):
+        if several is not captures or not all(isinstance(capture, StepGraph) for capture in several):
             raise ConfigError(f"{name}: expected a list of what lading.capture returns, got {captures!r:.80}")
 
 

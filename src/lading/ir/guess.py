@@ -41,18 +41,20 @@ _ONE = {
 
 def guess_of(graph: StepGraph) -> int | None:
     """Storage of the guessed coefficient; None in a step that does not speculate."""
-    found = (n for n, storage in enumerate(graph.storages) if storage.name == GUESS and storage.role is Role.CONSTANT)
-    return next(found, None)
+    guess_storages = (
+        n for n, storage in enumerate(graph.storages) if storage.name == GUESS and storage.role is Role.CONSTANT
+    )
+    return next(guess_storages, None)
 
 
 def coefficient_op(graph: StepGraph) -> int | None:
     """Operation that makes the coefficient from the norm of all gradients; None where nothing is clipped."""
     if graph.gradient_norm is None:
         return None
-    made = {graph.storage_of(graph.gradient_norm)}
+    norm_storages = {graph.storage_of(graph.gradient_norm)}
     for index, op in enumerate(graph.ops):
-        if op.phase is Phase.OPTIMIZER and op.outputs and not made.isdisjoint(graph.op_reads[index]):
-            made.update(graph.op_writes[index])
+        if op.phase is Phase.OPTIMIZER and op.outputs and not norm_storages.isdisjoint(graph.op_reads[index]):
+            norm_storages.update(graph.op_writes[index])
             if op.name == _COEFFICIENT:
                 return index
     return None
@@ -60,17 +62,17 @@ def coefficient_op(graph: StepGraph) -> int | None:
 
 def speculated(graph: StepGraph) -> frozenset[int]:
     """Parameters and states, by storage, that updates by the guess write."""
-    guess, guessed, found = guess_of(graph), set[int](), set[int]()
+    guess, guessed, speculated_storages = guess_of(graph), set[int](), set[int]()
     for index, op in enumerate(graph.ops) if guess is not None else ():
         if op.phase is Phase.OPTIMIZER and (
             guess in graph.op_reads[index] or not guessed.isdisjoint(graph.op_reads[index])
         ):
             written = graph.op_writes[index]
             lasting = {s for s in written if graph.storages[s].role in PERSISTENT}
-            found |= lasting
+            speculated_storages |= lasting
             if not lasting:  # the gradient, times the guess
                 guessed.update(written)
-    return frozenset(found)
+    return frozenset(speculated_storages)
 
 
 def is_update(graph: StepGraph, op: int) -> bool:
@@ -80,12 +82,12 @@ def is_update(graph: StepGraph, op: int) -> bool:
 
 def update_actions(graph: StepGraph, actions: Sequence[Action]) -> dict[int, int]:
     """First action that changes each parameter or state on a guess, by storage."""
-    guessed, found = speculated(graph), dict[int, int]()
+    guessed, first_actions = speculated(graph), dict[int, int]()
     for action in actions if guessed else ():
         if action.op is not None and graph.ops[action.op].phase is Phase.OPTIMIZER:
             for storage in guessed.intersection(graph.op_writes[action.op]):
-                found.setdefault(storage, action.id)
-    return found
+                first_actions.setdefault(storage, action.id)
+    return first_actions
 
 
 class NextValues(NamedTuple):
@@ -124,12 +126,12 @@ def next_values(graph: StepGraph, actions: Sequence[Action], host_tier: str) -> 
 def update_names(graph: StepGraph) -> dict[str, frozenset[int]]:
     """Parameters and states that the update of each parameter writes, by the parameter's first name."""
     names = {graph.storage_of(p.tensor): p.names[0] for p in graph.parameters}
-    found: dict[str, frozenset[int]] = {}
+    storages_by_name: dict[str, frozenset[int]] = {}
     for group in updates(graph):
         lasting = {s for i in group for s in graph.op_writes[i] if graph.storages[s].role in PERSISTENT}
         for storage in lasting & names.keys():
-            found[names[storage]] = found.get(names[storage], frozenset()) | lasting
-    return found
+            storages_by_name[names[storage]] = storages_by_name.get(names[storage], frozenset()) | lasting
+    return storages_by_name
 
 
 def with_guess(graph: StepGraph, waiting: Set[str]) -> StepGraph:
@@ -149,15 +151,15 @@ def with_guess(graph: StepGraph, waiting: Set[str]) -> StepGraph:
         )
     _check_buffers(graph)
     scalar = graph.tensors[graph.ops[coefficient].outputs[0]]
-    made = dataclasses.replace(
+    guessing = dataclasses.replace(
         graph,
         storages=(*graph.storages, Storage(GUESS, DTYPE_BYTES[scalar.dtype], Role.CONSTANT, _ONE[scalar.dtype])),
         tensors=(*graph.tensors, Tensor(len(graph.storages), scalar.dtype, scalar.shape, scalar.stride)),
     )
-    early = _early(made, coefficient, waiting)
-    guess = {t: t for t in range(len(made.tensors))} | {graph.ops[coefficient].outputs[0]: len(graph.tensors)}
-    ops = [rename_op(op, guess) if index in early else op for index, op in enumerate(made.ops)]
-    return _reordered(dataclasses.replace(made, ops=tuple(ops)), early)
+    early = _early(guessing, coefficient, waiting)
+    guess = {t: t for t in range(len(guessing.tensors))} | {graph.ops[coefficient].outputs[0]: len(graph.tensors)}
+    ops = [rename_op(op, guess) if index in early else op for index, op in enumerate(guessing.ops)]
+    return _reordered(dataclasses.replace(guessing, ops=tuple(ops)), early)
 
 
 def _check_buffers(graph: StepGraph) -> None:
@@ -181,8 +183,8 @@ def _early(graph: StepGraph, coefficient: int, waiting: Set[str]) -> dict[int, t
     clip = graph.storage_of(graph.ops[coefficient].outputs[0])
     early: dict[int, tuple[int, ...]] = {}
     for group in updates(graph):
-        moved = {names[s] for i in group for s in graph.op_writes[i] if s in names}
-        if moved.isdisjoint(waiting) and any(clip in graph.op_reads[i] for i in group):
+        updated_names = {names[s] for i in group for s in graph.op_writes[i] if s in names}
+        if updated_names.isdisjoint(waiting) and any(clip in graph.op_reads[i] for i in group):
             early.update(dict.fromkeys(group, group))
     return early
 

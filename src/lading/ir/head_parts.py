@@ -55,11 +55,11 @@ def heads(graph: StepGraph) -> tuple[Head, ...]:
 
 def _head(graph: StepGraph, loss: CrossEntropy, uses: Mapping[int, Sequence[int]]) -> Head | None:
     product, tokens = uses[loss.logits][0], token_loss(graph, loss)
-    made = graph.ops[product]
-    if made.name != _PRODUCT or made.kwargs or tokens is None:
+    product_op = graph.ops[product]
+    if product_op.name != _PRODUCT or product_op.kwargs or tokens is None:
         return None
     users = [i for i in uses[loss.gradient] if i != loss.backward]
-    hidden, weight = (graph.storage_of(t) for t in made.inputs)
+    hidden, weight = (graph.storage_of(t) for t in product_op.inputs)
     if len(users) != 2 or any(graph.ops[i].name != _PRODUCT or graph.ops[i].kwargs for i in users):
         return None
     if any(graph.storage_of(graph.ops[i].inputs[0]) != loss.gradient for i in users):
@@ -68,10 +68,10 @@ def _head(graph: StepGraph, loss: CrossEntropy, uses: Mapping[int, Sequence[int]
     if reads.keys() != {hidden, weight} or hidden == weight:
         return None
     to_weight, to_hidden = reads[hidden], reads[weight]
-    same = graph.tensors[graph.ops[to_weight].inputs[1]] == graph.tensors[made.inputs[0]]
+    is_same_input = graph.tensors[graph.ops[to_weight].inputs[1]] == graph.tensors[product_op.inputs[0]]
     wide = graph.tensors[graph.ops[to_weight].outputs[0]].dtype in _WIDE
     is_unchanged = unchanged(graph, graph.op_reads[product], product, max(users))
-    if not (same and wide and is_unchanged):
+    if not (is_same_input and wide and is_unchanged):
         return None
     return Head(loss, tokens.total, tokens.seed, product, to_weight, to_hidden)
 
@@ -132,9 +132,11 @@ class _HeadParts(RowParts[Head]):
                 inputs=(weight, turned, hidden), outputs=(), results=(None,), mutates=(weight,), flops=flops,
             )  # fmt: skip
             self._add(added, token_loss.to_weight)
-        whole = self.tensors[to_hidden.outputs[0]]
+        to_hidden_output = self.tensors[to_hidden.outputs[0]]
         part = self._fresh(
-            f"{self.storages[whole.storage].name}[{rows[0]}]", whole.dtype, (of.shape[0], whole.shape[1])
+            f"{self.storages[to_hidden_output.storage].name}[{rows[0]}]",
+            to_hidden_output.dtype,
+            (of.shape[0], to_hidden_output.shape[1]),
         )
         self._part(
             token_loss.to_hidden,

@@ -33,7 +33,7 @@ def measured_speed(program: Program, predicted: Timeline, measured: Sequence[Tim
         Factors; a kind of operation of which a step has little has the factor of all operations together.
     """
     causes = [_cause(program, number) for number in range(len(program.actions))]
-    expected_s, steps_s = _seconds(causes, predicted), [_seconds(causes, each) for each in measured]
+    expected_s, steps_s = _seconds(causes, predicted), [_seconds(causes, step) for step in measured]
     taken_s = {cause: statistics.median(step.get(cause, 0.0) for step in steps_s) for cause in expected_s}
     least_s = _LEAST_SHARE * predicted.duration_s
     operations = [cause for cause in (PRODUCTS, OTHERS) if expected_s.get(cause)]

@@ -185,7 +185,7 @@ class JobTimeline:
     ranks: tuple[RankTimeline, ...]
 
     def __post_init__(self) -> None:
-        numbers = [each.rank for each in self.ranks]
+        numbers = [timeline.rank for timeline in self.ranks]
         if numbers != list(range(len(numbers))) or not numbers:
             wrong = next((number for place, number in enumerate(numbers) if place != number), "none")
             raise ConfigError(f"expected timelines of ranks from 0 on, in order, found {wrong}")
@@ -194,10 +194,10 @@ class JobTimeline:
     def _arrivals(self) -> dict[str, list[tuple[float, int]]]:
         """When ranks came to each communication, on the job's clock, and which; a receiver is waited for by nobody."""
         arrivals: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for each in self.ranks:
-            for communication in each.communications:
+        for timeline in self.ranks:
+            for communication in timeline.communications:
                 if communication.kind is not CommunicationKind.RECEIVE:
-                    arrivals[communication.key].append((each.start_s + communication.came_s, each.rank))
+                    arrivals[communication.key].append((timeline.start_s + communication.came_s, timeline.rank))
         return dict(arrivals)
 
     def last_to_come(self, rank: int, communication: Communication) -> tuple[int, float]:
@@ -235,13 +235,13 @@ class JobTimeline:
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """Communications that cost any rank something, the dearest first, and what ranks waited before the step."""
-        last = max(self.ranks, key=lambda each: each.came_s)
-        before = {each.rank: last.came_s - each.came_s for each in self.ranks if each.came_s < last.came_s}
+        last = max(self.ranks, key=lambda arrival: arrival.came_s)
+        before = {arrival.rank: last.came_s - arrival.came_s for arrival in self.ranks if arrival.came_s < last.came_s}
         waits = [
             Wait(rank, -1, "before the step", last.rank, waited_s, waited_s, 0.0) for rank, waited_s in before.items()
         ]
-        for each in self.ranks:
-            waits += self._costs(each)
+        for timeline in self.ranks:
+            waits += self._costs(timeline)
         return tuple(sorted(waits, key=lambda wait: -(wait.waiting_s + wait.transfer_s)))
 
     @cached_property
@@ -252,15 +252,15 @@ class JobTimeline:
         for wait in self.waits:
             if wait.action >= 0:
                 of_rank[wait.rank].append(wait)
-        for each, waits in zip(self.ranks, of_rank, strict=True):
+        for timeline, waits in zip(self.ranks, of_rank, strict=True):
             late: dict[int, float] = {}
             for wait in waits:
                 if wait.waiting_s > 0:
                     late[wait.late] = late.get(wait.late, 0.0) + wait.waiting_s
             waited_for = max(late, key=lambda rank: late[rank], default=None)
             waiting_s, transfer_s = sum(wait.waiting_s for wait in waits), sum(wait.transfer_s for wait in waits)
-            step_s = each.timeline.duration_s
-            rows.append(RankSeconds(each.rank, step_s, each.busy_s, transfer_s, waiting_s, waited_for))
+            step_s = timeline.timeline.duration_s
+            rows.append(RankSeconds(timeline.rank, step_s, timeline.busy_s, transfer_s, waiting_s, waited_for))
         return tuple(rows)
 
     @property
@@ -271,16 +271,18 @@ class JobTimeline:
     @cached_property
     def slow(self) -> SlowRank | None:
         """Rank that computes longest against its prediction, if it is slower than others in most steps; else None."""
-        steps = min(len(each.computing_s) for each in self.ranks)
+        steps = min(len(timeline.computing_s) for timeline in self.ranks)
         if len(self.ranks) < 2 or not steps:
             return None
-        if any(min(each.predicted_computing_s, *each.computing_s) <= 0 for each in self.ranks):  # not timed
+        if any(min(timeline.predicted_computing_s, *timeline.computing_s) <= 0 for timeline in self.ranks):  # not timed
             return None
-        shares = [[s / each.predicted_computing_s for s in each.computing_s[-steps:]] for each in self.ranks]
+        shares = [
+            [s / timeline.predicted_computing_s for s in timeline.computing_s[-steps:]] for timeline in self.ranks
+        ]
         leads = [self._leads(rank, shares) for rank in range(len(shares))]
         rank = max(range(len(leads)), key=lambda rank: median(leads[rank][0]))
         lead, limit = leads[rank]
-        slowest = sum(now >= max(other[step] for other, _ in leads) for step, now in enumerate(lead))
+        slowest = sum(now >= max(lead_of_other[step] for lead_of_other, _ in leads) for step, now in enumerate(lead))
         if median(lead) < limit or slowest < SLOW_STEPS_SHARE * steps:
             return None
         cost_s = sum(wait.waiting_s for wait in self.waits if wait.late == rank and wait.action >= 0)
@@ -289,23 +291,25 @@ class JobTimeline:
     def _leads(self, rank: int, shares: Sequence[Sequence[float]]) -> tuple[list[float], float]:
         """Factor of a rank's computing over that of its like in each step, and from which factor on it is slow."""
         predicted_s = self.ranks[rank].predicted_computing_s
-        equal = [r for r, each in enumerate(self.ranks) if r != rank and each.predicted_computing_s == predicted_s]
+        equal = [
+            r for r, timeline in enumerate(self.ranks) if r != rank and timeline.predicted_computing_s == predicted_s
+        ]
         peers = equal or [r for r in range(len(shares)) if r != rank]
         lead = [now / median(shares[r][step] for r in peers) for step, now in enumerate(shares[rank])]
         return lead, SLOW_AMONG_EQUALS if equal else SLOW_AMONG_OTHERS
 
     def __str__(self) -> str:
         lines = [f"step {self.step} of {len(self.ranks)} ranks, {format_seconds(self.step_s)}"]
-        for each, times in zip(self.ranks, self.times, strict=True):
+        for timeline, times in zip(self.ranks, self.times, strict=True):
             waited = "" if times.waited_for is None else f", most for rank {times.waited_for}"
-            lines.append(f"{peak_words(each)}\n  {times_words(times)}{waited}")
+            lines.append(f"{peak_words(timeline)}\n  {times_words(times)}{waited}")
         if self.slow is not None:
             lines.append(slow_words(self.slow))
         return "\n".join(lines)
 
     def save(self, path: Path | str) -> None:
         """Write as JSON, whole or not at all; ``load`` reads it back. Raises as ``lading.files.write_aside``."""
-        ranks = [_saved(each) for each in self.ranks]
+        ranks = [_saved(timeline) for timeline in self.ranks]
         write_text(Path(path), json.dumps({"plan": self.plan, "step": self.step, "ranks": ranks}))
 
     @staticmethod
@@ -318,17 +322,17 @@ class JobTimeline:
         advice = "remove the file, or train again"
         saved: _SavedJob = read_as(_SavedJob, read_json(path, "timelines of ranks", advice), str(path), advice)
         ranks: list[RankTimeline] = []
-        for each in saved.ranks:
-            timeline = Timeline.from_saved(each.timeline)
-            communications = tuple(Communication(*row) for row in each.communications)
-            stalls = tuple(Stall(*row) for row in each.stalls)
-            made: dict[str, Any] = {"timeline": timeline, "communications": communications, "stalls": stalls}
-            ranks.append(RankTimeline(**{**vars(each), **made}))
+        for saved_rank in saved.ranks:
+            timeline = Timeline.from_saved(saved_rank.timeline)
+            communications = tuple(Communication(*row) for row in saved_rank.communications)
+            stalls = tuple(Stall(*row) for row in saved_rank.stalls)
+            fields: dict[str, Any] = {"timeline": timeline, "communications": communications, "stalls": stalls}
+            ranks.append(RankTimeline(**{**vars(saved_rank), **fields}))
             named = {row.action for row in (*communications, *stalls)}
             if missing := sorted(named - {event.action for event in timeline.events}):
                 raise ConfigError(
-                    f"{path}: expected an event of each action that rank {each.rank} communicates by, found none of "
-                    f"action {missing[0]}; {advice}"
+                    f"{path}: expected an event of each action that rank {saved_rank.rank} communicates by, found none "
+                    f"of action {missing[0]}; {advice}"
                 )
         try:
             job = JobTimeline(plan=saved.plan, step=saved.step, ranks=tuple(ranks))
@@ -437,7 +441,7 @@ class _PauseFinder:
 
     def _communications(self) -> list[Communication]:
         """Communications of the rank, in order."""
-        graph, met, communications = self._program.graph, Counter[str](), list[Communication]()
+        graph, occurrences, communications = self._program.graph, Counter[str](), list[Communication]()
         for action in self._program.actions:
             if action.op is None or action.op not in graph.collectives:
                 continue
@@ -453,8 +457,8 @@ class _PauseFinder:
             if kind is CommunicationKind.RECEIVE:  # simulated as over when the send is: it waits since it could begin
                 ready = [self._events[wait].end_s for wait in self._waited(action.id)]
                 came_s = min(came_s, max(ready, default=0.0))
-            communications.append(Communication(action.id, kind, f"{key}, {met[key]}", came_s))
-            met[key] += 1
+            communications.append(Communication(action.id, kind, f"{key}, {occurrences[key]}", came_s))
+            occurrences[key] += 1
         return communications
 
 

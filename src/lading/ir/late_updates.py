@@ -57,10 +57,10 @@ def with_late_updates(graph: StepGraph, moves: Sequence[Move]) -> tuple[StepGrap
                 f"{len(graph.ops)} operations; plan again"
             )
         moved_behind.setdefault(after, []).append(op)
-    moved = {op for op, _ in moves}
-    if len(moved) < len(moves) or moved & moved_behind.keys():
+    moved_ops = {op for op, _ in moves}
+    if len(moved_ops) < len(moves) or moved_ops & moved_behind.keys():
         raise ConfigError("the plan moves an update twice, or behind one that it moves; plan again")
-    order = [new for op in range(len(graph.ops)) if op not in moved for new in (op, *moved_behind.get(op, ()))]
+    order = [new for op in range(len(graph.ops)) if op not in moved_ops for new in (op, *moved_behind.get(op, ()))]
     _check_values(graph, order)
     place = {old: new for new, old in enumerate(order)}
     ops = tuple(graph.ops[i] for i in order)

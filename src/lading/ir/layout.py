@@ -190,7 +190,7 @@ class Layout:
         mine, joined = self.place(rank), over.split("/")
         fixed_axes = [axis for axis in AXES if axis not in joined]
         return tuple(
-            other for other in range(self.devices) if all(self.place(other)[axis] == mine[axis] for axis in fixed_axes)
+            peer for peer in range(self.devices) if all(self.place(peer)[axis] == mine[axis] for axis in fixed_axes)
         )
 
     def across(self, *axes: str) -> tuple[tuple[str, int | str], ...]:
@@ -238,23 +238,27 @@ def parse_layout(text: str, devices: int = 0) -> Layout:
     fields: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         read = _part(part)
-        if again := fields.keys() & read.keys():
-            raise ConfigError(f"layout: expected {again.pop()} once, got it twice in {text}; leave one out")
+        if repeated := fields.keys() & read.keys():
+            raise ConfigError(f"layout: expected {repeated.pop()} once, got it twice in {text}; leave one out")
         fields.update(read)
     if fields.get("shard") and not fields.get("zero"):
         raise ConfigError(
             f"layout: shard says over how many ranks zero cuts: expected zero1, zero2 or zero3 beside it, got {text}"
         )
-    each = prod(int(fields.get(axis, 1)) for axis in ("tp", "cp", "pp"))
-    if not devices and (each // int(fields.get("pp", 1))) % int(fields.get("ep", 1)):
+    replica_ranks = prod(int(fields.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    if not devices and (replica_ranks // int(fields.get("pp", 1))) % int(fields.get("ep", 1)):
         fields.setdefault("dp", fields["ep"])  # experts lie on ranks of several replicas
-    if devices and devices % (each * int(fields.get("dp", 1))) == 0:
-        fields.setdefault("dp", devices // each)
-    if devices and each * int(fields.get("dp", 1)) != devices:
-        remedy = "leave dp out" if "dp" in fields and not devices % each else f"{devices} is no multiple of {each}"
+    if devices and devices % (replica_ranks * int(fields.get("dp", 1))) == 0:
+        fields.setdefault("dp", devices // replica_ranks)
+    if devices and replica_ranks * int(fields.get("dp", 1)) != devices:
+        remedy = (
+            "leave dp out"
+            if "dp" in fields and not devices % replica_ranks
+            else f"{devices} is no multiple of {replica_ranks}"
+        )
         raise ConfigError(
-            f"expected a layout of {devices} devices, got {text or 'dp1'}, which takes {each} for a replica; change "
-            f"the number of devices, or the layout: {remedy}"
+            f"expected a layout of {devices} devices, got {text or 'dp1'}, which takes {replica_ranks} for a replica; "
+            f"change the number of devices, or the layout: {remedy}"
         )
     return Layout(**fields)
 
@@ -277,6 +281,6 @@ def _part(part: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)(\d+)", part)
     if match and match[1] in _COUNTS:
         return {_LONG.get(match[1], match[1]): int(match[2])}
-    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, *(f"{key}=" for key in ("recompute", *_WORDS, *_NUMBERS))]
-    hint = did_you_mean(part.rstrip("0123456789"), known)
+    known_parts = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, *(f"{key}=" for key in ("recompute", *_WORDS, *_NUMBERS))]
+    hint = did_you_mean(part.rstrip("0123456789"), known_parts)
     raise ConfigError(f"layout: expected parts such as tp8, pp4, sp, bf16, recompute=full, got {part!r}{hint}")

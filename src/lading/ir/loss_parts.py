@@ -47,9 +47,9 @@ def _sums_in_place(graph: StepGraph, uses: Mapping[int, Sequence[int]], given: S
         if not (isinstance(into, Ref) and isinstance(op.args[1], Ref)) or graph.storages[out].role is not Role.GRADIENT:
             continue
         storage = graph.storage_of(into.tensor)
-        made = uses[storage][0]
-        alone = uses[storage] == [made, index] and graph.storages[storage].role not in PERSISTENT
-        fresh = storage in {graph.storage_of(t) for t in graph.ops[made].outputs} and made not in sum_targets
+        maker = uses[storage][0]
+        alone = uses[storage] == [maker, index] and graph.storages[storage].role not in PERSISTENT
+        fresh = storage in {graph.storage_of(t) for t in graph.ops[maker].outputs} and maker not in sum_targets
         last = uses[out][0] == index and not given & {storage, out}
         if alone and fresh and last and whole_rows(graph, into.tensor, op.args[1].tensor, op.outputs[0]):
             sum_targets[index] = into.tensor
@@ -76,8 +76,8 @@ def with_loss_parts(graph: StepGraph, parts: int) -> tuple[StepGraph, tuple[int,
             "found none; plan again"
         )
     narrow, first = with_cast_losses(graph, parts)
-    made, second = _LossParts(narrow, cross_entropies(narrow), parts).result()
-    return made, tuple(first[index] for index in second)
+    parted, second = _LossParts(narrow, cross_entropies(narrow), parts).result()
+    return parted, tuple(first[index] for index in second)
 
 
 class _LossParts:
@@ -104,14 +104,14 @@ class _LossParts:
             place[index] = len(self.ops)
             if index in forward:
                 for low, high in self._cuts(op.inputs[0]):
-                    made = self._part(index, (op.inputs[0],), low, high)
-                    self._copy_over(index, op.inputs[0], made, low, high)
+                    part = self._part(index, (op.inputs[0],), low, high)
+                    self._copy_over(index, op.inputs[0], part, low, high)
             elif index in first:
                 for low, high in self._cuts(op.inputs[0]):
                     seed = self.graph.ops[first[index]]
                     start = self._part(first[index], (seed.inputs[1], seed.inputs[2]), low, high)
-                    made = self._part(index, (op.inputs[1],), low, high, {op.inputs[0]: start})
-                    self._copy_over(index, op.outputs[0], made, low, high)
+                    part = self._part(index, (op.inputs[1],), low, high, {op.inputs[0]: start})
+                    self._copy_over(index, op.outputs[0], part, low, high)
             elif index in self.sums:
                 into = self.sums[index]
                 in_place = {"name": "aten.add_.Tensor", "outputs": (), "results": (None,), "mutates": (into,)}
@@ -154,13 +154,13 @@ class _LossParts:
         name = f"{self.graph.storages[out.storage].name}[{low}]"
         self.storages.append(Storage(name, rows * width * DTYPE_BYTES[out.dtype], Role.ACTIVATION))
         self.tensors.append(Tensor(len(self.storages) - 1, out.dtype, (high - low, width), row_major((1, width))))
-        made = len(self.tensors) - 1
+        result = len(self.tensors) - 1
         mapped = {t: t for t in op.inputs} | {t: self._rows(t, low, high) for t in cut} | (other or {})
         self._add(self._sized(dataclasses.replace(
             op, args=tuple(map_refs(a, mapped) for a in op.args), inputs=tuple(mapped[t] for t in op.inputs),
-            outputs=(made,), results=(made,), flops=op.flops * (high - low) // max(1, out.shape[0]),
+            outputs=(result,), results=(result,), flops=op.flops * (high - low) // max(1, out.shape[0]),
         )), index)  # fmt: skip
-        return made
+        return result
 
     def _copy_over(self, index: int, tensor: int, made: int, low: int, high: int) -> None:
         """Add the copy of what was made over the rows that it was made of."""

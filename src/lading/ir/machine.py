@@ -409,7 +409,7 @@ class Processes:
     computing: int = 1
 
     def __post_init__(self) -> None:
-        if any(not 0 <= each < float("inf") for each in self.skew):
+        if any(not 0 <= delay < float("inf") for delay in self.skew):
             raise ConfigError(f"processes.skew: expected seconds >= 0 from one process on, got {self.skew}")
         if self.cores < 1 or not self.slowdown:
             raise ConfigError(f"processes: expected cores >= 1 and a slowdown, got {self.cores} and {self.slowdown}")
@@ -420,11 +420,11 @@ class Processes:
                 raise ConfigError(f"processes.slowdown.{cause}: expected positive factors from one process on")
         if "memory-bound" not in self.slowdown:
             raise ConfigError(f"processes.slowdown: expected memory-bound, got {', '.join(sorted(self.slowdown))}")
-        for name, each in self.tiers.items():
+        for name, slowdowns in self.tiers.items():
             if name.rpartition(".")[2] not in TIER_SPEEDS:
                 raise ConfigError(f"processes.tiers: expected TIER. and one of {', '.join(TIER_SPEEDS)}, got {name!r}")
-            if not each or min(each) < 0:
-                raise ConfigError(f"processes.tiers.{name}: expected numbers >= 0 from one process on, got {each}")
+            if not slowdowns or min(slowdowns) < 0:
+                raise ConfigError(f"processes.tiers.{name}: expected numbers >= 0 from one process on, got {slowdowns}")
 
     def slower(self, cause: str, processes: int) -> float:
         """Factor by which kernels of a cause take longer while so many processes compute; others as "memory-bound".
@@ -511,8 +511,8 @@ class Machine:
         names = Counter(tier.name for tier in self.tiers)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"expected tiers of different names, got {twice[0]!r} more than once")
-        if both := names.keys() & {tier.wire for tier in self.tiers}:
-            raise ConfigError(f"expected a wire that is no tier, got {min(both)!r}; name it otherwise")
+        if shared_names := names.keys() & {tier.wire for tier in self.tiers}:
+            raise ConfigError(f"expected a wire that is no tier, got {min(shared_names)!r}; name it otherwise")
         files = Counter(tier.location for tier in self.tiers if tier.kind == FILE)
         if twice := [location for location, count in files.items() if count > 1]:
             raise ConfigError(
@@ -542,10 +542,10 @@ class Machine:
         """
         tier = self.tier(name or self.host_tier)
         if tier is None:
-            known = ", ".join(one.name for one in self.tiers) or "none"
+            tier_names = ", ".join(candidate.name for candidate in self.tiers) or "none"
             expected = f"a tier {name!r}" if name else "a tier on which the host's processors work"
             raise ConfigError(
-                f"offload: expected {expected} of {self.name}, its tiers are: {known}; name one of them with "
+                f"offload: expected {expected} of {self.name}, its tiers are: {tier_names}; name one of them with "
                 "offload_to=, add [[tiers]] to the machine file or leave offload away"
             )
         return tier
@@ -568,12 +568,12 @@ class Machine:
         Args:
             threads: Threads of the process; 0 for a rank's share, as ``lading probe --ranks`` measured it.
         """
-        other = None if self.processes is None else self.processes.device
-        threads = threads or (other or self.device).num_threads
-        if self.device.kind != "cpu" or (other is None and self.device.num_threads in (0, threads)):
+        process_device = None if self.processes is None else self.processes.device
+        threads = threads or (process_device or self.device).num_threads
+        if self.device.kind != "cpu" or (process_device is None and self.device.num_threads in (0, threads)):
             return self
-        measured = (self.device,) if other is None else (self.device, other)
-        device = min(measured, key=lambda each: abs(each.num_threads - threads))
+        measured = (self.device,) if process_device is None else (self.device, process_device)
+        device = min(measured, key=lambda device_at: abs(device_at.num_threads - threads))
         sources = dict(self.sources)
         if device.num_threads != threads:
             sources["threads"] = (
@@ -639,13 +639,17 @@ class Machine:
     def at_speed(self, speed: HostSpeed) -> Machine:
         """Make the machine as it is now, where it takes other times than were measured for it."""
         devices = [self.device, *([self.processes.device] if self.processes and self.processes.device else [])]
-        device, *other = (_slower(each, speed.products, speed.others, launch=speed.others) for each in devices)
+        device, *process_device = (
+            _slower(measured_device, speed.products, speed.others, launch=speed.others) for measured_device in devices
+        )
         processes = self.processes
         if processes is not None:
             processes = dataclasses.replace(
                 processes,
-                device=other[0] if other else None,
-                tiers={name: _slowed_speeds(name, each, speed.tiers) for name, each in processes.tiers.items()},
+                device=process_device[0] if process_device else None,
+                tiers={
+                    name: _slowed_speeds(name, slowdowns, speed.tiers) for name, slowdowns in processes.tiers.items()
+                },
             )
         tiers = tuple(
             dataclasses.replace(
@@ -687,7 +691,7 @@ def _slowed_speeds(speed: str, measured: tuple[float, ...], factors: Mapping[str
     """Speeds of a tier, named as in ``Processes.tiers``, where its moves take ``factors`` times longer."""
     tier, _, key = speed.rpartition(".")
     factor = factors.get(f"{tier}.{'read' if 'read' in key else 'write'}", 1.0) if key in _TIER_RATES else 1.0
-    return tuple(each / factor for each in measured)
+    return tuple(slowdown / factor for slowdown in measured)
 
 
 def _slower(device: Device, products: float, passes: float, *, launch: float) -> Device:

@@ -166,11 +166,11 @@ class PlacementProblem:
     @cached_property
     def alone_bytes(self) -> tuple[int, ...]:
         """Bytes that each group needs alone on a device: resident, shared and kept."""
-        needed = [group.resident_bytes + group.kept_bytes for group in self.groups]
+        needed_bytes = [group.resident_bytes + group.kept_bytes for group in self.groups]
         for entry, groups in zip(self.shared, self.sharing, strict=True):
             for group in groups:
-                needed[group] += entry.size_bytes
-        return tuple(needed)
+                needed_bytes[group] += entry.size_bytes
+        return tuple(needed_bytes)
 
     @cached_property
     def least_bytes(self) -> int:
@@ -192,25 +192,25 @@ class PlacementProblem:
         """Updates of shared weights that another task does on the same device."""
         spared: set[int] = set()
         for entry in self.shared:
-            seen: set[int] = set()
+            devices_counted: set[int] = set()
             for task in sorted(entry.tasks):
                 device = devices[self.group_of[task]]
-                if self.tasks[task].once_per_step and device in seen:
+                if self.tasks[task].once_per_step and device in devices_counted:
                     spared.add(task)
-                seen.add(device)
+                devices_counted.add(device)
         return spared
 
     @cached_property
     def _working_bytes_by_task(self) -> list[int]:
         """Bytes that each task needs while it runs: its own, and flows in and out that are not kept for backward."""
-        needed = [task.working_bytes for task in self.tasks]
+        needed_bytes = [task.working_bytes for task in self.tasks]
         for flow in self.flows:
             if flow.resident_at_source:
                 continue  # nothing where both are on one device; else the simulation counts it
             if self.tasks[flow.source].backward or not any(self.tasks[t].backward for t in flow.targets):
                 for task in (flow.source, *dict.fromkeys(flow.targets)):
-                    needed[task] += flow.size_bytes
-        return needed
+                    needed_bytes[task] += flow.size_bytes
+        return needed_bytes
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:

@@ -227,8 +227,8 @@ class ActionList:
         """
         for action in actions:
             if action.id != len(self.kind):
-                wanted = f"expected action {len(self.kind)}, got [{action}]; number actions from 0"
-                raise ProgramError(wanted, action_id=action.id)
+                expectation = f"expected action {len(self.kind)}, got [{action}]; number actions from 0"
+                raise ProgramError(expectation, action_id=action.id)
             self.add(
                 action.kind,
                 self.stream_number(action.stream),
@@ -391,16 +391,16 @@ class Program:
         if guess_of(self.graph) is None:
             return {}
         changed = next_values(self.graph, self.actions, self.host_tier).places
-        found: dict[str, dict[int, int]] = {}
+        places: dict[str, dict[int, int]] = {}
         for tier in self.tiers:
             unit, sizes = tier.alignment_bytes, self.graph.storages
             slots = self.slots.get(tier.name, ())
             end = max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in slots), default=0)
             for storage in sorted(s for s, _ in slots if (tier.name, s) in changed):
                 offset = -(-end // unit) * unit
-                found.setdefault(tier.name, {})[storage] = offset
+                places.setdefault(tier.name, {})[storage] = offset
                 end = offset + slot_bytes(sizes[storage].size_bytes)
-        return found
+        return places
 
     @property
     def host_tier(self) -> str:
@@ -424,22 +424,22 @@ class Program:
         if action.op is not None:
             op = self.graph.ops[action.op]
             name = op.name.split(".")[1] if op.name.count(".") else op.name
-            again = "recompute " if action.kind is ActionKind.RECOMPUTE else ""
-            return f"{again}{name} {op.module}".rstrip()
+            prefix = "recompute " if action.kind is ActionKind.RECOMPUTE else ""
+            return f"{prefix}{name} {op.module}".rstrip()
         name = self.graph.storages[action.storage].name if action.storage is not None else ""
         if action.kind is ActionKind.MOVE:
             return f"{action.source} -> {action.target} {name}"
         return f"free {name}"
 
     def _unit_label(self, action: Action) -> str:
-        what = "optimizer" if action.kind is ActionKind.STEP else action.kind.value.lower().replace("_", " ")
+        text = "optimizer" if action.kind is ActionKind.STEP else action.kind.value.lower().replace("_", " ")
         if action.op is not None:
             region = self.regions[action.op]
-            what = f"{_WORDS[region.work]} of stage {region.stage}"
-            what += f", unit {region.unit}" if region.unit >= 0 else ""
+            text = f"{_WORDS[region.work]} of stage {region.stage}"
+            text += f", unit {region.unit}" if region.unit >= 0 else ""
         elif action.storage is not None:
-            what += f" {_storage_label(self.storages[action.storage])}"
-        return what + (f", micro-batch {action.micro_batch}" if action.micro_batch is not None else "")
+            text += f" {_storage_label(self.storages[action.storage])}"
+        return text + (f", micro-batch {action.micro_batch}" if action.micro_batch is not None else "")
 
     def text(self) -> str:
         """Write what actions number, sizes, budgets and addresses, then a line an action; ``parse_program`` reads it.
@@ -529,8 +529,8 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
         except (ValueError, IndexError, KeyError) as error:
             raise ProgramError(f"expected a line of a program's text, got {line[:80]!r}: {error}") from error
     numbers, places = reader.numbers, reader.places
-    needed = {*_SIZES, "budget device", "resident"} if graph.storages else set[str]()
-    if missing := needed - numbers.keys() - places.keys():
+    needed_lines = {*_SIZES, "budget device", "resident"} if graph.storages else set[str]()
+    if missing := needed_lines - numbers.keys() - places.keys():
         raise ProgramError(
             f"expected lines {', '.join(map(repr, sorted(missing)))} at the head of a Program, found none"
         )

@@ -259,8 +259,8 @@ class _Reducer:
         dtype = self.tensors[flat[0]].dtype
         count = sum(prod(self.tensors[t].shape) for t in flat)
         storage = self._storage(f"bucket {number} of gradients", count * DTYPE_BYTES[dtype], Role.GRADIENT)
-        whole = self._tensor(Tensor(storage, dtype, (count,), (1,)))
-        ops.append(self._copying("aten.cat.default", (tuple(map(Ref, flat)),), (), tuple(flat), whole, module))
+        joined = self._tensor(Tensor(storage, dtype, (count,), (1,)))
+        ops.append(self._copying("aten.cat.default", (tuple(map(Ref, flat)),), (), tuple(flat), joined, module))
         offset = 0
         for gradient, piece in zip(bucket, flat, strict=True):
             start, length = self.tensors[piece].offset, prod(self.tensors[piece].shape)
@@ -273,7 +273,7 @@ class _Reducer:
                 spans = self.spans.setdefault(self.tensors[piece].storage, [])
                 spans.append(_Span(start, start + length, storage, offset))
             offset += length
-        return whole
+        return joined
 
     def _copying(
         self,
@@ -294,10 +294,10 @@ class _Reducer:
         """Let an operation of the optimizer's phase work on gradients where they lie in buckets."""
         if op.phase is not Phase.OPTIMIZER:
             return op
-        moved = {t: self._in_bucket(t) for t in (*op.inputs, *op.mutates)}
-        if all(old == new for old, new in moved.items()):
+        renamed = {t: self._in_bucket(t) for t in (*op.inputs, *op.mutates)}
+        if all(old == new for old, new in renamed.items()):
             return op
-        return rename_op(op, {**{t: t for t in op.outputs}, **{t: t for t in op.results if t is not None}, **moved})
+        return rename_op(op, {**{t: t for t in op.outputs}, **{t: t for t in op.results if t is not None}, **renamed})
 
     def _in_bucket(self, tensor: int) -> int:
         """Tensor of the reduced gradient that stands for one of the rank's own; itself where it is no gradient."""
@@ -345,13 +345,13 @@ def in_step_with_network(
         if op.name == name:
             ordered.append((op, number))
             issued += 1
-            still = _Waiting(tensors)
-            for held in waiting.rows:
-                if is_early(held[0]) or still.precedes(held[0]):
-                    still.add(*held)
+            still_waiting = _Waiting(tensors)
+            for row in waiting.rows:
+                if is_early(row[0]) or still_waiting.precedes(row[0]):
+                    still_waiting.add(*row)
                 else:
-                    ordered.append(held)
-            waiting = still
+                    ordered.append(row)
+            waiting = still_waiting
         elif is_early(op) or waiting.precedes(op):
             waiting.add(op, number)
         else:

@@ -258,8 +258,8 @@ class StepRequest:
         counts, blocks = self.stage_layers, self.model.layers
         if not counts:
             return
-        whole = all(type(count) is int for count in counts)
-        if not whole or min(counts) < 0 or 0 in counts[1:-1] or sum(counts) != blocks:
+        are_integers = all(type(count) is int for count in counts)
+        if not are_integers or min(counts) < 0 or 0 in counts[1:-1] or sum(counts) != blocks:
             raise ConfigError(
                 f"request {self.name}: expected stage_layers of whole numbers that add up to the model's {blocks} "
                 f"blocks, at least 1 each between the first and the last stage, got {counts!r}"

@@ -171,27 +171,27 @@ class _Cuda:
         dropout, causal = (*op.args[3:], *(0.0, False)[len(op.args) - 3 :])
         named = dict(op.kwargs)
         lse = op.results[1]
-        rest = (("scale", named["scale"]),) if named.get("scale") is not None else ()
+        scale_kwargs = (("scale", named["scale"]),) if named.get("scale") is not None else ()
         assert lse is not None
         if self._takes_flash(op, (q, k, v), named.get("attn_mask")):
             self.renamed[lse] = self.new_tensor(lse, "float32", q[:3])
             args: tuple[Arg, ...] = (*op.args[:3], dropout, causal, False)
-            return self._replaced(op, f"{_FLASH}.default", args, rest, (op.results[0], lse, *(None,) * 7))
+            return self._replaced(op, f"{_FLASH}.default", args, scale_kwargs, (op.results[0], lse, *(None,) * 7))
         self.renamed[lse] = self.new_tensor(lse, "float32", (*q[:2], -(-q[2] // 32) * 32))
         bias = self._bias(op, named.get("attn_mask"), (*q[:3], k[2]))
         args = (op.args[0], *(self._for_every_head(op, arg, q[1]) for arg in op.args[1:3]), bias, True, dropout, causal)
-        return self._replaced(op, f"{_EFFICIENT}.default", args, rest, (op.results[0], lse, None, None))
+        return self._replaced(op, f"{_EFFICIENT}.default", args, scale_kwargs, (op.results[0], lse, None, None))
 
     def _attention_backward(self, op: Op) -> Op:
         grad, q, k, v, out, lse, dropout, causal = op.args
         shapes = (self._shape_of(q), self._shape_of(k), self._shape_of(v))
         named = dict(op.kwargs)
-        rest = (("scale", named["scale"]),) if named.get("scale") is not None else ()
+        scale_kwargs = (("scale", named["scale"]),) if named.get("scale") is not None else ()
         if self._takes_flash(op, shapes, named.get("attn_mask")):
             state = (Ref(self._zeros("uint64", (2,))), Ref(self._zeros("uint64", ())))
             lengths = (shapes[0][2], shapes[1][2])
             args: tuple[Arg, ...] = (grad, q, k, v, out, lse, None, None, *lengths, dropout, causal, *state)
-            return self._replaced(op, f"{_FLASH}_backward.default", args, rest, op.results)
+            return self._replaced(op, f"{_FLASH}_backward.default", args, scale_kwargs, op.results)
         state = (Ref(self._zeros("int64", ())), Ref(self._zeros("int64", ())))
         bias = self._bias(op, named.get("attn_mask"), (*shapes[0][:3], shapes[1][2]))
         mask = (True, True, True, False)
@@ -199,7 +199,7 @@ class _Cuda:
         args = (grad, q, *wide, bias, out, lse, *state, dropout, mask, causal)
         results = (op.results[0], *(self._summed(op, result, shapes[0][1]) for result in op.results[1:]))
         op = dataclasses.replace(op, outputs=tuple(r for r in results if r is not None))
-        return self._replaced(op, f"{_EFFICIENT}_backward.default", args, rest, (*results, None))
+        return self._replaced(op, f"{_EFFICIENT}_backward.default", args, scale_kwargs, (*results, None))
 
     def _for_every_head(self, op: Op, arg: Arg, heads: int) -> Arg:
         """Repeat keys or values for as many heads as there are queries, each in a row, unless they are as many."""
@@ -210,16 +210,16 @@ class _Cuda:
         if arg.tensor not in self.repeated:
             spread = (*old.shape[:2], heads // old.shape[1], *old.shape[2:])
             source = self._view(dataclasses.replace(old, shape=spread, stride=(*old.stride[:2], 0, *old.stride[2:])))
-            made = self.new_tensor(arg.tensor, old.dtype, spread)
-            how = (("memory_format", Literal("memory_format", "contiguous_format")),)
+            clone = self.new_tensor(arg.tensor, old.dtype, spread)
+            clone_args = (("memory_format", Literal("memory_format", "contiguous_format")),)
             self.before.append(
                 dataclasses.replace(
-                    op, name="aten.clone.default", args=(Ref(source),), kwargs=how, inputs=(source,), outputs=(made,),
-                    results=(made,), kind=OpKind.COPY, flops=0,
+                    op, name="aten.clone.default", args=(Ref(source),), kwargs=clone_args, inputs=(source,),
+                    outputs=(clone,), results=(clone,), kind=OpKind.COPY, flops=0,
                 )
             )  # fmt: skip
             shape = (old.shape[0], heads, *old.shape[2:])
-            wide = dataclasses.replace(self.tensors[made], shape=shape, stride=row_major(shape))
+            wide = dataclasses.replace(self.tensors[clone], shape=shape, stride=row_major(shape))
             self.repeated[arg.tensor] = self._view(wide)
         return Ref(self.repeated[arg.tensor])
 
@@ -280,15 +280,15 @@ class _Cuda:
         if mask.tensor not in self.padded:
             tensor = self._tensor_of(mask)
             width = -(-tensor.shape[-1] // _ALIGNED) * _ALIGNED
-            made = self.new_tensor(mask.tensor, tensor.dtype, (*tensor.shape[:-1], width))
+            padded_mask = self.new_tensor(mask.tensor, tensor.dtype, (*tensor.shape[:-1], width))
             args: tuple[Arg, ...] = (mask, (0, width - tensor.shape[-1]))
             self.before.append(
                 dataclasses.replace(
                     op, name="aten.constant_pad_nd.default", args=args, kwargs=(), inputs=(mask.tensor,),
-                    outputs=(made,), results=(made,), kind=OpKind.COPY, flops=0,
+                    outputs=(padded_mask,), results=(padded_mask,), kind=OpKind.COPY, flops=0,
                 )
             )  # fmt: skip
-            self.padded[mask.tensor] = made
+            self.padded[mask.tensor] = padded_mask
         return Ref(self.padded[mask.tensor])
 
     def _gradient_norm(self, op: Op) -> Op:
@@ -344,13 +344,13 @@ class _Cuda:
 
     def _dropped(self, op: Op, dropout: _Dropout) -> Op:
         """Rewrite a multiplication by a dropout's noise."""
-        (other,) = (arg for arg in op.args if arg != Ref(dropout.noise))
+        (dropped_input,) = (arg for arg in op.args if arg != Ref(dropout.noise))
         if dropout.mask is None:
-            dropout.mask = self.new_tensor(dropout.noise, "bool", self._shape_of(other))
-            args: tuple[Arg, ...] = (other, round(1.0 - dropout.keep, 12), True)
+            dropout.mask = self.new_tensor(dropout.noise, "bool", self._shape_of(dropped_input))
+            args: tuple[Arg, ...] = (dropped_input, round(1.0 - dropout.keep, 12), True)
             op = dataclasses.replace(op, outputs=(*op.outputs, dropout.mask), random=True, kind=OpKind.RANDOM)
             return self._replaced(op, "aten.native_dropout.default", args, (), (op.results[0], dropout.mask))
-        args = (other, Ref(dropout.mask), 1.0 / dropout.keep)
+        args = (dropped_input, Ref(dropout.mask), 1.0 / dropout.keep)
         return self._replaced(op, "aten.native_dropout_backward.default", args, (), op.results)
 
     def _replaced(
@@ -414,10 +414,10 @@ def _dropout(
     (place,) = graph.ops[drawn].mutates
     keep = (*graph.ops[drawn].args[1:], 0.5)[0]  # the default is not written down
     storage = graph.storage_of(place)
-    made, divided = writers[storage][0], readers[storage][-1]
+    maker, divided = writers[storage][0], readers[storage][-1]
     division = graph.ops[divided]
-    known = graph.ops[made].name == "aten.empty_like.default" and division.name == "aten.div.Scalar"
-    if not known or writers[storage] != [made, drawn] or readers[storage] != [drawn, divided]:
+    is_dropout = graph.ops[maker].name == "aten.empty_like.default" and division.name == "aten.div.Scalar"
+    if not is_dropout or writers[storage] != [maker, drawn] or readers[storage] != [drawn, divided]:
         return None
     if not isinstance(keep, float) or division.args != (Ref(place), keep):
         return None
@@ -432,7 +432,7 @@ def _dropout(
     forward = [op.phase is not Phase.BACKWARD for op in muls]
     if not muls or not same_draws or forward != [True, *(False for _ in muls[1:])]:
         return None
-    return _Dropout(keep, noise, (made, drawn, divided))
+    return _Dropout(keep, noise, (maker, drawn, divided))
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -123,9 +123,9 @@ class _Finder:
         steps, weight = [scaled], None
         at = self.ops[scaled].outputs[0]
         after = [i for i in self.readers_in(at, _FORWARD) if self.ops[i].name == _MUL]
-        other = self.other_factor(after[0], at) if len(after) == 1 else None
-        if other is not None and self.graph.tensors[other].shape == dims:
-            weight = other
+        factor = self.other_factor(after[0], at) if len(after) == 1 else None
+        if factor is not None and self.graph.tensors[factor].shape == dims:
+            weight = factor
             steps.append(after[0])
             at = self.ops[after[0]].outputs[0]
         casts = [i for i in self.readers_in(at, _FORWARD) if self.ops[i].name == _CAST]
@@ -148,12 +148,12 @@ class _Finder:
     def _check_closed(self, norm: RmsNorm) -> None:
         """Refuse a norm of which others read, or change, what its operations hand each other."""
         norm_ops = {*norm.forward, *norm.backward}
-        given = {self.graph.storage_of(t) for t in (norm.out, norm.of_x, norm.of_weight) if t is not None}
+        norm_storages = {self.graph.storage_of(t) for t in (norm.out, norm.of_x, norm.of_weight) if t is not None}
         for index in norm_ops:
             _need(not self.ops[index].mutates)
             for storage in self.graph.writes(self.ops[index]):
-                _need(self.writers[storage] == [index] or storage in given)
-                _need(storage in given or norm_ops.issuperset(self.readers.get(storage, ())))
+                _need(self.writers[storage] == [index] or storage in norm_storages)
+                _need(storage in norm_storages or norm_ops.issuperset(self.readers.get(storage, ())))
 
     def readers_in(self, tensor: int, phases: tuple[Phase, ...]) -> list[int]:
         """Operations of some phases that read a tensor's storage."""
@@ -247,13 +247,13 @@ class _Backward:
         grad = self.finder.other_factor(mul, self.scaled)
         summed = self._next(mul, "aten.sum.dim_IntList")
         self.steps += [mul, summed]
-        made = ops[summed].outputs[0]
+        gradient = ops[summed].outputs[0]
         if self._is_half():
             cast = self._next(summed, _CAST)
             self.steps.append(cast)
-            made = ops[cast].outputs[0]
-        _need(prod(self.finder.graph.tensors[made].shape) == prod(norm.dims) and grad is not None)
-        return made, grad
+            gradient = ops[cast].outputs[0]
+        _need(prod(self.finder.graph.tensors[gradient].shape) == prod(norm.dims) and grad is not None)
+        return gradient, grad
 
     def _of_x(self) -> tuple[int | None, int | None]:
         """Gradient of x, and the gradient of the result that it is made from; None without."""
@@ -280,12 +280,12 @@ class _Backward:
         _need(ops[doubled].args[1] == 2.0 and self._next(doubled, _MUL) == chain[4])
         self._add_up(direct, chain[5])
         self.steps += [direct, cubed, by_x, *chain, powers[0], doubled]
-        made = ops[chain[5]].outputs[0]
+        gradient = ops[chain[5]].outputs[0]
         if self._is_half():
             cast = self._next(chain[5], _CAST)
             self.steps.append(cast)
-            made = ops[cast].outputs[0]
-        return made, self._unweighted(weighted)
+            gradient = ops[cast].outputs[0]
+        return gradient, self._unweighted(weighted)
 
     def _add_up(self, direct: int, total: int) -> None:
         """Check that the two parts of x's gradient are added, to each other or to what others have made of it."""

@@ -118,12 +118,12 @@ def pieces(
         if key not in rows:
             rows[key] = _RegionsByRows(key)
     by_rows = [rows[tuple(regions)] for regions in holdings]
-    for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
-        holders, held, covered = by_rows[whole.parameter].holders(whole.region)
-        outbound.extend([RoutedShard(number, region, owner, rank) for rank, region in held])
-        if covered != whole.region.size:
+    for number, (matrix, owner) in enumerate(zip(wholes, owners, strict=True)):
+        holders, held_regions, covered = by_rows[matrix.parameter].holders(matrix.region)
+        outbound.extend([RoutedShard(number, region, owner, rank) for rank, region in held_regions])
+        if covered != matrix.region.size:
             raise ConfigError(
-                f"{whole.name}: expected its {whole.region.size} elements on the ranks once each, found {covered} in "
+                f"{matrix.name}: expected its {matrix.region.size} elements on the ranks once each, found {covered} in "
                 f"{len(holders)} different pieces; placements other than shards and replicas cannot be routed"
             )
         for region, ranks in holders:
@@ -180,13 +180,13 @@ def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -
         groups: At least 1; empty groups are left out.
     """
     members: list[list[int]] = [[] for _ in range(groups)]
-    done: dict[int, float] = {}
+    cost_by_owner: dict[int, float] = {}
     total: dict[int, float] = {}
     for cost, owner in zip(seconds, owners, strict=True):
         total[owner] = total.get(owner, 0.0) + cost
     for number, (cost, owner) in enumerate(zip(seconds, owners, strict=True)):
-        middle = done.get(owner, 0.0) + cost / 2
-        done[owner] = done.get(owner, 0.0) + cost
+        middle = cost_by_owner.get(owner, 0.0) + cost / 2
+        cost_by_owner[owner] = cost_by_owner.get(owner, 0.0) + cost
         share = middle / total[owner] if total[owner] else 0.0
         members[min(groups - 1, int(share * groups))].append(number)
     return [group for group in members if group]

@@ -82,15 +82,15 @@ class RowParts(ABC, Generic[_Loss]):
         target, ignored = total.inputs[1], cast("int", total.args[4])
         tokens, words = self.graph.tensors[target].shape[0], self.graph.tensors[total.inputs[0]].shape[1]
         dtype = self.graph.tensors[total.inputs[0]].dtype
-        counted, asked_targets, known = self._targets(token_loss.total, target, ignored, dtype, words)
+        counted, asked_targets, clamped = self._targets(token_loss.total, target, ignored, dtype, words)
         scores = self._fresh("scores of targets", dtype, (tokens, 1))
         step = -(-tokens // self.parts // self.multiple) * self.multiple
         for first in range(0, tokens, step):
             rows = (first, min(first + step, tokens))
             logits = self._logits(token_loss, rows, words)
-            made = self._score(token_loss, logits, rows, dtype)
-            self._pick(loss.forward, made, known, scores, rows)
-            gradient = self._gradient(token_loss, made, target, counted, rows)
+            scores_in_rows = self._score(token_loss, logits, rows, dtype)
+            self._pick(loss.forward, scores_in_rows, clamped, scores, rows)
+            gradient = self._gradient(token_loss, scores_in_rows, target, counted, rows)
             self._use(token_loss, gradient, rows)
         return scores, asked_targets
 
@@ -129,8 +129,8 @@ class RowParts(ABC, Generic[_Loss]):
             index, "aten.mul.Tensor", (Ref(less), -_IGNORED), self._fresh("asked targets", of.dtype, of.shape)
         )
         columns = self._fresh("columns of targets", of.dtype, of.shape)
-        known = self._add_op_in_place_of(index, "aten.clamp.default", (Ref(target), 0, words - 1), columns)
-        return counted, asked_targets, known
+        clamped = self._add_op_in_place_of(index, "aten.clamp.default", (Ref(target), 0, words - 1), columns)
+        return counted, asked_targets, clamped
 
     def _score(self, token_loss: _Loss, logits: int, rows: tuple[int, int], dtype: str) -> int:
         """Log-probabilities of a part's words."""

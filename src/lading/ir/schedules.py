@@ -155,11 +155,11 @@ def _rounds(kind: str, ranks: int, chunks: int, micro_batches: int, rules: str, 
     """Group the micro-batches of a looped schedule into rounds."""
     if rules == "megatron" and kind == "interleaved":
         group = group or ranks
-        rest = micro_batches % group
-        if group < ranks or 0 < rest < ranks:
+        remainder = micro_batches % group
+        if group < ranks or 0 < remainder < ranks:
             raise ConfigError(
                 f"schedule {kind}: megatron wants groups of at least pp ({ranks}) micro-batches, and the rest of "
-                f"{micro_batches} by {group} to be 0 or at least pp, got {rest}; change the global batch"
+                f"{micro_batches} by {group} to be 0 or at least pp, got {remainder}; change the global batch"
             )
         return _Rounds(chunks, group)
     if kind in ("interleaved", "zero-bubble"):
@@ -230,14 +230,14 @@ def _zero_bubble(ranks: int, rank: int, micro_batches: int, rounds: _Rounds) -> 
     count = len(forwards)
     warm = min((rounds.chunks - 1) * rounds.group + ranks - 1 - rank, count)
     parts: list[Order] = [forwards[:warm]]
-    done = 0
+    position = 0
     for step in range(warm, warm + count):
         parts.append(forwards[step : step + 1])
         parts.append(inputs[step - warm : step - warm + 1])
         if step - warm >= rank:
-            parts.append(weights[done : done + 1])
-            done += 1
-    return np.concatenate([*parts, weights[done:]])
+            parts.append(weights[position : position + 1])
+            position += 1
+    return np.concatenate([*parts, weights[position:]])
 
 
 class _RankOrder:

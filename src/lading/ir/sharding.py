@@ -145,11 +145,11 @@ def units_of(graph: StepGraph) -> dict[int, GatheredUnit]:
         if op.name not in (UNSHARD, OWN_SHARD):
             continue
         lasts = op.name == OWN_SHARD
-        source, made = op.inputs[0], op.outputs[0]
-        whole, shard = (graph.storage_of(source), made) if lasts else (graph.storage_of(made), source)
+        source, output = op.inputs[0], op.outputs[0]
+        unsharded, shard = (graph.storage_of(source), output) if lasts else (graph.storage_of(output), source)
         facts = dict(op.kwargs)
         ranks, over = cast("int", facts["ranks"]), cast("str", facts["over"])
-        units.setdefault(whole, GatheredUnit(op.module, whole, shard, ranks, over, lasts))
+        units.setdefault(unsharded, GatheredUnit(op.module, unsharded, shard, ranks, over, lasts))
     return units
 
 
@@ -212,8 +212,8 @@ class _Sharder:
         uncut = [p for n, p in enumerate(self.graph.parameters) if n not in cut]
         for index, tensor in enumerate(self.tensors):
             if tensor.storage in self.place:
-                whole, start = self.place[tensor.storage]
-                self.tensors[index] = dataclasses.replace(tensor, storage=whole, offset=tensor.offset + start)
+                unit_storage, start = self.place[tensor.storage]
+                self.tensors[index] = dataclasses.replace(tensor, storage=unit_storage, offset=tensor.offset + start)
         for storage in self.place:  # nothing lies there any more
             self.storages[storage] = dataclasses.replace(self.storages[storage], size_bytes=0, role=Role.WORKSPACE)
         graph = dataclasses.replace(
@@ -230,12 +230,12 @@ class _Sharder:
         owners: dict[int, str] = {}
         for parameter in self.graph.parameters:
             tensor, name = self.graph.tensors[parameter.tensor], parameter.names[0]
-            other = owners.setdefault(tensor.storage, name)
-            if other != name or not tensor.is_row_major or not tensor.spans(self.storages[tensor.storage].size_bytes):
-                where = f"memory shared with {other}" if other != name else f"strides {tensor.stride}"
+            owner = owners.setdefault(tensor.storage, name)
+            if owner != name or not tensor.is_row_major or not tensor.spans(self.storages[tensor.storage].size_bytes):
+                reason = f"memory shared with {owner}" if owner != name else f"strides {tensor.stride}"
                 raise ConfigError(
                     f"layout: expected parameters that lie in memory row by row, to be cut into shards, found {name} "
-                    f'with {where}; make it contiguous, or train replicas (layout="dp{self.layout.dp}")'
+                    f'with {reason}; make it contiguous, or train replicas (layout="dp{self.layout.dp}")'
                 )
 
     def _used(self) -> list[int]:
@@ -281,8 +281,8 @@ class _Sharder:
     def _stacked(self, numbers: Sequence[int]) -> _Members:
         """Lay matrices of one shape side by side, as many whole ones on each rank."""
         shape = self.graph.tensors[self.graph.parameters[numbers[0]].tensor].shape
-        each = -(-len(numbers) // self.ranks)
-        stack = shape if each == 1 else (each * prod(shape[:-2]), *shape[-2:])
+        matrices_per_rank = -(-len(numbers) // self.ranks)
+        stack = shape if matrices_per_rank == 1 else (matrices_per_rank * prod(shape[:-2]), *shape[-2:])
         return _Members(tuple(numbers), tuple(prod(shape) * place for place in range(len(numbers))), stack)
 
     def _runs(self) -> Iterator[list[int]]:
@@ -297,9 +297,9 @@ class _Sharder:
             kinds.setdefault((dtype, trained, *self._kind(parameter)), []).append(number)
         if self.layout.cuts_parameters:
             runs = [self._blocks(numbers) for numbers in kinds.values()]
-            largest = max((self._size_bytes(run) for each in runs for run in each), default=0)
-            for each in runs:
-                yield from self._joined(each, largest)
+            largest = max((self._size_bytes(run) for group in runs for run in group), default=0)
+            for group in runs:
+                yield from self._joined(group, largest)
         else:
             for numbers in kinds.values():
                 yield from self._by_bytes(numbers)
@@ -355,12 +355,12 @@ class _Sharder:
         """Make the storages of a unit, both lasting as yet; its parameters move into the whole."""
         dtype = self.graph.tensors[self.graph.parameters[members.numbers[0]].tensor].dtype
         size = members.shard_elements * DTYPE_BYTES[dtype]
-        whole = self._storage(name, size * self.ranks, Role.PARAMETER)
+        unsharded = self._storage(name, size * self.ranks, Role.PARAMETER)
         shard = self._flat(self._storage(f"{name}.shard", size, Role.PARAMETER), dtype, members.shard_elements)
         for number, start in zip(members.numbers, members.starts, strict=True):
-            self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = whole, start
+            self.place[self.graph.storage_of(self.graph.parameters[number].tensor)] = unsharded, start
         over = cast("str", dict(self.layout.across(*SHARDED))["over"])
-        return GatheredUnit(name, whole, shard, self.ranks, over, not self.layout.cuts_parameters)
+        return GatheredUnit(name, unsharded, shard, self.ranks, over, not self.layout.cuts_parameters)
 
     def _gradients(self, unit: GatheredUnit, members: _Members) -> int | None:
         """Copy the gradients of a unit side by side behind the last one's last write; None without gradients."""
@@ -477,19 +477,21 @@ class _Unsharder:
         order = sorted(self.units, key=lambda unit: first[unit.whole])
         starts = [first[unit.whole] for unit in order]
         for unit, start in zip(order, [0, *starts][: len(order)], strict=True):
-            made = self._add_gathered_tensor(unit)
-            self.before.setdefault(start, []).append(self._gathering(UNSHARD, unit, Phase.FORWARD, (made,), ()))
+            unsharded = self._add_gathered_tensor(unit)
+            self.before.setdefault(start, []).append(self._gathering(UNSHARD, unit, Phase.FORWARD, (unsharded,), ()))
 
     def _gather_back(self, unit: GatheredUnit) -> None:
         """Copy a rank's part of a whole out before its update, and gather it back behind what still reads the old."""
         step, shard = self.step, self.step.storage_of(unit.shard)
         updates = [i for i, op in enumerate(step.ops) if op.kind is OpKind.STEP and shard in step.op_writes[i]]
         readers = [i for i, reads in enumerate(step.op_reads) if unit.whole in reads]
-        whole = self._add_gathered_tensor(unit)
+        unsharded = self._add_gathered_tensor(unit)
         size = self.tensors[unit.shard].size_bytes
-        copy = _copy(OWN_SHARD, (Ref(whole),), self.layout.across(*SHARDED), (whole,), unit.shard, unit.name, size)
+        copy = _copy(
+            OWN_SHARD, (Ref(unsharded),), self.layout.across(*SHARDED), (unsharded,), unit.shard, unit.name, size
+        )
         self.before.setdefault(updates[0], []).append(dataclasses.replace(copy, phase=Phase.OPTIMIZER))
-        gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (whole,))
+        gather = self._gathering(GATHER_INTO, unit, Phase.OPTIMIZER, (), (unsharded,))
         self.after.setdefault(max(*updates, *readers), []).append(gather)
 
     def _add_gathered_tensor(self, unit: GatheredUnit) -> int:

@@ -189,8 +189,8 @@ def _attention(op: Op, tensors: Mapping[int, Tensor]) -> ShardingRule | None:
         queries = "queries" if asks and on_cpu and shape[2] == rows > 1 else None
         return ("b" if shape[0] > 1 else None, "h" if shape[1] > 1 else None, queries, *(None for _ in shape[3:]))
 
-    every = [*op.inputs, *op.outputs]
-    if any(len(tensors[t].shape) < 3 for t in every):
+    op_tensors = [*op.inputs, *op.outputs]
+    if any(len(tensors[t].shape) < 3 for t in op_tensors):
         return None
     return ShardingRule(
         {t: labels(t, asks=n not in keys) for n, t in enumerate(op.inputs)},

@@ -77,10 +77,10 @@ class Size:
             total = total + product
         if self.divisor == 1:
             return total
-        rest: Any = total % self.divisor
-        if rest.any() if hasattr(rest, "any") else rest:
-            given = ", ".join(f"{name}={values[name]}" for name in sorted(self.symbols))
-            raise ConfigError(f"expected sizes for which {self} is whole, got {given}; use even sizes")
+        remainder: Any = total % self.divisor
+        if remainder.any() if hasattr(remainder, "any") else remainder:
+            sizes = ", ".join(f"{name}={values[name]}" for name in sorted(self.symbols))
+            raise ConfigError(f"expected sizes for which {self} is whole, got {sizes}; use even sizes")
         return total // self.divisor
 
     def __str__(self) -> str:
@@ -102,11 +102,11 @@ class Power:
 
 
 def _sum(terms: Iterable[tuple[Monomial, int]], divisor: int = 1) -> Size:
-    found: dict[Monomial, int] = {}
+    coefficients: dict[Monomial, int] = {}
     for monomial, coefficient in terms:
-        found[monomial] = found.get(monomial, 0) + coefficient
-    common = gcd(divisor, *found.values())
-    return Size(tuple(sorted((m, c // common) for m, c in found.items() if c)), divisor // common)
+        coefficients[monomial] = coefficients.get(monomial, 0) + coefficient
+    common = gcd(divisor, *coefficients.values())
+    return Size(tuple(sorted((m, c // common) for m, c in coefficients.items() if c)), divisor // common)
 
 
 def _product(left: Monomial, right: Monomial) -> Monomial:

@@ -288,10 +288,10 @@ class Stack:
             if value not in DTYPE_BYTES and (value or key in _STORED):
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
         for key in self.in_situ:
-            architecture, dot, what = key.partition(".")
-            if architecture not in (*ARCHITECTURES, "cpu") or (dot and what not in FACTORS):
-                known = f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}"
-                raise ConfigError(f"stack {self.name}: in_situ has factors for {known}; got {key[:60]!r}")
+            architecture, dot, factor_name = key.partition(".")
+            if architecture not in (*ARCHITECTURES, "cpu") or (dot and factor_name not in FACTORS):
+                known_keys = f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}"
+                raise ConfigError(f"stack {self.name}: in_situ has factors for {known_keys}; got {key[:60]!r}")
         if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
             raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
         if type(self.moments) is not int or self.moments < 0:
@@ -335,11 +335,15 @@ class Stack:
             f"expert parallel ({self.dispatcher})": hidden.get("ep", 0.0),
             "sends of a pipeline": hidden.get("pp", 0.0),
         }
-        beside = [what if share == 1 else f"{share:.0%} of {what}" for what, share in shares.items() if share]
-        alone = [what for what, share in shares.items() if not share]
+        beside = [
+            communication if share == 1 else f"{share:.0%} of {communication}"
+            for communication, share in shares.items()
+            if share
+        ]
+        alone = [communication for communication, share in shares.items() if not share]
         if "sends of a pipeline" in alone:  # a rank with several chunks has another to compute
             alone[-1] += " with one chunk a rank"
         parts_texts = [
-            f"{what}: {', '.join(of)}" for what, of in (("beside computing", beside), ("waited for", alone)) if of
+            f"{heading}: {', '.join(of)}" for heading, of in (("beside computing", beside), ("waited for", alone)) if of
         ]
         return f"software stack {self.name} ({self.title}); {'; '.join(parts_texts)}"

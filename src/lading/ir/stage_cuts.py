@@ -74,7 +74,9 @@ class RankStep:
         the ranks between which they do have the same shards of them.
         """
         graph, alone = self.graph, {name for name, _, _ in (*self.sent, *self.received)}
-        reads, writes = ([*zip(self.rows, each, strict=True)] for each in (graph.op_reads, graph.op_writes))
+        reads, writes = (
+            [*zip(self.rows, storages_of, strict=True)] for storages_of in (graph.op_reads, graph.op_writes)
+        )
         stages = {storage: row.stage for row, touched in (*reads[::-1], *writes) for storage in touched}
         apart: dict[str, tuple[int, str]] = {}
         for parameter in graph.parameters:
@@ -121,8 +123,8 @@ def narrow_cuts(graph: StepGraph, stages: int, work: Sequence[float], sending: f
             f"layout: expected a model that can be cut into {stages} stages, found {len(places) + 1} parts; use fewer"
         )
     before = np.concatenate([[0.0], np.cumsum([work[i] for i in order])])
-    sent = np.array([0.0, *(sending * alive[at] for at in places), 0.0])
-    return tuple(order[at] for at in _even(before, places, sent, stages))
+    sent_s = np.array([0.0, *(sending * alive[at] for at in places), 0.0])
+    return tuple(order[at] for at in _even(before, places, sent_s, stages))
 
 
 def _alive_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
@@ -168,10 +170,10 @@ def _even(
     most[0] = np.inf  # a stage has at least one operation
     came: list[npt.NDArray[np.int64]] = []
     for _ in range(stages - 1):
-        each = np.maximum(most[None, :], (work + sent)[:, None] - work[None, :])
-        each[np.triu_indices(len(ends))] = np.inf
-        came.append(each.argmin(axis=1))
-        most = each.min(axis=1)
+        longest = np.maximum(most[None, :], (work + sent)[:, None] - work[None, :])
+        longest[np.triu_indices(len(ends))] = np.inf
+        came.append(longest.argmin(axis=1))
+        most = longest.min(axis=1)
     cuts, end = list[int](), len(ends) - 1
     for back in reversed(came):
         end = int(back[end])
@@ -183,15 +185,15 @@ def _free(graph: StepGraph) -> frozenset[int]:
     """Operations of forward and loss that need no parameter and nothing random: any rank can do them."""
     written = [s for op in graph.ops for s in {graph.storage_of(t) for t in op.mutates}]
     changed = frozenset(written)
-    known = {i for i, s in enumerate(graph.storages) if s.role in _EVERYWHERE and s.role is not Role.PARAMETER}
+    available = {i for i, s in enumerate(graph.storages) if s.role in _EVERYWHERE and s.role is not Role.PARAMETER}
     free: set[int] = set()
     for index, op in enumerate(graph.ops):
-        made = {graph.storage_of(t) for t in op.outputs}
-        if op.phase is Phase.BACKWARD or op.random or op.mutates or not made or not changed.isdisjoint(made):
+        outputs = {graph.storage_of(t) for t in op.outputs}
+        if op.phase is Phase.BACKWARD or op.random or op.mutates or not outputs or not changed.isdisjoint(outputs):
             continue
-        if known.issuperset(graph.op_reads[index]):
+        if available.issuperset(graph.op_reads[index]):
             free.add(index)
-            known |= made
+            available |= outputs
     return frozenset(free)
 
 
@@ -204,17 +206,20 @@ def stage_of_ops(graph: StepGraph, cuts: Sequence[int]) -> tuple[int, ...]:
         if op.phase is not Phase.BACKWARD and index not in free:
             stages[index] = bisect_right(cuts, index) if op.phase is Phase.FORWARD else last
             homes.setdefault(op.module, set()).add(stages[index])
-    made: dict[int, int] = {}
+    stage_of_storage: dict[int, int] = {}
     waiting: list[int] = []
     for index, op in enumerate(graph.ops):
         if op.phase is not Phase.BACKWARD:
             continue
-        home, above = homes.get(op.module, set[int]()), [made[s] for s in graph.op_reads[index] if s in made]
+        home, above = (
+            homes.get(op.module, set[int]()),
+            [stage_of_storage[s] for s in graph.op_reads[index] if s in stage_of_storage],
+        )
         if not above and len(home) != 1:
             waiting.append(index)
             continue
         stages[index] = min([*above, *(home if len(home) == 1 else ())])
-        made.update(dict.fromkeys(graph.op_writes[index], stages[index]))
+        stage_of_storage.update(dict.fromkeys(graph.op_writes[index], stages[index]))
     for index in reversed(waiting):
         writes = set(graph.op_writes[index])
         readers = (stages[i] for i in range(index + 1, len(graph.ops)) if not writes.isdisjoint(graph.op_reads[i]))
@@ -252,8 +257,8 @@ def with_copies(step: StepGraph, part: RankStep) -> StepGraph:
         if unit is not None and not unit.lasts:
             flat = unit.shard  # of which the other rank has the same one
         else:
-            whole = dataclasses.replace(tensor, shape=(prod(tensor.shape),), stride=(1,))
-            tensors.append(whole if unit else _flat_tensor(step, tensor.storage, {tensor.storage: tensor.storage}))
+            flattened = dataclasses.replace(tensor, shape=(prod(tensor.shape),), stride=(1,))
+            tensors.append(flattened if unit else _flat_tensor(step, tensor.storage, {tensor.storage: tensor.storage}))
             flat = len(tensors) - 1
         size, facts = tensors[flat].size_bytes, (("peer", peer), ("tag", tag), *part.across)
         beside = dataclasses.replace(step.ops[0], phase=Phase.OPTIMIZER, module=name.rpartition(".")[0])
@@ -313,20 +318,22 @@ class _StageCutter:
 
     def _rows(self) -> list[Row]:
         """Pass of each operation: of backward, the half that other stages wait for, or the other."""
-        graph, needed = self.graph, set[int]()
+        graph, needed_storages = self.graph, set[int]()
         maker = {s: self.stages[i] for i in range(len(graph.ops)) for s in graph.op_writes[i]}
         for index, stage in enumerate(self.stages):
-            needed.update(s for s in graph.op_reads[index] if stage >= 0 and maker.get(s, stage) not in (stage, -1))
+            needed_storages.update(
+                s for s in graph.op_reads[index] if stage >= 0 and maker.get(s, stage) not in (stage, -1)
+            )
         rows: list[Row] = []
         for index in reversed(range(len(graph.ops))):
             stage, phase = self.stages[index], graph.ops[index].phase
             if phase is not Phase.BACKWARD:
                 rows.append(Row(stage, Work.FORWARD))
-            elif needed.isdisjoint(graph.op_writes[index]):
+            elif needed_storages.isdisjoint(graph.op_writes[index]):
                 rows.append(Row(stage, Work.BACKWARD_WEIGHT))
             else:
                 rows.append(Row(stage, Work.BACKWARD_INPUT))
-                needed.update(graph.op_reads[index])
+                needed_storages.update(graph.op_reads[index])
         return rows[::-1]
 
     def _owners(self) -> dict[int, int]:
@@ -380,31 +387,31 @@ class _StageCutter:
     def _repeated(self, rank_ops: Sequence[int]) -> list[tuple[tuple[int, int], Row, Op]]:
         """Work without parameters that a rank does of itself, in the first pass that reads it."""
         graph = self.graph
-        needed: dict[int, Row] = {}
+        row_of_reader: dict[int, Row] = {}
         for index in reversed(rank_ops):
-            needed.update(dict.fromkeys(graph.op_reads[index], self.rows[index]))
+            row_of_reader.update(dict.fromkeys(graph.op_reads[index], self.rows[index]))
         repeated: list[tuple[tuple[int, int], Row, Op]] = []
         for index in reversed(range(len(graph.ops))):
-            made = [storage for storage in graph.op_writes[index] if storage in needed]
-            if self.stages[index] < 0 and made:
-                row = min((needed[storage] for storage in made), key=_arrival_key)
+            needed_writes = [storage for storage in graph.op_writes[index] if storage in row_of_reader]
+            if self.stages[index] < 0 and needed_writes:
+                row = min((row_of_reader[storage] for storage in needed_writes), key=_arrival_key)
                 repeated.append(((index, 1), row, graph.ops[index]))
                 for storage in graph.op_reads[index]:
-                    needed[storage] = min(row, needed.get(storage, row), key=_arrival_key)
+                    row_of_reader[storage] = min(row, row_of_reader.get(storage, row), key=_arrival_key)
         return repeated
 
     def _receive(self, storage: int, rank_ops: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
         readers = [index for index in rank_ops if storage in self.graph.op_reads[index]]
         first, row = readers[0], min((self.rows[index] for index in readers), key=_arrival_key)
         flat = self._flat(storage)
-        made = self._transfer(RECEIVE, storage, self.maker[storage], self.graph.ops[first])
-        return (first, 0), row, dataclasses.replace(made, outputs=(flat,), results=(flat,))
+        receive = self._transfer(RECEIVE, storage, self.maker[storage], self.graph.ops[first])
+        return (first, 0), row, dataclasses.replace(receive, outputs=(flat,), results=(flat,))
 
     def _send(self, storage: int, peer: int, rank_ops: Sequence[int]) -> tuple[tuple[int, int], Row, Op]:
         last = next(index for index in reversed(rank_ops) if storage in self.graph.op_writes[index])
         flat = self._flat(storage)
-        made = self._transfer(SEND, storage, peer, self.graph.ops[last])
-        return (last, 2), self.rows[last], dataclasses.replace(made, args=(Ref(flat),), inputs=(flat,), results=(None,))
+        send = self._transfer(SEND, storage, peer, self.graph.ops[last])
+        return (last, 2), self.rows[last], dataclasses.replace(send, args=(Ref(flat),), inputs=(flat,), results=(None,))
 
     def _transfer(self, name: str, storage: int, peer: int, beside: Op) -> Op:
         facts = (("peer", peer), ("tag", self.travelling[storage]), *self.across)

@@ -130,14 +130,14 @@ class _Sharer:
             for view, count in zip(views, counts, strict=True)
         ]
         self.storages.append(Storage(f"statistics {dtype}", sum(counts) * DTYPE_BYTES[dtype], Role.WORKSPACE))
-        whole = self._tensor(Tensor(len(self.storages) - 1, dtype, (sum(counts),), (1,)))
-        side_by_side = self._op("aten.cat.default", self.last, tuple(flats), (whole,), ())
+        joined = self._tensor(Tensor(len(self.storages) - 1, dtype, (sum(counts),), (1,)))
+        side_by_side = self._op("aten.cat.default", self.last, tuple(flats), (joined,), ())
         ops = [dataclasses.replace(side_by_side, args=(tuple(map(Ref, flats)),), kwargs=())]
-        phase, size = self.step.ops[self.last].phase, self.tensors[whole].size_bytes
-        ops.append(reduction(ALL_REDUCE_SUM, self.across, (whole, size), phase=phase, module="running statistics"))
+        phase, size = self.step.ops[self.last].phase, self.tensors[joined].size_bytes
+        ops.append(reduction(ALL_REDUCE_SUM, self.across, (joined, size), phase=phase, module="running statistics"))
         start = 0
         for buffer, view, count in zip(buffers, views, counts, strict=True):
-            sums = self._tensor(dataclasses.replace(view, storage=self.tensors[whole].storage, offset=start))
+            sums = self._tensor(dataclasses.replace(view, storage=self.tensors[joined].storage, offset=start))
             back = self._op("aten.copy_.default", self.last, (buffer, sums), (), (buffer,))
             ops.append(dataclasses.replace(back, kwargs=()))
             start += count

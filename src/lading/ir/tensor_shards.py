@@ -127,7 +127,7 @@ def local_view(tensor: Tensor, parts: Parts, ranks: int) -> tuple[Tensor, Split]
             stride[dim] = step // ranks  # a dim that counts the parts
         else:
             lengths = _lengths(length, step, parts, number, inside)
-            if lengths is None or any(each % ranks for each in lengths):
+            if lengths is None or any(piece_length % ranks for piece_length in lengths):
                 return None
             split, shape[dim] = Split(dim, lengths), length // ranks
     if split is None or reach >= stride[split.dim]:
@@ -207,8 +207,8 @@ class _Partitioner:
                 "found none; leave cp out"
             )
         parameters = tuple(map(self._parameter, self.graph.parameters))
-        for tensor, whole in self.whole.items():
-            self._localize(tensor, whole)
+        for tensor, full_tensor in self.whole.items():
+            self._localize(tensor, full_tensor)
         graph = dataclasses.replace(
             self.writer.written(self.graph),
             parameters=parameters,
@@ -234,11 +234,11 @@ class _Partitioner:
             return self._mean_of_rows(op, strategy)
         if strategy.label == "queries":
             op = self._attending(op)
-        moved = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
+        local = {tensor: self._as(tensor, parts, op) for tensor, parts in strategy.inputs.items()}
         for tensor, parts in zip(op.outputs, strategy.outputs, strict=True):
-            moved[tensor] = self._record_version(tensor, parts)
-        moved |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in moved}
-        self.writer.ops.append(self._sized(rename_op(op, moved), op, strategy))
+            local[tensor] = self._record_version(tensor, parts)
+        local |= {t: t for t in (*op.inputs, *op.results, *op.mutates) if t is not None and t not in local}
+        self.writer.ops.append(self._sized(rename_op(op, local), op, strategy))
         for tensor in op.mutates:  # all other versions are of the past
             storage = self.whole[tensor].storage
             self.versions[storage] = {WHOLE: self.versions[storage][WHOLE]}
@@ -270,8 +270,8 @@ class _Partitioner:
     def _joined(self, op: Op) -> _Strategy | None:
         """Lay side by side what is cut along the dim in which it is joined: each operand is one or more parts."""
         out = self.whole[op.outputs[0]]
-        pieces, *rest = op.args
-        dim = cast("int", rest[0] if rest else 0) % len(out.shape)
+        pieces, *dim_args = op.args
+        dim = cast("int", dim_args[0] if dim_args else 0) % len(out.shape)
         inputs: dict[int, Parts] = {}
         lengths: list[int] = []
         for tensor in refs(pieces):
@@ -288,29 +288,29 @@ class _Partitioner:
 
     def _are_sums(self, op: Op) -> bool:
         """Whether all operands are sums of what the ranks have, and as large as the result."""
-        alike = all(self.whole[t].shape == self.whole[op.outputs[0]].shape for t in op.inputs)
-        tensors = alike and all(isinstance(arg, Ref) for arg in op.args)
+        are_alike = all(self.whole[t].shape == self.whole[op.outputs[0]].shape for t in op.inputs)
+        tensors = are_alike and all(isinstance(arg, Ref) for arg in op.args)
         return tensors and all({*self.versions[self.whole[t].storage]} == {SUMMED} for t in op.inputs)
 
     def _candidates(self, op: Op, rule: ShardingRule) -> Iterator[_Candidate]:
         """Yield what an operation may be cut along: as an operand is, or a gradient is to be; a matrix as it can be."""
-        known: list[_Candidate] = []
+        candidates: list[_Candidate] = []
         for tensor in op.inputs:
             storage = self.whole[tensor].storage
-            each = [parts for parts in self.versions[storage] if parts not in (WHOLE, SUMMED)]
+            part_versions = [parts for parts in self.versions[storage] if parts not in (WHOLE, SUMMED)]
             if (op.kind is not OpKind.MATMUL or self.axis == "cp") and storage in self.preferred:
-                each.append(self.preferred[storage])
-            for parts in each:
-                known += self._label(tensor, parts, rule.inputs[tensor])
+                part_versions.append(self.preferred[storage])
+            for parts in part_versions:
+                candidates += self._label(tensor, parts, rule.inputs[tensor])
         for tensor, labels in zip(op.outputs, rule.outputs, strict=True):
             storage = self.whole[tensor].storage
             if parts := self.wanted.get(storage, self.preferred.get(storage)):
-                known += self._label(tensor, parts, labels)
-        yield from known
+                candidates += self._label(tensor, parts, labels)
+        yield from candidates
         for tensor in op.inputs:
             storage = self.whole[tensor].storage
             if storage in self.matrices and not self.versions[storage]:
-                yield from self._of_matrix(op, rule, tensor, {label for label, *_ in known})
+                yield from self._of_matrix(op, rule, tensor, {label for label, *_ in candidates})
 
     def _of_matrix(self, op: Op, rule: ShardingRule, tensor: int, known: set[str]) -> Iterator[_Candidate]:
         """Yield how a matrix of parameters can be cut that is used for the first time."""
@@ -375,7 +375,7 @@ class _Partitioner:
             if lengths != (length,):
                 return None
             lengths = (view.shape[dim],)
-        if not view.stride[dim] or any(each % self.ranks for each in lengths):
+        if not view.stride[dim] or any(piece_length % self.ranks for piece_length in lengths):
             return None
         split = Split(dim, lengths)
         new = _parts(view, split)
@@ -416,9 +416,9 @@ class _Partitioner:
                 cost += 0 if want == WHOLE else size * _COPY_COST / self.ranks
         for tensor, parts in zip(op.outputs, option.outputs, strict=True):
             size = self.whole[tensor].touched_bytes
-            wanted = self.wanted.get(self.whole[tensor].storage, self.preferred.get(self.whole[tensor].storage))
+            wanted_parts = self.wanted.get(self.whole[tensor].storage, self.preferred.get(self.whole[tensor].storage))
             cost += 2 * size if parts == SUMMED else 0
-            cost += size if wanted is not None and parts == WHOLE else 0
+            cost += size if wanted_parts is not None and parts == WHOLE else 0
         return cost
 
     def _check_matrix(self, op: Op, rule: ShardingRule) -> None:
@@ -504,9 +504,9 @@ class _Partitioner:
     def _summed(self, storage: int, dtype: str, op: Op) -> int:
         """Sum what ranks have of a storage."""
         source, count = self._flat(self.versions[storage][SUMMED], dtype)
-        made = self.writer.version(storage, "summed", dtype, count)
-        self.writer.add(SUM, (source,), (self.writer.row(made, dtype),), op, OpKind.COLLECTIVE)
-        return made
+        summed = self.writer.version(storage, "summed", dtype, count)
+        self.writer.add(SUM, (source,), (self.writer.row(summed, dtype),), op, OpKind.COLLECTIVE)
+        return summed
 
     def _gathered(self, storage: int, dtype: str, op: Op) -> int:
         """Gather the runs of all ranks, and lay them in order."""
@@ -520,32 +520,35 @@ class _Partitioner:
         pieces: list[int] = []
         start = 0
         for part in parts:
-            each = part // self.ranks
+            columns = part // self.ranks
             for rank in range(self.ranks):
-                view = Tensor(buffer, dtype, (count // local, each), (local, 1), rank * count + start)
+                view = Tensor(buffer, dtype, (count // local, columns), (local, 1), rank * count + start)
                 pieces.append(self.writer.tensor(view))
-            start += each
-        made = self.writer.version(storage, "whole", dtype, count * self.ranks)
-        whole = self.writer.view(made, dtype, (count // local, sum(parts)))
-        self.writer.cat(tuple(pieces), 1, whole, op)
-        return made
+            start += columns
+        gathered = self.writer.version(storage, "whole", dtype, count * self.ranks)
+        gathered_view = self.writer.view(gathered, dtype, (count // local, sum(parts)))
+        self.writer.cat(tuple(pieces), 1, gathered_view, op)
+        return gathered
 
     def _scattered(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Sum what ranks have of a storage, of which each keeps its runs."""
         source, count = self._flat(self.versions[storage][SUMMED], dtype)
         period = sum(parts)
         if count > period:
-            each = period // self.ranks
-            views = [Tensor(self.versions[storage][SUMMED], dtype, (count // period, each), (period, 1), rank * each)
-                     for rank in range(self.ranks)]  # fmt: skip
+            columns = period // self.ranks
+            summed = self.versions[storage][SUMMED]
+            views = [
+                Tensor(summed, dtype, (count // period, columns), (period, 1), rank * columns)
+                for rank in range(self.ranks)
+            ]
             pieces = tuple(map(self.writer.tensor, views))
             buffer = self.writer.version(storage, "by rank", dtype, count)
-            whole = self.writer.view(buffer, dtype, (count // each, each))
-            self.writer.cat(pieces, 0, whole, op)
+            buffer_view = self.writer.view(buffer, dtype, (count // columns, columns))
+            self.writer.cat(pieces, 0, buffer_view, op)
             source = self.writer.row(buffer, dtype)
-        made = self.writer.version(storage, "shard", dtype, count // self.ranks)
-        self.writer.add(SCATTER_SUM, (source,), (self.writer.row(made, dtype),), op, OpKind.COLLECTIVE)
-        return made
+        shard = self.writer.version(storage, "shard", dtype, count // self.ranks)
+        self.writer.add(SCATTER_SUM, (source,), (self.writer.row(shard, dtype),), op, OpKind.COLLECTIVE)
+        return shard
 
     def _copy_own_runs(self, storage: int, dtype: str, parts: Parts, op: Op) -> int:
         """Copy a rank's own runs out of what is whole."""
@@ -553,10 +556,10 @@ class _Partitioner:
         period = sum(parts)
         count = self.writer.storages[whole_storage].size_bytes // DTYPE_BYTES[dtype]
         source = self.writer.view(whole_storage, dtype, (count // period, period))
-        made = self.writer.version(storage, "shard", dtype, count // self.ranks)
-        out = self.writer.view(made, dtype, (count // period, period // self.ranks))
+        shard = self.writer.version(storage, "shard", dtype, count // self.ranks)
+        out = self.writer.view(shard, dtype, (count // period, period // self.ranks))
         self.writer.add(OWN_RUNS, (source,), (out,), op, OpKind.COPY, (Ref(source), parts))
-        return made
+        return shard
 
     def _record_version(self, tensor: int, parts: Parts) -> int:
         """Note what an operation makes of a storage."""
@@ -596,8 +599,8 @@ class _Partitioner:
         """Mask that a rank adds for its rows, of so many, where a query attends to no later key."""
         key = rows, columns, dtype
         if key not in self.masks:
-            each = rows // self.ranks
-            mask = self.masks[key] = self.writer.fresh("causal mask", dtype, (each, columns))
+            local_rows = rows // self.ranks
+            mask = self.masks[key] = self.writer.fresh("causal mask", dtype, (local_rows, columns))
             self.writer.add(CAUSAL_ROWS, (), (mask,), op, OpKind.COPY)
         return self.masks[key]
 
@@ -615,13 +618,13 @@ class _Partitioner:
         self.writer.ops.append(self._sized(summed, op, strategy))
         total = self._record_version(op.outputs[1], WHOLE)
         self._all_reduce(local[1], self.whole[op.outputs[1]].storage, weight.dtype, op)
-        made = self._record_version(op.outputs[0], WHOLE)
+        mean = self._record_version(op.outputs[0], WHOLE)
         if op.args[3] == _SUM_OF_LOSSES:
             return self._all_reduce(local[0], loss.storage, loss.dtype, op)
         losses = self.writer.storage("losses of all ranks", loss.dtype, 1)
         self._all_reduce(local[0], losses, loss.dtype, op)
         parts = self.writer.view(losses, loss.dtype, ()), total
-        return self.writer.add("aten.div.Tensor", parts, (made,), op, OpKind.ELEMENTWISE)
+        return self.writer.add("aten.div.Tensor", parts, (mean,), op, OpKind.ELEMENTWISE)
 
     def _all_reduce(self, source: int, target: int, dtype: str, op: Op) -> None:
         views = self.writer.view(source, dtype, (1,)), self.writer.view(target, dtype, (1,))
@@ -676,10 +679,12 @@ class _Partitioner:
         local, word_mask = self._own_words(index, gradient, out.shape[0] // self.ranks, op)
         masked = self.writer.fresh("gradient of own words", view.dtype, view.shape)
         self._masked(source, word_mask, masked, op)
-        made = self._record_version(op.outputs[0], strategy.outputs[0])
+        local_gradient = self._record_version(op.outputs[0], strategy.outputs[0])
         args = (Ref(masked), Ref(local), out.shape[0] // self.ranks, *op.args[3:])
         self.writer.ops.append(
-            dataclasses.replace(op, args=args, inputs=(masked, local), outputs=(made,), results=(made,))
+            dataclasses.replace(
+                op, args=args, inputs=(masked, local), outputs=(local_gradient,), results=(local_gradient,)
+            )
         )
 
     def _masked(self, source: int, mask: int, out: int, op: Op) -> None:
@@ -712,9 +717,9 @@ class _Partitioner:
             if self.axis == "cp" and self._is_sum(parameter.gradient):
                 want = SUMMED  # the step's gradients are reduced instead, in units or buckets
                 self.terms[parameter.tensor] = self.ranks
-            made = self._as(parameter.gradient, want, op)
-            self.gradients[parameter.tensor] = made
-            storage = self.writer.tensors[made].storage
+            gradient = self._as(parameter.gradient, want, op)
+            self.gradients[parameter.tensor] = gradient
+            storage = self.writer.tensors[gradient].storage
             self.writer.storages[storage] = dataclasses.replace(self.writer.storages[storage], role=Role.GRADIENT)
         for loss in self.graph.losses:
             if any(self.whole[t].storage == self.whole[loss].storage for t in op.outputs):

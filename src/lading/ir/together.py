@@ -33,27 +33,27 @@ def number_alike(steps: Sequence[StepGraph]) -> tuple[StepGraph, ...]:
 
 def one_after_another(steps: Sequence[StepGraph]) -> StepGraph:
     """Graph of the operations of all steps, from ``together``, for what is measured of all of them in one process."""
-    every = steps[0]
+    joined = steps[0]
     for step in steps[1:]:
-        again = numbered_as(every, step)
-        every = dataclasses.replace(again, ops=(*every.ops, *again.ops))
-    return every
+        renumbered = numbered_as(joined, step)
+        joined = dataclasses.replace(renumbered, ops=(*joined.ops, *renumbered.ops))
+    return joined
 
 
 def with_states(step: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
     """Copy of a step that has, unused, the optimizer states that other steps have and it has not."""
     storages, tensors, states = list(step.storages), list(step.tensors), list(step.states)
-    known = {state.name for state in states}
-    for other in others:
-        for state in other.states:
-            if state.name in known:
+    state_names = {state.name for state in states}
+    for graph in others:
+        for state in graph.states:
+            if state.name in state_names:
                 continue
-            known.add(state.name)
+            state_names.add(state.name)
             parts = tuple(range(len(tensors), len(tensors) + len(state.parts)))
             for tensor in state.parts:
-                view = other.tensors[tensor]
+                view = graph.tensors[tensor]
                 tensors.append(dataclasses.replace(view, storage=len(storages)))
-                storages.append(other.storages[view.storage])
+                storages.append(graph.storages[view.storage])
             states.append(State(state.name, state.dtype, state.shape, parts))
     if len(states) == len(step.states):
         return step
@@ -77,23 +77,23 @@ def numbered_as(first: StepGraph, step: StepGraph) -> StepGraph:
         )
     storages, numbers = list(first.storages), list[int]()
     for storage in step.storages:
-        known = lasting.get(storage.name) if storage.role in _LASTING else None
-        known = constants.get(storage.data) if storage.role is Role.CONSTANT else known
-        if known is None:
-            known = len(storages)
+        number = lasting.get(storage.name) if storage.role in _LASTING else None
+        number = constants.get(storage.data) if storage.role is Role.CONSTANT else number
+        if number is None:
+            number = len(storages)
             storages.append(storage)
-        elif storages[known].size_bytes != storage.size_bytes:
+        elif storages[number].size_bytes != storage.size_bytes:
             raise ConfigError(
-                f"others: expected captures of one model, found {storage.name!r} of {storages[known].size_bytes} bytes "
-                f"in one and of {storage.size_bytes} in another"
+                f"others: expected captures of one model, found {storage.name!r} of {storages[number].size_bytes} "
+                f"bytes in one and of {storage.size_bytes} in another"
             )
-        numbers.append(known)
+        numbers.append(number)
     names = {tensor: len(first.tensors) + tensor for tensor in range(len(step.tensors))}
-    moved = (dataclasses.replace(tensor, storage=numbers[tensor.storage]) for tensor in step.tensors)
+    tensors_of_step = (dataclasses.replace(tensor, storage=numbers[tensor.storage]) for tensor in step.tensors)
     return dataclasses.replace(
         step,
         storages=tuple(storages),
-        tensors=(*first.tensors, *moved),
+        tensors=(*first.tensors, *tensors_of_step),
         ops=tuple(rename_op(op, names) for op in step.ops),
         parameters=tuple(
             dataclasses.replace(p, tensor=names[p.tensor], gradient=None if p.gradient is None else names[p.gradient])

@@ -85,11 +85,13 @@ class MatrixStack:
         if len(self.value.shape) == 2:
             yield 0, self
             return
-        each = min(count, max(1, -(-most_elements // (rows * columns))))
-        for start in range(0, count, each):
+        matrices_per_part = min(count, max(1, -(-most_elements // (rows * columns))))
+        for start in range(0, count, matrices_per_part):
             cut = [
                 dataclasses.replace(
-                    t, shape=(min(each, count - start), rows, columns), offset=t.offset + start * t.stride[0]
+                    t,
+                    shape=(min(matrices_per_part, count - start), rows, columns),
+                    offset=t.offset + start * t.stride[0],
                 )
                 for t in (self.value, self.gradient)
             ]
@@ -134,19 +136,19 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
     args = (tensors.param, tensors.grad, *tensors.states, *counting)
     named = {"master": tensors.master, "coefficient": tensors.coefficient}
     extra = {key: tensor for key, tensor in named.items() if tensor is not None}
-    moved = (tensors.param, *tensors.states, *((tensors.master,) if tensors.master is not None else ()))
+    updated = (tensors.param, *tensors.states, *((tensors.master,) if tensors.master is not None else ()))
     later: tuple[tuple[str, Arg], ...] = (("first", False),) if counting and not tensors.first else ()
     settings: Arg = tuple((field.name, getattr(rule, field.name)) for field in dataclasses.fields(rule))
-    made = () if tensors.workspace is None else (tensors.workspace,)
+    outputs = () if tensors.workspace is None else (tensors.workspace,)
     return Op(
         name=PREFIX + matrices.rule,
         phase=Phase.OPTIMIZER,
         args=tuple(map(Ref, args)),
         kwargs=(*((key, Ref(tensor)) for key, tensor in extra.items()), *later, ("settings", settings)),
         inputs=(*args, *extra.values()),
-        outputs=made,
-        results=made or (None,),
-        mutates=(*moved, *(counting if tensors.first else ())),
+        outputs=outputs,
+        results=outputs or (None,),
+        mutates=(*updated, *(counting if tensors.first else ())),
         module=module,
         kind=OpKind.STEP,
         flops=int(count * rule.work(rows, columns).flops),

@@ -36,11 +36,11 @@ def with_weight_pieces(graph: StepGraph, piece_bytes: int) -> StepGraph:
         return graph
     storages, runs = list(graph.storages), dict[int, tuple[int, ...]]()
     for storage, starts in cuts.items():
-        whole = storages[storage]
+        uncut = storages[storage]
         run = (storage, *range(len(storages), len(storages) + len(starts) - 2))
-        storages += [whole] * (len(run) - 1)
+        storages += [uncut] * (len(run) - 1)
         for piece, (first, end) in zip(run, pairwise(starts), strict=True):
-            storages[piece] = Storage(f"{whole.name}[{first}:{end}]", end - first, whole.role)
+            storages[piece] = Storage(f"{uncut.name}[{first}:{end}]", end - first, uncut.role)
         runs[storage] = run
     tensors = tuple(_in_piece(t, cuts[t.storage], runs[t.storage]) if t.storage in cuts else t for t in graph.tensors)
     return dataclasses.replace(graph, storages=tuple(storages), tensors=tensors, runs=tuple(runs.values()))
@@ -48,11 +48,13 @@ def with_weight_pieces(graph: StepGraph, piece_bytes: int) -> StepGraph:
 
 def _cuts(graph: StepGraph, piece_bytes: int) -> dict[int, tuple[int, ...]]:
     """Bytes at which the pieces of each parameter begin and the last one ends, by storage; of two pieces or more."""
-    whole = {graph.storage_of(p.tensor): graph.tensors[p.tensor] for p in graph.parameters if p.placement is None}
+    parameter_tensors = {
+        graph.storage_of(p.tensor): graph.tensors[p.tensor] for p in graph.parameters if p.placement is None
+    }
     others = {graph.storage_of(t) for op in graph.ops if op.kind is not OpKind.STEP for t in (*op.outputs, *op.mutates)}
     large = {
         storage
-        for storage, tensor in whole.items()
+        for storage, tensor in parameter_tensors.items()
         if storage not in others
         and graph.storages[storage].size_bytes >= 2 * piece_bytes
         and tensor.is_row_major

@@ -95,8 +95,8 @@ def _check_repeated(settings: Mapping[str, Any]) -> None:
             _check_repeated(value)
         for pattern, most in _REPEATED:
             if pattern.search(key):
-                for each in value if isinstance(value, list) else (value,):
-                    check_repeated(key, each, most)
+                for item in value if isinstance(value, list) else (value,):
+                    check_repeated(key, item, most)
 
 
 def _check_kernels(settings: object) -> None:
@@ -153,18 +153,18 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
     named = _architecture(model, config)
     table = _classes(task) if task != "own" else {}
     name = named if named in table.values() or task == "own" else table.get(config.model_type, "")
-    made = _class_of(name if isinstance(name, str) else name[0])
-    if made is None:
+    model_class = _class_of(name if isinstance(name, str) else name[0])
+    if model_class is None:
         raise ConfigError(f"model.task {task!r}: transformers has no such model of type {config.model_type!r}")
     config.dtype = dtype
     try:
-        return made(config).train()
+        return model_class(config).train()
     except CaptureError as error:
         raise CaptureError(f"model.name {model.name!r}: {error}") from error
     except Exception as error:  # what a constructor says of sizes that do not go together
         raise ConfigError(
-            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {one_line_message(error)}; "
-            "mend its config.json, or model.sizes"
+            f"model.name {model.name!r}: transformers cannot build a {model_class.__name__} of it: "
+            f"{one_line_message(error)}; mend its config.json, or model.sizes"
         ) from error
 
 
@@ -192,19 +192,19 @@ def load_weights(
     """
     files, names = WeightFiles(Path(folder or model.weights)), tied_names(module)
     matched, strangers = _matched(files, module)
-    wanted = {names[name][0]: tensor for name, tensor in module.state_dict().items()}
+    targets = {names[name][0]: tensor for name, tensor in module.state_dict().items()}
     ties: dict[str, str] = {}  # first name -> the name under which its value was found
     misshapen: list[str] = []
 
     def fits(target: str, shape: tuple[int, ...]) -> bool:
-        expected = tuple(wanted[names[target][0]].shape)
+        expected = tuple(targets[names[target][0]].shape)
         if shape != expected:
             misshapen.append(f"{target} (expected {expected}, found {shape})")
         return not misshapen
 
     for first, (mapping, keys) in matched.items():
         name = names[first][0]
-        numbers = _as_it_lies(files, first, mapping, keys, wanted[name].dtype)
+        numbers = _as_it_lies(files, first, mapping, keys, targets[name].dtype)
         if fill is not None and numbers is not None:
             if fits(first, numbers.shape):
                 _check_tie(ties, name, first, numbers, matched, files)
@@ -214,8 +214,8 @@ def load_weights(
             name = names[target][0]
             if fits(target, tuple(value.shape)):
                 _check_tie(ties, name, target, value, matched, files)
-                sink(name, value.to(wanted[name].dtype))
-    missing = sorted(wanted.keys() - ties.keys()) if not misshapen else []
+                sink(name, value.to(targets[name].dtype))
+    missing = sorted(targets.keys() - ties.keys()) if not misshapen else []
     if not model.new_head or misshapen or not ties:
         _check(model, strangers, misshapen, missing)
     return missing
@@ -277,8 +277,12 @@ def _architecture(model: ModelConfig, config: Any) -> str:
 
 def _class_of(name: str) -> Any:
     """Class of models that transformers has by that name; None if there is none."""
-    made = getattr(_transformers(), name, None) if name.isidentifier() else None
-    return made if isinstance(made, type) and issubclass(made, _transformers().PreTrainedModel) else None
+    model_class = getattr(_transformers(), name, None) if name.isidentifier() else None
+    return (
+        model_class
+        if isinstance(model_class, type) and issubclass(model_class, _transformers().PreTrainedModel)
+        else None
+    )
 
 
 #: Keys of the files that a parameter is made of, by the pattern of transformers' conversion that they match.
@@ -291,7 +295,7 @@ def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, _Key
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     saved = module.state_dict()
-    known = {**saved, **dict(module.named_buffers())}  # some buffers are computed and not saved
+    known_tensors = {**saved, **dict(module.named_buffers())}  # some buffers are computed and not saved
     rules = get_model_conversion_mapping(module)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -300,7 +304,7 @@ def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, _Key
     matched: dict[str, tuple[Any, _Keys]] = {}
     strangers: list[str] = []
     for key in sorted(files.names(), key=_natural):
-        target, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, known)
+        target, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, known_tensors)
         if target not in saved and key in saved:
             target, pattern = key, None
         if target in saved:
@@ -308,7 +312,7 @@ def _matched(files: WeightFiles, module: Any) -> tuple[dict[str, tuple[Any, _Key
             mapping, keys = matched.setdefault(target, (made_of, {}))
             keys.setdefault(pattern or key, []).append(key)
             mapping.add_tensor(target, key, pattern or key, partial(files.read, key))
-        elif target not in known and not any(re.search(rule, target) for rule in ignored):
+        elif target not in known_tensors and not any(re.search(rule, target) for rule in ignored):
             strangers.append(key)
     return matched, strangers
 
@@ -333,14 +337,14 @@ def _as_it_lies(
 def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]:
     """Make the values of the parameters that a mapping makes, reading its tensors now."""
     try:
-        made = mapping.convert(first, model=module, config=module.config)
+        converted = mapping.convert(first, model=module, config=module.config)
     except LadingError:
         raise
     except Exception as error:  # tensors of shapes that do not go together
         raise ConfigError(
             f"model.name: cannot make {first} of the tensors in the files: {one_line_message(error)}"
         ) from error
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
@@ -373,8 +377,8 @@ def _check_tie(
     if isinstance(value, torch.Tensor):
         is_same = torch.equal(files.read(key), value)
     else:
-        other = _as_it_lies(files, before, *matched[before], value.dtype) if before in matched else None
-        is_same = equal_numbers(value, other or FileTensor(files, key, (value.dtype,)))
+        tied_tensor = _as_it_lies(files, before, *matched[before], value.dtype) if before in matched else None
+        is_same = equal_numbers(value, tied_tensor or FileTensor(files, key, (value.dtype,)))
     if not is_same:
         raise ConfigError(
             f"{files.folder}: {before!r} and {target!r} are one parameter in config.json and differ in the files; "
@@ -393,7 +397,7 @@ def check_found(what: str, strangers: list[str], misshapen: list[str], missing: 
         ConfigError: there are strangers, or tensors are missing or of another shape.
     """
     wrong = {"of another shape": misshapen, "missing": missing, "not expected": strangers}
-    texts = [f"{how}: {', '.join(names[:3])}{_count_of_unlisted(names)}" for how, names in wrong.items() if names]
+    texts = [f"{fault}: {', '.join(names[:3])}{_count_of_unlisted(names)}" for fault, names in wrong.items() if names]
     if texts:
         raise ConfigError(f"{what}, found {'; '.join(texts)}; {advice}")
 

@@ -27,8 +27,8 @@ def next_byte_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch
     """
     tokens = batch.get("tokens")
     if tokens is None or tokens.dim() != 2 or tokens.shape[1] < 2:
-        got = sorted(batch) if tokens is None else tuple(tokens.shape)
-        raise ConfigError(f"expected a batch with 'tokens' of shape (batch, tokens + 1), got {got}")
+        actual = sorted(batch) if tokens is None else tuple(tokens.shape)
+        raise ConfigError(f"expected a batch with 'tokens' of shape (batch, tokens + 1), got {actual}")
     logits_BTV = model(tokens[:, :-1])
     if logits_BTV.dtype in (torch.bfloat16, torch.float16):
         logits_BTV = logits_BTV.float()

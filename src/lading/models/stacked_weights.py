@@ -40,17 +40,17 @@ def in_order(converter: Any, keys: Mapping[str, Sequence[str]], where: Path, tar
     columns = [keys[pattern] for pattern in converter.source_patterns if pattern in keys]
     longest = max(columns, key=len)
     parts = zip(*(key.split(".") for key in longest), strict=False)
-    at = next((place for place, each in enumerate(parts) if len({*each}) > 1), 0)  # where the number stands
+    at = next((place for place, column in enumerate(parts) if len({*column}) > 1), 0)  # where the number stands
     for column in columns:
         for number in range(len(longest)) if len(longest) > 1 else ():
-            found = column[number] if number < len(column) else "none"
-            if found.split(".")[at : at + 1] != [str(number)]:
+            key_at = column[number] if number < len(column) else "none"
+            if key_at.split(".")[at : at + 1] != [str(number)]:
                 raise ConfigError(
                     f"{where}: expected the tensors that are stacked to {target} to be numbered 0 to "
-                    f"{len(longest) - 1}, found {found} in the place of number {number} of {column[0]}; download "
+                    f"{len(longest) - 1}, found {key_at} in the place of number {number} of {column[0]}; download "
                     "the files again"
                 )
-    return [key for each in zip(*columns, strict=True) for key in each]
+    return [key for row in zip(*columns, strict=True) for key in row]
 
 
 class SavedNames:
@@ -72,7 +72,7 @@ class SavedNames:
         renamings, converters = self._back
         renamed, pattern = apply_converters(name, [back for back, _ in converters])
         if pattern is None:
-            names, each = [apply_renamings(name, renamings)], shape
+            names, part_shape = [apply_renamings(name, renamings)], shape
         else:
             back, forward = next(pair for pair in converters if pattern in pair[0].source_patterns)
             if not is_stack(forward) or shape[1] % len(back.target_patterns):
@@ -83,8 +83,8 @@ class SavedNames:
                 for number in range(shape[0])
                 for target in back.target_patterns
             ]
-            each = (shape[1] // len(back.target_patterns), *shape[2:])
-        return (names, each) if all(self._read_as(key) == name for key in names) else ([name], shape)
+            part_shape = (shape[1] // len(back.target_patterns), *shape[2:])
+        return (names, part_shape) if all(self._read_as(key) == name for key in names) else ([name], shape)
 
     @cached_property
     def _forward(self) -> list[Any]:

@@ -83,20 +83,20 @@ def check_same_model(twin: Twin, found: Any, where: Path) -> None:
     from transformers import AutoConfig
 
     kind, expected = found.model_type, AutoConfig.for_model(**twin.config).to_dict()
-    given = {**found.to_dict(), "model_type": kind}
-    for each in (expected, given):
-        if "n_embd" in each and each.get("n_inner") is None:
-            each["n_inner"] = 4 * each["n_embd"]
-        if each.get("head_dim") is None and "num_attention_heads" in each:
-            each["head_dim"] = each["hidden_size"] // each["num_attention_heads"]
-    for key in ("model_type", *sorted(expected.keys() | given.keys())):
-        want, got = expected.get(key), given.get(key)
-        is_longer = key == "max_position_embeddings" and isinstance(got, int) and got >= twin.config[key]
-        if got == want or is_longer or _NOT_COMPUTED.match(key):
+    found_config = {**found.to_dict(), "model_type": kind}
+    for config in (expected, found_config):
+        if "n_embd" in config and config.get("n_inner") is None:
+            config["n_inner"] = 4 * config["n_embd"]
+        if config.get("head_dim") is None and "num_attention_heads" in config:
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    for key in ("model_type", *sorted(expected.keys() | found_config.keys())):
+        want, actual = expected.get(key), found_config.get(key)
+        is_longer = key == "max_position_embeddings" and isinstance(actual, int) and actual >= twin.config[key]
+        if actual == want or is_longer or _NOT_COMPUTED.match(key):
             continue
         raise ConfigError(
-            f"{where}: expected {key} {want!r}, as the run's model computes, found {got!r}; set model.sizes alike if "
-            "it is one of them, or name the folder itself as model.name: its own class is trained then"
+            f"{where}: expected {key} {want!r}, as the run's model computes, found {actual!r}; set model.sizes "
+            "alike if it is one of them, or name the folder itself as model.name: its own class is trained then"
         )
 
 
@@ -222,13 +222,13 @@ def _keys_of(module: nn.Module, twin: Twin | None, files: WeightFiles) -> dict[s
     groups, present = tied_names(module), set(files.names())
     keys: dict[str, list[str]] = {}
     for name in module.state_dict():
-        wanted = [name]
+        candidates = [name]
         if twin is not None:  # the inner model may have been saved alone
-            wanted = [
+            candidates = [
                 twin.names[name],
-                *(twin.names[name].removeprefix(f"{each}.") for each in ("model", "transformer")),
+                *(twin.names[name].removeprefix(f"{prefix}.") for prefix in ("model", "transformer")),
             ]
-        keys.setdefault(groups[name][0], []).extend(key for key in dict.fromkeys(wanted) if key in present)
+        keys.setdefault(groups[name][0], []).extend(key for key in dict.fromkeys(candidates) if key in present)
     return keys
 
 
@@ -238,20 +238,22 @@ _COMPUTED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)\
 
 def _check_keys(module: nn.Module, twin: Twin | None, files: WeightFiles, keys: Mapping[str, list[str]]) -> None:
     """Refuse files that are not the model's; raises as ``load_named``."""
-    wanted, used = module.state_dict(), {key for each in keys.values() for key in each}
+    targets, used = module.state_dict(), {key for keys_of_name in keys.values() for key in keys_of_name}
     strangers = [key for key in files.names() if key not in used and not _COMPUTED.match(key)]
-    missing, misshapen = [name for name, each in keys.items() if not each], list[str]()
-    for name, each in keys.items():
-        shape = tuple(wanted[name].shape)
+    missing, misshapen = [name for name, keys_of_name in keys.items() if not keys_of_name], list[str]()
+    for name, saved_keys in keys.items():
+        shape = tuple(targets[name].shape)
         expected = shape[::-1] if twin is not None and name in twin.turned else shape
         misshapen += [
-            f"{key} (expected {expected}, found {files.shape(key)})" for key in each if files.shape(key) != expected
+            f"{key} (expected {expected}, found {files.shape(key)})"
+            for key in saved_keys
+            if files.shape(key) != expected
         ]
     advice = "set model.name and model.sizes to the model that they are of, or name the folder itself as model.name"
     check_found(f"{files.folder}: expected the weights of the run's model", strangers, misshapen, missing, advice)
-    for name, each in keys.items():
-        first, *others = (FileTensor(files, key, (wanted[name].dtype,)) for key in each)
-        if unlike := next((other.key for other in others if not equal_numbers(first, other)), None):
+    for name, saved_keys in keys.items():
+        first, *others = (FileTensor(files, key, (targets[name].dtype,)) for key in saved_keys)
+        if unlike := next((tensor.key for tensor in others if not equal_numbers(first, tensor)), None):
             raise ConfigError(
                 f"{files.folder}: {first.key!r} and {unlike!r} are one parameter of the run's model and differ in the "
                 "files; set model.sizes.tied = false"

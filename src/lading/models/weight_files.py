@@ -140,15 +140,15 @@ class WeightFiles:
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(place.start + low)
-                view, done = memoryview(data), 0
-                while done < len(data) and (count := file.readinto(view[done:])):
-                    done += count
+                view, num_read = memoryview(data), 0
+                while num_read < len(data) and (count := file.readinto(view[num_read:])):
+                    num_read += count
         except OSError as error:
             raise StorageError(f"{path}: cannot read {shortened(key)}: {one_line_message(error)}") from error
-        if done < len(data):
+        if num_read < len(data):
             raise StorageError(
                 f"{path}: cannot read {shortened(key)}: expected {len(data)} bytes from {place.start + low}, found "
-                f"{done}; download it again"
+                f"{num_read}; download it again"
             )
         return data
 
@@ -201,8 +201,10 @@ def _places_of(path: Path) -> dict[str, _Place]:
         header = parse_json(file.read(length))
     try:
         return {
-            key: _Place(8 + length + int(told["data_offsets"][0]), str(told["dtype"]), tuple(map(int, told["shape"])))
-            for key, told in header.items()
+            key: _Place(
+                8 + length + int(entry["data_offsets"][0]), str(entry["dtype"]), tuple(map(int, entry["shape"]))
+            )
+            for key, entry in header.items()
             if key != "__metadata__"
         }
     except (AttributeError, KeyError, IndexError, TypeError, OverflowError) as error:
@@ -267,8 +269,8 @@ class StackedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the whole; nothing of it is read."""
-        rows, *rest = self.parts[0].shape
-        return (len(self.parts) // self.num_joined, self.num_joined * rows, *rest)
+        rows, *trailing = self.parts[0].shape
+        return (len(self.parts) // self.num_joined, self.num_joined * rows, *trailing)
 
     @property
     def dtype(self) -> torch.dtype:

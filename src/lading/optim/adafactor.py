@@ -62,18 +62,18 @@ class Adafactor(ParameterRule):
         """Run the operations of ``torch.optim._adafactor._single_tensor_adafactor``, in their order."""
         assert step is not None
         number = step.item()
-        moved = number**self.beta2_decay
+        decay_base = number**self.beta2_decay
         rate = max(self.eps2, param.norm(2).item() / param.numel() ** 0.5) * min(lr, 1 / number**0.5)
         if self.weight_decay != 0:
             param.mul_(1 - lr * self.weight_decay)
         if grad.dim() > 1:
             rows, columns = states["row_var"], states["col_var"]
-            rows.lerp_(grad.norm(dim=-1, keepdim=True).square_().div_(grad.size(-1)), moved)
-            columns.lerp_(grad.norm(dim=-2, keepdim=True).square_().div_(grad.size(-2)), moved)
+            rows.lerp_(grad.norm(dim=-1, keepdim=True).square_().div_(grad.size(-1)), decay_base)
+            columns.lerp_(grad.norm(dim=-2, keepdim=True).square_().div_(grad.size(-2)), decay_base)
             estimate = rows @ columns
             estimate.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=self.eps1))
         else:
-            states["variance"].lerp_(grad * grad, moved)
+            states["variance"].lerp_(grad * grad, decay_base)
             estimate = states["variance"].clone()
         update = estimate.clamp_(min=self.eps1 * self.eps1).rsqrt_()
         update.mul_(grad)

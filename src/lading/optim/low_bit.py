@@ -82,14 +82,14 @@ def _tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
     Two numbers that begin with the same 16 bits have levels that differ by one at most.
     """
-    known = levels(signed=signed)
-    starts = _next_starts(known)
+    values = levels(signed=signed)
+    starts = _next_starts(values)
     first = torch.arange(1 << 16, dtype=torch.int32)
     last_bits = (first >> 15) * _LOW_BITS  # of negative numbers the least is the one farthest from zero
     smallest = ((first << 16) | last_bits).view(torch.float32).nan_to_num_(0.0)
     behind = torch.bucketize(smallest, starts, right=True, out_int32=True) + 1
     ends = torch.tensor([torch.inf])
-    by_code = known[torch.arange(256) ^ _ZERO] if signed else known
+    by_code = values[torch.arange(256) ^ _ZERO] if signed else values
     return by_code.to(device), torch.cat([-ends, starts, ends]).to(device), behind.to(device)
 
 
@@ -159,7 +159,11 @@ def quantize(
 
 def _by_blocks(numbers: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Views of whole blocks, (blocks, BLOCK), with their scales, (blocks, 1), and of a shorter last one."""
-    whole = numbers.numel() // BLOCK
-    split = whole * BLOCK
-    pairs = [(numbers[:split].view(whole, BLOCK), scales[:whole].view(whole, 1))]
-    return [*pairs, (numbers[split:].view(1, -1), scales[whole:].view(1, 1))] if split < numbers.numel() else pairs
+    num_full_blocks = numbers.numel() // BLOCK
+    split = num_full_blocks * BLOCK
+    pairs = [(numbers[:split].view(num_full_blocks, BLOCK), scales[:num_full_blocks].view(num_full_blocks, 1))]
+    return (
+        [*pairs, (numbers[split:].view(1, -1), scales[num_full_blocks:].view(1, 1))]
+        if split < numbers.numel()
+        else pairs
+    )

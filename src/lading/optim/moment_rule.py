@@ -74,9 +74,9 @@ class MomentRule(ParameterRule):
         check_number("beta2", self.beta2, 0, 1)
         check_number("eps", self.eps, 0, above=True)
         check_number("weight_decay", self.weight_decay, 0)
-        if self.states not in (known := get_args(StateFormat)):
-            hint = did_you_mean(str(self.states), known)
-            raise ConfigError(f"states: expected one of {', '.join(known)}, got {self.states!r}{hint}")
+        if self.states not in (formats := get_args(StateFormat)):
+            hint = did_you_mean(str(self.states), formats)
+            raise ConfigError(f"states: expected one of {', '.join(formats)}, got {self.states!r}{hint}")
 
     @property
     def passes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -131,9 +131,11 @@ class MomentRule(ParameterRule):
         room = torch.empty((_ROWS, at_once), dtype=torch.float32, device=param.device)
         for at in range(0, param.numel(), at_once):
             end = min(at + at_once, param.numel())
-            moved, seen, *parts = (t[at // each : -(-end // each)] for t, each in zip(flat, blocks, strict=True))
+            piece_param, piece_grad, *parts = (
+                t[at // block : -(-end // block)] for t, block in zip(flat, blocks, strict=True)
+            )
             named = dict(zip(states, parts, strict=True))
-            self._move_stored(moved, seen, named, room[:, : end - at], lr=lr, step=step)
+            self._move_stored(piece_param, piece_grad, named, room[:, : end - at], lr=lr, step=step)
 
     def _move_stored(
         self,
@@ -156,29 +158,29 @@ class MomentRule(ParameterRule):
         from lading.optim import low_bit
 
         wide_param, wide_grad, *moments = room[:4]
-        one, other = room[4:].view(torch.int32)
-        moved = param if param.dtype is torch.float32 else wide_param.copy_(param)
-        seen = grad if grad.dtype is torch.float32 else wide_grad.copy_(grad)
+        spare, second_spare = room[4:].view(torch.int32)
+        float_param = param if param.dtype is torch.float32 else wide_param.copy_(param)
+        float_grad = grad if grad.dtype is torch.float32 else wide_grad.copy_(grad)
         if self.states == "bf16":
-            low_bit.random_bits(moved, seen, step, one, other)
+            low_bit.random_bits(float_param, float_grad, step, spare, second_spare)
         for name, moment in zip(_MOMENTS, moments, strict=True):
             if self.states == "8bit":
                 scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
-                low_bit.dequantize(states[name], scales, signed=is_signed, out=moment, spare=one)
+                low_bit.dequantize(states[name], scales, signed=is_signed, out=moment, spare=spare)
             else:
                 moment.copy_(states[name])
-        self.move(moved, seen, *moments, lr=lr, step=step)
+        self.move(float_param, float_grad, *moments, lr=lr, step=step)
         for name, moment in zip(_MOMENTS, moments, strict=True):
             if self.states == "8bit":
                 scales, is_signed = states[name + _SCALE], name == _MOMENTS[0]
-                low_bit.quantize(moment, states[name], scales, signed=is_signed, spare=(one, other))
+                low_bit.quantize(moment, states[name], scales, signed=is_signed, spare=(spare, second_spare))
             elif self.states == "bf16":
-                low_bit.round_at_random(moment, one, states[name], other)
-                torch.bitwise_right_shift(one, 16, out=one)
+                low_bit.round_at_random(moment, spare, states[name], second_spare)
+                torch.bitwise_right_shift(spare, 16, out=spare)
             else:
                 states[name].copy_(moment)
-        if moved is not param:
-            param.copy_(moved)
+        if float_param is not param:
+            param.copy_(float_param)
 
     @abstractmethod
     def move(

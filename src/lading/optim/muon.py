@@ -119,8 +119,8 @@ class Muon(MatrixRule):
     @property
     def iteration(self) -> tuple[tuple[float, float, float], ...]:
         """Coefficients (a, b, c) of each step of the iteration."""
-        known = COEFFICIENTS[self.coefficients]
-        return tuple(known[min(step, len(known) - 1)] for step in range(self.steps))
+        schedule = COEFFICIENTS[self.coefficients]
+        return tuple(schedule[min(step, len(schedule) - 1)] for step in range(self.steps))
 
     def scaled(self, rows: int, columns: int) -> float:
         """Factor of the learning rate for a matrix of (rows, columns)."""

@@ -79,9 +79,9 @@ def parameter_rule(name: str) -> type[ParameterRule]:
     """
     kind = rule_class(name, _PARAMETERS)
     if not issubclass(kind, ParameterRule):
-        known = ", ".join(_PARAMETERS)
+        known_rules = ", ".join(_PARAMETERS)
         raise ConfigError(
-            f"rule: expected a rule that moves any parameter ({known}), got {name}, which moves whole matrices; "
+            f"rule: expected a rule that moves any parameter ({known_rules}), got {name}, which moves whole matrices; "
             "give it in optimization.matrices"
         )
     return kind
@@ -95,9 +95,9 @@ def matrix_rule(name: str) -> type[MatrixRule]:
     """
     kind = rule_class(name, _MATRICES)
     if not issubclass(kind, MatrixRule):
-        known = ", ".join(_MATRICES)
+        known_rules = ", ".join(_MATRICES)
         raise ConfigError(
-            f"rule: expected a rule for matrices ({known}), got {name}, which moves any parameter; give it in "
+            f"rule: expected a rule for matrices ({known_rules}), got {name}, which moves any parameter; give it in "
             "optimization.optimizer"
         )
     return kind
@@ -119,8 +119,8 @@ def default_rule() -> ParameterRule:
 
 def name_of(rule: ParameterRule | MatrixRule) -> str:
     """Find the name under which ``rule_class`` has a rule's class."""
-    where = f"{type(rule).__module__}:{type(rule).__qualname__}"
-    return next((name for name, place in _BUILT_IN.items() if place == where), where)
+    path = f"{type(rule).__module__}:{type(rule).__qualname__}"
+    return next((name for name, place in _BUILT_IN.items() if place == path), path)
 
 
 def make_rule(name: str, settings: Mapping[str, object]) -> ParameterRule | MatrixRule:
@@ -130,12 +130,12 @@ def make_rule(name: str, settings: Mapping[str, object]) -> ParameterRule | Matr
         ConfigError: no such rule or setting, or one of another type or out of range.
     """
     kind: Any = rule_class(name)
-    known = {field.name: type(field.default) for field in dataclasses.fields(cast(Any, kind))}
+    field_types = {field.name: type(field.default) for field in dataclasses.fields(cast(Any, kind))}
     for key, value in settings.items():
-        if key not in known:
-            raise ConfigError(f"settings: unknown {key!r} of {name}; expected one of {', '.join(known)}")
-        if type(value) is not known[key] and not (known[key] is float and type(value) is int):
-            raise ConfigError(f"settings: expected {key} of {name} as {known[key].__name__}, got {value!r}")
+        if key not in field_types:
+            raise ConfigError(f"settings: unknown {key!r} of {name}; expected one of {', '.join(field_types)}")
+        if type(value) is not field_types[key] and not (field_types[key] is float and type(value) is int):
+            raise ConfigError(f"settings: expected {key} of {name} as {field_types[key].__name__}, got {value!r}")
     return kind(**settings)
 
 
@@ -167,10 +167,10 @@ def optimizers_with(names: Iterable[str], usual: str) -> str:
     Args:
         usual: Rule to name where several have the same states.
     """
-    known, states = set(names), dict[str, set[str]]()
-    for name in known:
+    known_names, states = set(names), dict[str, set[str]]()
+    for name in known_names:
         base, _, suffix = name.rpartition(".")
-        if suffix not in ("step", "master") and (base in known or base.rpartition(".")[0] in known):
+        if suffix not in ("step", "master") and (base in known_names or base.rpartition(".")[0] in known_names):
             states.setdefault(base, set()).add(suffix)
     rules = {name: _names_of_states(rule_class(name)()) for name in rule_names()}
     optimizers: dict[str, None] = {}
@@ -178,8 +178,8 @@ def optimizers_with(names: Iterable[str], usual: str) -> str:
         having = {name: rule_states for name, rule_states in rules.items() if suffixes <= rule_states}
         min_tensors = min(map(len, having.values()), default=0)
         nearest = [name for name, rule_states in having.items() if len(rule_states) == min_tensors]
-        alike = [usual] if usual in nearest else nearest
-        optimizers[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
+        candidates = [usual] if usual in nearest else nearest
+        optimizers[" or ".join(candidates) or f"a rule with {', '.join(sorted(suffixes))}"] = None
     return " and ".join(sorted(optimizers, key=lambda name: name == usual)) or "no optimizer"
 
 

@@ -207,30 +207,30 @@ def check_elementwise(rule: ParameterRule, initial: Mapping[str, torch.Tensor] =
 
     def update_part(part: slice, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         param, grads = trial_of(256)
-        moved = param[part].clone().view(shape)
+        copy = param[part].clone().view(shape)
         states: States = {}
         for name, spec in rule.state_specs(shape).items():
-            states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, moved.dtype))
+            states[name] = torch.zeros(spec.shape, dtype=dtype_of(spec, copy.dtype))
             if name in initial:
                 states[name].copy_(initial[name][part].view(shape) if spec.shape else initial[name])
         for number, grad in enumerate(grads, 1):
             step = torch.tensor(float(number)) if rule.counts else None
-            rule.update(moved, grad[part].clone().view(shape), states, lr=1e-2, step=step)
-        return moved, *states.values()
+            rule.update(copy, grad[part].clone().view(shape), states, lr=1e-2, step=step)
+        return copy, *states.values()
 
     name = getattr(rule, "optimizer", type(rule).__name__)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            whole = update_part(slice(0, 256), (16, 16))
+            full_update = update_part(slice(0, 256), (16, 16))
             parts = [(part, update_part(part, (part.stop - part.start,))) for part in (slice(0, 64), slice(64, 256))]
     except Exception as error:
         raise ConfigError(
             "optimizer: expected one whose update treats elements alone, so that parameters can be moved part by part; "
             f"{name} failed on a matrix of 256 elements: {type(error).__name__}: {error}; {INSTEAD}"
         ) from error
-    for part, moved in parts:
-        pairs = ((one.flatten(), other.flatten()) for one, other in zip(whole, moved, strict=True))
-        if not all(torch.equal(one[part] if one.numel() == 256 else one, other) for one, other in pairs):
+    for part, updated in parts:
+        pairs = ((full.flatten(), moved_part.flatten()) for full, moved_part in zip(full_update, updated, strict=True))
+        if not all(torch.equal(full[part] if full.numel() == 256 else full, moved_part) for full, moved_part in pairs):
             raise ConfigError(
                 f"optimizer: expected one whose update treats elements alone, but {name} gives a part of a parameter "
                 f"other numbers than the whole; {INSTEAD}"
@@ -340,8 +340,8 @@ class MatrixRule(ABC):
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
         """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
         states = self.state_specs(rows, columns).values()
-        cut, whole = (sum(prod(s.shape) for s in states if s.place is place) for place in StatePlace)
-        return cut, whole
+        cut, uncut = (sum(prod(s.shape) for s in states if s.place is place) for place in StatePlace)
+        return cut, uncut
 
 
 class Rule(Protocol):
@@ -464,8 +464,8 @@ def check_choices(name: str, rule: object, choices: Mapping[str, Sequence[str]])
         ConfigError: one is none of them.
     """
     for key, allowed in choices.items():
-        if (got := getattr(rule, key)) not in allowed:
-            raise ConfigError(f"{name}: expected {key} to be one of {', '.join(allowed)}, got {got!r}")
+        if (choice := getattr(rule, key)) not in allowed:
+            raise ConfigError(f"{name}: expected {key} to be one of {', '.join(allowed)}, got {choice!r}")
 
 
 def dtype_of(state: StateSpec, moved: torch.dtype) -> torch.dtype:

@@ -120,8 +120,8 @@ class Shampoo(MatrixRule):
         factors = tuple((1.0, n, n, rows * columns // n) for n in sides)
         rooted = tuple((1.0, rows, columns, n) for n in sides)
         roots = tuple((1.0 / self.frequency, n) for n in sides)
-        again = tuple((1.0 / self.frequency, n, n, n) for n in sides)
-        return UpdateWork((*factors, *rooted, *again), roots, passes=8)
+        root_products = tuple((1.0 / self.frequency, n, n, n) for n in sides)
+        return UpdateWork((*factors, *rooted, *root_products), roots, passes=8)
 
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """Work when several ranks share a matrix: None, as one rank computes it."""

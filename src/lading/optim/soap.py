@@ -84,8 +84,8 @@ class SOAP(MatrixRule):
 
     def state_specs(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the moments in the eigenbasis, the factors and their bases. None is cut."""
-        whole, left, right = (rows, columns), (rows, rows), (columns, columns)
-        sizes = {"exp_avg": whole, "exp_avg_sq": whole, "left": left, "right": right}
+        shape, left, right = (rows, columns), (rows, rows), (columns, columns)
+        sizes = {"exp_avg": shape, "exp_avg_sq": shape, "left": left, "right": right}
         sizes |= {"left_basis": left, "right_basis": right}
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
@@ -167,8 +167,8 @@ class SOAPRule(WholeRule):
         """Move the weights, then decay them; not at the first update."""
         if update == 1:
             return
-        s, taken = self.settings, update - 1
-        rate = lr * (1 - s.beta2**taken) ** 0.5 / (1 - s.beta1**taken)
+        s, num_updates = self.settings, update - 1
+        rate = lr * (1 - s.beta2**num_updates) ** 0.5 / (1 - s.beta1**num_updates)
         move(param, direction, -rate)
         if s.weight_decay > 0:
             move(param, param, -lr * s.weight_decay)

@@ -116,9 +116,9 @@ class TorchUpdate(ParameterRule):
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Make the optimizer itself."""
-        made = _build_optimizer(self.optimizer, json.loads(self.numbers or "{}"))
-        made.param_groups[0]["params"] = list(params)
-        return made
+        optimizer = _build_optimizer(self.optimizer, json.loads(self.numbers or "{}"))
+        optimizer.param_groups[0]["params"] = list(params)
+        return optimizer
 
 
 def checked_rule(optimizer: object) -> ParameterRule:
@@ -186,7 +186,8 @@ def check_states(rule: TorchUpdate) -> None:
         ConfigError: with them the optimizer keeps other states than were planned.
     """
     planned, states_now = (
-        ", ".join(each.state_specs(())) or "none" for each in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
+        ", ".join(rule_shown.state_specs(())) or "none"
+        for rule_shown in (rule, _tried_or_refused(rule.optimizer, rule.numbers))
     )
     if planned != states_now:
         raise ConfigError(
@@ -224,11 +225,11 @@ def _refuse_what_runs_beside(optimizer: torch.optim.Optimizer) -> None:
     state, kind = vars(optimizer), type(optimizer)
     hooks = [
         hook
-        for known in (
+        for hooks_of_kind in (
             state.get("_optimizer_step_pre_hooks"), state.get("_optimizer_step_post_hooks"),
             of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks,
         )
-        for hook in (known or {}).values()
+        for hook in (hooks_of_kind or {}).values()
         if not str(getattr(hook, "__module__", "")).startswith("lading.")  # of ``lading.apply``: looks at its own alone
     ]  # fmt: skip
     if hooks:
@@ -287,13 +288,13 @@ def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
     """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none."""
     import torch
 
-    made = _build_optimizer(name, json.loads(numbers or "{}"))
+    optimizer = _build_optimizer(name, json.loads(numbers or "{}"))
     if not numbers:  # an operation by itself, as where its memory is measured: a plan has no numbers
-        kind: Any = type(made)
+        kind: Any = type(optimizer)
         rate = {"lr": _TRIAL_LR} if "lr" in signature(kind.__init__).parameters else {}
         usual = kind([torch.nn.Parameter(torch.zeros(1))], **rate)
-        made.defaults, made.param_groups = usual.defaults, [{**usual.param_groups[0], "params": []}]
-    return made
+        optimizer.defaults, optimizer.param_groups = usual.defaults, [{**usual.param_groups[0], "params": []}]
+    return optimizer
 
 
 def _build_optimizer(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -302,10 +303,10 @@ def _build_optimizer(name: str, numbers: Mapping[str, Any]) -> torch.optim.Optim
         kind = getattr(kind, part, None)
         if kind is None:
             raise ConfigError(f"optimizer: expected {name!r} to be a class that can be imported, found none")
-    made = kind.__new__(kind)
+    optimizer = kind.__new__(kind)
     groups = [{"lr": _TRIAL_LR, **numbers, "params": []}]
-    made.__setstate__({"defaults": dict(numbers), "state": defaultdict(dict), "param_groups": groups})
-    return made
+    optimizer.__setstate__({"defaults": dict(numbers), "state": defaultdict(dict), "param_groups": groups})
+    return optimizer
 
 
 def _tried(name: str, numbers: str) -> TorchUpdate:
@@ -337,26 +338,26 @@ def _watched(
     """Run the optimizer on a whole vector; returns its rule, and what the parameter and the states become."""
     import torch
 
-    made, whole, seeded = _build_optimizer(name, json.loads(numbers)), param.clone().view(16, 16), False
-    group = made.param_groups[0]
-    group["params"] = [whole]
+    optimizer, trial, seeded = _build_optimizer(name, json.loads(numbers)), param.clone().view(16, 16), False
+    group = optimizer.param_groups[0]
+    group["params"] = [trial]
     most = 0
     for grad in grads:
-        whole.grad = grad.view(16, 16)
+        trial.grad = grad.view(16, 16)
         try:
-            most = max(most, _worked(made)[0])
+            most = max(most, _worked(optimizer)[0])
         except KeyError:
             if seeded or (state := _seed(name, group)) is None:
                 raise
-            made.state[whole], seeded = state, True
-            most = max(most, _worked(made)[0])
-    later = deepcopy(made)  # the first updates of some do less
+            optimizer.state[trial], seeded = state, True
+            most = max(most, _worked(optimizer)[0])
+    later = deepcopy(optimizer)  # the first updates of some do less
     late_bytes, touched, calls = [_worked(later) for _ in range(_LATER)][-1]
     most = max(most, late_bytes)
-    left = {key for key, value in group.items() if key != "params"} ^ {"lr", *json.loads(numbers)}
-    if left or json.loads(_numbers(name, group)) != json.loads(numbers):
+    unread_keys = {key for key, value in group.items() if key != "params"} ^ {"lr", *json.loads(numbers)}
+    if unread_keys or json.loads(_numbers(name, group)) != json.loads(numbers):
         raise ConfigError(f"optimizer: expected a step to leave the parameter groups as they are, {name} changes them")
-    state = {key: value for key, value in made.state[whole].items() if value is not None}
+    state = {key: value for key, value in optimizer.state[trial].items() if value is not None}
     step = state.pop(_STEP, None)
     odd = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() not in (1, 256)]
     if odd:
@@ -364,15 +365,16 @@ def _watched(
             f"optimizer: expected states of the parameter's shape or of one number, {name} keeps {', '.join(odd)}; "
             f"{INSTEAD}"
         )
-    again = touched // whole.numel() - 3 - 2 * sum(value.numel() > 1 for value in state.values())
+    extra_passes = touched // trial.numel() - 3 - 2 * sum(value.numel() > 1 for value in state.values())
     rule = TorchUpdate(
-        passes=_AGAIN * again if again > 1 else 0.0, calls=calls,  # a fused kernel may say that it writes a gradient
+        # A fused kernel may say that it writes a gradient.
+        passes=_AGAIN * extra_passes if extra_passes > 1 else 0.0, calls=calls,
         lr=_TRIAL_LR, optimizer=name, numbers=numbers, seeded=seeded, temporaries=-(-most // (4 * param.numel())),
         elementwise=" ".join(key for key, value in state.items() if value.numel() > 1),
         scalars=" ".join(key for key, value in state.items() if value.numel() == 1),
         step_kind="" if step is None else "tensor" if isinstance(step, torch.Tensor) else "int",
     )  # fmt: skip
-    return rule, whole.flatten(), {key: value.flatten() if value.dim() else value for key, value in state.items()}
+    return rule, trial.flatten(), {key: value.flatten() if value.dim() else value for key, value in state.items()}
 
 
 def _initial(rule: TorchUpdate, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -391,12 +393,12 @@ def _seed(name: str, group: Mapping[str, Any]) -> dict[str, Any] | None:
     import torch
 
     kind = type(_build_optimizer(name, {}))
-    taken = signature(kind.__init__).parameters
-    made = kind(
+    arguments = signature(kind.__init__).parameters
+    optimizer = kind(
         [torch.nn.Parameter(group["params"][0].clone())],
-        **{key: value for key, value in group.items() if key in taken and key != "params"},
+        **{key: value for key, value in group.items() if key in arguments and key != "params"},
     )
-    return next(iter(made.state.values()), None)
+    return next(iter(optimizer.state.values()), None)
 
 
 def _worked(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
@@ -419,13 +421,13 @@ def _worked(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
             makes = all(info.alias_info is None for info in func._schema.returns)
             if func.namespace != "aten" or not (makes or any(writes.values())):
                 return out  # a view, or a mark of the profiler
-            made = out if makes else ()
-            given = {**dict(zip(writes, args, strict=False)), **kwargs}
-            written = [value for name, value in given.items() if writes[name]]
-            by_mask = any(getattr(t, "dtype", None) is torch.bool for t in tree_leaves(given.get("indices")))
-            self.touched += numbers(written) * (_BY_MASK - 2) if by_mask else numbers(written, made)
-            self.touched += numbers(given)
-            self.size_bytes += sum(getattr(t, "nbytes", 0) for t in tree_leaves(made))
+            outputs = out if makes else ()
+            named_args = {**dict(zip(writes, args, strict=False)), **kwargs}
+            written = [value for name, value in named_args.items() if writes[name]]
+            by_mask = any(getattr(t, "dtype", None) is torch.bool for t in tree_leaves(named_args.get("indices")))
+            self.touched += numbers(written) * (_BY_MASK - 2) if by_mask else numbers(written, outputs)
+            self.touched += numbers(named_args)
+            self.size_bytes += sum(getattr(t, "nbytes", 0) for t in tree_leaves(outputs))
             self.calls += 1
             return out
 

@@ -162,17 +162,17 @@ class _Adapting:
         segment = self.segment
         self.tensors, self.saved = list(segment.tensors), list(segment.saved)
         backward_after: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}
-        made: dict[int, int] = {}  # storage of a 4-bit weight: the 16-bit tensor made of it
+        dequantized: dict[int, int] = {}  # storage of a 4-bit weight: the 16-bit tensor made of it
         for place, kernel in enumerate(segment.kernels):
             weights = self._weights(kernel)
             if kernel.stage is Stage.FORWARD and weights and _is_linear(kernel):
-                base = self._dequantized(kernel, weights, made)
+                base = self._dequantized(kernel, weights, dequantized)
                 kept_tensors = self._forward(base, weights)
                 last = self._last_backward(weights)
                 if kept_tensors and last is not None:
                     backward_after.setdefault(last, []).append((base, kept_tensors))
                 continue
-            self._backward(kernel, weights, made)
+            self._backward(kernel, weights, dequantized)
             for base, kept_tensors in backward_after.get(place, ()):
                 self._adapter_backward(base, kept_tensors, kernel)
         return replace(
@@ -186,9 +186,10 @@ class _Adapting:
         )
 
     def _frozen_bytes(self) -> int:
-        every = sum(self.segment.parameter_elements.values())
+        num_elements = sum(self.segment.parameter_elements.values())
         return round(
-            self.adapters.width * (every - self.quantized) + _KEPT.get(self.adapters.quantizer, 0.0) * self.quantized
+            self.adapters.width * (num_elements - self.quantized)
+            + _KEPT.get(self.adapters.quantizer, 0.0) * self.quantized
         )
 
     def _weights(self, kernel: Kernel) -> list[int]:
@@ -254,13 +255,13 @@ class _Adapting:
         if not self.adapters.quantizer:
             return kernel
         self.quantized += work.k * work.n
-        whole = self._tensor(kernel.dtype, work.k, work.n)
-        self._dequantize(kernel, work.k * work.n, whole)
+        dequantized_weight = self._tensor(kernel.dtype, work.k, work.n)
+        self._dequantize(kernel, work.k * work.n, dequantized_weight)
         for weight in weights:
-            made[self.segment.tensors[weight].storage] = whole
+            made[self.segment.tensors[weight].storage] = dequantized_weight
         if self.adapters.quantizer == "gptq":
-            self.saved.append(whole)
-        return replace(kernel, inputs=(*(t for t in kernel.inputs if t not in weights), whole))
+            self.saved.append(dequantized_weight)
+        return replace(kernel, inputs=(*(t for t in kernel.inputs if t not in weights), dequantized_weight))
 
     def _dequantize(self, like: Kernel, elements: int, whole: int) -> None:
         steps = _GPTQ if self.adapters.quantizer == "gptq" else _NF4
@@ -275,17 +276,17 @@ class _Adapting:
     def _backward(self, kernel: Kernel, weights: Sequence[int], made: dict[int, int]) -> None:
         """A kernel of the frozen block: with the 16-bit weight that was kept, or makes anew, in place of the packed."""
         storages = [self.segment.tensors[t].storage for t in weights]
-        whole = [made[s] for s in storages if s in made]
-        if not whole or not _is_linear(kernel):
+        weights_read = [made[s] for s in storages if s in made]
+        if not weights_read or not _is_linear(kernel):
             self.kernels.append(kernel)
             return
         if self.adapters.quantizer == "nf4":
             work = kernel.detail
             assert isinstance(work, Product)
-            again = self._tensor(kernel.dtype, work.k, work.n)
-            self._dequantize(kernel, work.k * work.n, again)
-            whole = [again]
-        inputs = (*(t for t in kernel.inputs if t not in weights), *dict.fromkeys(whole))
+            dequantized_again = self._tensor(kernel.dtype, work.k, work.n)
+            self._dequantize(kernel, work.k * work.n, dequantized_again)
+            weights_read = [dequantized_again]
+        inputs = (*(t for t in kernel.inputs if t not in weights), *dict.fromkeys(weights_read))
         self.kernels.append(replace(kernel, inputs=inputs))
 
     def _forward(self, base: Kernel, weights: Sequence[int]) -> tuple[int, ...]:

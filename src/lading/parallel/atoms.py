@@ -79,24 +79,24 @@ class Atoms:
         if not atom.parts:
             atom.parts = parts
         elif len(atom.parts) == len(parts):
-            for mine, other in zip(atom.parts, parts, strict=True):
-                self.align(mine, other)
+            for mine, part in zip(atom.parts, parts, strict=True):
+                self.align(mine, part)
         else:
             for dim in (leaves, *parts):
                 self.keep_whole(dim)
 
     def align(self, left: tuple[int, ...], right: tuple[int, ...]) -> None:
         """Note that two dims, as rows of atoms, are the same elements in the same order."""
-        mine, other = list(self.leaves(left)), list(self.leaves(right))
-        while mine and other:
-            if mine[0] == other[0] or self.size(mine[0]) == self.size(other[0]):
-                self._merge(mine.pop(0), other.pop(0))
-            elif mine[-1] == other[-1] or self.size(mine[-1]) == self.size(other[-1]):
-                self._merge(mine.pop(), other.pop())
-            elif not self._split_first(mine, other):
+        mine, others = list(self.leaves(left)), list(self.leaves(right))
+        while mine and others:
+            if mine[0] == others[0] or self.size(mine[0]) == self.size(others[0]):
+                self._merge(mine.pop(0), others.pop(0))
+            elif mine[-1] == others[-1] or self.size(mine[-1]) == self.size(others[-1]):
+                self._merge(mine.pop(), others.pop())
+            elif not self._split_first(mine, others):
                 break
-            mine, other = list(self.leaves(tuple(mine))), list(self.leaves(tuple(other)))
-        self.keep_whole((*mine, *other))
+            mine, others = list(self.leaves(tuple(mine))), list(self.leaves(tuple(others)))
+        self.keep_whole((*mine, *others))
 
     def _split_first(self, mine: list[int], other: list[int]) -> bool:
         """Split the longer of the first atoms by the shorter, or of the last."""
@@ -106,8 +106,8 @@ class Atoms:
                 quotient = divide(self.size(long[place]), self.size(short[place]))
                 if quotient is None or quotient == ONE or self._atoms[long[place]].parts:
                     continue
-                rest = self.new(quotient)
-                factors = (short[place], *rest) if first else (*rest, short[place])
+                remainder = self.new(quotient)
+                factors = (short[place], *remainder) if first else (*remainder, short[place])
                 atom = self._atoms[long[place]]
                 atom.factors = factors
                 if atom.whole:
@@ -119,21 +119,21 @@ class Atoms:
         left, right = self._root(left), self._root(right)
         if left == right:
             return
-        mine, other = self._atoms[left], self._atoms[right]
-        if mine.parts and not other.parts:
-            left, right, mine, other = right, left, other, mine
+        mine, right_atom = self._atoms[left], self._atoms[right]
+        if mine.parts and not right_atom.parts:
+            left, right, mine, right_atom = right, left, right_atom, mine
         mine.same_as = right
         if mine.whole:
             self.keep_whole((right,))
-        if mine.parts and len(mine.parts) == len(other.parts):
-            for a, b in zip(mine.parts, other.parts, strict=True):
+        if mine.parts and len(mine.parts) == len(right_atom.parts):
+            for a, b in zip(mine.parts, right_atom.parts, strict=True):
                 self.align(a, b)
         elif mine.parts:
             self.keep_whole((right,))
 
     def _root(self, atom: int) -> int:
-        while (same := self._atoms[atom].same_as) is not None:
-            atom = same
+        while (parent := self._atoms[atom].same_as) is not None:
+            atom = parent
         return atom
 
 

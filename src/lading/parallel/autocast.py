@@ -104,26 +104,28 @@ class _Autocast:
     def _copy(self, tensor: int, kernel: Kernel) -> int:
         """A tensor in fp32, copied to 16 bits: once for each product of forward, once in backward."""
         storage, forward = self._of(tensor), kernel.stage is Stage.FORWARD
-        made = next(
+        copy = next(
             (c for (s, m), c in self.copies.items() if s == storage and (not forward or m == kernel.module)), -1
         )
-        if made < 0:
-            made = self._cast(tensor, kernel, wide=False)
-            self.copies[storage, kernel.module if forward else _BACK] = made
-        return made
+        if copy < 0:
+            copy = self._cast(tensor, kernel, wide=False)
+            self.copies[storage, kernel.module if forward else _BACK] = copy
+        return copy
 
     def _cast(self, tensor: int, kernel: Kernel, *, wide: bool) -> int:
         """Add a copy of a tensor in the other number format, and return the tensor that it makes."""
         like, half = self.tensors[tensor], self.tensors[tensor].size_bytes
         storage = max(t.storage for t in self.tensors) + 1
         self.tensors.append(replace(like, storage=storage, role=Role.ACTIVATION, name=""))
-        moved = (half, 2 * half) if wide else (2 * half, half)
+        read_and_written = (half, 2 * half) if wide else (2 * half, half)
         stage = Stage.FORWARD if kernel.stage is Stage.FORWARD else Stage.BACKWARD_INPUT
-        made = len(self.tensors) - 1
-        self.kernels.append(Kernel(AUTOCAST, OpKind.COPY, stage, kernel.module, like.dtype, *moved, (tensor,), (made,)))
+        result = len(self.tensors) - 1
+        self.kernels.append(
+            Kernel(AUTOCAST, OpKind.COPY, stage, kernel.module, like.dtype, *read_and_written, (tensor,), (result,))
+        )
         if wide:
             self.wide.add(storage)
-        return made
+        return result
 
     def _embedding(self, kernel: Kernel) -> None:
         """Rows of a weight in fp32, or their gradients added to one."""
@@ -142,16 +144,16 @@ class _Autocast:
         wide = not narrow and (in_fp32 or self._promotes(kernel, inputs))
         if wide and kernel.kind is OpKind.NORM and not forward:  # the gradient of its result, which was in fp32
             inputs = tuple(self._gradient(t, kernel) for t in inputs)
-        made = {t for t in kernel.outputs if wide and self._is_activation(t)}
-        self.wide |= {self._of(t) for t in made}
+        widened = {t for t in kernel.outputs if wide and self._is_activation(t)}
+        self.wide |= {self._of(t) for t in widened}
         more = sum(self._half(t) for t in dict.fromkeys(inputs) if self._of(t) in self.wide)
-        written = kernel.bytes_written + sum(self._half(t) for t in made)
-        dtype = _WIDE if made else kernel.dtype
+        written = kernel.bytes_written + sum(self._half(t) for t in widened)
+        dtype = _WIDE if widened else kernel.dtype
         self.kernels.append(
             replace(kernel, inputs=inputs, dtype=dtype, bytes_read=kernel.bytes_read + more, bytes_written=written)
         )
-        if "_softmax_backward_data" in kernel.name and made:  # scores came in 16 bits
-            for t in made:
+        if "_softmax_backward_data" in kernel.name and widened:  # scores came in 16 bits
+            for t in widened:
                 narrowed = self._cast(t, kernel, wide=False)
                 self.copies[self._of(t), _BACK] = narrowed
 
@@ -193,12 +195,12 @@ class _Autocast:
         """Local tensors that backward reads of what forward made: copies in the place of what was copied."""
         backward_kernels = [k for k in self.kernels if k.stage is not Stage.FORWARD]
         read = {self._of(t) for k in backward_kernels for t in k.inputs}
-        made = {
+        half_copies = {
             self._of(t): t for k in self.kernels if k.name == AUTOCAST and k.stage is Stage.FORWARD for t in k.outputs
         }
         copied = {storage for storage, _ in self.copies}
         kept_tensors = [t for t in self.segment.saved if self._of(t) in read or self._of(t) not in copied]
-        return (*kept_tensors, *(t for storage, t in made.items() if storage in read))
+        return (*kept_tensors, *(t for storage, t in half_copies.items() if storage in read))
 
 
 def _widened(tensor: LocalTensor) -> LocalTensor:

@@ -33,10 +33,10 @@ def chunks(table: ModelTable, layout: Layout, layers: Sequence[int] = ()) -> tup
     blocks = range(ends[0], len(table.segments) - ends[1])
     total = sum(table.counts[i] for i in blocks)
     split = _checked(layers, total, layout) if layers else split_layers(total, layout)
-    rest = [(i, table.counts[i]) for i in blocks]
+    remaining = [(i, table.counts[i]) for i in blocks]
     stages: list[list[tuple[int, int]]] = []
     for count in split:
-        stages.append(_take(rest, count))
+        stages.append(_take(remaining, count))
     stages[0][:0] = [(i, table.counts[i]) for i in range(ends[0])]
     stages[-1].extend((i, table.counts[i]) for i in range(len(table.segments) - ends[1], len(table.segments)))
     return tuple(tuple(tuple(stages[place]) for place in _places(rank, layout)) for rank in range(layout.pp))
@@ -61,13 +61,13 @@ def split_layers(layers: int, layout: Layout) -> tuple[int, ...]:
         )
     if layers % stages == 0:
         return (layers // stages,) * stages
-    each, left = divmod(layers + 2, stages)
-    counts = [each + (stage < left) for stage in range(stages)]
+    layers_per_stage, remainder = divmod(layers + 2, stages)
+    counts = [layers_per_stage + (stage < remainder) for stage in range(stages)]
     counts[0] -= 1
     counts[-1] -= 1
     if min(counts) < 1:
-        each, left = divmod(layers, stages)
-        counts = [each + (stage < left) for stage in range(stages)]
+        layers_per_stage, remainder = divmod(layers, stages)
+        counts = [layers_per_stage + (stage < remainder) for stage in range(stages)]
     return tuple(counts)
 
 
@@ -92,14 +92,14 @@ def _take(rest: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """The next ``count`` layers; they may be of more than one kind."""
     taken_runs: list[tuple[int, int]] = []
     while count:
-        segment, left = rest[0]
-        taken = min(left, count)
-        taken_runs.append((segment, taken))
-        count -= taken
-        if taken == left:
+        segment, count_left = rest[0]
+        num_taken = min(count_left, count)
+        taken_runs.append((segment, num_taken))
+        count -= num_taken
+        if num_taken == count_left:
             del rest[0]
         else:
-            rest[0] = (segment, left - taken)
+            rest[0] = (segment, count_left - num_taken)
     return taken_runs
 
 

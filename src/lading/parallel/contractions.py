@@ -26,8 +26,8 @@ def product(lineage: Lineage, op: Op) -> None:
     if base == "linear":
         align(a[-1], b[1])
         align(c[-1], b[0])
-        for mine, other in zip(a[:-1], c[:-1], strict=True):
-            align(mine, other)
+        for mine, dim_of_c in zip(a[:-1], c[:-1], strict=True):
+            align(mine, dim_of_c)
         for bias in tensors[2:]:
             align(lineage.dims[bias][0], c[-1])
         return None
@@ -41,9 +41,9 @@ def product(lineage: Lineage, op: Op) -> None:
         align(b[0], c[0])
     if first:
         bias = lineage.dims[tensors[0]]
-        for mine, other in zip(reversed(bias), reversed(c), strict=False):
-            if mine and other:
-                align(mine, other)
+        for mine, dim_of_c in zip(reversed(bias), reversed(c), strict=False):
+            if mine and dim_of_c:
+                align(mine, dim_of_c)
     return None
 
 
@@ -66,27 +66,27 @@ def attention(lineage: Lineage, op: Op) -> None:
     q, k, v = (lineage.dims[t] for t in op.inputs[1 if backward else 0 :][:3])
     like_query = [*op.outputs[:1], *(op.inputs[:1] if backward else ())]
     align = lineage.atoms.align
-    for other in (k, v):
-        align(q[0], other[0])
+    for operand in (k, v):
+        align(q[0], operand[0])
     align(k[1], v[1])
     align(k[2], v[2])
     align(q[3], k[3])
     for dims in (q, k, v):
         lineage.atoms.keep_whole(dims[3])
     if backward:
-        for made, source in zip(op.outputs[:3], (q, k, v), strict=False):
-            for a, b in zip(lineage.dims[made], source, strict=True):
+        for output, source in zip(op.outputs[:3], (q, k, v), strict=False):
+            for a, b in zip(lineage.dims[output], source, strict=True):
                 align(a, b)
         like_query = [op.inputs[0]]
-        rest = op.inputs[4:]
+        extra = op.inputs[4:]
     else:
-        rest = op.outputs[1:]
+        extra = op.outputs[1:]
     for tensor in like_query:
         dims = lineage.dims[tensor]
         for a, b in zip(dims[:3], q[:3], strict=True):
             align(a, b)
         align(dims[3], v[3])
-    _attention_rest(lineage, rest, (q, v))
+    _attention_rest(lineage, extra, (q, v))
 
 
 def _attention_rest(lineage: Lineage, rest: tuple[int, ...], frames: tuple[Dims, Dims]) -> None:

@@ -164,11 +164,11 @@ class _Cutter:
         """Tensors that enter and are not differentiated, such as masks and tables of positions: every rank has them
         whole.
         """
-        rest = list(self.segment.leaves_back)
+        leaves = list(self.segment.leaves_back)
         tensors: list[int] = []
         for tensor in self.segment.enters:
-            if rest and self.lineage.leaves(rest[0]) == self.lineage.leaves(tensor):
-                rest.pop(0)
+            if leaves and self.lineage.leaves(leaves[0]) == self.lineage.leaves(tensor):
+                leaves.pop(0)
             elif self.segment.leaves_back:
                 tensors.append(tensor)
         return tensors
@@ -258,19 +258,19 @@ class _Cutter:
     def _whole_view(self, tensor: int) -> int:
         """The tensor that made the storage, if this is a view of all of it; otherwise the tensor itself."""
         maker = self._makers.get(self.segment.tensors[tensor].storage, tensor)
-        same = self.segment.tensors[maker].elements == self.segment.tensors[tensor].elements
-        return maker if same else tensor
+        is_whole = self.segment.tensors[maker].elements == self.segment.tensors[tensor].elements
+        return maker if is_whole else tensor
 
     def _gathered(self, tensor: int, slot: int, stage: Stage) -> int:
-        state, whole = self._state(tensor), self._whole_view(tensor)
-        again = stage is not Stage.FORWARD and self.axes.regather
-        key = (whole, state.tag, again)
+        state, view = self._state(tensor), self._whole_view(tensor)
+        is_regathered = stage is not Stage.FORWARD and self.axes.regather
+        key = (view, state.tag, is_regathered)
         if key not in self._copies:
-            tag = f"{state.tag}gathered{whole}{'again' if again else ''}"
+            tag = f"{state.tag}gathered{view}{'again' if is_regathered else ''}"
             self._copies[key] = tag
             axis = EXPERT_TENSOR if state.away else TENSOR
-            source, made = self._place(whole, state.tag, True), self._place(whole, tag, False)
-            self._collect(slot, "all_gather", axis, source, made, made, stage)
+            source, gathered = self._place(view, state.tag, True), self._place(view, tag, False)
+            self._collect(slot, "all_gather", axis, source, gathered, gathered, stage)
         return self._place(tensor, self._copies[key], False)
 
     def _collect(
@@ -294,10 +294,10 @@ class _Cutter:
         source = self._place(maker, state.tag, False)
         state.partial, state.tag = "", f"{state.tag}reduced"
         state.scattered = self.axes.sp and self._has_tokens(maker)
-        made = self._place(maker, state.tag, state.scattered)
+        reduced = self._place(maker, state.tag, state.scattered)
         op = "reduce_scatter" if state.scattered else "all_reduce"
         stage = self._stage(state.slot, self.segment.ops[state.slot])
-        self._collect(state.slot, op, axis, source, made, source, stage)
+        self._collect(state.slot, op, axis, source, reduced, source, stage)
 
     def _stage(self, slot: int, op: Op) -> Stage:
         if op.phase is not Phase.BACKWARD:
@@ -408,8 +408,10 @@ class _Cutter:
             if not any(leaf in self.choice.axis for leaf in self.lineage.atoms.leaves(dim))
         )
         for statistic in statistics:
-            made = self._new("float32", rows, Role.ACTIVATION)
-            self._collect(slot, "all_reduce", TENSOR, source, made, made, self._stage(slot, op), statistic)
+            statistic_sum = self._new("float32", rows, Role.ACTIVATION)
+            self._collect(
+                slot, "all_reduce", TENSOR, source, statistic_sum, statistic_sum, self._stage(slot, op), statistic
+            )
 
     def _travel(self, slot: int, op: Op, stage: Stage) -> bool:
         """Experts on other ranks: rows go there before a grouped product and come back before the tokens' order."""
@@ -448,19 +450,19 @@ class _Cutter:
         return atoms
 
     def _move(self, tensor: int, slot: int, away: bool, stage: Stage) -> None:
-        state, whole = self._state(tensor), self._whole_view(tensor)
+        state, view = self._state(tensor), self._whole_view(tensor)
         scattered = state.scattered
-        source = self._place(whole, state.tag, scattered)
+        source = self._place(view, state.tag, scattered)
         state.tag, state.away = f"{state.tag}{'sent' if away else 'back'}", away
-        made = self._place(whole, state.tag, scattered)
-        self._collect(slot, "all_to_all", EXPERT, source, made, source, stage)
+        exchanged = self._place(view, state.tag, scattered)
+        self._collect(slot, "all_to_all", EXPERT, source, exchanged, source, stage)
 
     def _emit(self, slot: int, op: Op, stage: Stage, inputs: tuple[int, ...]) -> None:
         outputs = tuple(self.local(t) for t in op.outputs)
         mutates = tuple(self.local(t) for t in op.mutates)
         spec = self._spec(op, inputs, outputs)
-        made = next((self.tensors[t].dtype for t in (*outputs, *mutates)), "float32")
-        dtype = self.tensors[spec.tensors[0]].dtype if spec and spec.form != "collective" else made
+        out_dtype = next((self.tensors[t].dtype for t in (*outputs, *mutates)), "float32")
+        dtype = self.tensors[spec.tensors[0]].dtype if spec and spec.form != "collective" else out_dtype
         kernel = CutKernel(op.name, op.kind, stage, op.module, dtype, inputs, outputs, mutates, spec, op.settings, op)
         self.slots[slot].append(kernel)
 
@@ -524,11 +526,11 @@ def makers(segment: Segment) -> dict[int, int]:
 
 def leading_to(segment: Segment) -> frozenset[int]:
     """Operations of backward on whose results the gradients of what entered depend."""
-    needed, leading = set(segment.leaves_back), set[int]()
+    needed_tensors, leading = set(segment.leaves_back), set[int]()
     for index in range(len(segment.ops) - 1, -1, -1):
         op = segment.ops[index]
-        if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
-            needed.update(op.inputs)
+        if op.phase is Phase.BACKWARD and needed_tensors & {*op.outputs, *op.mutates}:
+            needed_tensors.update(op.inputs)
             leading.add(index)
     return frozenset(leading)
 
@@ -545,20 +547,20 @@ def widened(segment: Segment) -> Segment:
     """
     tensors = [replace(t, dtype="float32") if t.dtype in _HALF else t for t in segment.tensors]
     written = {tensors[t].storage for op in segment.ops for t in op.mutates}
-    moved: dict[int, int] = {}
+    new_storages: dict[int, int] = {}
     ops: list[Op] = []
     for op in segment.ops:
         if not _is_idle(op, tensors):
             ops.append(op)
             continue
-        source, made = (_final_storage(moved, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
-        if written & {source, made} or source == made:
+        source, result = (_final_storage(new_storages, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
+        if written & {source, result} or source == result:
             ops.append(op)
             continue
-        moved[made] = source
+        new_storages[result] = source
         ops.append(replace(op, kind=OpKind.VIEW))
     roles = {t.storage: t.role for t in tensors}
-    homes = [_final_storage(moved, t.storage) for t in tensors]
+    homes = [_final_storage(new_storages, t.storage) for t in tensors]
     wide_tensors = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
     return replace(segment, tensors=wide_tensors, ops=tuple(ops))
 

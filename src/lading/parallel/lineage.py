@@ -109,9 +109,7 @@ def _pointwise(lineage: Lineage, op: Op) -> None:
 
 def _broadcasts(lineage: Lineage, tensor: int, shape: tuple[Size, ...]) -> bool:
     dims = lineage.segment.tensors[tensor].dims
-    return all(
-        mine in (ONE, other) or other == ONE for mine, other in zip(reversed(dims), reversed(shape), strict=False)
-    )
+    return all(mine in (ONE, dim) or dim == ONE for mine, dim in zip(reversed(dims), reversed(shape), strict=False))
 
 
 def _flat(lineage: Lineage, tensor: int, places: tuple[int, ...]) -> Dim:
@@ -141,8 +139,8 @@ def _required_setting(op: Op, key: str) -> object:
 def _others_along(lineage: Lineage, left: int, right: int, dim: int, *, dropped: bool = False) -> None:
     """Align all dims of two tensors but ``dim``; with ``dropped`` the right one does not have ``dim``."""
     mine = [d for place, d in enumerate(lineage.dims[left]) if place != dim]
-    other = [d for place, d in enumerate(lineage.dims[right]) if dropped or place != dim]
-    for a, b in zip(mine, other, strict=True):
+    others = [d for place, d in enumerate(lineage.dims[right]) if dropped or place != dim]
+    for a, b in zip(mine, others, strict=True):
         lineage.atoms.align(a, b)
 
 
@@ -154,13 +152,13 @@ def _join_slices(lineage: Lineage) -> None:
             key = (op.inputs[0], cast(int, _required_setting(op, "dim")))
             slices.setdefault(key, {}).setdefault(start, op.outputs[0])
     tensors = lineage.segment.tensors
-    for (whole, dim), parts in slices.items():
+    for (source, dim), parts in slices.items():
         at, joined = Size.of(0), list[int]()
         while at in parts and parts[at] not in joined:
             joined.append(parts[at])
             at = at + tensors[parts[at]].dims[dim]
-        if len(joined) > 1 and at == tensors[whole].dims[dim]:
-            _one_after_another(lineage, whole, tuple(joined), dim)
+        if len(joined) > 1 and at == tensors[source].dims[dim]:
+            _one_after_another(lineage, source, tuple(joined), dim)
             lengths = [(start, tensors[t].dims[dim]) for start, t in parts.items() if t in joined]
             lineage.cuts.update((at, start, length) for start, length in lengths)
 
@@ -191,12 +189,12 @@ def _cut(lineage: Lineage, op: Op) -> None:
 
 def _split(lineage: Lineage, op: Op) -> None:
     dim = cast(int, _required_setting(op, "dim"))
-    whole, dropped = op.inputs[0], len(lineage.dims[op.outputs[0]]) < len(lineage.dims[op.inputs[0]])
+    source, dropped = op.inputs[0], len(lineage.dims[op.outputs[0]]) < len(lineage.dims[op.inputs[0]])
     for part in op.outputs:
-        _others_along(lineage, whole, part, dim, dropped=dropped)
+        _others_along(lineage, source, part, dim, dropped=dropped)
     if dropped:
-        return lineage.atoms.keep_whole(lineage.dims[whole][dim])
-    _one_after_another(lineage, whole, op.outputs, dim)
+        return lineage.atoms.keep_whole(lineage.dims[source][dim])
+    _one_after_another(lineage, source, op.outputs, dim)
 
 
 def _cat(lineage: Lineage, op: Op) -> None:
@@ -221,8 +219,8 @@ def _one_after_another(lineage: Lineage, whole: int, parts: tuple[int, ...], dim
     if len(parts) == 1:
         lineage.atoms.align(lineage.dims[whole][dim], dims[0])
     elif len(sizes) == 1:
-        for other in dims[1:]:
-            lineage.atoms.align(dims[0], other)
+        for tensor_dims in dims[1:]:
+            lineage.atoms.align(dims[0], tensor_dims)
         count = lineage.atoms.new(Size.of(len(parts)))
         lineage.atoms.keep_whole(count)
         lineage.atoms.align(lineage.dims[whole][dim], (*count, *dims[0]))
@@ -278,8 +276,8 @@ def _embedding(lineage: Lineage, op: Op) -> None:
 
 def _embedding_backward(lineage: Lineage, op: Op) -> None:
     grad, index = (lineage.dims[t] for t in op.inputs[:2])
-    made = lineage.dims[op.outputs[0]]
-    for a, b in zip(grad, (*index, made[1]), strict=True):
+    out_dims = lineage.dims[op.outputs[0]]
+    for a, b in zip(grad, (*index, out_dims[1]), strict=True):
         lineage.atoms.align(a, b)
 
 
@@ -332,9 +330,9 @@ def _convolution(lineage: Lineage, op: Op) -> None:
 
 def _repeat(lineage: Lineage, op: Op) -> None:
     """Trace an operation that repeats its input: dims of one length run on, the others are new."""
-    sizes, made = (lineage.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
-    for place in range(1, min(len(sizes), len(made)) + 1):
-        if sizes[-place] == made[-place]:
+    sizes, out_sizes = (lineage.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
+    for place in range(1, min(len(sizes), len(out_sizes)) + 1):
+        if sizes[-place] == out_sizes[-place]:
             lineage.atoms.align(lineage.dims[op.inputs[0]][-place], lineage.dims[op.outputs[0]][-place])
 
 
@@ -364,14 +362,14 @@ def _write_rows(lineage: Lineage, op: Op) -> None:
 
 def _rows(lineage: Lineage, table: int, rows: int, numbers: tuple[int, ...], places: tuple[int, ...]) -> None:
     """``rows`` are those of ``table`` that ``numbers`` say, along ``places``."""
-    whole, dims, first = lineage.dims[table], lineage.dims[rows], places[0]
+    table_dims, dims, first = lineage.dims[table], lineage.dims[rows], places[0]
     for place in places:
-        lineage.atoms.keep_whole(whole[place])
+        lineage.atoms.keep_whole(table_dims[place])
     frame = max((lineage.dims[t] for t in numbers), key=len)
-    rest = whole[first + len(places) :]
-    expected = (*whole[:first], *frame, *rest)
+    trailing = table_dims[first + len(places) :]
+    expected = (*table_dims[:first], *frame, *trailing)
     if places != tuple(range(first, first + len(places))) or len(expected) != len(dims):
-        for dim in (*whole, *dims):
+        for dim in (*table_dims, *dims):
             lineage.atoms.keep_whole(dim)
         return
     for a, b in zip(expected, dims, strict=True):

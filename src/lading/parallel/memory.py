@@ -50,15 +50,15 @@ def loss_of(flow: Flow, way: str) -> Loss:
     result = flow.storages(scores.outputs)[0]
     inner, last = _backward(flow)
     if way == IN_FP32:
-        same = dict.fromkeys((result, *inner), source)
+        written_over = dict.fromkeys((result, *inner), source)
         if last is not None and not _is_cast(flow, last):
-            same[last] = source
-        return Loss(frozenset(), same, {result: source})
+            written_over[last] = source
+        return Loss(frozenset(), written_over, {result: source})
     never = {result, *inner}
     if wide is not None:
         never.add(source)
-    same = {last: logits} if way == IN_LOGITS and last is not None else {}
-    return Loss(frozenset(never), same, {result: logits})
+    written_over = {last: logits} if way == IN_LOGITS and last is not None else {}
+    return Loss(frozenset(never), written_over, {result: logits})
 
 
 def _first_kernel_named(flow: Flow, name: str, stage: Stage) -> Kernel | None:
@@ -154,10 +154,10 @@ def segment_memory(
     """
     sizes = _sizes(segment)
     kept_storages = _kept_storages(segment, recompute, (fusion, fused_loss))
-    again = recompute.kernels if recompute else ()
+    recomputed = recompute.kernels if recompute else ()
     without = frozenset[int]() if makes_weight_gradients else _weight_gradients(flow_of(segment.form))
-    forward, backward = _walks(segment.form, kept_storages, again, (fusion, fused_loss), without)
-    as_kept = sizes | _operands(segment, kept_storages, again, sizes, operand_share)
+    forward, backward = _walks(segment.form, kept_storages, recomputed, (fusion, fused_loss), without)
+    as_kept = sizes | _operands(segment, kept_storages, recomputed, sizes, operand_share)
     return SegmentMemory(
         saved=sum(as_kept[s] for s in kept_storages),
         forward_peak=forward.peak_bytes(sizes),
@@ -191,7 +191,7 @@ def _operands(
     if share == 1.0:
         return {}
     flow, kernels = flow_of(segment.form), segment.kernels
-    made: dict[int, int] = {}
+    operand_bytes: dict[int, int] = {}
     for storage in kept_storages:
         places = [p for p in flow.users.get(storage, ()) if kernels[p].stage is not Stage.FORWARD or p in again]
         readers = [kernels[place] for place in places]
@@ -199,8 +199,8 @@ def _operands(
         in_products = all(r.kind is OpKind.MATMUL and r.dtype in ("bfloat16", "float16") for r in readers)
         in_activation = all(r.kind in POINTWISE for r in readers) and all(m.kind is OpKind.MATMUL for m in makers)
         if readers and makers and (in_products or (in_activation and not set(again).isdisjoint(places))):
-            made[storage] = round(sizes[storage] * share)
-    return made
+            operand_bytes[storage] = round(sizes[storage] * share)
+    return operand_bytes
 
 
 def _kept_storages(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
@@ -212,10 +212,10 @@ def _kept_storages(segment: RankSegment, recompute: Recomputed | None, fused: tu
     loss = loss_of(flow, _way(fusion, fused_loss))
     kept_storages = {loss.kept_instead.get(storage, storage) for storage in marked}
     # Of what a checkpoint marks a compiler keeps only what is read.
-    again = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
+    recomputed = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
     read = {
         *flow.saved_storages,
-        *flow.storages(t for kernel in again for t in kernel.inputs),
+        *flow.storages(t for kernel in recomputed for t in kernel.inputs),
         *loss.kept_instead.values(),
     }
     return _mapped(
@@ -248,8 +248,8 @@ class _LiveStorages:
         """Bytes at first, then while each kernel runs."""
         alive_bytes = sum([sizes[s] for s in self.start])
         bytes_by_step = [alive_bytes]
-        for made, freed in self.steps:
-            for storage in made:
+        for added, freed in self.steps:
+            for storage in added:
                 alive_bytes += sizes[storage]
             bytes_by_step.append(alive_bytes)
             for storage in freed:
@@ -310,10 +310,10 @@ def alive_bytes(
     kept_storages = _kept_storages(segment, recompute, (fusion, fused_loss))
     gradients = _gradients(segment, flow)
     without = frozenset(storage for _, storage in gradients.values())
-    again = recompute.kernels if recompute else ()
-    forth, back = _walks(segment.form, kept_storages, again, (fusion, fused_loss), without)
-    places = [*again, *(p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD)]
-    as_kept = sizes | _operands(segment, kept_storages, again, sizes, operand_share)
+    recomputed = recompute.kernels if recompute else ()
+    forth, back = _walks(segment.form, kept_storages, recomputed, (fusion, fused_loss), without)
+    places = [*recomputed, *(p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD)]
+    as_kept = sizes | _operands(segment, kept_storages, recomputed, sizes, operand_share)
     return AliveBytes(
         saved=sum(as_kept[s] for s in kept_storages),
         forward=tuple(zip(flow.forward, forth.alive(sizes)[1:], strict=True)),
@@ -391,10 +391,10 @@ def _bytes_by_storage(segment: RankSegment) -> dict[int, int]:
 
 def _sizes(segment: RankSegment) -> dict[int, int]:
     """Bytes of storages; the first of those that one product makes has all of them."""
-    sizes, whole = _bytes_by_storage(segment), dict[int, int]()
+    sizes, merged = _bytes_by_storage(segment), dict[int, int]()
     for storage, first in _products_of_several_results(flow_of(segment.form)).items():
-        whole[first] = whole.get(first, sizes[first]) + sizes[storage]
-    return sizes | whole
+        merged[first] = merged.get(first, sizes[first]) + sizes[storage]
+    return sizes | merged
 
 
 def _inner(flow: Flow, fusion: str) -> set[int]:
@@ -495,9 +495,9 @@ def _walk(
     last: dict[int, int] = {}
     for step, place in enumerate(places):
         kernel = flow.segment.kernels[place]
-        made = {loss.written_over.get(s, s) for s in flow.storages(kernel.outputs)} - fixed
-        used = made | ({loss.written_over.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
-        steps.append((made, used))
+        written = {loss.written_over.get(s, s) for s in flow.storages(kernel.outputs)} - fixed
+        used = written | ({loss.written_over.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
+        steps.append((written, used))
         last.update(dict.fromkeys(used, step))
     for begin, end in _nodes(flow, places) if in_nodes else ():
         for step in range(begin, end):
@@ -506,9 +506,9 @@ def _walk(
             steps[end] = (steps[end][0], steps[end][1] | waits)
     first = live = {s for s in start if s not in fixed}
     stays, changes = set(stay), list[tuple[tuple[int, ...], tuple[int, ...]]]()
-    for step, (made, used) in enumerate(steps):
-        added = made - live
-        live = live | made
+    for step, (written, used) in enumerate(steps):
+        added = written - live
+        live = live | written
         freed = {s for s in used & live if last[s] == step and s not in stays}
         live -= freed
         changes.append((tuple(added), tuple(freed)))

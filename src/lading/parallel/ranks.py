@@ -53,19 +53,19 @@ def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], 
         context: Ranks that work on one sequence.
     """
     assert k.spec is not None
-    whole = _local_attention(k, tensors)
+    local = _local_attention(k, tensors)
     if k.spec.axis != CONTEXT:  # keys of a text beside are whole on every rank
-        return [dataclasses.replace(kernel, detail=whole)]
-    if context.comm == "ring" or (context.comm == "all_gather" and context.fp32_rings and not whole.window):
+        return [dataclasses.replace(kernel, detail=local)]
+    if context.comm == "ring" or (context.comm == "all_gather" and context.fp32_rings and not local.window):
         width = DTYPE_BYTES[tensors[k.spec.tensors[1]].dtype]
         back = _bytes(k, tensors) // width * (4 if context.fp32_rings else width)
-        kernels = _ring(kernel, whole, (_bytes(k, tensors), back), context)
+        kernels = _ring(kernel, local, (_bytes(k, tensors), back), context)
         if not context.fp32_rings:
             return kernels
-        return _with_workspace(kernels, k, tensors, context) if whole.backward else _with_merged(kernels, tensors)
+        return _with_workspace(kernels, k, tensors, context) if local.backward else _with_merged(kernels, tensors)
     if context.comm == "all_gather":
-        return _all_gather(kernel, whole, _bytes(k, tensors), context.ranks)
-    return _all_to_all(k, kernel, whole, tensors, context.ranks)
+        return _all_gather(kernel, local, _bytes(k, tensors), context.ranks)
+    return _all_to_all(k, kernel, local, tensors, context.ranks)
 
 
 def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
@@ -117,14 +117,14 @@ def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Con
     if whole.window:
         raise ConfigError("layout: attention with a window needs cp_comm=all_gather, got ring")
     keys = whole.key_tokens // 2 if whole.causal else whole.key_tokens
-    other = dataclasses.replace(whole, causal=False, key_tokens=keys)
+    uncausal = dataclasses.replace(whole, causal=False, key_tokens=keys)
     kernels: list[Kernel] = []
     if context.comm == "all_gather":
         kernels.append(_collective(kernel, "all_gather", sizes[0] * context.ranks, _kv(kernel)))
     for step in range(context.ranks):
         if context.comm == "ring" and step < context.ranks - 1:
             kernels.append(_collective(kernel, "send", sizes[0], _kv(kernel)))
-        kernels.append(_share(kernel, whole if step == 0 else other))
+        kernels.append(_share(kernel, whole if step == 0 else uncausal))
         if whole.backward:  # gradients of keys and values travel with them, and once more to come home
             kernels.append(_collective(kernel, "send", sizes[1], kernel.outputs[1:3]))
     return kernels
@@ -132,8 +132,8 @@ def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Con
 
 def _with_merged(kernels: list[Kernel], tensors: list[LocalTensor]) -> list[Kernel]:
     """Add the sum that torch's ring keeps heads first, beside what the next product reads of it, tokens first."""
-    made = tensors[kernels[-1].outputs[0]]
-    tensors.append(dataclasses.replace(made, storage=_next(tensors), name=f"{MERGED}{made.storage}"))
+    output = tensors[kernels[-1].outputs[0]]
+    tensors.append(dataclasses.replace(output, storage=_next(tensors), name=f"{MERGED}{output.storage}"))
     return [*kernels[:-1], dataclasses.replace(kernels[-1], outputs=(*kernels[-1].outputs, len(tensors) - 1))]
 
 

@@ -126,15 +126,15 @@ def _recomputed(form: Form, mode: str, modules: tuple[str, ...], early_stop: boo
     words = [_ALIASES.get(word, word) for word in modules] or [CORE]
     if OPERATIONS in words:
         return _by_operation(flow)
-    again: set[int] = set()
+    recomputed: set[int] = set()
     dropped: set[int] = set()
     for word in words:
         part = _part(flow, word)
-        again |= part
+        recomputed |= part
         dropped |= part if word in _DISCARDED else set()
-    kept_storages = {s for s in flow.saved_storages if not _is_dropped(flow, s, again, dropped)}
-    places, stays = _selected(flow, again, kept_storages)
-    return (places if early_stop or not again else _with_rings(flow, again)), stays
+    kept_storages = {s for s in flow.saved_storages if not _is_dropped(flow, s, recomputed, dropped)}
+    places, stays = _selected(flow, recomputed, kept_storages)
+    return (places if early_stop or not recomputed else _with_rings(flow, recomputed)), stays
 
 
 def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) -> bool:
@@ -173,7 +173,7 @@ def _walk(flow: Flow, again: set[int], kept_storages: set[int]) -> tuple[set[int
     todo = [s for s in flow.saved_storages if s not in kept_storages]
     places: set[int] = set()
     missing: set[int] = set()
-    seen = set(todo)
+    visited = set(todo)
     while todo:
         storage = todo.pop()
         makers = [place for place in flow.makers_forward(storage) if place in again]
@@ -183,8 +183,8 @@ def _walk(flow: Flow, again: set[int], kept_storages: set[int]) -> tuple[set[int
         for place in set(makers) - places:
             places.add(place)
             for source in flow.storages(flow.segment.kernels[place].inputs):
-                if source in flow.activations and source not in kept_storages and source not in seen:
-                    seen.add(source)
+                if source in flow.activations and source not in kept_storages and source not in visited:
+                    visited.add(source)
                     todo.append(source)
     return places, missing
 
@@ -205,7 +205,7 @@ def _is_on(kernel: Kernel, axis: str, modules: set[str]) -> bool:
 
 def _by_operation(flow: Flow) -> _Again:
     kept_storages, products = _entering_storages(flow), 0
-    again = set(flow.forward)
+    recomputed = set(flow.forward)
     for place in flow.forward:
         kernel = flow.segment.kernels[place]
         keeps = isinstance(kernel.detail, Attention) or kernel.name == "reduce_scatter"
@@ -213,17 +213,17 @@ def _by_operation(flow: Flow) -> _Again:
             products += 1
             keeps = products % 2 == 1
         if keeps:
-            again.discard(place)
+            recomputed.discard(place)
             kept_storages.update(flow.storages(kernel.outputs))
-    return _selected(flow, again, kept_storages)
+    return _selected(flow, recomputed, kept_storages)
 
 
 def _part(flow: Flow, word: str) -> set[int]:
     """Kernels of forward that a word stands for; a module must have some."""
     places = _kernels_of(flow, word)
     if not places and word not in (CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS):
-        known = sorted({name for p in flow.forward for name in flow.segment.kernels[p].module.split(".") if name})
-        words = ", ".join((CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS, *known))
+        parts = sorted({name for p in flow.forward for name in flow.segment.kernels[p].module.split(".") if name})
+        words = ", ".join((CORE, NORMS, ACTIVATIONS, UP_PROJECTIONS, OPERATIONS, *parts))
         raise ConfigError(f"recompute: expected parts of segment {flow.segment.name!r} ({words}), got {word!r}")
     return places
 
@@ -280,22 +280,22 @@ def core_of_attention(flow: Flow) -> set[int]:
     if not products:
         return set()
     below: set[int] = set()
-    made: set[int] = set()
+    outputs: set[int] = set()
     for place in range(products[0], products[-1] + 1):
-        if place in products or made & set(flow.storages(kernels[place].inputs)):
+        if place in products or outputs & set(flow.storages(kernels[place].inputs)):
             below.add(place)
-            made.update(flow.storages(kernels[place].outputs))
+            outputs.update(flow.storages(kernels[place].outputs))
     return {p for p in below if p in products or _reaches(flow, p, products[-1])}
 
 
 def _reaches(flow: Flow, place: int, target: int) -> bool:
-    todo, seen = [place], {place}
+    todo, visited = [place], {place}
     while todo:
         kernel_place = todo.pop()
         if kernel_place == target:
             return True
         for storage in flow.storages(flow.segment.kernels[kernel_place].outputs):
-            new = {u for u in flow.users_forward(storage) if u <= target} - seen
-            seen |= new
+            new = {u for u in flow.users_forward(storage) if u <= target} - visited
+            visited |= new
             todo.extend(new)
     return False

@@ -36,10 +36,10 @@ def with_scores(segment: RankSegment, *, wide: bool, dropout: float) -> RankSegm
         if not work.backward:
             shape = work.batch, work.heads, work.query_tokens, work.key_tokens
             dtypes = (*(("float32",) if wide else ()), kernel.dtype, *(("bool", kernel.dtype) if dropout else ()))
-            made = tuple(_added(tensors, dtype, shape) for dtype in dtypes)
-            kernels[place] = replace(kernel, outputs=(*kernel.outputs, *made))
-            pending.append(made)
-            saved += made
+            scores = tuple(_added(tensors, dtype, shape) for dtype in dtypes)
+            kernels[place] = replace(kernel, outputs=(*kernel.outputs, *scores))
+            pending.append(scores)
+            saved += scores
         elif pending:
             kernels[place] = replace(kernel, inputs=(*kernel.inputs, *pending.pop()))
     return replace(segment, tensors=tuple(tensors), kernels=tuple(kernels), saved=tuple(saved))

@@ -47,9 +47,9 @@ def with_weight_passes(segment: RankSegment, layout: Layout, stack: Stack) -> Ra
     before = tuple(_casts(segment, Stage.FORWARD, 4, _HALF)) if wide else ()
     after = tuple(_casts(segment, Stage.BACKWARD_WEIGHT, _HALF, 4)) if wide else ()
     if adds:
-        made = 4 if wide or layout.precision == "fp32" else _HALF
+        gradient_bytes = 4 if wide or layout.precision == "fp32" else _HALF
         gradient_width = 4 if wide else DTYPE_BYTES[stack.gradient_dtype]
-        after = (*after, *_sums(segment, made + gradient_width, gradient_width))
+        after = (*after, *_sums(segment, gradient_bytes + gradient_width, gradient_width))
     backward = any(kernel.stage is not Stage.FORWARD for kernel in segment.kernels)
     return replace(segment, kernels=(*before, *segment.kernels, *(after if backward else ())))
 

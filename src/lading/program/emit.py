@@ -139,14 +139,14 @@ def emit(shape: ListShape) -> Program:
     numbers = Numbers({}, {}, {})
     ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
     repeat = (1, shape.num_repeats) if shape.num_repeats else (0, 0)
-    alike = tuple(_run_start_of_units(runs) for runs in shape.stages)
+    unit_starts = tuple(_run_start_of_units(runs) for runs in shape.stages)
     uses = tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions)))
     return Program(
         ranks=ranks,
         regions=tuple(numbers.regions),
         storages=tuple(numbers.storages),
         uses=uses,
-        alike=alike,
+        alike=unit_starts,
         repeat=repeat,
         schedule=shape.plan.kind,
     )
@@ -205,18 +205,18 @@ class _Rank(ListWriter):
             joint.append((work, self.plan.stage(self.rank, chunk), micro_batch))
             if pairs:
                 continue
-            for one in joint:
-                self._receive(*one)
+            for row in joint:
+                self._receive(*row)
             first = len(self.actions)
-            for one in joint:
-                self._row(*one)
+            for row in joint:
+                self._row(*row)
             span = (self._first_compute(first), self.last)
-            for one in joint:
+            for row in joint:
                 self.actions.rows.append(span)
-                self.actions.sends.append(self._send(*one))
-                self._finished(one[1], one[0])
-                if one[0] != Work.FORWARD and self.shape.shards == "gradients" and not self.shape.overlap_reduce:
-                    self._reduce_together(one[1])
+                self.actions.sends.append(self._send(*row))
+                self._finished(row[1], row[0])
+                if row[0] != Work.FORWARD and self.shape.shards == "gradients" and not self.shape.overlap_reduce:
+                    self._reduce_together(row[1])
             joint.clear()
         self._end_step()
         return self.actions
@@ -234,17 +234,17 @@ class _Rank(ListWriter):
             special[
                 np.flatnonzero((chunk == mine) & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))[-1:]
             ] = True
-        for place, (gone, comes) in enumerate(changes or ()):
-            special[place] |= bool(gone or comes)
+        for place, (freed, comes) in enumerate(changes or ()):
+            special[place] |= bool(freed or comes)
             for stage in comes:  # the first pass waits for it
                 special[place + int(np.argmax(chunk[place:] == self.plan.stages_of(self.rank).index(stage)))] = True
         return special
 
     def _asked_for(self, place: int, until: int) -> bool:
         """Whether one of these rows is of a stage that has been asked for, and not waited for yet."""
-        asked = {group.stage for group in self.asked}
-        chunks = np.unique(self.plan.orders[self.rank][place:until, 1]).tolist() if asked else ()
-        return any(self.plan.stage(self.rank, chunk) in asked for chunk in chunks)
+        asked_stages = {group.stage for group in self.asked}
+        chunks = np.unique(self.plan.orders[self.rank][place:until, 1]).tolist() if asked_stages else ()
+        return any(self.plan.stage(self.rank, chunk) in asked_stages for chunk in chunks)
 
     def _chunk_of_first(self) -> int:
         stages = self.plan.stages_of(self.rank)
@@ -253,23 +253,27 @@ class _Rank(ListWriter):
     def _plain_rows(self, rows: Order) -> None:
         """Write rows that receive, compute a whole stage and send, all at once; as ``write`` does one by one."""
         work, _, micro_batch, _ = rows.T
-        region, taken, source, handed, target, stream = self._row_facts(rows)
-        receives, sends = taken >= 0, handed >= 0
-        each = 1 + receives + sends
-        begin = np.cumsum(each) - each
+        region, arriving, source, handed, target, stream = self._row_facts(rows)
+        receives, sends = arriving >= 0, handed >= 0
+        actions_per_row = 1 + receives + sends
+        begin = np.cumsum(actions_per_row) - actions_per_row
         compute, base = begin + receives, len(self.actions)
-        received, sent = begin[receives], compute[sends] + 1
-        columns = np.full((5, int(each.sum())), -1)  # stream, region, storage, micro-batch, peer
-        columns[3] = np.repeat(micro_batch, each)
+        received, sent_rows = begin[receives], compute[sends] + 1
+        columns = np.full((5, int(actions_per_row.sum())), -1)  # stream, region, storage, micro-batch, peer
+        columns[3] = np.repeat(micro_batch, actions_per_row)
         columns[0, compute], columns[1, compute] = COMPUTE, region
-        columns[0, received], columns[2, received], columns[4, received] = RECEIVE, taken[receives], source[receives]
-        columns[0, sent], columns[2, sent], columns[4, sent] = stream[sends], handed[sends], target[sends]
+        columns[0, received], columns[2, received], columns[4, received] = RECEIVE, arriving[receives], source[receives]
+        columns[0, sent_rows], columns[2, sent_rows], columns[4, sent_rows] = (
+            stream[sends],
+            handed[sends],
+            target[sends],
+        )
         kinds = [ActionKind.COMPUTE] * columns.shape[1]
         groups = [""] * columns.shape[1]
         waits: list[tuple[int, ...]] = [()] * columns.shape[1]
         for before, after in zip(received.tolist(), compute[receives].tolist(), strict=True):
             kinds[before], groups[before], waits[after] = ActionKind.RECV, "pp", (base + before,)
-        for after in sent.tolist():
+        for after in sent_rows.tolist():
             kinds[after], groups[after] = ActionKind.SEND, "pp"
             waits[after] = (base + after - 1,) if self.shape.overlap_send else ()
         self.actions.kind += kinds
@@ -286,26 +290,26 @@ class _Rank(ListWriter):
         on_compute = (base + np.flatnonzero(columns[0] == COMPUTE)[-3:]).tolist()
         self.last = on_compute[-1]
         self.before = on_compute[on_compute.index(spans[-1]) - 1]
-        done = rows[(work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT), 1]
-        for chunk, count in enumerate(np.bincount(done, minlength=self.plan.chunks).tolist()):
+        backward_chunks = rows[(work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT), 1]
+        for chunk, count in enumerate(np.bincount(backward_chunks, minlength=self.plan.chunks).tolist()):
             self.left[self.plan.stage(self.rank, chunk)] -= count
 
     def _row_facts(self, rows: Order) -> npt.NDArray[np.int64]:
         """[6, row]: region; storage that is received and its peer; storage that is sent, its peer and its stream."""
         work, chunk = rows[:, 0], rows[:, 1]
-        _, firsts, alike = np.unique(work * self.plan.chunks + chunk, return_index=True, return_inverse=True)
+        _, firsts, inverse = np.unique(work * self.plan.chunks + chunk, return_index=True, return_inverse=True)
         facts = np.empty((len(firsts), 6), np.int64)
         for number in np.argsort(firsts).tolist():
             row = firsts[number]
-            one, stage = Work(int(work[row])), self.plan.stage(self.rank, int(chunk[row]))
-            forward = one is Work.FORWARD
-            source, target = self._neighbour(one, stage, -1), self._neighbour(one, stage, 1)
-            taken = -1 if source < 0 else self.numbers.storage(Border(stage, forward))
-            region = self.region_number(Region(stage, ALL_UNITS, one), self._groups(stage) if self.sharded else ())
+            row_work, stage = Work(int(work[row])), self.plan.stage(self.rank, int(chunk[row]))
+            forward = row_work is Work.FORWARD
+            source, target = self._neighbour(row_work, stage, -1), self._neighbour(row_work, stage, 1)
+            arriving = -1 if source < 0 else self.numbers.storage(Border(stage, forward))
+            region = self.region_number(Region(stage, ALL_UNITS, row_work), self._groups(stage) if self.sharded else ())
             handed = -1 if target < 0 else self.numbers.storage(Border(target, forward))
-            peers = [-1 if other < 0 else self.plan.rank_of(other) for other in (source, target)]
-            facts[number] = (region, taken, peers[0], handed, peers[1], self._send_stream(one))
-        return facts[alike].T
+            peers = [-1 if neighbour < 0 else self.plan.rank_of(neighbour) for neighbour in (source, target)]
+            facts[number] = (region, arriving, peers[0], handed, peers[1], self._send_stream(row_work))
+        return facts[inverse].T
 
     def _first_compute(self, start: int) -> int:
         """First region from ``start`` on; the place behind the last one where there is none."""
@@ -363,16 +367,16 @@ class _Rank(ListWriter):
                 )
                 continue
             begun: list[ParameterGroup] = []
-            for what, first, stop in unit.passes[work]:
-                if what == RUN:
+            for kind, first, stop in unit.passes[work]:
+                if kind == RUN:
                     self._compute(Region(stage, number, work, first, stop), micro_batch, begun)
                     continue
                 group = ParameterGroup(stage, number, unit.axes[first])
-                if what == BEGIN:
+                if kind == BEGIN:
                     begun.append(group)
                     self._begin(group, unit, micro_batch, forward, root=forward and index == 0)
                 else:
-                    begun = [other for other in begun if other != group]
+                    begun = [begun_group for begun_group in begun if begun_group != group]
                     self._end(group, unit, micro_batch, forward)
         if self.sharded and not forward and not self.shape.pipelined:
             self._reshard_unused(micro_batch)
@@ -541,9 +545,9 @@ class _Rank(ListWriter):
 
     def _receive(self, work: int, stage: int, micro_batch: int) -> None:
         """Ask for what a stage takes from its neighbour, if that is on another rank."""
-        if (other := self._neighbour(work, stage, -1)) >= 0:
+        if (neighbour := self._neighbour(work, stage, -1)) >= 0:
             number = self.numbers.storage(Border(stage, work == Work.FORWARD))
-            peer = self.plan.rank_of(other)
+            peer = self.plan.rank_of(neighbour)
             self.pending.append(
                 self.actions.add(
                     ActionKind.RECV, RECEIVE, storage=number, micro_batch=micro_batch, peer=peer, group="pp"
@@ -552,17 +556,17 @@ class _Rank(ListWriter):
 
     def _send(self, work: int, stage: int, micro_batch: int) -> int:
         """Hand what a stage made to its neighbour, if that is on another rank; gives the SEND, or -1."""
-        if (other := self._neighbour(work, stage, 1)) < 0:
+        if (neighbour := self._neighbour(work, stage, 1)) < 0:
             return -1
-        number = self.numbers.storage(Border(other, work == Work.FORWARD))
-        stream, peer = self._send_stream(work), self.plan.rank_of(other)
+        number = self.numbers.storage(Border(neighbour, work == Work.FORWARD))
+        stream, peer = self._send_stream(work), self.plan.rank_of(neighbour)
         waits = (self.last,) if stream != COMPUTE else ()
-        sent = self.actions.add(
+        send = self.actions.add(
             ActionKind.SEND, stream, waits, storage=number, micro_batch=micro_batch, peer=peer, group="pp"
         )
         if stream == COMPUTE:
-            self.last = sent
-        return sent
+            self.last = send
+        return send
 
     def _send_stream(self, work: int) -> int:
         if not self.shape.overlap_send:
@@ -571,10 +575,10 @@ class _Rank(ListWriter):
 
     def _neighbour(self, work: int, stage: int, onward: int) -> int:
         """Stage on another rank that a pass hands on to (``onward`` 1) or takes from (-1); -1 for none."""
-        other = stage + (onward if work == Work.FORWARD else -onward)
-        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages:
+        neighbour = stage + (onward if work == Work.FORWARD else -onward)
+        if work == Work.BACKWARD_WEIGHT or not 0 <= neighbour < self.plan.stages:
             return -1
-        return -1 if self.plan.rank_of(other) == self.rank else other
+        return -1 if self.plan.rank_of(neighbour) == self.rank else neighbour
 
 
 def _units(runs: Sequence[tuple[UnitShape, int]]) -> list[UnitShape]:
@@ -590,11 +594,11 @@ def gathering(plan: Schedule, rank: int) -> tuple[tuple[tuple[int, ...], tuple[i
     coming: list[tuple[int, ...]] = []
     for stage in reversed(order):
         behind = coming[-1] if coming else ()
-        coming.append((stage, *[other for other in behind if other != stage])[:GATHERED_AT_ONCE])
+        coming.append((stage, *[stage_behind for stage_behind in behind if stage_behind != stage])[:GATHERED_AT_ONCE])
     changes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     gathered: tuple[int, ...] = ()
-    for wanted in reversed(coming):
-        released = tuple(stage for stage in gathered if stage not in wanted)
-        changes.append((released, tuple(stage for stage in wanted if stage not in gathered)))
-        gathered = wanted
+    for needed_stages in reversed(coming):
+        released = tuple(stage for stage in gathered if stage not in needed_stages)
+        changes.append((released, tuple(stage for stage in needed_stages if stage not in gathered)))
+        gathered = needed_stages
     return tuple(changes)

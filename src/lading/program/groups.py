@@ -122,7 +122,7 @@ class _GroupedRank(ListWriter):
             self.add_region(region, micro_batch, [self.groups[number] for number in under_way])
             self.last_region = self.last
             for number in ends:
-                under_way = [other for other in under_way if other != number]
+                under_way = [unit for unit in under_way if unit != number]
                 self._end(number, micro_batch, backward)
 
     def _begin(self, number: int, later: Sequence[int], micro_batch: int, backward: bool, *, root: bool) -> None:
@@ -134,8 +134,8 @@ class _GroupedRank(ListWriter):
         group = self.shape.groups[number]
         ahead = group.ahead_backward if backward else group.ahead_forward
         if self.shape.overlap and (backward or ahead > 1):
-            for other in later[:ahead]:
-                self._ask(other, micro_batch, backward, (self.last,))
+            for unit in later[:ahead]:
+                self._ask(unit, micro_batch, backward, (self.last,))
 
     def _ask(self, number: int, micro_batch: int, backward: bool, after: Sequence[int]) -> None:
         """Have a group gathered if it is not there and is read."""

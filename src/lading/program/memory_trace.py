@@ -181,7 +181,9 @@ class _Reader:
             None,
         ]
         self.last = {
-            one[0][0]: one[1] for one in self.passes if one and one[0][2] in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
+            pass_facts[0][0]: pass_facts[1]
+            for pass_facts in self.passes
+            if pass_facts and pass_facts[0][2] in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         }
         self.known: dict[tuple[int, ...], tuple[list[int], list[int], list[int], Region | None, Region | None]] = {}
 
@@ -221,11 +223,11 @@ class _Reader:
 
     def _run_known(self, number: int) -> None:
         """Run a region as ``_run`` does; a whole pass repeats its changes where all it looks at is the same."""
-        op, here, behind = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
-        if not self._is_steady(op) or here in (self.passes[self.turn - 1], behind):
+        op, this_pass, next_pass = self.actions.op[number], self.passes[self.turn], self.passes[self.turn + 1]
+        if not self._is_steady(op) or this_pass in (self.passes[self.turn - 1], next_pass):
             self._run(number)
             return
-        enters = self.actions.op[self.regions[self.turn + 1]] if behind and behind[0][2] is Work.FORWARD else -1
+        enters = self.actions.op[self.regions[self.turn + 1]] if next_pass and next_pass[0][2] is Work.FORWARD else -1
         key = (op, enters, id(self.left), id(self.entering))
         if key not in self.known:
             start = len(self.numbers)
@@ -269,8 +271,8 @@ class _Reader:
         running = [What.ADDS] if self.adds else [What.RUNS, What.GRADIENTS] if makes else [What.RUNS]
         for sign in (1, -1):
             self.ending = sign < 0
-            for what in running:
-                self._change(what, region, sign)
+            for thing in running:
+                self._change(thing, region, sign)
         if makes and not self.adds:
             self._change(What.MADE, region, 1)
             self.made.add((region.stage, region.unit))
@@ -328,8 +330,8 @@ class _Reader:
             self._copy_out(following)
         if self._region(following).work is not Work.FORWARD:
             self._drop_buffer()
-        for what, sign in ((What.BUFFER, 1), (What.CAST, 1), (What.CAST, -1)):
-            self._change(what, group, sign)
+        for thing, sign in ((What.BUFFER, 1), (What.CAST, 1), (What.CAST, -1)):
+            self._change(thing, group, sign)
         self.coming[number] = group
 
     def _copy_out(self, region: int) -> None:
@@ -353,7 +355,7 @@ class _Reader:
             self.whole.remove(group)
             self._change(What.WHOLE, group, -1)
             return
-        for number in [number for number, asked in self.coming.items() if asked == group]:
+        for number in [number for number, group_asked in self.coming.items() if group_asked == group]:
             del self.coming[number]
             self._change(What.BUFFER, group, -1)
 

@@ -70,9 +70,9 @@ def groups_of(segment: RankSegment, layout: Layout) -> tuple[tuple[str, int], ..
     """Groups of a unit's parameters: its own, and its experts' if they are spread over other ranks."""
     elements: dict[str, int] = {}
     for axes, count in segment.parameter_elements.items():
-        apart = replicas(axes, layout) != replicas("dp", layout)
-        elements["dp"] = elements.get("dp", 0) + (0 if apart else count)
-        if apart:
+        is_apart = replicas(axes, layout) != replicas("dp", layout)
+        elements["dp"] = elements.get("dp", 0) + (0 if is_apart else count)
+        if is_apart:
             elements[axes] = elements.get(axes, 0) + count
     return tuple((axes, elements[axes]) for axes in sorted(elements) if elements[axes])
 
@@ -103,13 +103,13 @@ def unit_shape(unit: Unit, layout: Layout, stack: Stack, *, weights_forward: boo
     passes = (_WHOLE, _WHOLE, _WHOLE, _WHOLE)
     if sharded:
         passes = _passes(segment.form, unit.again, unit.lazy, axes, weights_forward)
-    again = bool(unit.again.kernels)
+    recomputes = bool(unit.again.kernels)
     return UnitShape(
         axes,
         passes,
         unit.ends,
         sums=sharded and bool(segment.summed_parameters),
-        gathers=stack.gathers - 1 if again else 1,
+        gathers=stack.gathers - 1 if recomputes else 1,
     )
 
 

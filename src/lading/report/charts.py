@@ -190,8 +190,8 @@ def metric_figure(
     body += [level(frame, mark[0], "", mark[2])] if mark else []
     bad = [x for x, y in points if not isfinite(y)]
     body += [el("circle", cx=frame.x(x), cy=frame.top + 4, r=3, class_="bad") for x in bad]
-    whole = [value for value in ticks(frame.x_low, frame.x_high, 4) if value % 1 == 0]
-    body.append(x_axis(frame, [(value, f"{value:g}") for value in whole]))
+    integer_ticks = [value for value in ticks(frame.x_low, frame.x_high, 4) if value % 1 == 0]
+    body.append(x_axis(frame, [(value, f"{value:g}") for value in integer_ticks]))
     drawing = svg(PHONE_WIDTH, frame.bottom + 24, "".join(body), title, "half")
     keys = ([("behind", "plain PyTorch")] if behind else []) + ([(mark[2], mark[1])] if mark else [])
     note = f"{len(bad)} of {len(points)} values are not finite (dots)" if bad else ""

@@ -121,20 +121,20 @@ def _heading(shown: ClusterPage) -> str:
 def _shares(shares_s: Mapping[str, float]) -> str:
     """Draw one bar of all causes, and a table of them."""
     order = sorted(((name, s) for name, s in shares_s.items() if s > 0), key=lambda row: -row[1])
-    whole = sum(seconds for _, seconds in order) or 1.0
+    total = sum(seconds for _, seconds in order) or 1.0
     classes = [_CAUSES[min(i, len(_CAUSES) - 1)] for i in range(len(order))]
     drawn: list[str] = []
     for width, most, class_ in ((WIDTH, 10, "wide"), (PHONE_WIDTH, 4, "phone")):
-        frame = Frame(left=14, top=4, width=width - 28, height=ROW, x_high=whole, y_high=1.0)
+        frame = Frame(left=14, top=4, width=width - 28, height=ROW, x_high=total, y_high=1.0)
         body: list[str] = []
         at = 0.0
         for (_, seconds), cause in zip(order, classes, strict=True):
             length = max(0.5, frame.x(seconds) - frame.left - 0.5)
             body.append(el("rect", x=frame.x(at), y=frame.top, width=length, height=ROW, class_=cause))
             at += seconds
-        body.append(x_axis(frame, second_ticks(whole, most)))
+        body.append(x_axis(frame, second_ticks(total, most)))
         drawn.append(svg(width, frame.bottom + 24, "".join(body), "Seconds by cause", class_))
-    rows = [[name, format_seconds(seconds), f"{seconds / whole:.1%}"] for name, seconds in order]
+    rows = [[name, format_seconds(seconds), f"{seconds / total:.1%}"] for name, seconds in order]
     note = "Of the pipeline rank that ends last."
     return figure("Where the step goes", el("div", *drawn, class_="both"), note=note) + table(
         ("cause", "seconds", "share"), rows, swatches=classes

@@ -57,8 +57,8 @@ def kind_of(program: Program, action: Action) -> SliceKind:
 
 def role_names(names: Sequence[str] | set[str]) -> list[str]:
     """Distinct role names in stacking order."""
-    known = [role.value for role in ROLE_ORDER if role.value in names]
-    return known + sorted(set(names) - set(known))
+    known_roles = [role.value for role in ROLE_ORDER if role.value in names]
+    return known_roles + sorted(set(names) - set(known_roles))
 
 
 def role_title(role: str) -> str:

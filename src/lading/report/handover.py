@@ -214,7 +214,7 @@ def _megatron_states(handed: HandedLayout, unsaid: list[str]) -> list[str]:
             flags.append(f"--num-distributed-optimizer-instances {instances}")
     if layout.zero >= 2:
         flags.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {_SHARDING[layout.zero]}")
-    flags += [f"--overlap-{what}" for what, runs in zip(_OVERLAPS, handed.overlaps, strict=True) if runs]
+    flags += [f"--overlap-{overlap}" for overlap, runs in zip(_OVERLAPS, handed.overlaps, strict=True) if runs]
     if layout.offload == ("optimizer",):
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
     elif layout.offload:

@@ -298,12 +298,12 @@ def page(title: str, body: str) -> str:
         + el("title", text(title))
         + el("style", CSS)
     )
-    whole = el("body", el("main", body), el("div", id="tip"), el("script", SCRIPT))
-    return "<!doctype html>\n" + el("html", el("head", head), whole, lang="en") + "\n"
+    page_body = el("body", el("main", body), el("div", id="tip"), el("script", SCRIPT))
+    return "<!doctype html>\n" + el("html", el("head", head), page_body, lang="en") + "\n"
 
 
 def _heading(summary: RunSummary, compute_s: float) -> str:
-    mood, rest = verdict(summary).split(":", 1)
+    mood, explanation = verdict(summary).split(":", 1)
     tiles = [("Budget", format_bytes(summary.budget_bytes), "of device memory")]
     tiles.append(_tile("Peak memory", summary.predicted_peak_bytes, summary.measured_peak_bytes, format_bytes))
     tiles.append(_tile("Step time", summary.predicted_step_s, summary.measured_step_s, format_seconds))
@@ -325,7 +325,7 @@ def _heading(summary: RunSummary, compute_s: float) -> str:
         el("p", text(f"{summary.model} on {summary.machine}, {summary.date}"), class_="subtitle"),
         el(
             "div",
-            el("p", el("b", text(mood)), text(":" + rest)),
+            el("p", el("b", text(mood)), text(":" + explanation)),
             el("p", unbroken_options(" ".join(remarks(summary))), class_="muted"),
             class_=f"verdict {summary.promise.value}",
         ),
@@ -352,8 +352,8 @@ def _plain_tile(summary: RunSummary, compute_s: float) -> tuple[str, str, str]:
 
 def _memory(plan: Plan, lines: Sequence[Timeline], duration_s: float) -> str:
     figures = [memory_figure(tier, duration_s, plan.budgets.get(tier), lines) for tier in tiers_of(*lines)]
-    what = "Areas are predicted, stacked by role" + ("; lines are measured." if len(lines) > 1 else ".")
-    return el("h2", "Memory") + el("p", what, class_="muted") + "".join(figures)
+    note = "Areas are predicted, stacked by role" + ("; lines are measured." if len(lines) > 1 else ".")
+    return el("h2", "Memory") + el("p", note, class_="muted") + "".join(figures)
 
 
 def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
@@ -381,9 +381,9 @@ def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
     left_out = f" Below {SMALLEST_SHARE:.0%}: {', '.join(map(_kind_title, small))}." if small else ""
     note = f"Streams run side by side: their seconds do not add up to the step.{left_out}"
     drawn = lines[-1].source if len(lines) > 1 else ""
-    which = f" The step {drawn} here is the last one; the time at the top is the median of all." if drawn else ""
+    drawn_note = f" The step {drawn} here is the last one; the time at the top is the median of all." if drawn else ""
     why = _time_difference(columns, lines) if len(lines) > 1 else ""
-    return table(head, rows, total=step) + el("p", text(note + which + why), class_="under")
+    return table(head, rows, total=step) + el("p", text(note + drawn_note + why), class_="under")
 
 
 def _time_difference(columns: Sequence[Mapping[str, float]], lines: Sequence[Timeline]) -> str:
@@ -465,15 +465,15 @@ def _limits(plan: Plan) -> str:
         return ""
     rows = [
         [
-            each.resource,
-            format_bytes(each.size_bytes) if each.size_bytes else "-",
-            format_seconds(each.seconds),
-            f"{plan.step_s / each.seconds - 1.0:.1%}",
+            limit.resource,
+            format_bytes(limit.size_bytes) if limit.size_bytes else "-",
+            format_seconds(limit.seconds),
+            f"{plan.step_s / limit.seconds - 1.0:.1%}",
         ]
-        for each in limits
+        for limit in limits
     ]
     body = table(("resource", "has to move", "at least", "planned above it"), rows, chosen=0, left=(0,))
-    words = [sentence_of(each) for each in (limit_words(plan), wear_words(plan)) if each]
+    words = [sentence_of(words_of) for words_of in (limit_words(plan), wear_words(plan)) if words_of]
     return el("h2", "Limit of a step") + body + el("p", text(" ".join(words)), class_="under")
 
 
@@ -481,10 +481,10 @@ def _placement(plan: Plan, program: Program) -> str:
     placed = placement(plan, program.graph)
     rows: list[list[str]] = []
     for role, options in placed.items():
-        whole = program.graph.bytes_of_role(role)
+        role_bytes = program.graph.bytes_of_role(role)
         count = sum(s.role == role for s in program.graph.storages)
         cells = [format_bytes(p.size_bytes) if p.num_storages else "-" for p in options.values()]
-        rows.append([role_title(role), f"{count:,}", format_bytes(whole), *cells])
+        rows.append([role_title(role), f"{count:,}", format_bytes(role_bytes), *cells])
     head = ("role", "storages", "bytes", *plan.options)
     note = "Where bytes are between two uses; a storage whose gaps differ counts under each of its options."
     swatches = [role_class(role) for role in placed]
@@ -495,7 +495,7 @@ def _fullest(plan: Plan, program: Program, predicted: Timeline) -> str:
     """Table of what fills the device at the predicted peak, storages of one name in all layers as one row."""
     peak_s, present = peak_storages(program, predicted)
     storages = program.graph.storages
-    whole = sum(storages[s].size_bytes for s in present)
+    total = sum(storages[s].size_bytes for s in present)
     groups = grouped_storages(program, present)
     options: dict[int, list[str]] = {}
     for choice in plan.choices.gaps:
@@ -504,19 +504,19 @@ def _fullest(plan: Plan, program: Program, predicted: Timeline) -> str:
     swatches: list[str] = []
     covered = 0
     for (role, name), members in groups[:MOST_ROWS]:
-        if covered >= COVERED_SHARE * whole:
+        if covered >= COVERED_SHARE * total:
             break
         size = sum(storages[s].size_bytes for s in members)
         covered += size
         between = ", ".join(dict.fromkeys(option for s in members for option in options.get(s, ["keep"])))
-        rows.append([name, role_title(role), f"{len(members):,}", format_bytes(size), f"{size / whole:.1%}", between])
+        rows.append([name, role_title(role), f"{len(members):,}", format_bytes(size), f"{size / total:.1%}", between])
         swatches.append(role_class(role))
-    if (rest := len(groups) - len(rows)) > 0:
-        share = f"{(whole - covered) / whole:.1%}" if whole else "-"
-        rows.append([f"{rest:,} more rows like these", "", "", format_bytes(whole - covered), share, ""])
+    if (num_more := len(groups) - len(rows)) > 0:
+        share = f"{(total - covered) / total:.1%}" if total else "-"
+        rows.append([f"{num_more:,} more rows like these", "", "", format_bytes(total - covered), share, ""])
         swatches.append("")
     note = (
-        f"{len(present):,} storages, {format_bytes(whole)}, at {format_seconds(peak_s)} of the predicted step. "
+        f"{len(present):,} storages, {format_bytes(total)}, at {format_seconds(peak_s)} of the predicted step. "
         "A star stands for the number of a layer: one row is what all layers hold under one name. Shares are of "
         "tensors: kernels and the process take "
         f"{format_bytes(program.overhead_bytes + program.workspace_bytes)} besides."

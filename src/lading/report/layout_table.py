@@ -110,23 +110,25 @@ def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: i
     Args:
         width: Columns of a line.
     """
-    every = [*rows, *over]
-    shared = _shared([row.layout for row in every])
-    tiers = list(dict.fromkeys(tier for row in every for bytes_by_tier in row.peaks.values() for tier in bytes_by_tier))
+    all_rows = [*rows, *over]
+    shared = _shared([row.layout for row in all_rows])
+    tiers = list(
+        dict.fromkeys(tier for row in all_rows for bytes_by_tier in row.peaks.values() for tier in bytes_by_tier)
+    )
     priced = ("a billion",) if rows[0].price_per_billion_tokens is not None else ()
     table = [("", "step", "MFU", "tokens/s", *tiers, "exposed", "bubble", "binding", *priced)]
-    table += [(str(number), *_cells(row, tiers)) for number, row in enumerate(every, start=1)]
+    table += [(str(number), *_cells(row, tiers)) for number, row in enumerate(all_rows, start=1)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         _aligned(table[0], widths),
         *_wrapped("layout: why it loses; variants of it among the best", width, " " * (widths[0] + 1)),
     ]
-    for cells, row in zip(table[1:], every, strict=True):
-        rest = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
+    for cells, row in zip(table[1:], all_rows, strict=True):
+        distinct = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
         lines.append(_aligned(cells, widths))
         like = f"; {row.like}" if row.like else ""
-        lines += _wrapped(f"{rest}: {loses_because(row, rows[0])}{like}", width, " " * (widths[0] + 1))
-    title = "Layouts, the fastest first" + (f"; all have {','.join(shared)}" if shared and len(every) > 1 else "")
+        lines += _wrapped(f"{distinct}: {loses_because(row, rows[0])}{like}", width, " " * (widths[0] + 1))
+    title = "Layouts, the fastest first" + (f"; all have {','.join(shared)}" if shared and len(all_rows) > 1 else "")
     return [*_wrapped(title, width), *lines]
 
 
@@ -141,7 +143,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _shared(layouts: Sequence[str]) -> list[str]:
     """List the parts that all of several layouts have; none of one alone."""
     first, *others = (layout.split(",") for layout in layouts)
-    return [part for part in first if all(part in other for other in others)] if others else []
+    return [part for part in first if all(part in parts for parts in others)] if others else []
 
 
 def _cells(row: LayoutRow, tiers: Sequence[str]) -> tuple[str, ...]:

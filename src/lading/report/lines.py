@@ -25,7 +25,7 @@ def line_columns() -> int:
 
 def printable(text: str) -> str:
     """Text whose control characters, which a terminal would obey, are shown as they are written: ``\\x1b``."""
-    shown = CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    shown = CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
     return shown.replace("\r", "\\r")
 
 

@@ -43,7 +43,7 @@ def held_snapshot(ranks: Mapping[str, Sequence[MemorySpan]]) -> dict[str, Any]:
     traces: list[list[dict[str, Any]]] = []
     segments: list[dict[str, Any]] = []
     for device, (rank, spans) in enumerate(ranks.items()):
-        lasting = [one for one in spans if one.size_bytes and one.end_s > one.start_s]
+        lasting = [stay for stay in spans if stay.size_bytes and stay.end_s > stay.start_s]
         changes, size = _changes(rank, lasting)
         trace = [entry("segment_alloc", _BASE, size, 0.0, [])]
         for time_s, _, freed, address, slot, _, *names in changes:
@@ -56,16 +56,16 @@ def held_snapshot(ranks: Mapping[str, Sequence[MemorySpan]]) -> dict[str, Any]:
 
 def _changes(rank: str, held_spans: Sequence[MemorySpan]) -> tuple[list[Change], int]:
     """List what comes and goes, in order, and the bytes that its layout takes."""
-    moments = sorted({time_s for one in held_spans for time_s in (one.start_s, one.end_s)})
-    spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held_spans]
-    packing = pack([Buffer(one.size_bytes, (span,)) for one, span in zip(held_spans, spans, strict=True)])
+    moments = sorted({time_s for stay in held_spans for time_s in (stay.start_s, stay.end_s)})
+    spans = [(bisect_left(moments, stay.start_s), bisect_left(moments, stay.end_s) - 1) for stay in held_spans]
+    packing = pack([Buffer(stay.size_bytes, (span,)) for stay, span in zip(held_spans, spans, strict=True)])
     changes: list[Change] = []
-    for one, offset in zip(held_spans, packing.offsets, strict=True):
-        name = f"{one.name} ({one.role.value})"
-        rest = (_BASE + offset, slot_bytes(one.size_bytes), one.size_bytes, name, rank)
-        changes.append((one.start_s, 1, False, *rest))
-        if (one.start_s, one.end_s) != (moments[0], moments[-1]):
-            changes.append((one.end_s, 0, True, *rest))
+    for stay, offset in zip(held_spans, packing.offsets, strict=True):
+        name = f"{stay.name} ({stay.role.value})"
+        facts = (_BASE + offset, slot_bytes(stay.size_bytes), stay.size_bytes, name, rank)
+        changes.append((stay.start_s, 1, False, *facts))
+        if (stay.start_s, stay.end_s) != (moments[0], moments[-1]):
+            changes.append((stay.end_s, 0, True, *facts))
     changes.sort(key=lambda change: change[:2])
     return changes, packing.size_bytes
 

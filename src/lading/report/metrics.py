@@ -139,15 +139,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """
     records = read_metrics(path)
     for number, record in enumerate(records, 1):
-        where = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         for key, kind in {"step": int, "loss": float, "step_s": float, "memory_bytes": int}.items():
-            _check(record, key, kind, where)
+            _check(record, key, kind, location)
         if "base_bytes" in record:
-            _check(record, "base_bytes", int, where)
+            _check(record, "base_bytes", int, location)
         texts = record.get("excess", [])
-        if type(texts) is not list or not all(isinstance(each, str) for each in cast("list[object]", texts)):
-            got = repr(cast("object", texts))[:60]
-            raise ConfigError(f"{where}: expected a list of texts as 'excess', got {got}; mend or remove the line")
+        if type(texts) is not list or not all(isinstance(item, str) for item in cast("list[object]", texts)):
+            shown = repr(cast("object", texts))[:60]
+            raise ConfigError(f"{location}: expected a list of texts as 'excess', got {shown}; mend or remove the line")
     return records
 
 
@@ -195,8 +195,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def _cut_torn_line(path: Path) -> None:
     with path.open("r+b") as file:
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
+        complete_bytes = file.read().rfind(b"\n") + 1
+        file.truncate(complete_bytes)
 
 
 def _check(record: dict[str, Any], key: str, kind: type, where: str) -> None:

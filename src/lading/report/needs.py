@@ -73,10 +73,10 @@ def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> N
     columns = {DEVICE: _at_peak(program, predicted, row_of)}
     for tier in tiers:
         columns[tier] = _in_slots(program, tier, row_of)
-    taken = {DEVICE: program.step_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
+    step_bytes = {DEVICE: program.step_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
     for tier, column in columns.items():  # the process, scratch inside kernels, and gaps between tensors
-        column[WORKSPACE] = taken[tier] - sum(column.values())
-    return Needs(rows={row: {tier: columns[tier][row] for tier in columns} for row in ROWS}, step=taken)
+        column[WORKSPACE] = step_bytes[tier] - sum(column.values())
+    return Needs(rows={row: {tier: columns[tier][row] for tier in columns} for row in ROWS}, step=step_bytes)
 
 
 def rows_of(graph: StepGraph) -> list[str]:
@@ -154,17 +154,17 @@ def step_time(program: Program, predicted: Timeline) -> StepTime:
     """Add up where a predicted step's time goes."""
     seconds = {event.action: event.end_s - event.start_s for event in predicted.events}
     busy: dict[str, float] = {}
-    again = 0.0
+    recompute_s = 0.0
     for action in program.actions:
         busy[action.stream] = busy.get(action.stream, 0.0) + seconds[action.id]
         if action.kind is ActionKind.RECOMPUTE:
-            again += seconds[action.id]
+            recompute_s += seconds[action.id]
     compute, host = busy.pop(COMPUTE_STREAM, 0.0), busy.pop(HOST_STREAM, 0.0)
     step = predicted.duration_s
     return StepTime(
         step_s=step,
         compute_s=compute,
-        recompute_s=again,
+        recompute_s=recompute_s,
         transfer_s=busy,
         exposed_s=max(0.0, step - compute),
         host_s=host,
@@ -215,12 +215,14 @@ class FitResult:
         return self.time.step_s
 
     def __str__(self) -> str:
-        moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
-        again = f" ({format_seconds(self.time.recompute_s)} of it again)" if self.time.recompute_s else ""
+        transfers_text = ", ".join(
+            f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy
+        )
+        recompute_text = f" ({format_seconds(self.time.recompute_s)} of it again)" if self.time.recompute_s else ""
         lines = [self.title, *self.needs.lines(self.allowed)]
         lines.append(
             f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)}"
-            f"{again}, transfers {moved or 'none'}, exposed {format_seconds(self.time.exposed_s)}"
+            f"{recompute_text}, transfers {transfers_text or 'none'}, exposed {format_seconds(self.time.exposed_s)}"
         )
         if self.time.host_s:
             lines.append(

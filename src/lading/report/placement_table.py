@@ -22,15 +22,15 @@ _BUSY, _FULL = 0.8, 0.9
 
 def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
     """Count the bytes that one step sends between devices, by (from, to)."""
-    sent: dict[tuple[int, int], int] = {}
+    bytes_by_pair: dict[tuple[int, int], int] = {}
     for flow in problem.flows:
         source = devices[problem.group_of[flow.source]]
         for late in (False, True):
             targets = {devices[problem.group_of[t]] for t in flow.targets if problem.tasks[t].once_per_step is late}
             for target in sorted(targets - {source}):
                 times = 1 if late else problem.micro_batches
-                sent[source, target] = sent.get((source, target), 0) + times * flow.size_bytes
-    return sent
+                bytes_by_pair[source, target] = bytes_by_pair.get((source, target), 0) + times * flow.size_bytes
+    return bytes_by_pair
 
 
 def limit(problem: PlacementProblem, placement: Placement) -> str:
@@ -87,7 +87,7 @@ def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, 
 def devices_table(problem: PlacementProblem, placement: Placement) -> Table:
     """Table of what each device holds, computes and sends in one step."""
     table = figures_table("Devices", "device", "memory", "of", "computes", "share", "sends", "under way")
-    sent = traffic(problem, placement.devices)
+    bytes_by_pair = traffic(problem, placement.devices)
     for d, name in enumerate(problem.network.devices):
         if d not in placement.devices:
             table.add_row(name, "-", format_bytes(problem.network.memory_bytes[d]), "not used", "-", "-", "-")
@@ -99,7 +99,7 @@ def devices_table(problem: PlacementProblem, placement: Placement) -> Table:
             format_bytes(problem.network.memory_bytes[d]),
             format_seconds(busy),
             f"{busy / (placement.step_s or 1.0):.0%}",
-            format_bytes(sum(size for (a, _), size in sent.items() if a == d)),
+            format_bytes(sum(size for (a, _), size in bytes_by_pair.items() if a == d)),
             str(placement.windows[d]),
         )
     return table
@@ -144,7 +144,7 @@ def summary(
         fleet: Devices it is for; None for devices as plain numbers.
     """
     best, network = placements[-1], problem.network
-    sent = traffic(problem, best.devices)
+    bytes_by_pair = traffic(problem, best.devices)
     return {
         "model": problem.name,
         "machine": fleet.name if fleet else None,
@@ -167,7 +167,7 @@ def summary(
         "split_points": _split_points(problem, best),
         "sent": [
             {"source": network.devices[a], "target": network.devices[b], "size_bytes": size}
-            for (a, b), size in sent.items()
+            for (a, b), size in bytes_by_pair.items()
         ],
         "policies": [
             {"policy": p.policy, "step_s": p.step_s, "gap": p.gap if p.bound_s else None, "parts": len(p.parts)}

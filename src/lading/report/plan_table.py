@@ -45,9 +45,9 @@ def policy_table(plan: Plan) -> Table:
     for row in predictions.policies:
         chosen = row.policy == plan.request.policy
         _, step, *others = policy_cells(row)[:-2]
-        moved = sum(row.moved_bytes.values())
+        moved_bytes = sum(row.moved_bytes.values())
         name = f"{'>' if chosen else ' '} {row.policy}"
-        cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved) if moved else "-"]
+        cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved_bytes) if moved_bytes else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
     lines = [f"{row.policy}: {escape(row.note)}" for row in predictions.policies if row.note and row.fits]
     bound = f"no plan takes less than {format_seconds(predictions.lower_bound_s)}; this one is {plan.gap:.1%} above"
@@ -57,14 +57,14 @@ def policy_table(plan: Plan) -> Table:
 
 def policy_cells(row: PolicyRow) -> list[str]:
     """Write a policy's row without its name: whether it fits, step, peak, recomputing, stalls, bytes moved, note."""
-    moved = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
+    moved_text = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
     return [
         "yes" if row.fits else "no",
         "-" if row.step_s is None else format_seconds(row.step_s),
         format_bytes(row.peak_bytes),
         format_seconds(row.recompute_s) if row.recompute_s else "-",
         format_seconds(row.stall_s) if row.stall_s else "-",
-        moved or "-",
+        moved_text or "-",
         row.note,
     ]
 
@@ -72,11 +72,11 @@ def policy_cells(row: PolicyRow) -> list[str]:
 def limits_table(plan: Plan) -> Table:
     """Table of what a step takes of each resource at least, the one that binds first, and the planned step beside."""
     table = figures_table("Limit of a step", "resource", "has to move", "at least", "planned above it")
-    for number, each in enumerate(plan.predictions.limits):
-        moves = format_bytes(each.size_bytes) if each.size_bytes else "-"
-        above = f"{plan.step_s / each.seconds - 1.0:.1%}"
+    for number, limit in enumerate(plan.predictions.limits):
+        moves = format_bytes(limit.size_bytes) if limit.size_bytes else "-"
+        above = f"{plan.step_s / limit.seconds - 1.0:.1%}"
         style = None if number else "bold"
-        table.add_row(each.resource, moves, format_seconds(each.seconds), above, style=style)
+        table.add_row(limit.resource, moves, format_seconds(limit.seconds), above, style=style)
     binds = plan.predictions.limits[0].resource
     return _with_caption(table, f"{binds} binds; each by itself, at the rates of this machine, inside this budget")
 
@@ -100,13 +100,13 @@ def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_b
         bytes_by_role: Bytes of each role on the device at its peak.
     """
     table = figures_table("Does it fit", "tier", "needed", "allowed", "used", "spare", "fits")
-    for tier, needed in peak_bytes.items():
+    for tier, needed_bytes in peak_bytes.items():
         if (allowed := budgets.get(tier)) is None:
-            table.add_row(tier, format_bytes(needed), "unlimited", "-", "-", "yes")
+            table.add_row(tier, format_bytes(needed_bytes), "unlimited", "-", "-", "yes")
             continue
-        share = f"{needed / allowed:.1%}" if allowed else "-"
-        fits = needed <= allowed
-        cells = (format_bytes(needed), format_bytes(allowed), share, format_bytes(allowed - needed))
+        share = f"{needed_bytes / allowed:.1%}" if allowed else "-"
+        fits = needed_bytes <= allowed
+        cells = (format_bytes(needed_bytes), format_bytes(allowed), share, format_bytes(allowed - needed_bytes))
         table.add_row(tier, *cells, "yes" if fits else "no", style=None if fits else "red")
     roles = [f"{role_title(r)} {format_bytes(bytes_by_role[r])}" for r in role_names(set(bytes_by_role))]
     return _with_caption(table, "at the device's peak: " + (", ".join(roles) or "nothing"))
@@ -155,11 +155,11 @@ def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
     """
     from rich.tree import Tree
 
-    shown, seen = Tree(_line(root)), set[object]()
+    shown, forms = Tree(_line(root)), set[object]()
     for branch in root.children:
         form = _form(branch, top=True)
-        _grow(shown.add(_line(branch)), () if form in seen else branch.children, depth - 2)
-        seen.add(form)
+        _grow(shown.add(_line(branch)), () if form in forms else branch.children, depth - 2)
+        forms.add(form)
     console.print(shown)
 
 
@@ -172,7 +172,7 @@ def _grow(tree: Tree, branches: Iterable[Branch], depth: int) -> None:
 
 def _form(branch: Branch, *, top: bool = False) -> object:
     """Key that is equal for blocks that differ in their place and group only."""
-    below = tuple(_form(each) for each in branch.children)
+    below = tuple(_form(child) for child in branch.children)
     return "" if top else branch.name, branch.kind, tuple(branch.states.items()), below
 
 
@@ -183,6 +183,6 @@ def _line(branch: Branch) -> str:
     name = f"[{style}]{escape(branch.name)}[/{style}]" if style else escape(branch.name)
     total = branch.total
     sizes = [f"{state} {format_bytes(total[state])}" for state in STATES if total.get(state)]
-    alike = f" x {branch.num_equal}" if branch.num_equal > 1 else ""
+    count_text = f" x {branch.num_equal}" if branch.num_equal > 1 else ""
     note = f" [dim]{escape(branch.note)}[/dim]" if branch.note else ""
-    return f"{name}{alike}{note}" + (f": {', '.join(sizes)}" if sizes else "")
+    return f"{name}{count_text}{note}" + (f": {', '.join(sizes)}" if sizes else "")

@@ -120,12 +120,12 @@ def losses_text(losses: Mapping[str, float]) -> str:
 
 def clock_text(seconds: float) -> str:
     """Write seconds as ``'12s'``, ``'3m05s'`` or ``'2h04m'``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    rounded_s = round(seconds)
+    if rounded_s < 60:
+        return f"{rounded_s}s"
+    if rounded_s < 3600:
+        return f"{rounded_s // 60}m{rounded_s % 60:02d}s"
+    return f"{rounded_s // 3600}h{rounded_s % 3600 // 60:02d}m"
 
 
 def _terminal(stream: TextIO) -> Console | None:
@@ -157,9 +157,11 @@ class _Lines:
         if self._last_s is not None and now_s - self._last_s < self._every_s and step < self._total:
             return
         self._last_s = now_s
-        elapsed, done = now_s - self._start_s, step - self._first
-        left = f"{clock_text(elapsed / done * (self._total - step))} left" if done > 0 else "time left unknown"
-        ending = f"done in {clock_text(elapsed)}" if step >= self._total else left
+        elapsed, num_done = now_s - self._start_s, step - self._first
+        remaining_text = (
+            f"{clock_text(elapsed / num_done * (self._total - step))} left" if num_done > 0 else "time left unknown"
+        )
+        ending = f"done in {clock_text(elapsed)}" if step >= self._total else remaining_text
         self.note(
             f"step {step}/{self._total}  loss {loss:.4f}{losses_text(losses)}  {tokens_per_s:,.0f} tokens/s  "
             f"memory {memory_text(memory_bytes, self._budget)}  {ending}"

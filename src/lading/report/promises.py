@@ -127,7 +127,7 @@ def limit_words(plan: Plan) -> str:
     limits = plan.predictions.limits
     if not limits:
         return ""
-    first, *others = [f"{each.resource} {format_seconds(each.seconds)}{_moved(each.size_bytes)}" for each in limits]
+    first, *others = [f"{limit.resource} {format_seconds(limit.seconds)}{_moved(limit.size_bytes)}" for limit in limits]
     above = plan.step_s / limits[0].seconds - 1.0
     beside = f" (beside it: {', '.join(others)})" if others else ""
     return (
@@ -144,11 +144,11 @@ def room_words(plan: Plan, free_bytes: int | None) -> str:
     Returns:
         One sentence; "" where there is room.
     """
-    is_host, needed = plan.request.machine_table["device"]["kind"] == "cpu", plan.peak_bytes[DEVICE]
-    if free_bytes is None or not is_host or needed <= free_bytes:
+    is_host, needed_bytes = plan.request.machine_table["device"]["kind"] == "cpu", plan.peak_bytes[DEVICE]
+    if free_bytes is None or not is_host or needed_bytes <= free_bytes:
         return ""
     return (
-        f"expected {format_bytes(needed)} of memory for the run, found {format_bytes(free_bytes)} "
+        f"expected {format_bytes(needed_bytes)} of memory for the run, found {format_bytes(free_bytes)} "
         "that other processes leave: the system may kill this one (--resume then goes on); end others, or plan with a "
         "smaller budget"
     )
@@ -165,7 +165,7 @@ def wear_words(plan: Plan) -> str:
         One sentence; "" where it writes nothing there. A plan that leaves out experts writes so much at most.
     """
     files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
-    row = next((each for each in plan.policies if each.policy == plan.request.policy), None)
+    row = next((policy for policy in plan.policies if policy.policy == plan.request.policy), None)
     written = {name: row.moved_bytes.get(f"{name}_write", 0) for name in files} if row is not None else {}
     parts = [
         f"{format_bytes(size)} a step to {name}, {format_bytes(int(size * _DAY_S / plan.step_s))} a day"
@@ -198,8 +198,8 @@ def container_words(base_bytes: int, peak_bytes: int, budget_bytes: int) -> str:
     Args:
         base_bytes: Memory before training: the budget counts from there.
     """
-    whole = base_bytes + max(peak_bytes, budget_bytes)
-    limit = -(-whole // (64 * MiB)) * 64
+    process_bytes = base_bytes + max(peak_bytes, budget_bytes)
+    limit = -(-process_bytes // (64 * MiB)) * 64
     return (
         f"the process had {format_bytes(base_bytes)} before training, which the budget does not count, and "
         f"{format_bytes(base_bytes + peak_bytes)} at the peak; a container to train in needs --memory={limit}m or more "

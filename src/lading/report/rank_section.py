@@ -45,23 +45,23 @@ class RankReport:
         """Timelines for a trace: what was predicted, of each Program once, and all measured ranks on one clock."""
         lines: list[Timeline] = []
         for job, kind in ((self.predicted, "predicted"), (self.measured, "measured")):
-            seen = set[int]()
-            for each, program in zip(job.ranks, self.programs, strict=True):
-                if kind == "predicted" and id(program) in seen:
+            programs_seen = set[int]()
+            for timeline, program in zip(job.ranks, self.programs, strict=True):
+                if kind == "predicted" and id(program) in programs_seen:
                     continue
-                seen.add(id(program))
-                lines.append(_shifted(each, f"{kind}, rank {each.rank}"))
+                programs_seen.add(id(program))
+                lines.append(_shifted(timeline, f"{kind}, rank {timeline.rank}"))
         return lines
 
     def shown(self, most: int) -> list[int]:
         """Ranks to show, in order: all, or the slow one, the first, and those that took most memory and time."""
         ranks = self.measured.ranks
         if len(ranks) <= most:
-            return [each.rank for each in ranks]
+            return [timeline.rank for timeline in ranks]
         slow = [] if self.measured.slow is None else [self.measured.slow.rank]
-        full = sorted(ranks, key=lambda each: -each.peak_bytes)
-        long = sorted(ranks, key=lambda each: -each.busy_s)
-        pairs = [each.rank for pair in zip(full, long, strict=True) for each in pair]
+        full = sorted(ranks, key=lambda timeline: -timeline.peak_bytes)
+        long = sorted(ranks, key=lambda timeline: -timeline.busy_s)
+        pairs = [timeline.rank for pair in zip(full, long, strict=True) for timeline in pair]
         return sorted([*dict.fromkeys((*slow, 0, *pairs))][:most])
 
 
@@ -88,10 +88,10 @@ def _slow(report: RankReport) -> str:
     """Name a slow rank, with what it was predicted to cost, or say that there is none."""
     slow, job = report.measured.slow, report.measured
     if slow is None:
-        steps = min(len(each.computing_s) for each in job.ranks)
+        steps = min(len(timeline.computing_s) for timeline in job.ranks)
         return el("p", text(f"No rank computes longer than the others in most of the last {steps} steps."))
-    mood, rest = slow_words(slow).split(":", 1)
-    inner = el("p", el("b", text(mood.capitalize())), text(f":{rest}."))
+    mood, explanation = slow_words(slow).split(":", 1)
+    inner = el("p", el("b", text(mood.capitalize())), text(f":{explanation}."))
     if report.slow_step_s is not None:
         inner += el("p", text(_slow_cost(report, slow, report.slow_step_s)), class_="muted")
     return el("div", inner, class_="verdict open")
@@ -108,11 +108,11 @@ def _slow_cost(report: RankReport, slow: SlowRank, slow_step_s: float) -> str:
 
 def _memory(report: RankReport, rows: Sequence[int]) -> str:
     body: list[list[str]] = []
-    for each in (report.measured.ranks[rank] for rank in rows):
-        peak, predicted, budget = each.peak_bytes, each.predicted_bytes, each.budget_bytes
-        sizes = [format_bytes(size) for size in (peak, predicted, budget, each.base_bytes)]
-        left = f"{1 - peak / budget:.1%}" if peak <= budget else f"{format_bytes(peak - budget)} above"
-        body.append([f"rank {each.rank}", *sizes[:2], error_words(predicted, peak), sizes[2], left, sizes[3]])
+    for timeline in (report.measured.ranks[rank] for rank in rows):
+        peak, predicted, budget = timeline.peak_bytes, timeline.predicted_bytes, timeline.budget_bytes
+        sizes = [format_bytes(size) for size in (peak, predicted, budget, timeline.base_bytes)]
+        margin = f"{1 - peak / budget:.1%}" if peak <= budget else f"{format_bytes(peak - budget)} above"
+        body.append([f"rank {timeline.rank}", *sizes[:2], error_words(predicted, peak), sizes[2], margin, sizes[3]])
     return table(
         ("peak memory", "measured", "predicted", "prediction", "budget", "left of it", "before training"), body
     )
@@ -127,8 +127,8 @@ def _times(report: RankReport, rows: Sequence[int]) -> str:
         cells.append("-" if measured.waited_for is None else f"rank {measured.waited_for}")
         body.append(cells)
     head = ["last step", "measured", "predicted"]
-    for what in ("computing", "exposed communication", "waiting for others"):
-        head += [what, "predicted"]
+    for heading in ("computing", "exposed communication", "waiting for others"):
+        head += [heading, "predicted"]
     return table((*head, "most for"), body)
 
 
@@ -137,7 +137,7 @@ def _times_note(job: JobTimeline) -> str:
         "Exposed communication: nothing computes while bytes are under way. Waiting: nothing computes because another "
         "rank has not come. What is left of the step is moves between tiers and the host's own time."
     )
-    if (error_s := max(each.clock_error_s for each in job.ranks)) > 0:
+    if (error_s := max(timeline.clock_error_s for timeline in job.ranks)) > 0:
         note += (
             f" Ranks of several hosts have clocks of their own, compared to within {format_seconds(error_s)}: waits of "
             "that size mean nothing."
@@ -155,19 +155,19 @@ def _waits(report: RankReport) -> str:
     body: list[list[str]] = []
     for wait in waits[:MOST_WAITS]:
         expected = predicted.get((wait.rank, wait.action))
-        what = wait.label if wait.action < 0 else f"{wait.label}, action {wait.action}"
+        label = wait.label if wait.action < 0 else f"{wait.label}, action {wait.action}"
         costs = [
             wait.waiting_s + wait.transfer_s,
             0.0 if expected is None else expected.waiting_s + expected.transfer_s,
         ]
         late = "-" if wait.waited_s <= 0 else f"rank {wait.late}, by {format_seconds(wait.waited_s)}"
-        body.append([what, f"rank {wait.rank}", late, *map(_seconds, (wait.waiting_s, wait.transfer_s, *costs))])
+        body.append([label, f"rank {wait.rank}", late, *map(_seconds, (wait.waiting_s, wait.transfer_s, *costs))])
     if not body:
         return el("p", "No rank's computing paused for a communication.", class_="under")
-    rest = waits[MOST_WAITS:]
-    if rest:
-        sums = [sum(w.waiting_s for w in rest), sum(w.transfer_s for w in rest)]
-        body.append([f"{len(rest)} more", "", "", *map(_seconds, (*sums, sum(sums))), ""])
+    hidden = waits[MOST_WAITS:]
+    if hidden:
+        sums = [sum(w.waiting_s for w in hidden), sum(w.transfer_s for w in hidden)]
+        body.append([f"{len(hidden)} more", "", "", *map(_seconds, (*sums, sum(sums))), ""])
     head = ("communication", "of", "last to come", "waiting", "transfer", "cost", "predicted")
     note = (
         "The dearest pauses of computing in the last step. Of a pause, waiting is what passed before the last rank had "
@@ -193,13 +193,13 @@ def _chart(report: RankReport) -> str:
         ]
         y = frame.top
         for rank in shown:
-            for what in ("computing", "communication"):
-                body.append(words(f"rank {rank}, {what}", LEFT, y + 15, "strong label"))
+            for lane in ("computing", "communication"):
+                body.append(words(f"rank {rank}, {lane}", LEFT, y + 15, "strong label"))
                 y += _HEAD
                 for job, source in zip(jobs, ("predicted", "measured"), strict=True):
                     body.append(words(source, LEFT - 8, y + 11, "tick end"))
                     body.append(el("rect", x=LEFT, y=y, width=frame.width, height=_ROW, class_="lane"))
-                    for kind, path in _lane(frame, y, job, report.programs[rank], rank, what):
+                    for kind, path in _lane(frame, y, job, report.programs[rank], rank, lane):
                         kinds.add(kind)
                         body.append(el("path", d=path, class_=kind))
                     y += _ROW + _GAP
@@ -216,19 +216,19 @@ def _lane(
     frame: Frame, y: float, job: JobTimeline, program: Program, rank: int, what: str
 ) -> Iterator[tuple[str, str]]:
     """Yield class and path of each kind of slice in a row of the chart."""
-    each, pixel_s = job.ranks[rank], frame.x_high / frame.width
+    timeline, pixel_s = job.ranks[rank], frame.x_high / frame.width
     spans: dict[str, list[tuple[float, float]]] = {}
     if what == "computing":
-        for piece in merge(program, [e for e in each.timeline.events if e.stream == COMPUTE_STREAM], pixel_s):
+        for piece in merge(program, [e for e in timeline.timeline.events if e.stream == COMPUTE_STREAM], pixel_s):
             spans.setdefault(f"k-{piece.kind.value}", []).append((piece.start_s, piece.end_s))
     else:
-        ends = {event.action: event.end_s for event in each.timeline.events}
-        for communication in each.communications:
+        ends = {event.action: event.end_s for event in timeline.timeline.events}
+        for communication in timeline.communications:
             last_s = min(_last_s(job, rank, communication), ends[communication.action])
             spans.setdefault(_WAIT, []).append((communication.came_s, last_s))
             spans.setdefault(f"k-{SliceKind.COMMUNICATION}", []).append((last_s, ends[communication.action]))
     for kind, pairs in spans.items():
-        if path := _path(frame, y, [(each.start_s + start, each.start_s + end) for start, end in pairs]):
+        if path := _path(frame, y, [(timeline.start_s + start, timeline.start_s + end) for start, end in pairs]):
             yield kind, path
 
 

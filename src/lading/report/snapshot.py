@@ -58,7 +58,7 @@ def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
     One that comes and goes at the same moment is left out. Streams of a device and of the host are measured by two
     clocks: what comes before all that was at its place has gone, by them, comes when that has.
     """
-    gone: dict[tuple[int, int], float] = {}  # first byte and end of what was there -> when it went last
+    last_use_s: dict[tuple[int, int], float] = {}  # first byte and end of what was there -> when it went last
     events = {event.action: event for event in timeline.events}
     slots = dict(program.slots.get(tier, ()))
     present: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
@@ -76,13 +76,13 @@ def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
         for storage, offset in _brought(action, tier, slots):
             if storage not in present:
                 low, high = offset, offset + slot_bytes(program.graph.storages[storage].size_bytes)
-                free_s = max((t for (at, end), t in gone.items() if at < high and end > low), default=0.0)
+                free_s = max((t for (at, end), t in last_use_s.items() if at < high and end > low), default=0.0)
                 since = max(event.start_s, free_s)
                 present[storage] = since, _BASE["arena"] + offset, _label(program, action, event)
         if action.kind is ActionKind.FREE and action.source == tier and action.storage in present:
             since, address, label = present.pop(action.storage)
             low, size = address - _BASE["arena"], slot_bytes(program.graph.storages[action.storage].size_bytes)
-            gone[low, low + size] = max(event.end_s, since)
+            last_use_s[low, low + size] = max(event.end_s, since)
             if event.end_s > since:
                 yield change(since, action.storage, address, label, freed=False)
                 yield change(event.end_s, action.storage, address, label, freed=True)
@@ -135,11 +135,11 @@ def segment(device: int, start: int, size: int, changes: list[Change]) -> dict[s
     blocks: list[dict[str, Any]] = []
     at = start
     for address in sorted(live):
-        _, _, _, _, taken, asked, *names = live[address]
+        _, _, _, _, block_bytes, requested_bytes, *names = live[address]
         if address > at:
             blocks.append(_block(at, address - at, 0, "inactive", []))
-        blocks.append(_block(address, taken, asked, "active_allocated", frames(names)))
-        at = address + taken
+        blocks.append(_block(address, block_bytes, requested_bytes, "active_allocated", frames(names)))
+        at = address + block_bytes
     if at < start + size:
         blocks.append(_block(at, start + size - at, 0, "inactive", []))
     active = sum(change[4] for change in live.values())

@@ -291,13 +291,13 @@ class AcceleratorDevice:
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
         """Open the object that serves a lower tier; what is not host memory is bounced through page-locked pieces."""
-        made = open_tier(tier, size_bytes, folder, self.host)
-        if isinstance(made, HostBytes):
-            return made
+        opened = open_tier(tier, size_bytes, folder, self.host)
+        if isinstance(opened, HostBytes):
+            return opened
         try:
-            return BouncedTier(self._api, made)
+            return BouncedTier(self._api, opened)
         except BaseException:
-            made.close()
+            opened.close()
             raise
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
@@ -343,9 +343,9 @@ class AcceleratorDevice:
 
     def end(self) -> None:
         """Return when the device has done all that the lanes were given."""
-        for lane, done in zip(self._lanes, self._ends, strict=True):
-            done.record(lane.stream)
-            done.synchronize()
+        for lane, end_event in zip(self._lanes, self._ends, strict=True):
+            end_event.record(lane.stream)
+            end_event.synchronize()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         """Convert stamps of the step that ended, which may be events, to seconds on the host's clock."""

@@ -126,8 +126,8 @@ def digest(tensor: torch.Tensor) -> str:
     raw, sampled = elements.view(torch.uint8), elements[:: max(1, len(elements) // _SAMPLED)].contiguous()
     words = len(raw) // 8 * 8
     total = raw[:words].view(torch.int64).sum().item() if words else 0
-    rest = torch.cat([raw[words:], sampled.view(torch.uint8)]).cpu().numpy().tobytes()
-    return hashlib.sha256(f"{total} ".encode() + rest).hexdigest()[:16]
+    remaining_bytes = torch.cat([raw[words:], sampled.view(torch.uint8)]).cpu().numpy().tobytes()
+    return hashlib.sha256(f"{total} ".encode() + remaining_bytes).hexdigest()[:16]
 
 
 def _dense_parts(sparse: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -77,11 +77,11 @@ class MicroBatch:
         for name, tensor in (*named_tensors("argument", args), *named_tensors("", ordered)):
             if not tensor.ndim:
                 continue
-            if got := self._excess(tensor, is_input=is_input):
+            if excess := self._excess(tensor, is_input=is_input):
                 raise ConfigError(
                     f"expected a micro-batch of at most {self.sequences} sequences of {self.tokens} tokens, as "
-                    f"planned, got {got} in {name}; give smaller ones, or plan for these with lading plan --pin mb=N "
-                    "and --seq"
+                    f"planned, got {excess} in {name}; give smaller ones, or plan for these with lading plan --pin "
+                    "mb=N and --seq"
                 )
             is_input = is_input and tensor.dtype is torch.bool
 
@@ -215,8 +215,8 @@ def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if group.offload else OffloadPolicy()
         released = group.reshard_after_forward
         arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-        whole: Any = members if len(members) > 1 else members[0]
-        fully_shard(whole, reshard_after_forward=released, **arguments)
+        sharded_modules: Any = members if len(members) > 1 else members[0]
+        fully_shard(sharded_modules, reshard_after_forward=released, **arguments)
         sharded[number] = _as_sharded(members[0])
         if not group.unshard_in_backward:
             sharded[number].set_unshard_in_backward(False)
@@ -255,12 +255,12 @@ def _refuse_earlier_optimizers(before: Sequence[nn.Parameter], model: nn.Module)
     Returns:
         The call that stops that.
     """
-    still = {id(parameter) for parameter in model.parameters()}
-    gone = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in still}
+    current_ids = {id(parameter) for parameter in model.parameters()}
+    replaced = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in current_ids}
 
     def check(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if id(parameter) in gone and gone[id(parameter)]() is parameter:
+        for parameter in (member for group in optimizer.param_groups for member in group["params"]):
+            if id(parameter) in replaced and replaced[id(parameter)]() is parameter:
                 raise ConfigError(
                     "expected an optimizer of the model that lading.apply returned, found one that was made before: "
                     f"its parameters, of shape {tuple(parameter.shape)} and others, are no longer the model's and "
@@ -283,9 +283,9 @@ def stop_counting(model: nn.Module) -> None:
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Copy of the plan in which modules have the model's own names."""
     paths = [path for group in plan.choices.units for path in group.modules]
-    known = {part for path in (*paths, *plan.choices.recomputed) for part in path.split(".")}
-    if unknown := sorted(set(names) - known):
-        hint = did_you_mean(unknown[0], known)
+    path_parts = {part for path in (*paths, *plan.choices.recomputed) for part in path.split(".")}
+    if unknown := sorted(set(names) - path_parts):
+        hint = did_you_mean(unknown[0], path_parts)
         raise ConfigError(f"apply: expected names of the plan's modules, got {unknown[0]!r}, which is in no path{hint}")
 
     def renamed(path: str) -> str:
@@ -415,7 +415,7 @@ def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[st
     """
     homes = _homes(plan.choices.units)
     counts, trained = ([0] * len(groups) for _ in range(2))
-    seen: set[tuple[int, str]] = set()
+    checked: set[tuple[int, str]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path = _nearest(name, homes)
         home = homes.get(path)
@@ -426,8 +426,8 @@ def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[st
                     "the model with it, or freeze it before apply"
                 )
             continue
-        if (id(parameter), path) not in seen:
-            seen.add((id(parameter), path))
+        if (id(parameter), path) not in checked:
+            checked.add((id(parameter), path))
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             counts[home] += local.numel()
             trained[home] += local.numel() if parameter.requires_grad else 0
@@ -452,14 +452,14 @@ def _joined(plan: Plan, model: nn.Module) -> tuple[Plan, int]:
     units, more_bytes = list(plan.choices.units), 0
     while pair := _sharing(units, model):
         first, second = sorted(pair)
-        one, other = units[first], units.pop(second)
-        both_bytes = one.unsharded_bytes + other.unsharded_bytes
+        first_unit, second_unit = units[first], units.pop(second)
+        both_bytes = first_unit.unsharded_bytes + second_unit.unsharded_bytes
         units[first] = replace(
-            other,
-            modules=(*one.modules, *other.modules),
-            reshard_after_backward=one.reshard_after_backward or other.reshard_after_backward,
+            second_unit,
+            modules=(*first_unit.modules, *second_unit.modules),
+            reshard_after_backward=first_unit.reshard_after_backward or second_unit.reshard_after_backward,
             unshard_in_backward=True,
-            prefetch_forward=one.prefetch_forward,
+            prefetch_forward=first_unit.prefetch_forward,
             unsharded_bytes=both_bytes,
         )
         more_bytes += 2 * both_bytes
@@ -468,11 +468,11 @@ def _joined(plan: Plan, model: nn.Module) -> tuple[Plan, int]:
 
 def _sharing(units: Sequence[ShardedUnit], model: nn.Module) -> tuple[int, int] | None:
     """Find two groups that have one parameter."""
-    homes, seen = _homes(units), dict[int, int]()
+    homes, home_by_parameter = _homes(units), dict[int, int]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = homes.get(_nearest(name, homes))
-        if home is not None and seen.setdefault(id(parameter), home) != home:
-            return seen[id(parameter)], home
+        if home is not None and home_by_parameter.setdefault(id(parameter), home) != home:
+            return home_by_parameter[id(parameter)], home
     return None
 
 
@@ -486,7 +486,7 @@ def _frozen_units(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
     homes = _homes(plan.choices.units)
     planned = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _nearest(name, homes) in homes}
     around = {path[:end] for path in homes for end, letter in enumerate(path) if letter == "."}
-    apart: list[nn.Module] = []
+    separate: list[nn.Module] = []
 
     def find(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
@@ -495,12 +495,12 @@ def _frozen_units(plan: Plan, model: nn.Module) -> list[tuple[nn.Module, int]]:
                 find(below, child)
             elif below not in homes:
                 inner = [element for m in child.modules() if isinstance(m, nn.ModuleList) for element in m]
-                apart.extend((*reversed(inner), child))
+                separate.extend((*reversed(inner), child))
 
     if "" not in homes:
         find("", model)
     cut: list[tuple[nn.Module, int]] = []
-    for module in (*apart, model):
+    for module in (*separate, model):
         sizes = {id(p): p.numel() for p in module.parameters() if id(p) not in planned}
         planned |= sizes.keys()
         if sizes:
@@ -547,15 +547,15 @@ def _outward(groups: Sequence[ShardedUnit]) -> list[int]:
                 if outer in homes and homes[outer] != number:
                     inside[homes[outer]].add(number)
     ordered: list[int] = []
-    left = set(range(len(groups)))
-    while left:
-        ready = sorted(number for number in left if not inside[number] & left)
+    remaining_groups = set(range(len(groups)))
+    while remaining_groups:
+        ready = sorted(number for number in remaining_groups if not inside[number] & remaining_groups)
         if not ready:
             raise ConfigError(
-                f"apply: groups {sorted(left)} are inside of each other; no order of fully_shard does that"
+                f"apply: groups {sorted(remaining_groups)} are inside of each other; no order of fully_shard does that"
             )
         ordered += ready
-        left -= set(ready)
+        remaining_groups -= set(ready)
     return ordered
 
 
@@ -633,7 +633,7 @@ class _MicroBatches:
 
     def _has_gradients(self) -> bool:
         """Whether a backward since the last step has left a gradient: reduced, or still to be."""
-        for parameter in (each for group in self._groups for each in group.fsdp_params):
+        for parameter in (member for group in self._groups for member in group.fsdp_params):
             unsharded = getattr(parameter, "_unsharded_param", None)
             if parameter.sharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 return True
@@ -647,7 +647,7 @@ class _MicroBatches:
         Several optimizers may step behind them, and one that steps others, as torchtitan's container does. A
         step at a rate of zero moves nothing, and counts only behind all of them.
         """
-        sharded = {id(each.sharded_param) for group in self._groups for each in group.fsdp_params}
+        sharded = {id(member.sharded_param) for group in self._groups for member in group.fsdp_params}
         if not any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
             return
         if self.begun != self.count:

@@ -90,12 +90,12 @@ def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Ba
         shape = (rows, *column.shape)
         dtype = getattr(torch, column.dtype)
         if dtype.is_floating_point:
-            made = torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32))
+            values = torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32))
         elif dtype is torch.bool:
-            made = torch.ones(shape, dtype=torch.bool)
+            values = torch.ones(shape, dtype=torch.bool)
         else:
-            made = torch.from_numpy(numbers.integers(0, column.below or 2, shape))
-        batch[name] = made.to(dtype)
+            values = torch.from_numpy(numbers.integers(0, column.below or 2, shape))
+        batch[name] = values.to(dtype)
     return batch
 
 
@@ -156,16 +156,16 @@ class ArrayDataset:
         Raises:
             ConfigError: there are none on that side.
         """
-        rows, other = self._num_rows, copy.copy(self)
-        other._sampler = self._sampler.restricted_to(split_spans(rows, share, held_out=held_out, most_pieces=rows))
-        check_part(other._sampler.places, share, rows, "rows")
-        return other
+        rows, part = self._num_rows, copy.copy(self)
+        part._sampler = self._sampler.restricted_to(split_spans(rows, share, held_out=held_out, most_pieces=rows))
+        check_part(part._sampler.places, share, rows, "rows")
+        return part
 
     def continued(self, position: DataPosition) -> Self:
         """Copy of the data as a run reads it from a position on."""
-        other = copy.copy(self)
-        other._sampler = self._sampler.continued(position)
-        return other
+        continued = copy.copy(self)
+        continued._sampler = self._sampler.continued(position)
+        return continued
 
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``: rows chosen as windows of a text are.
@@ -227,10 +227,10 @@ def _facts(path: Path) -> dict[str, Any] | None:
     """Read the description of a cache; None if the cache is not there whole."""
     try:
         facts = parse_json(path.with_suffix(".json").read_bytes())
-        whole = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
+        is_complete = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # to be made again
-    return facts if whole else None
+    return facts if is_complete else None
 
 
 def _row_bytes(column: Input) -> int:
@@ -290,12 +290,14 @@ def _check_numbers(path: Path, name: str, value: torch.Tensor, column: Input) ->
     Raises:
         ConfigError: the numbers are of another kind, or do not go into the column's dtype.
     """
-    wanted = getattr(torch, column.dtype)
-    if wanted.is_floating_point != value.dtype.is_floating_point or value.is_complex():
+    expected_dtype = getattr(torch, column.dtype)
+    if expected_dtype.is_floating_point != value.dtype.is_floating_point or value.is_complex():
         raise ConfigError(f"{path}: expected {column.dtype} in {name!r}, found {value.dtype}; see data.inputs")
-    if wanted.is_floating_point or not value.numel():
+    if expected_dtype.is_floating_point or not value.numel():
         return
-    low, high = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
+    low, high = (
+        (0, 1) if expected_dtype is torch.bool else (torch.iinfo(expected_dtype).min, torch.iinfo(expected_dtype).max)
+    )
     if column.below is not None:
         low, high = 0, column.below - 1
     numbers = value.numpy()

@@ -298,8 +298,8 @@ class Binder:
         Raises:
             ProgramError: an action cannot be bound; names it.
         """
-        near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
-        issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
+        host_tiers = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
+        issued = {COMPUTE_STREAM, *map(read_stream, host_tiers), *map(write_stream, host_tiers)}
         lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
         self.lanes = dict(zip(self.program.streams, lanes, strict=True))
         runs: list[Call | None] = []
@@ -313,8 +313,8 @@ class Binder:
                 ) from error
             if action.kind is ActionKind.FREE and action.source == DEVICE:
                 del self.where[action.storage or 0]
-        taken = taken_over(self.program, runs) if self.device.kind == "cpu" else frozenset[int]()
-        bound = queues(self.program, runs, lanes, taken, self.jitter, self.deciding)
+        inline_actions = taken_over(self.program, runs) if self.device.kind == "cpu" else frozenset[int]()
+        bound = queues(self.program, runs, lanes, inline_actions, self.jitter, self.deciding)
         regions = tuple(f.region for f in self.fused.values())
         return dataclasses.replace(bound, scratch_bytes=self.scratch, regions=regions, posts=tuple(self.posts))
 
@@ -340,17 +340,17 @@ class Binder:
         if action.id not in guards.actions or action.kind is ActionKind.FREE:
             return run
         zeros = [view for t in guards.actions[action.id].zeros if (view := self.view(t)) is not None]
-        moved = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
+        moved_bytes = 0 if action.storage is None else slot_bytes(self.graph.storages[action.storage].size_bytes)
         self.deciding.add(action.id)
-        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved), self._on_host(action))
+        return self.experts.guarded(run, action.id, zeros, lane, (action.stream, moved_bytes), self._on_host(action))
 
     def _on_host(self, action: Action) -> Call | None:
         """Make the call that computes an expert's operation on the host in the place of its action."""
         hosting = None if self.experts is None else self.experts.hosting
         if hosting is None or action.op is None or action.id not in hosting.hosted.by_action:
             return None
-        where = dict(self.where)
-        located = lambda storage: self._storage_bytes(storage, where[storage])  # noqa: E731
+        places = dict(self.where)
+        located = lambda storage: self._storage_bytes(storage, places[storage])  # noqa: E731
         return hosting.bound(action.id, action.op, located, self.rates.now, self.lanes[action.stream])
 
     def _speculating(self, action: Action, run: Call | None) -> Call | None:
@@ -410,7 +410,7 @@ class Binder:
 
         def made(version: int) -> Call:
             run = bound(partial(self.host_view, version=version), kind="cpu").run
-            places = [[self._host_bytes(s, version, is_next=each) for each in (True, False)] for s in copied]
+            places = [[self._host_bytes(s, version, is_next=is_next) for is_next in (True, False)] for s in copied]
 
             def changes_copies() -> None:
                 for copy, before in places:
@@ -604,28 +604,29 @@ def taken_over(program: Program, runs: Sequence[Call | None]) -> frozenset[int]:
     an action has ended when its call returns, one thread may do both, and neither has to wake the other, twice for each
     collective. What waits for what stays as it is.
     """
-    need, number, sent = 0, dict[int, int](), 0
-    wanted: list[tuple[int, int]] = []  # of each work of the compute stream: how many have gone before it that it needs
+    need, number, num_sent = 0, dict[int, int](), 0
+    #: Action of each work of the compute stream, and how many sent transfers it needs.
+    computing_needs: list[tuple[int, int]] = []
     for action in program.actions:
         if action.stream == NETWORK_STREAM:
-            sent += 1
-            number[action.id] = sent
+            num_sent += 1
+            number[action.id] = num_sent
         elif action.stream == COMPUTE_STREAM:
             need = max([need, *(number.get(wait, 0) for wait in action.waits)])
             if runs[action.id] is not None:
-                wanted.append((action.id, need))
-    computing, taken, last = [action for action, _ in wanted], set[int](), -1
-    for action in (each for each in program.actions if each.stream == NETWORK_STREAM):
+                computing_needs.append((action.id, need))
+    computing, inline, last = [action for action, _ in computing_needs], set[int](), -1
+    for action in (candidate for candidate in program.actions if candidate.stream == NETWORK_STREAM):
         streams = {wait: program.actions[wait].stream for wait in action.waits}
         work = max((wait for wait, stream in streams.items() if stream == COMPUTE_STREAM), default=-1)
         after = bisect_right(computing, work)
-        follows = after < len(computing) and number[action.id] <= wanted[after][1]
+        follows = after < len(computing) and number[action.id] <= computing_needs[after][1]
         if runs[action.id] is None:  # ends with what is before it
-            follows = last in taken and set(streams.values()) <= {COMPUTE_STREAM, NETWORK_STREAM}
+            follows = last in inline and set(streams.values()) <= {COMPUTE_STREAM, NETWORK_STREAM}
         if follows:
-            taken.add(action.id)
+            inline.add(action.id)
         last = action.id
-    return frozenset(taken)
+    return frozenset(inline)
 
 
 def queues(
@@ -648,13 +649,13 @@ def queues(
     awaited = {wait for action in program.actions for wait in action.waits} | set(after.values())
     bound = Bound(streams, lanes, [[] for _ in streams], [[] for _ in streams], [], {})
     position: list[tuple[int, int]] = []
-    known = [[0] * len(streams) for _ in streams]
+    known_counts = [[0] * len(streams) for _ in streams]
     for action, run in zip(program.actions, runs, strict=True):
         stream = index[COMPUTE_STREAM if action.id in taken else action.stream]
         bound.actions[stream].append(action.id)
         position.append((stream, count := len(bound.actions[stream])))
         before = (*action.waits, after[action.id]) if action.id in after else action.waits
-        waits = _minimal_waits([position[w] for w in before], known[stream], stream)
+        waits = _minimal_waits([position[w] for w in before], known_counts[stream], stream)
         queue = bound.entries[stream]
         if run is None and not waits and queue and jitter is None:
             queue[-1].count = count
@@ -685,7 +686,7 @@ def _mark(bound: Bound) -> None:
     for queue in bound.entries:
         for entry in queue:
             others = (bound.entries[stream][_position(bound.entries[stream], count)] for stream, count in entry.waits)
-            entry.marks = tuple(other.mark for other in others if other.mark is not None)
+            entry.marks = tuple(waited_for.mark for waited_for in others if waited_for.mark is not None)
 
 
 def _position(queue: Sequence[Entry], count: int) -> int:
@@ -706,13 +707,13 @@ def _minimal_waits(waits: list[tuple[int, int]], known: list[int], stream: int) 
 
     Updates ``known``, the counts that this stream has waited for, by stream.
     """
-    needed: dict[int, int] = {}
-    for other, count in waits:
-        if other != stream and count > max(known[other], needed.get(other, 0)):
-            needed[other] = count
-    for other, count in needed.items():
-        known[other] = count
-    return tuple(needed.items())
+    needed_counts: dict[int, int] = {}
+    for other_stream, count in waits:
+        if other_stream != stream and count > max(known[other_stream], needed_counts.get(other_stream, 0)):
+            needed_counts[other_stream] = count
+    for other_stream, count in needed_counts.items():
+        known[other_stream] = count
+    return tuple(needed_counts.items())
 
 
 def actions_of(program: Program, *, updates: bool) -> frozenset[int]:
@@ -762,12 +763,12 @@ def checked_batches(
             raise ConfigError(f"micro-batch {micro}: expected the inputs {sorted(names)}, got {sorted(batch)}")
         for name, tensor in inputs:
             t, leaf = graph.tensors[tensor], batch[name]
-            got = (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-            if got != (t.dtype, t.shape):
-                unlike = len({tuple(each[name].shape) for each in batches if name in each}) > 1
+            actual = (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+            if actual != (t.dtype, t.shape):
+                unlike = len({tuple(micro_batch[name].shape) for micro_batch in batches if name in micro_batch}) > 1
                 alone = "pad or cut the batch, or give the Trainer a capture of this shape in shapes="
                 raise ConfigError(
-                    f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {got[0]} {got[1]}; "
+                    f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {actual[0]} {actual[1]}; "
                     f"{'pad or cut it: the micro-batches of one step are of one shape' if unlike else alone}"
                 )
             if leaf.layout is not torch.strided or leaf.is_meta:

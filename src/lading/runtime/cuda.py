@@ -67,11 +67,11 @@ def set_generator_state(kind: str, state: torch.Tensor) -> None:
     Raises:
         StorageError: the state is of another kind of device.
     """
-    wanted = generator_state(kind).numel()
-    if state.numel() != wanted:
+    expected_bytes = generator_state(kind).numel()
+    if state.numel() != expected_bytes:
         raise StorageError(
-            f"expected {wanted} bytes of a {kind} generator's state, got {state.numel()}; the checkpoint is of a "
-            "run on another kind of device: go on where it was saved"
+            f"expected {expected_bytes} bytes of a {kind} generator's state, got {state.numel()}; the checkpoint is of "
+            "a run on another kind of device: go on where it was saved"
         )
     if kind == "cpu":
         torch.set_rng_state(state)
@@ -123,10 +123,10 @@ class CudaMeter:
         Other processes' bytes are those that nvidia-smi lists; where it does not list this one, theirs are counted.
         """
         free, total = torch.cuda.mem_get_info(self._index)
-        taken = total - free - torch.cuda.memory_reserved(self._index)
-        if self._asked is None or abs(taken - self._asked) > _CHANGED:
-            self._asked, self._others = taken, _others_bytes(self._index)
-        return max(0, taken - self._others)
+        used_bytes = total - free - torch.cuda.memory_reserved(self._index)
+        if self._asked is None or abs(used_bytes - self._asked) > _CHANGED:
+            self._asked, self._others = used_bytes, _others_bytes(self._index)
+        return max(0, used_bytes - self._others)
 
     def reset(self) -> None:
         """Forget the peak so far."""

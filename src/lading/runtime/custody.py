@@ -87,12 +87,12 @@ class _Held:
         if function in _ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        held = next(iter(_held_among([*args, *(kwargs or {}).values()])), None)
-        name = repr(vars(held)[_NAME]) if held is not None else "a parameter or buffer"
-        reason = vars(held)[_REASON] if held is not None else _HELD
+        tensor = next(iter(_held_among([*args, *(kwargs or {}).values()])), None)
+        name = repr(vars(tensor)[_NAME]) if tensor is not None else "a parameter or buffer"
+        reason = vars(tensor)[_REASON] if tensor is not None else _HELD
         called = getattr(function, "__name__", "an operation")
-        wanted = "its elements or gradient" if called in ("__get__", "__set__") else called
-        raise ConfigError(f"{name} was asked for {wanted}, but {reason}")
+        request = "its elements or gradient" if called in ("__get__", "__set__") else called
+        raise ConfigError(f"{name} was asked for {request}, but {reason}")
 
     def __repr__(self) -> str:
         return f"<{vars(self)[_NAME]}: its values are with a lading.Trainer>"
@@ -165,10 +165,10 @@ class Custody:
 
     def release(self, lost: Iterable[str]) -> None:
         """Make all but the lost ones ordinary tensors again, each on the device that it was on, if that has room."""
-        gone, failures = set(lost), list[Exception]()
-        taken, self._taken = self._taken, []
-        for name, tensor, kind, device in taken:
-            if name in gone:
+        lost_names, failures = set(lost), list[Exception]()
+        entries, self._taken = self._taken, []
+        for name, tensor, kind, device in entries:
+            if name in lost_names:
                 continue
             tensor.__class__ = kind
             vars(tensor).pop(_NAME, None)

@@ -93,9 +93,9 @@ class Sampler:
 
     def continued(self, position: DataPosition) -> Sampler:
         """Sampler of a run that goes on from a position."""
-        other = copy.copy(self)
-        other._epochs = dataclasses.replace(self._epochs, position=position)
-        return other
+        continued = copy.copy(self)
+        continued._epochs = dataclasses.replace(self._epochs, position=position)
+        return continued
 
     def chosen(self, step: int, micro: int) -> list[int]:
         """Places of the samples of a batch.
@@ -224,17 +224,17 @@ class TextDataset:
         count = len(self._store.documents) if labelled else self._store.count
         pieces = count if labelled else max(1, min(_MOST_PIECES, int(count * share) // _PIECE_TOKENS))
         window = 1 if labelled else self._window
-        other = copy.copy(self)
-        other._sampler = self._sampler.restricted_to(split_spans(count, share, held_out=held_out, most_pieces=pieces))
+        part = copy.copy(self)
+        part._sampler = self._sampler.restricted_to(split_spans(count, share, held_out=held_out, most_pieces=pieces))
         elements = "texts" if labelled else f"tokens, of which a sequence takes {window}"
-        check_part(other._sampler.places, share, count, elements)
-        return other
+        check_part(part._sampler.places, share, count, elements)
+        return part
 
     def continued(self, position: DataPosition) -> Self:
         """Copy of the data as a run reads it from a position on."""
-        other = copy.copy(self)
-        other._sampler = self._sampler.continued(position)
-        return other
+        continued = copy.copy(self)
+        continued._sampler = self._sampler.continued(position)
+        return continued
 
     def batch(self, step: int, micro: int) -> Batch:
         """Batch of micro-batch ``micro`` of step ``step``.

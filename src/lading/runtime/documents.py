@@ -80,9 +80,9 @@ def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False)
         form = config.format if config.format != "auto" else _BY_ENDING.get(path.suffix, "text")
         if form in ("jsonl", "parquet"):
             rows = _json_rows(path) if form == "jsonl" else _parquet_rows(path, config, labelled=labelled)
-            for where, row in rows:
-                label = _label_of(row, config, where) if labelled else None
-                if text := _text_of(row, config, where):
+            for location, row in rows:
+                label = _label_of(row, config, location) if labelled else None
+                if text := _text_of(row, config, location):
                     yield TextPiece(text, True, label)
         elif labelled:
             raise ConfigError(f"{path}: expected JSON lines or Parquet with labels, got {form}; see data.format")
@@ -118,17 +118,17 @@ def _check_text(path: Path) -> None:
 
 def _read_one_text(path: Path) -> Iterator[TextPiece]:
     """Read a file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
-    rest, first = b"", True
+    remainder, first = b"", True
     with open(path, "rb") as file:
         while block := file.read(PIECE_BYTES):
-            data = rest + block
+            data = remainder + block
             cut = data.rfind(b"\n") + 1 or data.rfind(b" ") + 1 or _last_character(data)
             if len(block) < PIECE_BYTES:  # the end of the file
                 cut = len(data)
             yield TextPiece(data[:cut], first)
-            rest, first = data[cut:], False
-    if rest:
-        yield TextPiece(rest, first)
+            remainder, first = data[cut:], False
+    if remainder:
+        yield TextPiece(remainder, first)
 
 
 def _last_character(data: bytes) -> int:
@@ -140,16 +140,16 @@ def _last_character(data: bytes) -> int:
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             if not line.strip():
                 continue
             try:
                 row: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: expected a JSON object, got {line[:60]!r}: {error}") from error
+                raise ConfigError(f"{location}: expected a JSON object, got {line[:60]!r}: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{where}: expected a JSON object, got {line[:60]!r}")
-            yield where, row
+                raise ConfigError(f"{location}: expected a JSON object, got {line[:60]!r}")
+            yield location, row
 
 
 def _parquet_rows(path: Path, config: DataConfig, *, labelled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -177,8 +177,10 @@ def _parquet_rows(path: Path, config: DataConfig, *, labelled: bool) -> Iterator
 def _text_of(row: dict[str, Any], config: DataConfig, where: str) -> bytes:
     text = row.get(config.text_field)
     if not isinstance(text, str):
-        got = f"the fields {sorted(row)}" if text is None else repr(text)
-        raise ConfigError(f"{where}: expected a text in {config.text_field!r}, found {got}; see data.text_field")
+        description = f"the fields {sorted(row)}" if text is None else repr(text)
+        raise ConfigError(
+            f"{where}: expected a text in {config.text_field!r}, found {description}; see data.text_field"
+        )
     try:
         return text.encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates

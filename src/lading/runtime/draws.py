@@ -40,8 +40,8 @@ class Draws:
     """
 
     def __init__(self, captured: StepGraph, first: int, micro_batches: int) -> None:
-        known: dict[object, int] = {}
-        words = [_counted(op, captured, known) for op in captured.ops if op.random]
+        counts: dict[object, int] = {}
+        words = [_counted(op, captured, counts) for op in captured.ops if op.random]
         self._first, self._operations = first, len(words)
         self._ends = [0, *accumulate(words * micro_batches)]
         self._begins, self._before, self._highest = set[int](), -2, -1
@@ -132,8 +132,8 @@ def _counted(op: Op, graph: StepGraph, known: dict[object, int]) -> int:
 
 
 def _words_between(before: torch.Tensor, after: torch.Tensor, most: int, op: Op) -> int:
-    left = [int(state[_LEFT].view(torch.int32)) for state in (before, after)]
-    words = (left[0] - left[1]) % _BLOCK
+    words_left = [int(state[_LEFT].view(torch.int32)) for state in (before, after)]
+    words = (words_left[0] - words_left[1]) % _BLOCK
     state = _skipped(before, words)
     while words <= most:
         if torch.equal(state, after):

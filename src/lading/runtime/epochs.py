@@ -120,8 +120,8 @@ class Epochs:
         """Samples of micro-batch ``micro`` of a step, of those of all replicas: int64 [batch_size]."""
         first = self.position.samples_before(step) + micro * batch_size
         numbers = np.arange(first, first + batch_size, dtype=np.int64)
-        epochs, made = numbers // self.count, np.empty_like(numbers)
+        epochs, sample_ids = numbers // self.count, np.empty_like(numbers)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            made[in_epoch] = permuted(numbers[in_epoch] % self.count, self.count, self.seed, int(epoch))
-        return made
+            sample_ids[in_epoch] = permuted(numbers[in_epoch] % self.count, self.count, self.seed, int(epoch))
+        return sample_ids

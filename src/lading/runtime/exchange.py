@@ -99,16 +99,16 @@ class Team:
         if not dist.is_initialized():
             return Team()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        whole = group or dist.group.WORLD
-        team = Team(dist.get_rank(group), len(members), whole, members=tuple(members))
+        process_group = group or dist.group.WORLD
+        team = Team(dist.get_rank(group), len(members), process_group, members=tuple(members))
         team.level()
         inbound, outbound = (team.part(range(team.ranks)) for _ in range(2))
         return replace(team, inbound=inbound, outbound=outbound)
 
     def level(self) -> None:
         """Have all ranks made equally many process groups: torch names groups by that, and waits where names differ."""
-        made = len(distributed_c10d._world.pg_names)
-        for _ in range(max(self.gather(made)) - made):
+        num_groups = len(distributed_c10d._world.pg_names)
+        for _ in range(max(self.gather(num_groups)) - num_groups):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def part(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -244,10 +244,10 @@ def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verd
     settled = not wrong_settings and _is_equal(equal, team.ranks)
     names, parameters = list(report.has), len(report.has)
     has, changed = dict(zip(names, counted, strict=False)), dict(zip(names, counted[parameters:], strict=False))
-    sent = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
-    apart = 0 < steps < team.ranks
-    wrong = _APART.format(steps=steps, ranks=team.ranks) if apart else _wrong(has, changed, team.ranks)
-    return Verdict(wrong, not counted[2 * parameters], sent, apart, settled)
+    sent_number = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
+    disagree = 0 < steps < team.ranks
+    wrong = _APART.format(steps=steps, ranks=team.ranks) if disagree else _wrong(has, changed, team.ranks)
+    return Verdict(wrong, not counted[2 * parameters], sent_number, disagree, settled)
 
 
 def _equal_told(number: int) -> list[int]:

@@ -138,7 +138,7 @@ class Executor:
         with ExitStack() as stack:
             stack.callback(self._device.close)
             set_threads(stack, threads)
-            fused = [fuse_regions(each, self._device.kind) if fuse else () for each in self._programs]
+            fused = [fuse_regions(shaped, self._device.kind) if fuse else () for shaped in self._programs]
             trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
             stack.callback(take_gaps())
@@ -148,8 +148,8 @@ class Executor:
                 self._values.poison()
             if experts:
                 check_place(is_fused=fuse, is_spread=replicas is not None)
-                asked = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
-                self.experts = stack.enter_context(closing(asked))
+                step_experts = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
+                self.experts = stack.enter_context(closing(step_experts))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(
                 Binder, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
@@ -164,11 +164,11 @@ class Executor:
     def _bind_programs(self, stack: ExitStack, fused: Sequence[Sequence[Fused]], draws: Sequence[Draws | None]) -> None:
         """Bind every Program to the memory that all share, and start a thread for each stream beside computing."""
         rows = enumerate(zip(self._programs, fused, draws, strict=True))
-        self._shapes = [self._ready(each, number, drawn, regions) for number, (each, regions, drawn) in rows]
+        self._shapes = [self._ready(shape, number, drawn, regions) for number, (shape, regions, drawn) in rows]
         self._take_up(self._shapes[0])
-        count = max(len(each.actions) for each in self._programs)
+        count = max(len(program.actions) for program in self._programs)
         self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
-        beside = dict.fromkeys(s for each in self._shapes for s in each.bound.streams if s != COMPUTE_STREAM)
+        beside = dict.fromkeys(s for shape in self._shapes for s in shape.bound.streams if s != COMPUTE_STREAM)
         self._workers = Workers([*beside], self._run_stream)
         stack.callback(self._workers.close)
 
@@ -176,18 +176,18 @@ class Executor:
         self._meter = self._device.meter()
         stack.callback(self._meter.close)
         self._baseline = self._meter.now_bytes()
-        arena_bytes = max(each.arena_bytes for each in self._programs)
-        planned = arena_bytes + max(each.overhead_bytes + each.workspace_bytes for each in self._programs)
+        arena_bytes = max(program.arena_bytes for program in self._programs)
+        planned = arena_bytes + max(program.overhead_bytes + program.workspace_bytes for program in self._programs)
         is_predicted = self._device.kind == "cpu" and self.program.overhead_bytes > 0
         ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned, lambda: not self.completed)
         self._ceiling = ceiling if is_predicted else None
         self._arena = self._device.arena(arena_bytes)
         stack.callback(self._arena.close)
-        self._scalars = self._device.host(LINE_BYTES * max(len(each.graph.results) for each in self._programs))
+        self._scalars = self._device.host(LINE_BYTES * max(len(program.graph.results) for program in self._programs))
         stack.callback(self._scalars.close)
         self.tiers: dict[str, TierBytes] = {}
         for tier in self.program.tiers:
-            if size := max(each.tier_bytes(tier.name) for each in self._programs):
+            if size := max(program.tier_bytes(tier.name) for program in self._programs):
                 self.tiers[tier.name] = self._device.tier(tier, size, folder)
                 stack.callback(self.tiers[tier.name].close)
         if guess_of(self.program.graph) is not None:
@@ -359,7 +359,7 @@ class Executor:
         self._last_peak = self.observe_peak()
         self._left_bytes = self._meter.now_bytes()
         self._has_run = self._times.enabled
-        return [float(given) for given in self._caller.results[: len(self.program.graph.losses)] if not given.dim()]
+        return [float(result) for result in self._caller.results[: len(self.program.graph.losses)] if not result.dim()]
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Outputs of each micro-batch of the last step in turn, which are the caller's from now on."""
@@ -626,7 +626,7 @@ class Executor:
         starts, ends = self._moments or self._moments_s()
         actions = self.program.actions
         queue = self._running.entries[self._running.streams.index(COMPUTE_STREAM)]
-        computing = (each.action for each in queue if actions[each.action].stream == COMPUTE_STREAM)
+        computing = (item.action for item in queue if actions[item.action].stream == COMPUTE_STREAM)
         return sum(ends[action] - starts[action] for action in computing)
 
     @property

@@ -78,15 +78,15 @@ def overwritten(program: Program, regions: Sequence[FusibleRegion] = ()) -> dict
     homes = _Homes(program)
     overwritten_by: defaultdict[int, set[int]] = defaultdict(set)
     first = {action: region.actions[0] for region in regions for action in (*region.actions, *region.freed)}
-    where = dict(program.resident)
+    places = dict(program.resident)
     for action in program.actions:
-        where.update(action.places)
+        places.update(action.places)
         for tier, storage in _written(program, action):
-            place = where.get(storage) if tier == DEVICE else homes.slots[tier][storage]
+            place = places.get(storage) if tier == DEVICE else homes.slots[tier][storage]
             if place is not None:
                 overwritten_by[first.get(action.id, action.id)] |= homes.values_overlapping(tier, place, storage)
         if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
-            where.pop(action.storage, None)
+            places.pop(action.storage, None)
     return {action: frozenset(storages) for action, storages in overwritten_by.items() if storages}
 
 

@@ -79,7 +79,7 @@ def masked(tokens_BT: np.ndarray, specials: Specials, words: Words) -> Arrays:
     """
     if specials.mask is None:
         raise ConfigError("data.tokenizer: expected one with a mask token for masked-lm, found none; choose another")
-    choice, fate, other = words(3 * tokens_BT.size).reshape(3, *tokens_BT.shape)
+    choice, fate, replacement = words(3 * tokens_BT.size).reshape(3, *tokens_BT.shape)
     text = np.ones(tokens_BT.shape, dtype=bool)
     text[:, : len(specials.prefix)] = False
     text[:, tokens_BT.shape[1] - len(specials.suffix) :] = False
@@ -88,7 +88,7 @@ def masked(tokens_BT: np.ndarray, specials: Specials, words: Words) -> Arrays:
         chosen[0, len(specials.prefix)] = True
     hidden = chosen & (_share(fate) < _MASKED)
     changed = chosen & ~hidden & (_share(fate) < _MASKED + _RANDOM)
-    anything = (other % np.uint64(specials.vocabulary)).astype(np.int64)
+    anything = (replacement % np.uint64(specials.vocabulary)).astype(np.int64)
     shown = np.where(hidden, specials.mask, np.where(changed, anything, tokens_BT))
     return {"tokens": shown, "labels": np.where(chosen, tokens_BT, IGNORED)}
 
@@ -98,9 +98,9 @@ def padded(texts: list[np.ndarray], labels: list[int], length: int, specials: Sp
     tokens = np.full((len(texts), length), specials.pad or 0, dtype=np.int64)
     mask = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in enumerate(texts):
-        whole = np.concatenate([specials.prefix, text, specials.suffix]).astype(np.int64)
-        tokens[row, : len(whole)] = whole
-        mask[row, : len(whole)] = 1
+        framed = np.concatenate([specials.prefix, text, specials.suffix]).astype(np.int64)
+        tokens[row, : len(framed)] = framed
+        mask[row, : len(framed)] = 1
     return {"tokens": tokens, "mask": mask, "labels": np.asarray(labels, dtype=np.int64)}
 
 

@@ -64,14 +64,14 @@ def fuse(program: Program, kind: str = "cpu") -> list[Fused]:
         raise ConfigError(f"compiled regions run on a CPU, this device is {kind!r}; set optimization.compile = false")
     finder = RegionFinder(program)
     waiting = finder.longest()[::-1]
-    known: dict[tuple[object, ...], Compiled] = {}
+    compiled: dict[tuple[object, ...], Compiled] = {}
     fused: list[Fused] = []
     while waiting:
         region = waiting.pop()
-        if region.signature not in known:
-            known[region.signature] = compile_region(program.graph, region)
-        if known[region.signature].scratch_bytes <= program.workspace_bytes:
-            fused.append(Fused(region, known[region.signature]))
+        if region.signature not in compiled:
+            compiled[region.signature] = compile_region(program.graph, region)
+        if compiled[region.signature].scratch_bytes <= program.workspace_bytes:
+            fused.append(Fused(region, compiled[region.signature]))
         else:
             waiting.extend(finder.halves(region)[::-1])
     return fused
@@ -95,7 +95,7 @@ def compile_region(graph: StepGraph, region: FusibleRegion) -> Compiled:
         traced = make_fx(partial(run_region, graph, region), decomposition_table=select_decomp_table())(*fakes)
     try:
         with config.patch(size_asserts=False, alignment_asserts=False, nan_asserts=False):
-            made: Any = compile_fx_inner(traced, fakes)
+            inductor_code: Any = compile_fx_inner(traced, fakes)
     except (InductorError, InvalidCxxCompiler, CppCompileError) as error:
         cause = getattr(error, "inner_exception", error)
         if not isinstance(cause, (InvalidCxxCompiler, CppCompileError)):
@@ -103,7 +103,7 @@ def compile_region(graph: StepGraph, region: FusibleRegion) -> Compiled:
         raise ConfigError(
             f"compiled regions need a C++ compiler; install g++, or set optimization.compile = false: {cause}"
         ) from error
-    return Compiled(made.current_callable, scratch_of(made.source_code))
+    return Compiled(inductor_code.current_callable, scratch_of(inductor_code.source_code))
 
 
 def _fake(tensor: Tensor) -> torch.Tensor:
@@ -117,16 +117,16 @@ def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) 
         tensors: The region's inputs, then the tensors that its outputs are written to.
     """
     inputs = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
-    made: dict[int, tuple[Tensor, torch.Tensor]] = {}
+    results: dict[int, tuple[Tensor, torch.Tensor]] = {}
 
     def view(tensor: int) -> torch.Tensor | None:
-        wanted = graph.tensors[tensor]
-        if wanted.storage not in made:
+        target = graph.tensors[tensor]
+        if target.storage not in results:
             return inputs.get(tensor)
-        base, value = made[wanted.storage]
-        how = derivation(base, wanted)
-        assert how is not None  # else the region would have ended before
-        return derived(value, how)
+        base, value = results[target.storage]
+        steps = derivation(base, target)
+        assert steps is not None  # else the region would have ended before
+        return derived(value, steps)
 
     for element in region.elements:
         if element.op is None:
@@ -135,9 +135,9 @@ def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) 
         result: Any = call.overload(*call.args, **call.kwargs)
         for tensor, value in zip(element.op.results, result if isinstance(result, tuple) else (result,), strict=True):
             assert tensor is not None  # else the operation would not be fusible
-            made[graph.storage_of(tensor)] = (graph.tensors[tensor], value)
+            results[graph.storage_of(tensor)] = (graph.tensors[tensor], value)
     for place, out in zip(region.outputs, tensors[len(region.inputs) :], strict=True):
-        out.copy_(made[graph.storage_of(place.tensor)][1])
+        out.copy_(results[graph.storage_of(place.tensor)][1])
     return ()
 
 

@@ -51,8 +51,10 @@ class Gang:
             columns, start = product.shape[1], sum(rows[:place])
             rows_here = product[start : start + rows[place]].reshape(-1)
             arrived = torch.empty_like(product)
-            sent, taken = [rows_here.numel()] * len(rows), [count * columns for count in rows]
-            dist.all_to_all_single(arrived.view(-1), rows_here.repeat(len(rows)), taken, sent, group=self._group)
+            send_counts, receive_counts = [rows_here.numel()] * len(rows), [count * columns for count in rows]
+            dist.all_to_all_single(
+                arrived.view(-1), rows_here.repeat(len(rows)), receive_counts, send_counts, group=self._group
+            )
             self._count(traffic, rows_here.numel())
             return arrived
 
@@ -68,16 +70,16 @@ def gangs_of(ranks: Sequence[tuple[int, ...]], team: Team) -> dict[int, Gang]:
 
     A rank that is not in a gang makes a process group of its own, so that all have made as many (``Team.level``).
     """
-    made: dict[tuple[int, ...], Gang] = {}
+    gang_by_ranks: dict[tuple[int, ...], Gang] = {}
     several = sorted({gang for gang in ranks if len(gang) > 1})
     if several:
         team.level()
     for gang in several:
         if team.rank in gang:
-            made[gang] = Gang(team, gang)
+            gang_by_ranks[gang] = Gang(team, gang)
         else:
             team.part([team.rank])
-    return {number: made[gang] for number, gang in enumerate(ranks) if len(gang) > 1 and gang in made}
+    return {number: gang_by_ranks[gang] for number, gang in enumerate(ranks) if len(gang) > 1 and gang in gang_by_ranks}
 
 
 def shared_of(numbers: Iterable[int], gangs: Mapping[int, Gang]) -> list[int]:

@@ -67,17 +67,17 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Returns:
         None where it does not.
     """
-    told = root / "proc/meminfo"
-    lines = dict(line.split(":", 1) for line in told.read_text().splitlines()) if told.exists() else {}
-    left = [int(lines["MemAvailable"].split()[0]) * KiB] if "MemAvailable" in lines else []
-    left += [limit - used for limit, used in _limits_and_uses(root)]
-    return max(0, min(left)) if left else None
+    meminfo = root / "proc/meminfo"
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines()) if meminfo.exists() else {}
+    free_bytes = [int(lines["MemAvailable"].split()[0]) * KiB] if "MemAvailable" in lines else []
+    free_bytes += [limit - used for limit, used in _limits_and_uses(root)]
+    return max(0, min(free_bytes)) if free_bytes else None
 
 
 def _limits_and_uses(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the use, without files, in bytes, of each control group of this process that has a limit."""
-    told = root / "proc/self/cgroup"
-    for line in told.read_text().splitlines() if told.exists() else ():
+    cgroup_file = root / "proc/self/cgroup"
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
         _, kinds, path = line.split(":", 2)
         if kinds not in ("", "memory"):
             continue

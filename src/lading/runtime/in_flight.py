@@ -138,9 +138,9 @@ class Early:
             parameters = self._route.parameters(self.groups)
             if not self._ready.issuperset(parameters):
                 return
-            for one in sorted(parameters):
-                if one not in self.moving:
-                    self.moving[one] = self._prepare(one)
+            for parameter in sorted(parameters):
+                if parameter not in self.moving:
+                    self.moving[parameter] = self._prepare(parameter)
             self._send(self.moving)
 
     @property
@@ -161,8 +161,8 @@ class Early:
         sent_numbers = sorted(self.moving.keys() & gradients.keys())
         if sent_numbers:
             fingerprints = torch.stack([_fingerprint(gradients[number]) for number in sent_numbers])
-            seen = torch.stack([self._seen[number] for number in sent_numbers])
-            changed.update(zip(sent_numbers, (fingerprints != seen).any(1).unbind(), strict=True))
+            earlier = torch.stack([self._seen[number] for number in sent_numbers])
+            changed.update(zip(sent_numbers, (fingerprints != earlier).any(1).unbind(), strict=True))
         return changed
 
     def take(self) -> tuple[list[Flight], dict[int, Moving], int]:

@@ -208,10 +208,10 @@ def sequences(programs: Sequence[Program]) -> dict[str, str]:
             if kind not in RUNS_OP or index not in program.graph.collectives:
                 continue
             op = program.graph.ops[index]
-            each = hashes.setdefault(cast("str", dict(op.kwargs)["over"]), hashlib.sha256())
+            digest = hashes.setdefault(cast("str", dict(op.kwargs)["over"]), hashlib.sha256())
             if op.name not in TRANSFERS:  # whose other end is on another rank
-                each.update(f"{op.name} {op.bytes_read} {op.bytes_written}\n".encode())
-    return {over: each.hexdigest() for over, each in hashes.items()}
+                digest.update(f"{op.name} {op.bytes_read} {op.bytes_written}\n".encode())
+    return {over: digest.hexdigest() for over, digest in hashes.items()}
 
 
 class Replicas:
@@ -235,10 +235,10 @@ class Replicas:
         self.ranks, self.rank, self._timeout_s = ranks, start_job(ranks), timeout_s
         try:
             with ending_at_once(), batch_threads():
-                made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StorageError(f"lost the other ranks while they connected: {_first_line(error)}") from error
-        self._group = cast("dist.ProcessGroup | None", made)
+        self._group = cast("dist.ProcessGroup | None", group)
         self._layout, self._all = layout, cast("str", dict(layout.across(*AXES))["over"])
         self._groups: dict[str, tuple[dist.ProcessGroup, tuple[int, ...]]] = {}
         store = distributed_c10d.PrefixStore(f"lading/steps of {run_number(0)}", distributed_c10d._get_default_store())
@@ -249,23 +249,25 @@ class Replicas:
 
     def _join(self, collectives: Mapping[str, str]) -> None:
         """Make the groups that the steps of all ranks need, in one order, once their collectives are compared."""
-        every: list[dict[str, str]] = [{} for _ in range(self.ranks)]
-        self._collective(lambda: dist.all_gather_object(every, dict(collectives), group=self._group))
+        by_rank: list[dict[str, str]] = [{} for _ in range(self.ranks)]
+        self._collective(lambda: dist.all_gather_object(by_rank, dict(collectives), group=self._group))
         limit, first = timedelta(seconds=self._timeout_s), torch.zeros(_FIRST_ELEMENTS // self.ranks * self.ranks)
-        for over in dict.fromkeys((self._all, *sorted({over for each in every for over in each}))):
+        for over in dict.fromkeys(
+            (self._all, *sorted({over for rank_collectives in by_rank for over in rank_collectives}))
+        ):
             groups = sorted({self._layout.group(rank, over) for rank in range(self.ranks)})
             for ranks in groups:
-                if unlike := [rank for rank in ranks if every[rank].get(over) != every[ranks[0]].get(over)]:
+                if unlike := [rank for rank in ranks if by_rank[rank].get(over) != by_rank[ranks[0]].get(over)]:
                     raise ConfigError(
                         f"begin: expected the same collectives over {over} on ranks {', '.join(map(str, ranks))}, "
                         f"rank {unlike[0]} has others than rank {ranks[0]}; give every rank the same plan and capture, "
                         "built by the same versions"
                     )
-            made = self._group
+            group = self._group
             if len(groups) > 1:
                 with batch_threads():
-                    made = dist.new_subgroups_by_enumeration([[*ranks] for ranks in groups], limit, "gloo")[0]
-            self._groups[over] = cast("dist.ProcessGroup", made), self._layout.group(self.rank, over)
+                    group = dist.new_subgroups_by_enumeration([[*ranks] for ranks in groups], limit, "gloo")[0]
+            self._groups[over] = cast("dist.ProcessGroup", group), self._layout.group(self.rank, over)
             self.mean_(first, over)
             self.all_gather(first, first[: len(first) // len(self._groups[over][1])].clone(), over)
         number, count = self.number(self._all), self.ranks
@@ -362,9 +364,9 @@ class Replicas:
 
     def gather(self, what: object) -> list[Any] | None:
         """Collect an object of every rank on the first, in order of ranks; None on the others. Errors as ``mean_``."""
-        every = [None] * self.ranks if self.rank == 0 else None
-        self._collective(lambda: dist.gather_object(what, every, dst=0, group=self._group))
-        return every
+        by_rank = [None] * self.ranks if self.rank == 0 else None
+        self._collective(lambda: dist.gather_object(what, by_rank, dst=0, group=self._group))
+        return by_rank
 
     def clock_ahead_s(self, clock: str, now: Callable[[], float]) -> tuple[float, float]:
         """Seconds by which this rank's clock is ahead of the first one's, and the most by which that may be wrong.
@@ -412,28 +414,29 @@ class Replicas:
         numbers = (zlib.crc32(fact.encode()) if isinstance(fact, str) else fact for fact in (doing, *facts.values()))
         values = [*map(float, numbers), *of_replica.values()]
         mine = torch.tensor(values + [0.0] * (_MOST_FACTS + 1 - len(values)), dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._collective(lambda: dist.all_gather(every, mine, group=self._group))
-        if other := [rank for rank, row in enumerate(every) if row[0] != mine[0]]:
-            each = ", ".join(f"rank {rank} is about to {self._announced_operation(rank)}" for rank in other[:8])
+        facts_by_rank = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._collective(lambda: dist.all_gather(facts_by_rank, mine, group=self._group))
+        if differing := [rank for rank, row in enumerate(facts_by_rank) if row[0] != mine[0]]:
+            details = ", ".join(f"rank {rank} is about to {self._announced_operation(rank)}" for rank in differing[:8])
             self.barrier()  # all have read what the others are about to do
-            raise ConfigError(f"{doing}: expected all ranks to do the same, but {each}; nothing has run")
+            raise ConfigError(f"{doing}: expected all ranks to do the same, but {details}; nothing has run")
         for column, (name, fact) in enumerate(facts.items(), 1):
-            fact_by_rank = [float(row[column]) for row in every]
+            fact_by_rank = [float(row[column]) for row in facts_by_rank]
             if len(set(fact_by_rank)) > 1:
-                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(fact_by_rank[:8]))
+                details = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(fact_by_rank[:8]))
                 if isinstance(fact, str):
                     first = next(rank for rank, value in enumerate(fact_by_rank) if value != fact_by_rank[0])
-                    each = f"another on rank {first} than on rank 0"
-                raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {each}; nothing has run")
+                    details = f"another on rank {first} than on rank 0"
+                raise ConfigError(f"{doing}: expected the same {name} on all ranks, got {details}; nothing has run")
         for column, name in enumerate(of_replica, 1 + len(facts)):
             for replica in range(self._layout.dp):
                 ranks = [rank for rank in range(self.ranks) if self._layout.replica(rank) == replica]
-                if other := [rank for rank in ranks if every[rank][column] != every[ranks[0]][column]]:
+                by_member = [facts_by_rank[rank][column] for rank in ranks]
+                if differing := [rank for rank, fact in zip(ranks, by_member, strict=True) if fact != by_member[0]]:
                     raise ConfigError(
                         f"{doing}: expected the same {name} on ranks {', '.join(map(str, ranks))}, which compute on "
-                        f"them together, got others on rank {other[0]} than on rank {ranks[0]}; give rank r those of "
-                        "replica plan.replica(r); nothing has run"
+                        f"them together, got others on rank {differing[0]} than on rank {ranks[0]}; give rank r those "
+                        "of replica plan.replica(r); nothing has run"
                     )
 
     def note(self, what: str) -> None:
@@ -497,7 +500,7 @@ class Replicas:
         """
         if self._group is None:
             return
-        made = dict.fromkeys((*(group for group, _ in self._groups.values()), self._group))
+        groups = dict.fromkeys((*(group for group, _ in self._groups.values()), self._group))
         self._group = None
         self._groups.clear()  # what holds this object, as an error's frames do, keeps no connection
         if not dist.is_initialized():
@@ -507,7 +510,7 @@ class Replicas:
             if not self._failed:
                 self._store.set(f"doing {self.rank}", f"closed, had come to {self._doing}")
                 self._store.wait([f"closed {rank}" for rank in range(self.ranks)], timedelta(seconds=_CLOSING_S))
-        for group in made:
+        for group in groups:
             dist.destroy_process_group(group)
 
     def _collective(self, call: Callable[[], object]) -> None:
@@ -525,7 +528,7 @@ class Replicas:
             while silent and time.monotonic() < deadline:
                 silent = [rank for rank in silent if not self._store.check([f"lost in {self._doing} {rank}"])]
                 time.sleep(_PAUSE_S)
-            each = [f"rank {rank} ({self._announced_operation(rank) or 'had not come'})" for rank in silent]
+            descriptions = [f"rank {rank} ({self._announced_operation(rank) or 'had not come'})" for rank in silent]
         except RuntimeError as lost:
             return (
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
@@ -533,8 +536,8 @@ class Replicas:
             )
         return (
             f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: "
-            f"{', '.join(each[:8]) or 'none, but a connection broke'} ({first}); look at its output, and start the job "
-            "again from the last checkpoint"
+            f"{', '.join(descriptions[:8]) or 'none, but a connection broke'} ({first}); look at its output, and "
+            "start the job again from the last checkpoint"
         )
 
     def _announced_operation(self, rank: int) -> str:

@@ -134,21 +134,21 @@ def bind(
 
 def _own_shard(op: Op, view: View, rank: int) -> Call:
     """Make the call that copies this rank's shard out of a whole."""
-    whole, shard = view(op.inputs[0]), view(op.outputs[0])
-    assert whole is not None, "it outlives the step"
+    unit, shard = view(op.inputs[0]), view(op.outputs[0])
+    assert unit is not None, "it outlives the step"
     assert shard is not None, "its update reads it"
     count = shard.numel()
-    return partial(shard.copy_, whole[rank * count : (rank + 1) * count])
+    return partial(shard.copy_, unit[rank * count : (rank + 1) * count])
 
 
 def _own_runs(op: Op, view: View, rank: int) -> Call:
     """Make the call that copies this rank's run of each part of columns out of a whole."""
-    whole, runs = view(op.inputs[0]), view(op.outputs[0])
-    assert whole is not None, "its operation is about to run"
+    full, runs = view(op.inputs[0]), view(op.outputs[0])
+    assert full is not None, "its operation is about to run"
     assert runs is not None, "it is made for what uses it"
     parts = cast("tuple[int, ...]", op.args[1])
     ranks = cast("int", dict(op.kwargs)["ranks"])
-    rank_runs = [part.chunk(ranks, 1)[rank] for part in whole.split(parts, 1)]
+    rank_runs = [part.chunk(ranks, 1)[rank] for part in full.split(parts, 1)]
     places = runs.split([part // ranks for part in parts], 1)
 
     def copy() -> None:
@@ -171,15 +171,15 @@ def _causal_rows(op: Op, view: View, rank: int) -> Call:
 
 def _own_words(op: Op, view: View, rank: int) -> Call:
     """Make the call that finds the rows of this rank's words; other words get the first row, and zero in ``here``."""
-    words, rows, here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
+    words, rows, rows_here = view(op.inputs[0]), view(op.outputs[0]), view(op.outputs[1])
     assert words is not None, "its operation is about to run"
     assert rows is not None, "an embedding uses it"
-    assert here is not None, "what comes of the embedding uses it"
+    assert rows_here is not None, "what comes of the embedding uses it"
     count = cast("int", op.args[1])
 
     def find() -> None:
         torch.sub(words, rank * count, out=rows)
-        here.copy_(((rows >= 0) & (rows < count)).unsqueeze(-1))
+        rows_here.copy_(((rows >= 0) & (rows < count)).unsqueeze(-1))
         rows.clamp_(0, count - 1)
 
     return find
@@ -241,13 +241,13 @@ def out_overload(name: str, kind: str = "cpu") -> str | None:
     if name in _WIDE_OUT:
         return None
     functional = _overload(name)
-    wanted = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    functional_inputs = [(a.name, str(a.type)) for a in functional._schema.arguments]
     packet = functional.overloadpacket
     for label in packet.overloads():
         schema = getattr(packet, label)._schema
         inputs = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
         outs = sum(a.is_out for a in schema.arguments)
-        if outs != len(functional._schema.returns) or inputs != wanted:
+        if outs != len(functional._schema.returns) or inputs != functional_inputs:
             continue
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", key):
             return f"{schema.name.replace('::', '.')}.{label}"
@@ -651,14 +651,14 @@ def _layer_norm_backward(function: Callable[..., Any], args: Sequence[Any], outs
         return None
     step = max(1, PIECE_BYTES // (width * x.element_size()))
     scales = [_flat_or_none(t) for t in (weight, bias)]
-    rest = [False, mask[1] and outs[1] is not None, mask[2] and outs[2] is not None]
+    later_mask = [False, mask[1] and outs[1] is not None, mask[2] and outs[2] is not None]
 
     def pieces() -> Iterator[_Piece]:
         for cut in _cuts(x.numel() // width, step):
             g, y, place, m, r = (t[cut] for t in (*wide, *narrow) if t is not None)
             yield partial(function, g, y, [width], m, r, *scales, [True, False, False]), [(0, place)]
-        if any(rest):
-            yield partial(function, *args[:7], rest), _places((None, *outs[1:]))
+        if any(later_mask):
+            yield partial(function, *args[:7], later_mask), _places((None, *outs[1:]))
 
     inner = inner_bytes("native_layer_norm_backward", [grad, x], outs)
     return pieces, max(step * width * x.element_size(), bytes_of(outs[1:]) + inner)
@@ -682,12 +682,12 @@ def _attention(
     Args:
         num_tensors: Arguments from the first on that have the dims (batch, heads, ...) and are cut along both.
     """
-    tensors, rest = args[:num_tensors], args[num_tensors:]
+    tensors, settings = args[:num_tensors], args[num_tensors:]
     batch, heads = tensors[0].shape[:2]
     if any(t.shape[:2] != (batch, heads) for t in tensors):
         return None
-    rows, some = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
-    cuts = list(product(_cuts(batch, rows), _cuts(heads, some)))
+    rows, num_heads = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
+    cuts = list(product(_cuts(batch, rows), _cuts(heads, num_heads)))
 
     def at(row: slice, head: slice) -> tuple[list[torch.Tensor], dict[str, Any], list[torch.Tensor | None]]:
         """View what one piece takes, and where its results go."""
@@ -698,7 +698,7 @@ def _attention(
     def pieces() -> Iterator[_Piece]:
         for cut in cuts:
             parts, named, places = at(*cut)
-            yield partial(function, *parts, *rest, **named), _places(places)
+            yield partial(function, *parts, *settings, **named), _places(places)
 
     parts, named, places = at(*cuts[0])  # the largest
     masks = [v for v in named.values() if isinstance(v, torch.Tensor)]
@@ -711,9 +711,9 @@ def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, i
     The kernel gives whole heads to threads, so a part of five heads keeps two threads as long as one of six.
     """
     min_elements = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
-    tiles = [(1, some) for some in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
-    large = [(rows, some) for rows, some in tiles if rows * some >= min_elements]
-    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * min_elements] or large[:1]
+    tiles = [(1, num_heads) for num_heads in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
+    large = [(rows, num_heads) for rows, num_heads in tiles if rows * num_heads >= min_elements]
+    allowed = [(rows, num_heads) for rows, num_heads in large if rows * num_heads <= 4 * min_elements] or large[:1]
 
     def turns(tile: tuple[int, int]) -> int:
         cuts = product(_cuts(batch, tile[0]), _cuts(heads, tile[1]))

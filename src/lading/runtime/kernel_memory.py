@@ -129,15 +129,15 @@ def _key(graph: StepGraph, threads: int) -> str:
 
     Kernels of updates are those of their rules, which need not be Lading's.
     """
-    seen: dict[object, int] = {}
-    order = [seen.setdefault(signature(graph, op), len(seen)) for op in graph.ops]
+    signatures: dict[object, int] = {}
+    order = [signatures.setdefault(signature(graph, op), len(signatures)) for op in graph.ops]
     rules = {inspect.getfile(type(rule)) for op in graph.ops if (rule := rule_of(op)) is not None}
     folders = (Path(__file__).parent, Path(__file__).parent.with_name("optim"))
     files = {path for folder in folders for path in folder.glob("*.py")} | set(map(Path, rules))
     source = [path.read_bytes() for path in sorted(files)]
     settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
     config = (__version__, source, settings, host_id(), torch.__version__, torch.__config__.show(), threads)
-    return hashlib.sha256(repr((config, list(seen), order)).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((config, list(signatures), order)).encode()).hexdigest()[:24]
 
 
 def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
@@ -150,8 +150,8 @@ def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     numbers = (*measured.scratch_bytes, measured.kept_bytes, measured.threads)
-    whole = len(measured.scratch_bytes) == len(graph.ops) and all(type(n) is int and n >= 0 for n in numbers)
-    return measured if whole else None
+    is_complete = len(measured.scratch_bytes) == len(graph.ops) and all(type(n) is int and n >= 0 for n in numbers)
+    return measured if is_complete else None
 
 
 def _remember(path: Path, measured: KernelMemory) -> None:
@@ -166,8 +166,10 @@ def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
     folders = json.dumps([folder for folder in sys.path if isinstance(folder, str)])  # pyright: ignore[reportUnnecessaryIsInstance]
     command = [sys.executable, "-P", "-c", _START, str(threads), folders]
     try:
-        done = subprocess.run(command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True)
-        measurement = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run(
+            command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True
+        )
+        measurement = json.loads(process.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip()
         raise StorageError(
@@ -175,7 +177,7 @@ def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
         ) from error
     worked_out = workspace_of(graph) if measurement["unmeasured"] else measurement["scratch_bytes"]
     pairs = zip(measurement["scratch_bytes"], worked_out, strict=True)
-    scratch = tuple(other if measured is None else measured for measured, other in pairs)
+    scratch = tuple(estimate if measured is None else measured for measured, estimate in pairs)
     return KernelMemory(scratch, measurement["kept_bytes"], tuple(measurement["unmeasured"]), measurement["threads"])
 
 
@@ -204,13 +206,13 @@ def measure_here(graph: StepGraph) -> dict[str, Any]:
             unmeasured[op.name] = None
             return None
         try:
-            taken = max(_transient_bytes(run, meter) for run in runs_of(op, places.of(op), "cpu"))
+            scratch_bytes = max(_transient_bytes(run, meter) for run in runs_of(op, places.of(op), "cpu"))
         except Exception:  # an operation may raise anything; the caller says which were not measured
             unmeasured[op.name] = None
             return None
         if 0 < op.flops <= _LIGHT_FLOP:
             light.append(op)
-        return taken
+        return scratch_bytes
 
     with torch.inference_mode():
         if (first := largest_product(graph)) is not None and places.small_enough(graph.ops[first]):

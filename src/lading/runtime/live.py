@@ -126,9 +126,9 @@ class LiveSettings:
                 f"expected states of groups of {sizes[0]} parameters, found groups of {sizes[1]}; group parameters as "
                 "they were"
             )
-        for number, (group, other) in enumerate(zip(self._groups, saved, strict=True)):
-            is_numbered = all(isinstance(key, int) for key in other["params"])
-            names, others = group.get("param_names"), other.get("param_names")
+        for number, (group, saved_group) in enumerate(zip(self._groups, saved, strict=True)):
+            is_numbered = all(isinstance(key, int) for key in saved_group["params"])
+            names, others = group.get("param_names"), saved_group.get("param_names")
             if is_numbered and names and others and names != others:
                 pair = next((a, b) for a, b in zip(names, others, strict=True) if a != b)
                 raise ConfigError(
@@ -138,13 +138,13 @@ class LiveSettings:
 
     def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Take rates, live settings and what schedules keep over from groups of a checkpoint."""
-        for group, other, rule in zip(self._groups, saved, self._rules, strict=True):
+        for group, saved_group, rule in zip(self._groups, saved, self._rules, strict=True):
             loaded = (LIVE & _settings(rule).keys()) | _SCHEDULED
-            group.update({key: other[key] for key in loaded if key in other})
+            group.update({key: saved_group[key] for key in loaded if key in saved_group})
 
     def _check_groups(self) -> None:
-        same = len(self._groups) == len(self._made) and all(map(_is, self._groups, self._made))
-        if not same or not all(
+        is_same = len(self._groups) == len(self._made) and all(map(_is, self._groups, self._made))
+        if not is_same or not all(
             len(group["params"]) == len(params) and all(map(_is, group["params"], params))
             for group, params in zip(self._groups, self._params, strict=True)
         ):
@@ -155,20 +155,20 @@ class LiveSettings:
 
     def _setting(self, number: int, group: Mapping[str, Any]) -> Setting:
         rule, place = self._rules[number], f"param_groups[{number}]"
-        made = _settings(rule)
-        known = made.keys() | _KEPT | _SCHEDULED
-        cycled = "momentum" in group and "momentum" not in made and "max_momentum" in group
+        settings = _settings(rule)
+        known_keys = settings.keys() | _KEPT | _SCHEDULED
+        cycled = "momentum" in group and "momentum" not in settings and "max_momentum" in group
         if cycled:
-            known |= {"momentum"}
-        if unknown := [key for key in group if key not in known]:
-            hint = did_you_mean(unknown[0], known)
+            known_keys |= {"momentum"}
+        if unknown := [key for key in group if key not in known_keys]:
+            hint = did_you_mean(unknown[0], known_keys)
             raise ConfigError(
-                f"{place}: expected {', '.join(sorted(known))}, got {unknown[0]!r}, which {type(rule).__name__} does "
-                f"not read{hint}"
+                f"{place}: expected {', '.join(sorted(known_keys))}, got {unknown[0]!r}, which {type(rule).__name__} "
+                f"does not read{hint}"
             )
-        if missing := [key for key in (*made, "lr", "parts") if key not in group]:
+        if missing := [key for key in (*settings, "lr", "parts") if key not in group]:
             raise ConfigError(f"{place}: expected {missing[0]!r}, found none; put it back")
-        fixed = {"parts": self._parts[number], **{key: value for key, value in made.items() if key not in LIVE}}
+        fixed = {"parts": self._parts[number], **{key: value for key, value in settings.items() if key not in LIVE}}
         for key, value in fixed.items():
             if group[key] != value:
                 raise ConfigError(
@@ -177,10 +177,10 @@ class LiveSettings:
                 )
         changed = {
             key: _as(f"{place}, {key}", group[key], value)
-            for key, value in made.items()
+            for key, value in settings.items()
             if key in LIVE and group[key] != value
         }
-        if cycled and "beta1" in made:
+        if cycled and "beta1" in settings:
             changed["beta1"] = _as(f"{place}, momentum", group["momentum"], 0.0)
         return Setting(_replaced(place, rule, changed), _rate(place, group["lr"]))
 

@@ -62,7 +62,7 @@ class MatrixRoute:
             batched: Whether owners stack matrices (``lading.runtime.gangs.stacks_of``).
         """
         self.batched = batched
-        self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
+        self.wholes, self.rules = [matrix for matrix, _ in wholes], [rule for _, rule in wholes]
         self.owners, self.groups, self.team = [gang[0] for gang in ranks], groups, team
         self.gangs = gangs_of(ranks, team)
         self.traffic, self.failures = Traffic(), RuleFailures()
@@ -163,16 +163,16 @@ class MatrixFlight:
         matrices = {n: (route.rules[n], route.wholes[n].rows_columns, dtype) for n in self.ways.numbers}
         for number in shared_of(matrices, route.gangs):
             rule, shape, _ = matrices[number]
-            seen = arrived.pop(number, None)
-            matrix = torch.empty(shape, dtype=dtype, device=self._device) if seen is None else seen.view(shape)
+            shard = arrived.pop(number, None)
+            matrix = torch.empty(shape, dtype=dtype, device=self._device) if shard is None else shard.view(shape)
             direction = route.gangs[number].direction(cast(SharedRule, rule), matrix, route.traffic)
-            if seen is not None:
+            if shard is not None:
                 yield number, direction
         for stack in stacks_of({number: matrices[number] for number in arrived}, batched=route.batched):
             rule, shape, _ = matrices[stack[0]]
-            taken = [arrived.pop(number).view(shape) for number in stack]
+            stacked = [arrived.pop(number).view(shape) for number in stack]
             states, update = whole.get(stack[0], {}), self._moving_parameter(stack[0]).update
-            yield from zip(stack, directions_of(rule, taken, states, update, route.failures), strict=True)
+            yield from zip(stack, directions_of(rule, stacked, states, update, route.failures), strict=True)
 
     def apply(self) -> None:
         """Wait for directions, and move this rank's pieces along them."""
@@ -191,8 +191,8 @@ class MatrixFlight:
         if number not in self.landing:
             region = self._moving_parameter(number).region.meet(self.route.wholes[number].region)
             assert region is not None
-            made = torch.empty(region.shape, dtype=self.ways.outbound.dtype, device=self._device)
-            self.landing[number] = (made, region)
+            landing = torch.empty(region.shape, dtype=self.ways.outbound.dtype, device=self._device)
+            self.landing[number] = (landing, region)
         return self.landing[number]
 
 
@@ -287,8 +287,8 @@ class ReplicaFlight:
         ranks, arrived = self.route.team.ranks, self.under.arrived
         rows = arrived.view(ranks, -1) if arrived.numel() else arrived.expand(ranks, 0)
         total = rows[0].clone()
-        for other in rows[1:]:
-            total.add_(other)
+        for row in rows[1:]:
+            total.add_(row)
         total.div_(ranks)
         means: dict[int, torch.Tensor] = {}
         start = 0
@@ -330,15 +330,15 @@ class ReplicaFlight:
         for stack in stacks_of({number: matrices[number] for number in gradients}, batched=route.batched):
             rule, _, _ = matrices[stack[0]]
             states, update = whole[stack[0]], self._moving_parameter(stack[0]).update
-            taken = [preprocess(number) for number in stack]
-            directions = directions_of(rule, taken, states, update, route.failures)
-            yield from zip(stack, (each.to(taken[0].dtype) for each in directions), strict=True)
+            stacked = [preprocess(number) for number in stack]
+            directions = directions_of(rule, stacked, states, update, route.failures)
+            yield from zip(stack, (each.to(stacked[0].dtype) for each in directions), strict=True)
 
     def _moved(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
         """New value of what is no matrix."""
-        (whole, rule), moving = self.route.wholes[number], self._moving_parameter(number)
+        (matrix, rule), moving = self.route.wholes[number], self._moving_parameter(number)
         value = self._view(number, moving.param).clone()
-        cast(PieceRule, rule).step(value, grad, states, lr=self.rates[whole.parameter], update=moving.update)
+        cast(PieceRule, rule).step(value, grad, states, lr=self.rates[matrix.parameter], update=moving.update)
         return value
 
     def _send_out(self, results: list[torch.Tensor]) -> None:
@@ -354,8 +354,8 @@ class ReplicaFlight:
 
     def _travels(self, number: int) -> torch.dtype:
         rule = self.route.wholes[number][1]
-        sent = None if isinstance(rule, PieceRule) else rule.travels
-        return sent or self._moving_parameter(number).param.dtype
+        dtype = None if isinstance(rule, PieceRule) else rule.travels
+        return dtype or self._moving_parameter(number).param.dtype
 
     def apply(self) -> None:
         """Wait for results, and move every replica along them."""
@@ -364,15 +364,15 @@ class ReplicaFlight:
         start = 0
         for rank in range(self.route.team.ranks):
             for number in self._of(rank):
-                (whole, rule), moving = self.route.wholes[number], self._moving_parameter(number)
+                (matrix, rule), moving = self.route.wholes[number], self._moving_parameter(number)
                 param = self._view(number, moving.param)
-                part = self.under.arrived[start : start + whole.region.size].view(whole.region.shape)
-                start += whole.region.size
+                part = self.under.arrived[start : start + matrix.region.size].view(matrix.region.shape)
+                start += matrix.region.size
                 if isinstance(rule, PieceRule):
                     param.copy_(part)
                 else:
-                    direction, rate = part.to(self._travels(number)), self.rates[whole.parameter]
-                    rule.post(param, direction, whole.rows_columns, lr=rate, update=moving.update)
+                    direction, rate = part.to(self._travels(number)), self.rates[matrix.parameter]
+                    rule.post(param, direction, matrix.rows_columns, lr=rate, update=moving.update)
 
     def _exchange(self, out: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup | None) -> Under:
         team, traffic = self.route.team, self.route.traffic

@@ -121,11 +121,11 @@ def spread(region: FusibleRegion, starts: list[float], ends: list[float]) -> Non
     """
     first, count = region.actions[0], len(region.actions)
     start, part = starts[first], (ends[first] - starts[first]) / count
-    done, operations = 0, frozenset(region.actions)
+    operations_before, operations = 0, frozenset(region.actions)
     for action in sorted((*region.actions, *region.freed)):
-        starts[action] = start + done * part
-        done += action in operations
-        ends[action] = start + done * part
+        starts[action] = start + operations_before * part
+        operations_before += action in operations
+        ends[action] = start + operations_before * part
         if action not in operations:
             starts[action] = ends[action]
 
@@ -186,5 +186,5 @@ class StepNotes:
         ranks = [mine] if self._replicas is None else self._replicas.gather(mine)
         if ranks is None:
             return None
-        first_s = min(each.start_s for each in ranks)
-        return JobTimeline(plan=plan, step=step, ranks=tuple(each.earlier(first_s) for each in ranks))
+        first_s = min(timeline.start_s for timeline in ranks)
+        return JobTimeline(plan=plan, step=step, ranks=tuple(timeline.earlier(first_s) for timeline in ranks))

@@ -176,8 +176,8 @@ def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
             raise ConfigError(
                 f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(of_rule | ways))}"
             )
-    how = How(**{key: value for key, value in settings.items() if key in ways})
-    return kind(**{key: value for key, value in settings.items() if key in of_rule}), how
+    handling = How(**{key: value for key, value in settings.items() if key in ways})
+    return kind(**{key: value for key, value in settings.items() if key in of_rule}), handling
 
 
 def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool = False) -> Rule | PieceRule:
@@ -192,10 +192,10 @@ def rules_of(wholes: Sequence[WholeMatrix], members: Sequence[OptimizerMember], 
     """
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}
-    for whole in sorted(wholes, key=lambda w: w.name):
-        shifts[whole.name] = turns.get(whole.region.shape, 0)
-        turns[whole.region.shape] = shifts[whole.name] + 1
-    settings = [members[whole.parameter].settings for whole in wholes]
+    for matrix in sorted(wholes, key=lambda w: w.name):
+        shifts[matrix.name] = turns.get(matrix.region.shape, 0)
+        turns[matrix.region.shape] = shifts[matrix.name] + 1
+    settings = [members[matrix.parameter].settings for matrix in wholes]
     rules = [maths_of(s, shifts[w.name] * how.stagger, shared=how.share) for s, w in zip(settings, wholes, strict=True)]
     if how.batched and not any(isinstance(rule, StackedRule) for rule in rules):
         names = ", ".join(sorted({type(rule.settings).__name__ for rule in rules})) or "no matrix"

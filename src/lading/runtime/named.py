@@ -180,9 +180,9 @@ class NamedValues(Mapping[str, Value]):
         Args:
             bytes_as: Gives the bytes of the value as numbers of a dtype.
         """
-        for each in (name, f"{name}.master"):
-            if each in self._values:
-                self.fill(each, bytes_as(self._values[each].dtype))
+        for value_name in (name, f"{name}.master"):
+            if value_name in self._values:
+                self.fill(value_name, bytes_as(self._values[value_name].dtype))
 
     def load(self, saved: SavedValues, begun: Container[str]) -> None:
         """Set all values from saved ones, but for states that begin anew."""
@@ -298,18 +298,20 @@ class NamedValues(Mapping[str, Value]):
         """Values that a step, the ``step``-th from 1, has changed in part or lost when it failed, by name."""
         changed, lost, parts = self._executor.changed, self._executor.lost, dict[str, str]()
         for name, value in self._values.items():
-            done = [changed.get(storage, (0, 1)) for storage in value.storages]
+            done_parts = [changed.get(storage, (0, 1)) for storage in value.storages]
             if lost & set(value.storages):
                 parts[name] = "lost"
-            elif any(part for part, _ in done):
-                parts[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {step}"
+            elif any(part for part, _ in done_parts):
+                parts[name] = (
+                    f"{'' if all(part == num_parts for part, num_parts in done_parts) else 'part of '}step {step}"
+                )
         return parts
 
 
 def _check_like(name: str, target: Value, value: torch.Tensor) -> None:
-    got = (dtype_of(value), tuple(value.shape))
-    if got != (target.dtype, target.shape):
-        raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
+    actual = (dtype_of(value), tuple(value.shape))
+    if actual != (target.dtype, target.shape):
+        raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {actual[0]} {actual[1]}")
 
 
 def check_numbers(values: Mapping[str, Value], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -327,12 +329,12 @@ def check_numbers(values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
         if value.shape or value.start is not None or not value.storages:
             continue
         number = float(tensors[name]) if name in tensors else 0.0
-        other, usual = first.setdefault(value.storages, (name, number))
+        first_name, usual = first.setdefault(value.storages, (name, number))
         if number != usual:
             raise ConfigError(
-                f"layout: expected parameters that share shards to have had as many updates, found {usual:g} ({other}) "
-                f"and {number:g} ({name}), as of layers that were frozen for a while; train replicas, or, with an "
-                "optimizer of torch, plan again with it as it is now"
+                f"layout: expected parameters that share shards to have had as many updates, found {usual:g} "
+                f"({first_name}) and {number:g} ({name}), as of layers that were frozen for a while; train replicas, "
+                "or, with an optimizer of torch, plan again with it as it is now"
             )
 
 
@@ -406,10 +408,10 @@ def _other_formats(
     saved: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> str | None:
     """Say which state was saved in another dtype, of a parameter that was not; None if there is none."""
-    alike = saved.keys() & wanted.keys()
-    for name in sorted(alike):
+    common = saved.keys() & wanted.keys()
+    for name in sorted(common):
         of, (was, shape), (dtype_now, planned) = name.rpartition(".")[0], saved[name], wanted[name]
-        if was != dtype_now and shape == planned and of in alike and saved[of] == wanted[of]:
+        if was != dtype_now and shape == planned and of in common and saved[of] == wanted[of]:
             return f"has {name} in {was}, this plan keeps it in {dtype_now}"
     return None
 
@@ -426,12 +428,12 @@ def check_saved(
     Raises:
         StorageError: they are not; says whether another optimizer wrote it, else which differ.
     """
-    wanted = {name: (value.dtype, value.shape) for name, value in values.items()}
-    if not (differing := differences(saved, wanted)):
+    expected = {name: (value.dtype, value.shape) for name, value in values.items()}
+    if not (differing := differences(saved, expected)):
         return
-    if (formats := _other_formats(saved, wanted)) is not None:
+    if (formats := _other_formats(saved, expected)) is not None:
         raise StorageError(f"{path}: {formats}; load it with the optimizer's states= of then")
-    writer, planned = optimizers_with(saved, usual), optimizers_with(wanted, usual)
+    writer, planned = optimizers_with(saved, usual), optimizers_with(expected, usual)
     if writer != planned:
         raise StorageError(
             f"{path}: written by {writer}, this plan moves parameters by {planned}; load it with that optimizer"

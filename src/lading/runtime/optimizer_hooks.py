@@ -64,7 +64,7 @@ def before_reading(model: nn.Module, parameters: Mapping[int, torch.Tensor], lat
     handles: list[RemovableHandle] = []
     gathered = _hook_gathers(model, number_of, late)
     needs = _needs(model, {key: n for key, n in number_of.items() if n not in gathered})
-    missing = set(number_of.values()).difference(gathered, *(needed for _, needed in needs))
+    missing = set(number_of.values()).difference(gathered, *(numbers for _, numbers in needs))
     if missing:
         raise ConfigError(
             f"expected a model that has all parameters of the optimizer, found one without {len(missing)} of "
@@ -88,8 +88,8 @@ def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) ->
     """Hook the unsharding of FSDP2's units; returns the numbers of the parameters that they unshard."""
     unsharded: set[int] = set()
     for group in fsdp_param_groups(model):
-        known = [id(each.sharded_param) for each in group.fsdp_params]
-        if numbers := {number_of[key] for key in known if key in number_of}:
+        shard_ids = [id(parameter.sharded_param) for parameter in group.fsdp_params]
+        if numbers := {number_of[key] for key in shard_ids if key in number_of}:
             group.unshard = _gathering(group, late, numbers)
             unsharded |= numbers
     return unsharded
@@ -146,8 +146,8 @@ def _needs(model: nn.Module, number_of: Mapping[int, int]) -> list[tuple[nn.Modu
 
     needs: list[tuple[nn.Module, set[int]]] = []
     for module in model.modules():
-        whole = module is model or id(module) in elements
+        is_root = module is model or id(module) in elements
         direct = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
-        if numbers := parameters_below(module) if whole else direct:
+        if numbers := parameters_below(module) if is_root else direct:
             needs.append((module, numbers))
     return needs

@@ -73,9 +73,9 @@ class ParameterGroups:
         self._named = dict(tensors_of(model))
         self._members = self._read_members()
         self._places = _moved(graphs)
-        every = [[stage] for stage in stages] or [graphs]  # in one order on all ranks
-        self._trained = [*dict.fromkeys(name for steps in every for name in _moved(steps))]
-        states = (state.name for steps in every for state in steps[0].states)
+        graphs_by_stage = [[stage] for stage in stages] or [graphs]  # in one order on all ranks
+        self._trained = [*dict.fromkeys(name for steps in graphs_by_stage for name in _moved(steps))]
+        states = (state.name for steps in graphs_by_stage for state in steps[0].states)
         self._masters = {name.removesuffix(".master") for name in states if name.endswith(".master")}
         if missing := [name for name in self._trained if id(self._named[name]) not in self._members]:
             raise ConfigError(
@@ -210,8 +210,8 @@ class ParameterGroups:
                 continue
             number = state.get(_STEP, bool(state))
             is_double = torch.get_default_dtype() is torch.float64  # which torch's optimizers count updates in, then
-            made = torch.float64 if is_double else torch.float32
-            self._step_dtypes[name] = number.dtype if isinstance(number, torch.Tensor) else made
+            default_dtype = torch.float64 if is_double else torch.float32
+            self._step_dtypes[name] = number.dtype if isinstance(number, torch.Tensor) else default_dtype
             self._steps[name] = torch.tensor(float(number), dtype=torch.float32)  # as the plan counts
             if self._rule.step_kind == "tensor":
                 state[_STEP] = self._steps[name]
@@ -229,14 +229,14 @@ class ParameterGroups:
 
     def _has_taken(self, name: str) -> bool:
         """Whether a parameter's states in the optimizer are the tensors that were taken over."""
-        state, taken = self._optimizer.state.get(self._named[name], {}), self._taken[name]
-        return len(state) == len(taken) and all(state.get(key) is value for key, value in taken.items())
+        state, taken_state = self._optimizer.state.get(self._named[name], {}), self._taken[name]
+        return len(state) == len(taken_state) and all(state.get(key) is value for key, value in taken_state.items())
 
     def values_of_states(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """Values that the optimizer's tensors get back; of a number that each part has, the first part's."""
         numbers = [f"{name}.{suffix}" for name in self._trained for suffix in self._rule.scalars.split()]
-        whole = {name: values[name] for name in numbers}
-        return {n: Value(v.dtype, (), v.storages[:1], owner=v.owner, owners=v.owners) for n, v in whole.items()}
+        first_values = {name: values[name] for name in numbers}
+        return {n: Value(v.dtype, (), v.storages[:1], owner=v.owner, owners=v.owners) for n, v in first_values.items()}
 
     def ended(self) -> None:
         """Leave the optimizer as if its own steps had been made: numbers of updates, no states before the first."""
@@ -257,10 +257,10 @@ class ParameterGroups:
 def _moved(graphs: Sequence[StepGraph]) -> dict[str, int]:
     """Storage of each parameter, or of its shard, that a rank's steps move by a rule for elements, by name."""
     graph = graphs[0]
-    steps = ((each, op) for each in graphs for op in each.ops)
-    rules = ((each, op) for each, op in steps if isinstance(rule_of(op), ParameterRule))
-    moved = {each.first_piece(each.storage_of(op.inputs[0])) for each, op in rules}
-    shards = {whole: graph.storage_of(unit.shard) for whole, unit in units_of(graph).items()}
+    steps = ((graph_of_op, op) for graph_of_op in graphs for op in graph_of_op.ops)
+    rules = ((graph_of_op, op) for graph_of_op, op in steps if isinstance(rule_of(op), ParameterRule))
+    moved_storages = {graph_of_op.first_piece(graph_of_op.storage_of(op.inputs[0])) for graph_of_op, op in rules}
+    shards = {unit_storage: graph.storage_of(unit.shard) for unit_storage, unit in units_of(graph).items()}
     places = {p.names[0]: graph.storage_of(p.tensor) for p in graph.parameters}
     storage_of = {name: shards.get(storage, storage) for name, storage in places.items()}
-    return {name: storage for name, storage in storage_of.items() if storage in moved}
+    return {name: storage for name, storage in storage_of.items() if storage in moved_storages}

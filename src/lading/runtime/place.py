@@ -241,8 +241,8 @@ def _facts(
 ) -> tuple[Plan, Facts]:
     """Check the plan; returns it, and the facts that all ranks must have alike."""
     plan = _checked(plan, model, inputs, loss, ranks)
-    given = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
-    settings = {**given, "has a loss": loss is not None, "lading": __version__, "torch": torch.__version__}
+    input_facts = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
+    settings = {**input_facts, "has a loss": loss is not None, "lading": __version__, "torch": torch.__version__}
     return plan, {
         "plan": flattened(asdict(plan)),
         "model": structure(model),
@@ -374,10 +374,10 @@ def _path(stage: PlacedStage, model: nn.Module) -> str:
         rows = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == stage.blocks]
         if len(rows) == 1:
             return f"{rows[0]}.{stage.begins.rpartition(' ')[2]}"
-        got = f"found {', '.join(rows) or 'none'}"
+        found_lists = f"found {', '.join(rows) or 'none'}"
         raise ConfigError(
-            f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {got}; place with "
-            "--units N, which names modules"
+            f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {found_lists}; "
+            "place with --units N, which names modules"
         )
     hint = did_you_mean(stage.begins, modules)
     raise ConfigError(f"place: expected the plan's model, found no module {stage.begins!r}{hint}")

@@ -134,19 +134,19 @@ class RegionFinder:
     def _longest(self, run: Sequence[_Element], start: int) -> int:
         """Index of the end of the longest region from ``start``; ``start`` if there is none."""
         best = start
-        made: dict[tuple[int, int], int] = {}  # stay -> the tensor that its operation made
+        tensor_of_stay: dict[tuple[int, int], int] = {}  # stay -> the tensor that its operation made
         read: set[tuple[int, int]] = set()
         freed: set[tuple[int, int]] = set()
         for index in range(start, len(run)):
             element = run[index]
             if element.frees is not None:
                 freed.add(element.frees)
-            elif not self._may_join(element, made, read):
+            elif not self._may_join(element, tensor_of_stay, read):
                 break
             else:
-                read.update(stay for stay in element.reads.values() if stay not in made)
-                made.update((stay, t) for t, stay in element.makes.items())
-            if self._spans_are_disjoint(read, made.keys() - freed) and self._worth(run[start : index + 1]):
+                read.update(stay for stay in element.reads.values() if stay not in tensor_of_stay)
+                tensor_of_stay.update((stay, t) for t, stay in element.makes.items())
+            if self._spans_are_disjoint(read, tensor_of_stay.keys() - freed) and self._worth(run[start : index + 1]):
                 best = index + 1
         return best
 
@@ -181,14 +181,14 @@ class RegionFinder:
     def _region(self, elements: Sequence[_Element]) -> FusibleRegion:
         ops = [e for e in elements if e.op is not None]
         freed = {e.frees for e in elements if e.frees is not None}
-        made: dict[tuple[int, int], int] = {}
+        tensor_of_stay: dict[tuple[int, int], int] = {}
         inputs: dict[int, Site] = {}
         for element in ops:
             for tensor, stay in element.reads.items():
-                if stay not in made:
+                if stay not in tensor_of_stay:
                     inputs.setdefault(tensor, Site(tensor, self.offset[stay]))
-            made.update((stay, t) for t, stay in element.makes.items())
-        outputs = tuple(Site(t, self.offset[stay]) for stay, t in made.items() if stay not in freed)
+            tensor_of_stay.update((stay, t) for t, stay in element.makes.items())
+        outputs = tuple(Site(t, self.offset[stay]) for stay, t in tensor_of_stay.items() if stay not in freed)
         return FusibleRegion(
             actions=tuple(e.action.id for e in ops),
             freed=tuple(e.action.id for e in elements if e.frees is not None),
@@ -261,13 +261,13 @@ def derivation(base: Tensor, wanted: Tensor) -> Derivation | None:
         return None
     dims = [a // b for a, b in pairwise(steps)]
     cuts: list[tuple[int, int]] = []
-    rest = wanted.offset
+    remaining_offset = wanted.offset
     for i, length in zip(falling, dims, strict=True):
-        start, rest = divmod(rest, wanted.stride[i])
+        start, remaining_offset = divmod(remaining_offset, wanted.stride[i])
         if start + wanted.shape[i] > length:
             return None
         cuts.append((start, start + wanted.shape[i]))
-    column = rest if steps[-1] > 1 else None
+    column = remaining_offset if steps[-1] > 1 else None
     shape = [1 if i not in real else n for i, n in enumerate(wanted.shape)]
     return Derivation(
         order=tuple(sorted(range(len(base.shape)), key=lambda i: (-base.stride[i], i))),

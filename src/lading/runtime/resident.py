@@ -69,21 +69,21 @@ def take_gaps() -> Callable[[], None]:
     mapping of their own, which goes back to the kernel when they are freed. What lies in a gap stays. Taken gaps are
     not touched: they have no pages.
     """
-    libc, taken = ctypes.CDLL(None), list[ctypes.c_void_p]()
+    libc, blocks = ctypes.CDLL(None), list[ctypes.c_void_p]()
     if not hasattr(libc, "mallinfo2"):  # another C library, or glibc before 2.33
         return lambda: None
     statistics, libc.malloc.restype = libc.mallinfo2, ctypes.c_void_p
     statistics.restype = _MallocStatistics
     before = statistics()
     for _ in range(before.fordblks // LARGEST_KEPT_BYTES):  # of what is free
-        taken.append(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(LARGEST_KEPT_BYTES))))
+        blocks.append(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(LARGEST_KEPT_BYTES))))
         if statistics().hblks > before.hblks:  # it has a mapping of its own, so no gap is left
-            libc.free(taken.pop())
+            libc.free(blocks.pop())
             break
 
     def give() -> None:
-        while taken:
-            libc.free(taken.pop())
+        while blocks:
+            libc.free(blocks.pop())
 
     return give
 

@@ -39,15 +39,15 @@ class Salvage:
 
     def with_lost(self, lost: Set[int], graph: StepGraph) -> Salvage:
         """Copy in which more storages are lost: a deferred update that would read one loses what it would move, too."""
-        gone, caught_up = self.lost | lost, self.caught_up
-        while blocked := {op for op in graph.deferred if op not in caught_up and gone & {*graph.op_reads[op]}}:
+        lost_storages, caught_up = self.lost | lost, self.caught_up
+        while blocked := {op for op in graph.deferred if op not in caught_up and lost_storages & {*graph.op_reads[op]}}:
             caught_up |= blocked
-            gone |= {s for op in blocked for s in graph.op_writes[op]}
-        wanted = {s for op in graph.deferred if op not in caught_up for s in graph.op_reads[op]}
-        gone -= graph.carried - wanted
-        places = {s: place for s, place in self.places.items() if s not in gone}
-        changed = {s: change for s, change in self.changed.items() if s not in gone}
-        return Salvage(places, changed, gone, caught_up)
+            lost_storages |= {s for op in blocked for s in graph.op_writes[op]}
+        needed_storages = {s for op in graph.deferred if op not in caught_up for s in graph.op_reads[op]}
+        lost_storages -= graph.carried - needed_storages
+        places = {s: place for s, place in self.places.items() if s not in lost_storages}
+        changed = {s: change for s, change in self.changed.items() if s not in lost_storages}
+        return Salvage(places, changed, lost_storages, caught_up)
 
 
 @dataclass(slots=True)
@@ -89,10 +89,10 @@ class _SalvageWalk:
                 return
             self.run.add(action.op)
             tier = self.program.host_tier if action.op in graph.on_host else DEVICE
-            made = {graph.storage_of(t) for t in graph.ops[action.op].outputs}
+            outputs = {graph.storage_of(t) for t in graph.ops[action.op].outputs}
             for storage in graph.op_writes[action.op]:
                 if storage in self.copies:
-                    self._changed(storage, tier, deferred=action.op in graph.deferred, anew=storage in made)
+                    self._changed(storage, tier, deferred=action.op in graph.deferred, anew=storage in outputs)
         elif action.storage in self.copies and not (action.kind is ActionKind.MOVE and action.id in self.skipped):
             copies = self.copies[action.storage]
             source = copies.by_tier.get(action.source)
@@ -118,11 +118,11 @@ class _SalvageWalk:
         sizes = self.program.graph.storages
         for storage, offset in action.places:
             end = offset + slot_bytes(sizes[storage].size_bytes)
-            for other, copies in self.copies.items():
+            for neighbor, copies in self.copies.items():
                 copy = copies.by_tier.get(DEVICE)
-                if copy is not None and other != storage:
+                if copy is not None and neighbor != storage:
                     start = copy[1].offset
-                    if start < end and offset < start + slot_bytes(sizes[other].size_bytes):
+                    if start < end and offset < start + slot_bytes(sizes[neighbor].size_bytes):
                         del copies.by_tier[DEVICE]
             self.at[storage] = offset
             if storage in self.copies:

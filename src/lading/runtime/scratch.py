@@ -145,13 +145,13 @@ def _blocked_bytes(t: torch.Tensor) -> int:
 
 def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
     """Apply ``scratch`` to each operation of a graph, once for those that differ only in which tensors they work on."""
-    known: dict[object, _T] = {}
+    by_key: dict[object, _T] = {}
     results: list[_T] = []
     for op in graph.ops:
         key = signature(graph, op)
-        if key not in known:
-            known[key] = scratch(op)
-        results.append(known[key])
+        if key not in by_key:
+            by_key[key] = scratch(op)
+        results.append(by_key[key])
     return results
 
 

@@ -24,17 +24,17 @@ def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> Devi
         ConfigError: this rank or some parameter lies outside it, or its dims have no names.
     """
     meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
-    asked, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
+    requested, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
     if mesh is None:
         return None
     ranks = set(mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
         raise ConfigError(f"expected a mesh with this rank, {dist.get_rank()}, got mesh= of ranks {sorted(ranks)}")
-    for other in meshes:
-        if outside := sorted(set(other.mesh.flatten().tolist()) - ranks):
+    for other_mesh in meshes:
+        if outside := sorted(set(other_mesh.mesh.flatten().tolist()) - ranks):
             raise ConfigError(
                 f"expected parameters on ranks of mesh= {sorted(ranks)}, found some on {outside}, too"
-                if asked is not None
+                if requested is not None
                 else "the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work"
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:

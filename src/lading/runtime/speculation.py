@@ -77,10 +77,10 @@ class VersionedTier:
         if self._second(offset) == offset:
             return first
         second = bound_move(self.behind, self._second(offset), memory, reads=reads)
-        version, other = self._version, self._other
+        version, other_version = self._version, self._other
 
         def run() -> None:
-            (first if version.number == other else second)()
+            (first if version.number == other_version else second)()
 
         return run
 
@@ -167,9 +167,9 @@ class Speculation:
             ProgramError: the second run gave another norm; the step has not happened.
         """
         drawn = self._begin(values)
-        given = step()
+        losses = step()
         if not self.refused:
-            return given
+            return losses
         _check_whole(values)
         self.again, self.refused = self.again + 1, False
         self._guess.copy_(self._coefficient)
@@ -178,7 +178,7 @@ class Speculation:
         if norms is not None:
             norms.clear()
         try:
-            given = step()
+            losses = step()
         finally:
             self._guess.copy_(self._one)
         if self.refused:
@@ -187,7 +187,7 @@ class Speculation:
                 "expected the same norm of all gradients from a step that was run twice, found another: an operation "
                 "does not give the same numbers again; plan without clipped"
             )
-        return given
+        return losses
 
     def _begin(self, values: Values) -> torch.Tensor | None:
         """Guess that the step is not clipped, and keep what a second run would begin with.
@@ -251,11 +251,11 @@ class Speculation:
 
     def noting(self, run: Call, coefficient: torch.Tensor) -> Call:
         """Make the call of the operation that makes the coefficient, which then is compared with the guess."""
-        found = coefficient.reshape(-1).view(torch.uint8)
+        value = coefficient.reshape(-1).view(torch.uint8)
 
         def noted() -> None:
             run()
-            self._coefficient.copy_(found)
+            self._coefficient.copy_(value)
             self.refused = not torch.equal(self._coefficient, self._guess)
 
         return noted

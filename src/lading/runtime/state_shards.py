@@ -26,10 +26,10 @@ class Pieces(torch.Tensor):
     def __new__(cls, shape: torch.Size, parts: Mapping[ShardRegion, torch.Tensor]) -> Pieces:
         """Make one of a tensor of ``shape``; parts have their region's shape, and share memory with what is saved."""
         first = next(iter(parts.values()))
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
-        assert isinstance(made, Pieces)
-        made.parts = dict(parts)
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
+        assert isinstance(wrapper, Pieces)
+        wrapper.parts = dict(parts)
+        return wrapper
 
     def __init__(self, shape: torch.Size, parts: Mapping[ShardRegion, torch.Tensor]) -> None:
         """Do nothing: ``__new__`` has made it."""
@@ -90,12 +90,12 @@ def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, t
         ConfigError: other states, or of other shapes, or other pieces.
     """
     if of is None or set(of) != set(into):
-        got = "nothing" if of is None else ", ".join(sorted(of))
-        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {got}")
+        found_keys = "nothing" if of is None else ", ".join(sorted(of))
+        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {found_keys}")
     for key, tensor in into.items():
         if tuple(of[key].shape) != tuple(tensor.shape):
             raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")
-        regions = [sorted(each.parts) if isinstance(each, Pieces) else "all of it" for each in (tensor, of[key])]
+        regions = [sorted(state.parts) if isinstance(state, Pieces) else "all of it" for state in (tensor, of[key])]
         if regions[0] != regions[1]:
             raise ConfigError(
                 f"{name}: expected {regions[0]} of {key}, got {regions[1]}; states of another way of reducing "

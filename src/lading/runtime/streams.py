@@ -122,8 +122,8 @@ class Gate:
         with self._lock:
             self.counts[stream] = count
             if waiting := self._waiting[stream]:
-                self._waiting[stream] = [one for one in waiting if one[0] > count]
-                _wake(one for one in waiting if one[0] <= count)
+                self._waiting[stream] = [waiter for waiter in waiting if waiter[0] > count]
+                _wake(waiter for waiter in waiting if waiter[0] <= count)
 
     def fail(self, failure: BaseException) -> None:
         """Stop every stream at its next action; the first failure is remembered."""

@@ -54,11 +54,11 @@ def _answer(pipe: Connection, folder: str, call: Callable[..., Any], given: tupl
     os.setsid()  # all that it starts is of one session, and a signal from the terminal goes to the one who watches
     tempfile.tempdir = folder
     try:
-        made = call(*given, progress=partial(_say, pipe))
+        result = call(*given, progress=partial(_say, pipe))
     except ConfigError as error:
         pipe.send((_REFUSED, str(error)))
     else:
-        pipe.send((_MADE, made))
+        pipe.send((_MADE, result))
 
 
 def _say(pipe: Connection, line: str) -> None:

@@ -281,26 +281,26 @@ class FileTier:
             StorageError: the disk returned an error or fewer bytes.
         """
         self._check_whole()
-        left = into.numpy().data
-        for at, size in self.runs(offset, len(left)):
-            memory, left = left[:size], left[size:]
-            whole = size // PAGE_BYTES * PAGE_BYTES
-            self._transfer(os.preadv, "read", at, memory[:whole])
-            if whole < size:
-                self._transfer(os.preadv, "read", at + whole, self._read_page.memory)
-                memory[whole:] = self._read_page.memory[: size - whole]
+        remaining = into.numpy().data
+        for at, size in self.runs(offset, len(remaining)):
+            memory, remaining = remaining[:size], remaining[size:]
+            whole_pages = size // PAGE_BYTES * PAGE_BYTES
+            self._transfer(os.preadv, "read", at, memory[:whole_pages])
+            if whole_pages < size:
+                self._transfer(os.preadv, "read", at + whole_pages, self._read_page.memory)
+                memory[whole_pages:] = self._read_page.memory[: size - whole_pages]
 
     def _check_whole(self) -> None:
         """Refuse a file that was cut, before a write makes it as long again: its holes would read as zeros."""
         with _swapping(self.folder):
             is_whole = self._is_whole()
         if not is_whole:
-            where = (
+            advice = (
                 "a checkpoint that is not in place, as those lie in this file" if self._is_linked else "the last one"
             )
             raise StorageError(
                 f"the swap file in {self.folder} has lost some of its {self.file_bytes} bytes: it was cut from "
-                f"outside; resume from a checkpoint: {where}"
+                f"outside; resume from a checkpoint: {advice}"
             )
 
     def _is_whole(self) -> bool:
@@ -318,11 +318,11 @@ class FileTier:
         left = data.numpy().data
         for at, size in self.runs(offset, len(left), writes=True):
             memory, left = left[:size], left[size:]
-            whole = size // PAGE_BYTES * PAGE_BYTES
-            self._transfer(os.pwritev, "write", at, memory[:whole])
-            if whole < size:
-                self._write_page.memory[: size - whole] = memory[whole:]
-                self._transfer(os.pwritev, "write", at + whole, self._write_page.memory)
+            whole_pages = size // PAGE_BYTES * PAGE_BYTES
+            self._transfer(os.pwritev, "write", at, memory[:whole_pages])
+            if whole_pages < size:
+                self._write_page.memory[: size - whole_pages] = memory[whole_pages:]
+                self._transfer(os.pwritev, "write", at + whole_pages, self._write_page.memory)
         self._written(offset, len(data))
 
     def reading(self, offset: int, into: torch.Tensor) -> Callable[[], None]:
@@ -377,16 +377,16 @@ class FileTier:
             raise StorageError(
                 f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.file_bytes} bytes"
             )
-        done = 0
-        while done < len(data):
-            piece = data[done : done + PIECE_BYTES]
+        num_done = 0
+        while num_done < len(data):
+            piece = data[num_done : num_done + PIECE_BYTES]
             try:
-                moved = call(self._file, [piece], offset + done)
+                moved = call(self._file, [piece], offset + num_done)
                 if not self.direct:
-                    os.posix_fadvise(self._file, offset + done, moved, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(self._file, offset + num_done, moved, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise StorageError(
-                    f"cannot {verb} {len(piece)} bytes at {offset + done} of the swap file in {self.folder}: "
+                    f"cannot {verb} {len(piece)} bytes at {offset + num_done} of the swap file in {self.folder}: "
                     f"{error.strerror}; check the disk (dmesg)",
                     errno=error.errno,
                 ) from error
@@ -394,10 +394,10 @@ class FileTier:
                 moved = moved // PAGE_BYTES * PAGE_BYTES
                 if not moved:
                     raise StorageError(
-                        f"{verb} of {len(piece)} bytes at {offset + done} of the swap file in {self.folder} moved "
+                        f"{verb} of {len(piece)} bytes at {offset + num_done} of the swap file in {self.folder} moved "
                         "less than a page; check the disk (dmesg)"
                     )
-            done += moved
+            num_done += moved
 
     def close(self) -> None:
         """Delete the file: its space and the folder are free again. May be called twice."""

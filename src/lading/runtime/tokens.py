@@ -73,10 +73,10 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
     except ImportError as error:
         raise ConfigError("a tokenizer file needs tokenizers: pip install 'lading[hf]'") from error
     with _reading(path):
-        made = tokenizers.Tokenizer.from_file(str(path))
-        made.no_truncation()
-        made.no_padding()
-        return Tokenizer(path, _specials(made, path), made)
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return Tokenizer(path, _specials(tokenizer, path), tokenizer)
 
 
 @contextmanager
@@ -202,10 +202,10 @@ def _opened(path: Path, specials: Specials) -> TokenStore | None:
             documents.astype(np.int64).reshape(-1, 3),
             specials,
         )
-        whole = path.stat().st_size == store.count * dtype.itemsize and len(store.documents) == facts["documents"]
+        is_complete = path.stat().st_size == store.count * dtype.itemsize and len(store.documents) == facts["documents"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # to be made again
-    return store if whole else None
+    return store if is_complete else None
 
 
 class _TokenWriter:

@@ -157,15 +157,15 @@ def parameter_kernel(
         if copied and master is not None:
             room = torch.empty(copied // 4, dtype=torch.float32, device=param.device)
         for rounded, gradient, moved, *parts in pieces:
-            seen = gradient
+            scaled_gradient = gradient
             if room is not None:
-                seen = room[: gradient.numel()].as_strided(moved.shape, moved.stride()).copy_(gradient)
+                scaled_gradient = room[: gradient.numel()].as_strided(moved.shape, moved.stride()).copy_(gradient)
                 if coefficient is not None:
-                    seen.mul_(coefficient)
+                    scaled_gradient.mul_(coefficient)
             elif copied:
-                seen = torch.empty_like(moved).copy_(gradient)
+                scaled_gradient = torch.empty_like(moved).copy_(gradient)
             mine = [p.clone() if p.dim() == 0 and moved is not last else p for p in parts]  # a number of all pieces
-            current_rule.update(moved, seen, dict(zip(names, mine, strict=True)), lr=lr, step=step)
+            current_rule.update(moved, scaled_gradient, dict(zip(names, mine, strict=True)), lr=lr, step=step)
             if master is not None:
                 rounded.copy_(moved)
 
@@ -235,7 +235,7 @@ def _cut(tensors: list[torch.Tensor], blocks: list[int], at_once: int) -> list[l
     flat = [t.view(-1) if t.dim() else t for t in tensors]
     starts = range(0, max(1, tensors[0].numel()), at_once)  # an empty parameter is one piece
     pairs = list(zip(flat, blocks, strict=True))
-    return [[t[at // each : (at + at_once) // each] if t.dim() else t for t, each in pairs] for at in starts]
+    return [[t[at // block : (at + at_once) // block] if t.dim() else t for t, block in pairs] for at in starts]
 
 
 def matrix_kernel(

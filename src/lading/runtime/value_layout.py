@@ -99,8 +99,8 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
                 continue
             if graph.storage_of(unit.shard) in stacks and suffix != "master":
                 count = graph.tensors[unit.shard].shape[0] // prod(shape[-2:])
-                each = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
-                shape, start = each, start // prod(shape) * prod(each)
+                piece_shape = state.shape if count == 1 else (*shape[:-2], *state.shape[1:])
+                shape, start = piece_shape, start // prod(shape) * prod(piece_shape)
             elif (block := blocks.get((graph.storage_of(unit.shard), suffix), 1)) > 1:
                 shape, start = (-(-prod(shape) // block),), start // block
             value = Value(state.dtype, shape, storages, start, unit.ranks, unit.over)
@@ -124,8 +124,8 @@ def _placed(name: str, value: Value, placement: TensorPlacement | None) -> dict[
         return {name: dataclasses.replace(value, shape=placement.shape, placement=placement)}
     state = name.removeprefix(placement.names[0])
     return {
-        f"{each}{state}": dataclasses.replace(value, owner=rank, owners=placement.over)
-        for rank, each in enumerate(placement.names)
+        f"{rank_name}{state}": dataclasses.replace(value, owner=rank, owners=placement.over)
+        for rank, rank_name in enumerate(placement.names)
     }
 
 
@@ -157,15 +157,19 @@ def values_of_ranks(graphs: Sequence[StepGraph], rank: int) -> dict[str, Value]:
     Args:
         graphs: Whole step of each rank.
     """
-    each = [values_of(graph) for graph in graphs]
+    values_by_rank = [values_of(graph) for graph in graphs]
     trained = [{n for p in graph.parameters if p.gradient is not None for n in _slot_names(p)} for graph in graphs]
     placements = (p.placement for graph in graphs for p in graph.parameters)
     counts = {placement.over: placement.ranks for placement in placements if placement is not None}
     values: dict[str, Value] = {}
-    for name in dict.fromkeys(name for rank_values in each for name in rank_values):
-        having = [number for number, rank_values in enumerate(each) if name in rank_values]
+    for name in dict.fromkeys(name for rank_values in values_by_rank for name in rank_values):
+        having = [number for number, rank_values in enumerate(values_by_rank) if name in rank_values]
         stage = next((number for number in having if name in trained[number]), having[0])
-        value = each[rank][name] if rank in having else dataclasses.replace(each[stage][name], storages=())
+        value = (
+            values_by_rank[rank][name]
+            if rank in having
+            else dataclasses.replace(values_by_rank[stage][name], storages=())
+        )
         if value.owner is None:
             values[name] = dataclasses.replace(value, owner=stage)
         else:  # one rank's of a stage: stages lie the farthest apart

@@ -139,8 +139,8 @@ class Values:
         """Read the bytes of a persistent tensor in the order of its elements; as ``Executor.chunks``."""
         home, size = self._present(storage), self._graph.storages[storage].size_bytes
         if not self.takes_chunks(storage):
-            whole = self.read(storage).contiguous().flatten().view(torch.uint8)
-            yield whole.numpy().data
+            value = self.read(storage).contiguous().flatten().view(torch.uint8)
+            yield value.numpy().data
             return
         for start in range(0, size, BOUNCE_BYTES):
             count = min(BOUNCE_BYTES, size - start)
@@ -245,18 +245,18 @@ class Values:
     def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
         """Bytes that a storage must have to hold ``tensor``; no copy if it lies in memory as the graph wants it."""
         item = self._graph.storages[storage]
-        got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if got == ("uint8", (item.size_bytes,)):
+        actual = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if actual == ("uint8", (item.size_bytes,)):
             return tensor.detach()
-        wanted = self._views.get(storage)
-        if wanted is None or got != (wanted.dtype, wanted.shape):
-            shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
-            raise ConfigError(f"expected {item.name!r} as {shape}, got {got[0]} {got[1]}")
+        view = self._views.get(storage)
+        if view is None or actual != (view.dtype, view.shape):
+            shape = f"{view.dtype} {view.shape}" if view else f"uint8 ({item.size_bytes},)"
+            raise ConfigError(f"expected {item.name!r} as {shape}, got {actual[0]} {actual[1]}")
         tensor = tensor.detach()
-        if tensor.stride() == wanted.stride and wanted.is_dense and wanted.spans(item.size_bytes):
+        if tensor.stride() == view.stride and view.is_dense and view.spans(item.size_bytes):
             return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         copy = torch.zeros(item.size_bytes, dtype=torch.uint8, device="cpu")
-        view_of(copy, wanted).copy_(tensor)
+        view_of(copy, view).copy_(tensor)
         return copy
 
 

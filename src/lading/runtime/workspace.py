@@ -59,14 +59,14 @@ def runs_of(op: Op, view: View, kind: str) -> list[Callable[[], object]]:
 
 def _zeros(graph: StepGraph, api: Api) -> View:
     """View that makes each tensor of the graph on first use, of zeros in memory of its own."""
-    made: dict[int, torch.Tensor] = {}
+    zeros_by_tensor: dict[int, torch.Tensor] = {}
 
     def view(tensor: int) -> torch.Tensor:
-        if tensor not in made:
+        if tensor not in zeros_by_tensor:
             t = graph.tensors[tensor]
             item = getattr(torch, t.dtype).itemsize
-            made[tensor] = view_of(api.zeros(max(1, (t.offset + extent(t)) * item)), t)
-        return made[tensor]
+            zeros_by_tensor[tensor] = view_of(api.zeros(max(1, (t.offset + extent(t)) * item)), t)
+        return zeros_by_tensor[tensor]
 
     return view
 

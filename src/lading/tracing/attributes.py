@@ -232,8 +232,10 @@ def sample_of(tensor: torch.Tensor) -> bytes:
     """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
-    each = _SMALL if tensor.numel() <= _SMALL else max(1, round(_SAMPLED ** (1 / tensor.dim())))
-    parts = tuple(slice(None, None, -(-length // each)) if length else slice(None) for length in tensor.shape)
+    samples_per_dim = _SMALL if tensor.numel() <= _SMALL else max(1, round(_SAMPLED ** (1 / tensor.dim())))
+    parts = tuple(
+        slice(None, None, -(-length // samples_per_dim)) if length else slice(None) for length in tensor.shape
+    )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         some = tensor.resolve_conj().resolve_neg()
         some = torch.view_as_real(some) if some.is_complex() else some
@@ -399,17 +401,17 @@ def check_steady(graph: StepGraph, left: Left, again: Callable[[set[str]], tuple
     Raises:
         CaptureError: names the attribute.
     """
-    seen: set[str] = set()
+    read_labels: set[str] = set()
     names = ", ".join(repr(name) for name in list(left.labels.values())[:3])
     try:
-        second, changed = again(seen)
+        second, changed = again(read_labels)
     except CaptureError as error:
         raise CaptureError(f"the forward changes {names}, and the next step cannot go on from that: {error}") from error
     if second != graph:
         moving = [left.labels[place] for place in left.plain if place in changed.plain] or list(left.labels.values())
         names = ", ".join(repr(name) for name in moving[:3])
         raise CaptureError(f"the forward changes {names}, and so what the next step computes; {_ADVICE}")
-    deciding = sorted(seen & {changed.labels[place] for place in changed.plain})
+    deciding = sorted(read_labels & {changed.labels[place] for place in changed.plain})
     if deciding:
         raise CaptureError(
             f"the forward changes {deciding[0]!r} in every step and decides by it what to compute; {_ADVICE}"

@@ -82,19 +82,19 @@ def _mapped(value: Any, path: str, visit: Visit, note: Note) -> Any:
     if isinstance(value, (dict, UserDict, list, tuple)) and not value:
         note(path or "batch", f"empty {type(value).__name__}")
     if isinstance(value, (dict, UserDict)):
-        made = copy.copy(value)
+        mapped = copy.copy(value)
         for key, item in value.items():
-            made[key] = inner(key, item)
-        return made
+            mapped[key] = inner(key, item)
+        return mapped
     if fields := getattr(value, "_fields", ()) if isinstance(value, tuple) else ():
         return type(value)(*(inner(name, getattr(value, name)) for name in fields))
     if type(value) in (list, tuple):
         return type(value)(inner(index, item) for index, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        mapped = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, inner(field.name, getattr(value, field.name)))
-        return made
+            object.__setattr__(mapped, field.name, inner(field.name, getattr(value, field.name)))
+        return mapped
     if type(value) in SUPPORTED_NODES:
         return tree_map_with_path(lambda keys, leaf: inner(_name(keys), leaf), value)
     _refuse_hidden(value, path)

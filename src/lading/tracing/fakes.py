@@ -46,14 +46,14 @@ class FakeRunner:
     def run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Run ``func(*args, **kwargs)``; ``tensors`` are the tensors among its arguments, in order."""
         key = self._key(func, args, kwargs)
-        known = None if key is None else self._known.get(key)
-        if known is not None and tensors:
+        recorded = None if key is None else self._known.get(key)
+        if recorded is not None and tensors:
             mode = tensors[0].fake_mode  # pyright: ignore[reportAttributeAccessIssue]
             with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
-                if isinstance(known, tuple):
-                    made = tuple(None if r is None else _make(mode, r, tensors) for r in known)
-                    return list(made) if func._schema.returns[0].type.kind() == "ListType" else made
-                return _make(mode, known, tensors)
+                if isinstance(recorded, tuple):
+                    outputs = tuple(None if r is None else _make(mode, r, tensors) for r in recorded)
+                    return list(outputs) if func._schema.returns[0].type.kind() == "ListType" else outputs
+                return _make(mode, recorded, tensors)
         out = _of_real_dtypes(func, args, kwargs, tensors, _run_rule(func, args, kwargs))
         if key is not None:
             out = _corrected(func, args, kwargs, tensors, out)
@@ -120,8 +120,10 @@ def _of_real_dtypes(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tenso
         dtypes = real_dtypes(func, args, kwargs, outs)
     if dtypes is None or all(t.dtype is dtype for t, dtype in zip(outs, dtypes, strict=True)):
         return out
-    made = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=dtype) for t, dtype in zip(outs, dtypes, strict=True)}
-    return type(out)(made.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else made[id(out)]
+    retyped = {
+        id(t): torch.empty_strided(t.shape, t.stride(), dtype=dtype) for t, dtype in zip(outs, dtypes, strict=True)
+    }
+    return type(out)(retyped.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else retyped[id(out)]
 
 
 def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
@@ -136,8 +138,8 @@ def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], o
         strides = real_strides(func, args, kwargs, outs)
     if strides is None or all(tuple(t.stride()) == s for t, s in zip(outs, strides, strict=True)):
         return out
-    made = {id(t): torch.empty_strided(t.shape, s, dtype=t.dtype) for t, s in zip(outs, strides, strict=True)}
-    return type(out)(made.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else made[id(out)]
+    restrided = {id(t): torch.empty_strided(t.shape, s, dtype=t.dtype) for t, s in zip(outs, strides, strict=True)}
+    return type(out)(restrided.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else restrided[id(out)]
 
 
 def _corrected_view(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
@@ -154,8 +156,8 @@ def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result 
     if isinstance(out, (tuple, list)):
         parts = [None if item is None else _describe(item, tensors) for item in out]
         new = [item.untyped_storage()._cdata for item, p in zip(out, parts, strict=True) if p and p.alias < 0]  # pyright: ignore[reportAttributeAccessIssue]
-        whole = all(item is None or isinstance(p, _Result) for item, p in zip(out, parts, strict=True))
-        return tuple(parts) if whole and len(new) == len(set(new)) else None  # pyright: ignore[reportReturnType]
+        all_described = all(item is None or isinstance(p, _Result) for item, p in zip(out, parts, strict=True))
+        return tuple(parts) if all_described and len(new) == len(set(new)) else None  # pyright: ignore[reportReturnType]
     if type(out) is not FakeTensor or any(out is t for t in tensors) or out.is_complex() or out.constant is not None:
         return None
     if out.layout is not torch.strided or out.fake_device != _CPU:
@@ -171,11 +173,11 @@ def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result 
 def _make(mode: FakeTensorMode, result: _Result, tensors: list[torch.Tensor]) -> FakeTensor:
     """Make a fake tensor of a known geometry."""
     if result.alias < 0:
-        made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+        meta = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
     else:
-        made = torch.empty(0, dtype=result.dtype, device="meta")
-        made.set_(tensors[result.alias].untyped_storage(), result.offset, result.shape, result.stride)  # pyright: ignore[reportArgumentType]
-    return FakeTensor(mode, made, _CPU)
+        meta = torch.empty(0, dtype=result.dtype, device="meta")
+        meta.set_(tensors[result.alias].untyped_storage(), result.offset, result.shape, result.stride)  # pyright: ignore[reportArgumentType]
+    return FakeTensor(mode, meta, _CPU)
 
 
 def _run_rule(func: Any, args: Any, kwargs: Any) -> Any:
@@ -215,8 +217,8 @@ def real_strides(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]
     small = sum(t.numel() for t in (*inputs, *outs)) <= _SMALL
     if not small and (kind not in _ANY_SIZE or "group_norm" in func._schema.name):
         return None
-    made = func(*(_stand_in(a, small) for a in args), **{k: _stand_in(a, small) for k, a in kwargs.items()})
-    flat = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
+    result = func(*(_stand_in(a, small) for a in args), **{k: _stand_in(a, small) for k, a in kwargs.items()})
+    flat = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)]
     if len(flat) != len(outs):
         return None
     return [_as_ordered(t, tuple(out.shape), tuple(out.stride())) for t, out in zip(flat, outs, strict=True)]
@@ -254,11 +256,11 @@ def _one_of_each_channel(args: Sequence[Any], *, backward: bool) -> list[Any]:
             return (1, groups)
         return (channels,) if arg.dim() == 1 else (1, channels, 1)
 
-    made = [
+    stand_ins = [
         torch.zeros(shape(number, arg), dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg
         for number, arg in enumerate(args[:first])
     ]
-    return [*made, 1, channels, 1, groups, *args[first + 4 :]]
+    return [*stand_ins, 1, channels, 1, groups, *args[first + 4 :]]
 
 
 def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...] | None:
@@ -268,8 +270,8 @@ def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int
     """
     if 1 not in out.shape:
         return None
-    made = func(*map(_no_memory, args), **{k: _no_memory(a) for k, a in kwargs.items()})
-    stride = tuple(made.stride())
+    view = func(*map(_no_memory, args), **{k: _no_memory(a) for k, a in kwargs.items()})
+    stride = tuple(view.stride())
     return None if stride == tuple(out.stride()) else stride
 
 
@@ -326,5 +328,5 @@ def _as_ordered(made: torch.Tensor, shape: tuple[int, ...], stated: tuple[int, .
     """Strides for ``shape`` in the memory order of a stand-in's result; those the rule stated if they agree."""
     if tuple(made.shape) == shape:
         return tuple(made.stride())
-    whole = all(s for n, s in zip(made.shape, made.stride(), strict=True) if n > 1)
-    return _dense(shape, tuple(made.stride())) if whole else stated
+    has_step_everywhere = all(s for n, s in zip(made.shape, made.stride(), strict=True) if n > 1)
+    return _dense(shape, tuple(made.stride())) if has_step_everywhere else stated

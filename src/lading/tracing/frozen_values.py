@@ -238,14 +238,16 @@ class Watch:
         with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
             for name, module, parts in self._parts:
                 now = _parts(module)
-                if len(now) != len(parts) or any(one[1] is not other[1] for one, other in zip(now, parts, strict=True)):
+                if len(now) != len(parts) or any(
+                    now_part[1] is not part[1] for now_part, part in zip(now, parts, strict=True)
+                ):
                     _check_parts(name, module, dict(parts), dict(now))
                     parts[:] = now
             if not all(map(_is_unchanged, self._entries)):
                 self._look_again()
-        for each in self._frozen.tensors:
-            if _is_written(each):
-                self._refuse_changed(each)
+        for tensor in self._frozen.tensors:
+            if _is_written(tensor):
+                self._refuse_changed(tensor)
 
     def _refuse_changed(self, changed: ReadTensor) -> NoReturn:
         """Name a tensor that is a constant of the step, and was written since the capture.
@@ -322,8 +324,8 @@ def _check_parts(path: str, module: torch.nn.Module, before: Mapping[str, object
         was, got = before.get(name), now.get(name)
         if was is not got:
             stays = "nothing" if was is None else f"the {type(was).__name__} that it was"
-            said = "nothing" if got is None else f"{'a' if was is None else 'another'} {type(got).__name__}"
-            raise ConfigError(f"expected {joined(path, name)} to stay {stays}, got {said}; {_ADVICE}")
+            description = "nothing" if got is None else f"{'a' if was is None else 'another'} {type(got).__name__}"
+            raise ConfigError(f"expected {joined(path, name)} to stay {stays}, got {description}; {_ADVICE}")
 
 
 def _refuse_batch(
@@ -344,10 +346,11 @@ def _refuse_batch(
     """
     path = next(path for path in (*wanted, *given) if not _same(wanted.get(path, GONE), given.get(path, GONE)))
     expected = "a tensor" if path in inputs else _said(wanted.get(path, GONE))
-    got = "a tensor" if path in tensors else _said(given.get(path, GONE))
+    current = "a tensor" if path in tensors else _said(given.get(path, GONE))
     raise ConfigError(
-        f"micro-batch {number}: expected {path!r} = {expected}, as captured, got {got}; numbers, texts and flags of a "
-        "batch are part of the captured step: make it a tensor, leave out what the step does not use, or capture again"
+        f"micro-batch {number}: expected {path!r} = {expected}, as captured, got {current}; numbers, texts and flags "
+        "of a batch are part of the captured step: make it a tensor, leave out what the step does not use, or capture "
+        "again"
     )
 
 
@@ -365,12 +368,12 @@ def _checked(wanted: Mapping[str, object], entries: Iterable[Entry]) -> Iterator
     Raises:
         ConfigError: a value differs.
     """
-    there = {label: (label, read, value) for label, read, value in entries}
+    current_entries = {label: (label, read, value) for label, read, value in entries}
     for label, expected in wanted.items():
-        got = recorded(there[label][2]) if label in there else GONE
-        if not _same(got, expected):
-            _refuse(label, expected, got)
-        yield there[label]
+        current = recorded(current_entries[label][2]) if label in current_entries else GONE
+        if not _same(current, expected):
+            _refuse(label, expected, current)
+        yield current_entries[label]
 
 
 def _same(left: object, right: object) -> bool:
@@ -390,13 +393,13 @@ def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], lis
     """Values in reach of a step: of every instance of the model, of this instance, and of the loss."""
     tables = tables_of(model if model is not None else torch.nn.Module())
     of_loss = [table for table in tables_of(torch.nn.Module(), loss) if table.label]
-    whole, alone = Reach([*tables, *of_loss], model, loss), Reach(of_loss, None, loss)
-    modules = list(_of_modules(model, whole.names)) if model is not None else []
-    others = [entry for table in tables for entry in whole.entries_in(table)]
+    everything, alone = Reach([*tables, *of_loss], model, loss), Reach(of_loss, None, loss)
+    modules = list(_of_modules(model, everything.names)) if model is not None else []
+    others = [entry for table in tables for entry in everything.entries_in(table)]
     theirs = [entry for table in of_loss for entry in alone.entries_in(table)]
     if isinstance(loss, torch.nn.Module):
         theirs.extend((f"loss: {label}", read, value) for label, read, value in _of_modules(loss, alone.names))
-    return modules, [*others, *whole.variables()], [*theirs, *alone.variables()]
+    return modules, [*others, *everything.variables()], [*theirs, *alone.variables()]
 
 
 def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
@@ -409,10 +412,10 @@ def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
     attributes = {name or "the model": vars(module) for name, module in named_modules}
     yield _entry("modules whose forward is not that of their class", partial(_with_own_forward, attributes))
     for name, module in named_modules:
-        path, said = f"{name}." if name else "", name or "the model"
-        yield _entry(f"type of {said}", partial(_type_name, module))
+        path, description = f"{name}." if name else "", name or "the model"
+        yield _entry(f"type of {description}", partial(_type_name, module))
         if isinstance(module, _LISTS):
-            yield _entry(f"modules in {said}", partial(" ".join, vars(module)["_modules"]))
+            yield _entry(f"modules in {description}", partial(" ".join, vars(module)["_modules"]))
         yield _entry(hooks_label(name), partial(described, module))
         yield _entry(f"{path}training", partial(vars(module).get, "training"))
         for key, value in vars(module).items():
@@ -434,7 +437,7 @@ def _entry(label: str, read: Any) -> Entry:
 
 def _with_own_forward(attributes: Mapping[str, Mapping[str, object]]) -> str:
     """Names of the modules, of which the attributes are given, that have a forward of their own."""
-    return " ".join(name for name, each in attributes.items() if "forward" in each)
+    return " ".join(name for name, attribute_names in attributes.items() if "forward" in attribute_names)
 
 
 def _type_name(module: torch.nn.Module) -> str:
@@ -676,8 +679,8 @@ def _slots_of(value: object) -> list[str]:
     top = kind.__module__.partition(".")[0]
     if hasattr(value, "__dict__") or top in _LIBRARIES or top in sys.stdlib_module_names or top == "builtins":
         return []
-    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
-    return [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    slots = (vars(cls).get("__slots__", ()) for cls in kind.__mro__)
+    return [name for slot_names in slots for name in ((slot_names,) if isinstance(slot_names, str) else slot_names)]
 
 
 def _of_users(owner: type | None) -> list[type]:

@@ -28,16 +28,16 @@ def _rms_norm(
     wide = x if x.dtype == torch.float64 else x.float()
     dims = list(range(x.dim() - len(shape), x.dim()))
     rstd = (wide.square().mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
-    made = (wide * rstd).to(x.dtype)
-    return made if weight is None else made * weight, rstd
+    normed = (wide * rstd).to(x.dtype)
+    return normed if weight is None else normed * weight, rstd
 
 
 @_rms_norm.register_fake
 def _(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-    return torch.empty_like(x), x.new_empty(kept, dtype=_statistics_of(x))
+    statistics_shape = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x), x.new_empty(statistics_shape, dtype=_statistics_of(x))
 
 
 def _statistics_of(x: torch.Tensor) -> torch.dtype:

@@ -106,11 +106,11 @@ class Deferred:
         All operations stay where a needed one is random, as its numbers depend on those drawn before.
         """
         named = {name: tensor for name, tensor in self.named.items() if name in names}
-        needed = {self.tensors[tensor].storage for tensor in named.values()}
+        needed_storages = {self.tensors[tensor].storage for tensor in named.values()}
         ops: list[Op] = []
         for op in reversed(self.ops):
-            if needed.intersection(self.tensors[t].storage for t in (*op.outputs, *op.mutates)):
-                needed.update(self.tensors[t].storage for t in op.inputs)
+            if needed_storages.intersection(self.tensors[t].storage for t in (*op.outputs, *op.mutates)):
+                needed_storages.update(self.tensors[t].storage for t in op.inputs)
                 ops.append(op)
         if any(op.random for op in ops):
             return dataclasses.replace(self, named=named)
@@ -118,8 +118,8 @@ class Deferred:
 
     def _made_dtype(self, op: Op) -> torch.dtype:
         """Default dtype of torch when the operation made floats: a factory that was given no dtype took it."""
-        made = [getattr(torch, self.tensors[t].dtype) for t in op.outputs]
-        return next((dtype for dtype in made if dtype in _DEFAULTS), torch.get_default_dtype())
+        dtypes = [getattr(torch, self.tensors[t].dtype) for t in op.outputs]
+        return next((dtype for dtype in dtypes if dtype in _DEFAULTS), torch.get_default_dtype())
 
     def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
         """Index of operation -> storages that nothing needs after it, each with whether its value is the final one.
@@ -142,8 +142,8 @@ class Deferred:
         """Whether the operation sets every byte of the tensor's storage without reading it."""
         name = op.name.split(".")[1]
         view = self.tensors[tensor]
-        whole = view.size_bytes == self.storages[view.storage].size_bytes
-        return name in _OVERWRITE and op.mutates == (tensor,) and whole and 0 not in view.stride
+        is_whole_storage = view.size_bytes == self.storages[view.storage].size_bytes
+        return name in _OVERWRITE and op.mutates == (tensor,) and is_whole_storage and 0 not in view.stride
 
 
 @contextmanager

@@ -34,8 +34,8 @@ class Interpreter:
             storage = storages[index]
             if storage.role is Role.CONSTANT:
                 data = bytearray(storage.data or b"")
-                made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-                self.bytes[index] = made
+                tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                self.bytes[index] = tensor
 
     def run(self, op: Op) -> None:
         """Run one operation; its results are copied into the storages the graph gives them."""
@@ -113,23 +113,23 @@ def answer_of(
         wanted: The tensors.
         inputs: Tensors that may be read, beside constants.
     """
-    needed = {tensors[t].storage for t in wanted}
+    needed_storages = {tensors[t].storage for t in wanted}
     chosen: list[Op] = []
     for op in reversed(ops):
         written = {tensors[t].storage for t in (*op.outputs, *op.mutates)}
-        if written & needed:
+        if written & needed_storages:
             if op.random:
                 return None
             chosen.append(op)
-            needed |= {tensors[t].storage for t in op.inputs} | written
-    made = {tensors[t].storage for op in chosen for t in op.outputs}
+            needed_storages |= {tensors[t].storage for t in op.inputs} | written
+    written_by_chosen = {tensors[t].storage for op in chosen for t in op.outputs}
     leaves = {tensors[t].storage: t for t in inputs}
-    if any(storages[s].role is not Role.CONSTANT and s not in leaves for s in needed - made):
+    if any(storages[s].role is not Role.CONSTANT and s not in leaves for s in needed_storages - written_by_chosen):
         return None
-    if sum(storages[s].size_bytes for s in needed) > _LIMIT_BYTES:
+    if sum(storages[s].size_bytes for s in needed_storages) > _LIMIT_BYTES:
         return None
-    read = tuple(leaves[storage] for storage in needed & leaves.keys())
-    return Answer(storages, tensors, tuple(reversed(chosen)), frozenset(needed), read, tuple(wanted))
+    read = tuple(leaves[storage] for storage in needed_storages & leaves.keys())
+    return Answer(storages, tensors, tuple(reversed(chosen)), frozenset(needed_storages), read, tuple(wanted))
 
 
 def decode_literal(arg: Literal) -> Any:

@@ -37,16 +37,16 @@ def named_losses(value: Any, *, trained: bool = True) -> dict[str, torch.Tensor]
         terms = {TOTAL: value}
     for name, term in terms.items():
         if not isinstance(term, torch.Tensor) or term.numel() != 1:
-            got = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
+            actual = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
             raise CaptureError(
-                f"expected loss(model, batch) to return a scalar tensor or several, got {got}; reduce it: .mean(), and "
-                'return outputs beside the loss, by name: return loss, {"logits": logits}'
+                f"expected loss(model, batch) to return a scalar tensor or several, got {actual}; reduce it: .mean(), "
+                'and return outputs beside the loss, by name: return loss, {"logits": logits}'
             )
         if trained and not term.requires_grad:
-            what = "the loss does" if len(terms) == 1 else f"the loss {name!r} does"
+            subject = "the loss does" if len(terms) == 1 else f"the loss {name!r} does"
             raise CaptureError(
-                f"{what} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return what "
-                'is not to be trained beside the loss, by name: return loss, {"accuracy": accuracy}'
+                f"{subject} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return "
+                'what is not to be trained beside the loss, by name: return loss, {"accuracy": accuracy}'
             )
     if not terms:
         raise CaptureError("expected loss(model, batch) to return a scalar tensor or several, got none")

@@ -42,20 +42,20 @@ def settings_of(op: Op, tensors: list[Tensor] | tuple[Tensor, ...]) -> Settings:
     base, named = op.name.split(".")[1], _named(op)
     shapes = [tensors[t].shape for t in op.inputs]
     first = shapes[0] if shapes else tuple[int, ...]()
-    made: list[tuple[int, ...]] = [tensors[t].shape for t in op.results if t is not None]
+    result_shapes: list[tuple[int, ...]] = [tensors[t].shape for t in op.results if t is not None]
     if base in _REGROUP:
-        return (("groups", regrouped(first, made[0])),)
+        return (("groups", regrouped(first, result_shapes[0])),)
     if base in _PERMUTE:
         return (("dims", _permutation(base, named, len(first))),)
     if base == "expand":
-        return _expanded(first, made[0])
+        return _expanded(first, result_shapes[0])
     if base in _CUT:
-        whole = made[0] if base.endswith("_backward") else first
-        dim, start = named["dim"] % len(whole), int(named.get("start", named.get("index", 0)) or 0)
-        return (("dim", dim), ("start", Size.of(start + whole[dim] if start < 0 else start)))
+        uncut_shape = result_shapes[0] if base.endswith("_backward") else first
+        dim, start = named["dim"] % len(uncut_shape), int(named.get("start", named.get("index", 0)) or 0)
+        return (("dim", dim), ("start", Size.of(start + uncut_shape[dim] if start < 0 else start)))
     if base in _SPLIT:
         dim = (named.get("dim") or 0) % len(first)
-        sizes = [1] * len(made) if base == "unbind" else [shape[dim] for shape in made]
+        sizes = [1] * len(result_shapes) if base == "unbind" else [shape[dim] for shape in result_shapes]
         return (("dim", dim), ("sizes", tuple(map(Size.of, sizes))))
     if base in _REDUCE:
         return _reduced(named, len(first))
@@ -96,8 +96,10 @@ def _argument_names(name: str) -> tuple[str, ...]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    wanted = ("dim", "start", "is_causal", "keepdim")
-    return {a.name: a.default_value for a in _schema(name).arguments if a.name in wanted and a.has_default_value()}
+    setting_names = ("dim", "start", "is_causal", "keepdim")
+    return {
+        a.name: a.default_value for a in _schema(name).arguments if a.name in setting_names and a.has_default_value()
+    }
 
 
 def regrouped(before: tuple[int, ...], after: tuple[int, ...]) -> Groups:
@@ -174,13 +176,13 @@ def number_settings(settings: Settings) -> list[Size]:
 
 def with_numbers(settings: Settings, numbers: list[Size]) -> Settings:
     """Copy of settings with other lengths, in the order of ``number_settings``."""
-    rest = iter(numbers)
+    remaining = iter(numbers)
     return tuple(
         (
             key,
-            next(rest)
+            next(remaining)
             if isinstance(value, Size)
-            else tuple(next(rest) if isinstance(item, Size) else item for item in value)
+            else tuple(next(remaining) if isinstance(item, Size) else item for item in value)
             if isinstance(value, tuple)
             else value,
         )
@@ -203,12 +205,12 @@ def _numbers(arg: Arg) -> Iterator[int | float]:
 
 def with_number_args(op: Op, numbers: list[Arg]) -> Op:
     """Copy of an operation with other numbers among its arguments, in the order of ``number_args``."""
-    rest = iter(numbers)
+    remaining = iter(numbers)
 
     def exchanged(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(map(exchanged, arg))
-        return next(rest) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else arg
+        return next(remaining) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else arg
 
     args = tuple(map(exchanged, op.args))
     return dataclasses.replace(op, args=args, kwargs=tuple((key, exchanged(arg)) for key, arg in op.kwargs))

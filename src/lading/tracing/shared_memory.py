@@ -48,10 +48,10 @@ def check_apart(
             "or clone() one"
         )
     if pair := _changed_pair((*model.named_parameters(), *model.named_buffers(), *constants), changed):
-        name, said = sorted(pair, key=lambda each: each not in changed)
+        name, constant = sorted(pair, key=lambda tensor_name: tensor_name not in changed)
         raise CaptureError(
-            f"expected a constant of the step ({said}), found the memory of {name}, which the step changes, by another "
-            f"name (.data, .detach(), a view): read the model's {name} where it is used, or clone() it"
+            f"expected a constant of the step ({constant}), found the memory of {name}, which the step changes, by "
+            f"another name (.data, .detach(), a view): read the model's {name} where it is used, or clone() it"
         )
     changed = {name for name, tensor in graph.inputs[0] if graph.storage_of(tensor) in written}
     if changed and (pair := _changed_pair(input_leaves(batch), changed)):
@@ -77,11 +77,11 @@ def _changed_pair(named: Iterable[tuple[str, torch.Tensor]], changed: set[str]) 
     for members in sharing.values():
         ordered = sorted(members, key=lambda member: _extent(member[1])[0])
         for index, (name, tensor) in enumerate(ordered):
-            for other, another in ordered[index + 1 :]:
+            for other_name, another in ordered[index + 1 :]:
                 if _extent(another)[0] >= _extent(tensor)[1]:
                     break
-                if not changed.isdisjoint((name, other)) and _overlap(tensor, another):
-                    return name, other
+                if not changed.isdisjoint((name, other_name)) and _overlap(tensor, another):
+                    return name, other_name
     return None
 
 
@@ -90,12 +90,12 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     (low, high), (begin, end) = _extent(one), _extent(other)
     if max(low, begin) >= min(high, end):
         return False
-    if one.element_size() != other.element_size() or all(each.is_contiguous() for each in (one, other)):
+    if one.element_size() != other.element_size() or all(tensor.is_contiguous() for tensor in (one, other)):
         return True
     start = min(low, begin) // one.element_size()
-    taken = torch.zeros(max(high, end) // one.element_size() - start, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - start).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - start).any())
+    is_covered = torch.zeros(max(high, end) // one.element_size() - start, dtype=torch.bool)
+    is_covered.as_strided(one.shape, one.stride(), one.storage_offset() - start).fill_(True)
+    return bool(is_covered.as_strided(other.shape, other.stride(), other.storage_offset() - start).any())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

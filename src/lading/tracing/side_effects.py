@@ -92,8 +92,8 @@ def _caches(model: torch.nn.Module) -> list[Any]:
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     methods = [value for kind in kinds for value in vars(kind).values()]
     inner = [value for method in methods for value in _enclosed(method)]
-    every = chain(gc.get_objects(), methods, inner)  # a list of them made here would hold itself, and so all
-    return [each for each in every if type(each) is _lru_cache_wrapper]
+    candidates = chain(gc.get_objects(), methods, inner)  # a list of them made here would hold itself, and so all
+    return [candidate for candidate in candidates if type(candidate) is _lru_cache_wrapper]
 
 
 def _enclosed(function: object) -> Iterator[object]:
@@ -111,15 +111,15 @@ def branches_of_eager() -> Iterator[None]:
     Capture can answer what eager would read instead, or refuses.
     """
     module = sys.modules.get("transformers.utils.import_utils")
-    asked = getattr(module, "is_fake_tensor", None)
-    if module is None or asked is None:
+    is_fake_tensor = getattr(module, "is_fake_tensor", None)
+    if module is None or is_fake_tensor is None:
         yield
         return
     vars(module)["is_fake_tensor"] = lambda _: False
     try:
         yield
     finally:
-        vars(module)["is_fake_tensor"] = asked
+        vars(module)["is_fake_tensor"] = is_fake_tensor
 
 
 def as_written(model: torch.nn.Module) -> torch.nn.Module:
@@ -240,8 +240,8 @@ def _unconverted(
 
 def _generators() -> tuple[Any, Any, Any]:
     """States of the generators a forward could draw from; torch's own draws nothing while tracing."""
-    kind, keys, *rest = np.random.get_state()
-    return (kind, bytes(np.asarray(keys)), rest), random.getstate(), torch.get_rng_state()
+    kind, keys, *position = np.random.get_state()
+    return (kind, bytes(np.asarray(keys)), position), random.getstate(), torch.get_rng_state()
 
 
 def _differ(before: Any, after: Any) -> bool:

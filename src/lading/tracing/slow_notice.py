@@ -21,10 +21,10 @@ def told_if_slow(what: str, count: Callable[[], int], *, every_s: float = _EVERY
         count: Gives the number of operations so far; called from another thread.
         every_s: Seconds before the first line, and between two.
     """
-    done, start = Event(), time.monotonic()
+    finished, start = Event(), time.monotonic()
 
     def tell() -> None:
-        while not done.wait(every_s):
+        while not finished.wait(every_s):
             seconds = time.monotonic() - start
             print(f"lading: {what}: {count():,} operations after {seconds:.0f} s", file=sys.stderr, flush=True)
 
@@ -33,5 +33,5 @@ def told_if_slow(what: str, count: Callable[[], int], *, every_s: float = _EVERY
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         teller.join()

@@ -70,10 +70,10 @@ class Identifier:
 
     def learn(self, lengths: Iterable[Sequence[int]]) -> None:
         """Find the polynomials of these lengths, those that are sums of others too."""
-        rest = {tuple(observed) for observed in lengths}
-        rest = {key for key in rest if self.size(key) is None}
+        unsolved = {tuple(observed) for observed in lengths}
+        unsolved = {key for key in unsolved if self.size(key) is None}
         parts = sorted((key for key, size in self._found.items() if size is not None and min(key) > 0), key=sum)
-        for key in rest:
+        for key in unsolved:
             self._found[key] = self._sum_of_found(key, parts, 3)
 
     def _sum_of_found(self, key: tuple[int, ...], parts: Sequence[tuple[int, ...]], most: int) -> Size | None:
@@ -81,8 +81,8 @@ class Identifier:
         if most == 1 or min(key) <= 0:
             return self._found.get(key)
         for part in parts:
-            other = tuple(whole - piece for whole, piece in zip(key, part, strict=True))
-            left, right = self._found[part], self._sum_of_found(other, parts, most - 1)
+            remainder = tuple(total - piece for total, piece in zip(key, part, strict=True))
+            left, right = self._found[part], self._sum_of_found(remainder, parts, most - 1)
             if left is not None and right is not None:
                 return left + right
         return None
@@ -158,10 +158,10 @@ class Identifier:
         if len(chosen) > len(self.values):
             return None
         solution = np.linalg.lstsq(rows[chosen].T.astype(float), observed.astype(float), rcond=None)[0]
-        whole = np.rint(solution).astype(np.int64)
-        if not (whole @ rows[chosen] == observed).all() or not all(map(self._allowed, map(int, whole))):
+        coefficients = np.rint(solution).astype(np.int64)
+        if not (coefficients @ rows[chosen] == observed).all() or not all(map(self._allowed, map(int, coefficients))):
             return None
-        return _size([(names[i], Fraction(int(c))) for i, c in zip(chosen, whole, strict=True)])
+        return _size([(names[i], Fraction(int(c))) for i, c in zip(chosen, coefficients, strict=True)])
 
 
 def _value(monomial: Monomial, values: Mapping[str, int]) -> int:
@@ -266,15 +266,15 @@ def module_table(
 
     with _shortened(model, first.counts) as counts:
         try:
-            rest = remaining_tables()
+            remaining = remaining_tables()
         except CaptureError:
             if counts == first.counts:
                 raise
-            rest = []
-    if not rest or any(table.counts != counts for table in rest):  # the model needs all of its blocks
-        rest, counts = remaining_tables(), first.counts
-    made = _joined([dataclasses.replace(first, counts=counts), *rest], sizes, None)
-    return dataclasses.replace(made, counts=first.counts)
+            remaining = []
+    if not remaining or any(table.counts != counts for table in remaining):  # the model needs all of its blocks
+        remaining, counts = remaining_tables(), first.counts
+    joined_table = _joined([dataclasses.replace(first, counts=counts), *remaining], sizes, None)
+    return dataclasses.replace(joined_table, counts=first.counts)
 
 
 @contextmanager
@@ -314,12 +314,12 @@ def _tokens(batch: Any) -> int:
 
 def _resized(batch: Any, tokens: int, b: int, s: int) -> Any:
     """Copy of a batch with ``b`` sequences of ``s`` tokens."""
-    known = {tokens: s, tokens + 1: s + 1} if tokens else {}
+    sizes = {tokens: s, tokens + 1: s + 1} if tokens else {}
     first = next(leaf for _, leaf in input_leaves(batch)).shape[0]
 
     def visit(_: str, leaf: torch.Tensor) -> torch.Tensor:
         rows = [b if n == first else n for n in leaf.shape[:1]]
-        shape = [*rows, *(known.get(n, n) for n in leaf.shape[1:])]
+        shape = [*rows, *(sizes.get(n, n) for n in leaf.shape[1:])]
         return torch.zeros(shape, dtype=leaf.dtype, device="meta" if leaf.is_meta else leaf.device)
 
     return map_batch(batch, visit)
@@ -361,15 +361,15 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
     if left.counts != right.counts or left.tied != right.tied:
         raise CaptureError(f"{left.name or 'the model'} has blocks {left.counts} and {right.counts} {where}")
     for a, b in zip(left.segments, right.segments, strict=True):
-        for one, other in zip(a.ops, b.ops, strict=False):
-            if _no_numbers(one) != _no_numbers(other):
-                texts = [f" with {op.settings}" if one.name == other.name else "" for op in (one, other)]
+        for op_a, op_b in zip(a.ops, b.ops, strict=False):
+            if _no_numbers(op_a) != _no_numbers(op_b):
+                texts = [f" with {op.settings}" if op_a.name == op_b.name else "" for op in (op_a, op_b)]
                 raise CaptureError(
-                    f"{one.name} in {a.name}.{one.module}{texts[0]} is {other.name} in {other.module}{texts[1]} "
+                    f"{op_a.name} in {a.name}.{op_a.module}{texts[0]} is {op_b.name} in {op_b.module}{texts[1]} "
                     f"{where}; a table needs the same operations at every size"
                 )
-        same = [dataclasses.replace(s, ops=(), tensors=tuple(_no_dims(t) for t in s.tensors)) for s in (a, b)]
-        if len(a.ops) != len(b.ops) or same[0] != same[1]:
+        without_sizes = [dataclasses.replace(s, ops=(), tensors=tuple(_no_dims(t) for t in s.tensors)) for s in (a, b)]
+        if len(a.ops) != len(b.ops) or without_sizes[0] != without_sizes[1]:
             raise CaptureError(
                 f"segment {a.name!r} has {len(a.ops)} operations on {len(a.tensors)} tensors and {len(b.ops)} on "
                 f"{len(b.tensors)} {where}; a table needs the same at every size"
@@ -379,8 +379,8 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
 def _lengths(tables: Sequence[Sequence[Segment]]) -> Iterator[list[int]]:
     """Yield every dim of every tensor, as its lengths in all tables."""
     for segments in zip(*tables, strict=True):
-        for same in zip(*(segment.tensors for segment in segments), strict=True):
-            for dims in zip(*(tensor.dims for tensor in same), strict=True):
+        for tensors in zip(*(segment.tensors for segment in segments), strict=True):
+            for dims in zip(*(tensor.dims for tensor in tensors), strict=True):
                 yield [int(length.at({})) for length in dims]
 
 
@@ -409,17 +409,20 @@ def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping
 
     tensors = tuple(
         dataclasses.replace(
-            same[0],
-            dims=tuple(find([t.dims[d] for t in same], f"dim {d} of tensor {i}") for d in range(len(same[0].dims))),
+            alike_tensors[0],
+            dims=tuple(
+                find([t.dims[d] for t in alike_tensors], f"dim {d} of tensor {i}")
+                for d in range(len(alike_tensors[0].dims))
+            ),
         )
-        for i, same in enumerate(zip(*(s.tensors for s in segments), strict=True))
+        for i, alike_tensors in enumerate(zip(*(s.tensors for s in segments), strict=True))
     )
     ops: list[Op] = []
-    for same in zip(*(s.ops for s in segments), strict=True):
-        numbers = [number_settings(op.settings) for op in same]
-        solved = [find(list(column), f"a setting of {same[0].name}") for column in zip(*numbers, strict=True)]
-        arguments = zip(*map(number_args, same), strict=True)
-        op = with_number_args(same[0], [_argument(column, identifier, check) for column in arguments])
+    for alike_ops in zip(*(s.ops for s in segments), strict=True):
+        numbers = [number_settings(op.settings) for op in alike_ops]
+        solved = [find(list(column), f"a setting of {alike_ops[0].name}") for column in zip(*numbers, strict=True)]
+        arguments = zip(*map(number_args, alike_ops), strict=True)
+        op = with_number_args(alike_ops[0], [_argument(column, identifier, check) for column in arguments])
         ops.append(dataclasses.replace(op, settings=with_numbers(op.settings, solved)))
     return dataclasses.replace(segments[0], tensors=tensors, ops=tuple(ops))
 
@@ -528,12 +531,12 @@ class _SegmentCutter:
             if self.forward[index] is not forward:
                 continue
             for t in op.inputs:
-                made = self._producer_before(t, index)
-                if made is None or self.forward[made] is not forward or self._role(t) not in _CROSSING:
+                producer = self._producer_before(t, index)
+                if producer is None or self.forward[producer] is not forward or self._role(t) not in _CROSSING:
                     continue
-                distance = abs(self.places[index] - self.places[made])
+                distance = abs(self.places[index] - self.places[producer])
                 if distance:
-                    key = (self.places[made], t)
+                    key = (self.places[producer], t)
                     reach[key] = max(reach.get(key, 0), distance)
         borders: list[dict[int, int]] = [{} for _ in range(len(self.items) - 1)]
         for (place, t), distance in reach.items():
@@ -550,14 +553,14 @@ class _SegmentCutter:
 
     def _as_leaves(self, grads: list[int], leaves: list[int]) -> list[int]:
         """Order gradients as the activations that they belong to; the shapes are equal."""
-        rest, ordered = list(grads), list[int]()
+        unordered, ordered = list(grads), list[int]()
         for leaf in leaves:
             shape = self.graph.tensors[leaf].shape
-            grad = next((g for g in rest if self.graph.tensors[g].shape == shape), None)
+            grad = next((g for g in unordered if self.graph.tensors[g].shape == shape), None)
             if grad is not None:
-                rest.remove(grad)
+                unordered.remove(grad)
                 ordered.append(grad)
-        return [*ordered, *rest]
+        return [*ordered, *unordered]
 
     def _carried(self, before: list[int], after: list[int]) -> list[int]:
         """Tensors that leave a block if it hands on what the last block has no use for, as the blocks before it do."""
@@ -610,16 +613,16 @@ class _SegmentCutter:
 
     def _saved(self, chosen: list[int]) -> list[int]:
         """Ids of the tensors of the forward that the backward takes."""
-        made: set[int] = set()
+        made_in_backward: set[int] = set()
         saved: dict[int, None] = {}
         for i in chosen:
             if self.forward[i]:
                 continue
             for t in self.ops[i].inputs:
                 first = self.producers.get(t)
-                if t not in made and (first is None or self.forward[first[0]]):
+                if t not in made_in_backward and (first is None or self.forward[first[0]]):
                     saved[t] = None
-            made.update(self.ops[i].outputs)
+            made_in_backward.update(self.ops[i].outputs)
         return list(saved)
 
     def _op(self, index: int, ids: _SegmentNumbers) -> Op:
@@ -667,10 +670,10 @@ class _SegmentNumbers:
     def tensors(self) -> tuple[SegmentTensor[Size], ...]:
         graph = self.cutter.graph
         named = self.cutter.named
-        made: list[SegmentTensor[Size]] = []
+        entries: list[SegmentTensor[Size]] = []
         for t in self.numbers:
             tensor, role = graph.tensors[t], self.cutter._role(t)
-            made.append(
+            entries.append(
                 SegmentTensor(
                     storage=self._storages[tensor.storage],
                     dtype="float32" if t in self.cutter.fp32 else tensor.dtype,
@@ -682,7 +685,7 @@ class _SegmentNumbers:
                     ),
                 )
             )
-        return tuple(made)
+        return tuple(entries)
 
 
 def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], list[bool]]:
@@ -692,20 +695,20 @@ def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], li
         The operations, and of each whether it is a view.
     """
     rows: list[tuple[Op, bool]] = []
-    rest = iter([*views, (len(graph.ops) + 1, None)])
-    position, view = next(rest)
+    remaining_views = iter([*views, (len(graph.ops) + 1, None)])
+    position, view = next(remaining_views)
     for index, op in enumerate(graph.ops):
         while view is not None and position <= index:
             rows.append((view, True))
-            position, view = next(rest)
+            position, view = next(remaining_views)
         rows.append((op, False))
-    needed = {p.gradient for p in graph.parameters} | set(graph.losses)
+    needed_tensors = {p.gradient for p in graph.parameters} | set(graph.losses)
     merged: list[tuple[Op, bool]] = []
     for op, is_view in reversed(rows):
         outputs = tuple(t for t in op.outputs if t not in op.inputs)
-        if is_view and not needed & set(outputs):
+        if is_view and not needed_tensors & set(outputs):
             continue
-        needed.update(op.inputs)
+        needed_tensors.update(op.inputs)
         merged.append((op, is_view))
     merged.reverse()
     return [op for op, _ in merged], [is_view for _, is_view in merged]
@@ -762,9 +765,9 @@ def _local(name: str, item: str) -> str:
 
 
 def _uniquely_named(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    seen: dict[str, int] = {}
-    made: list[Segment] = []
+    counts: dict[str, int] = {}
+    renamed: list[Segment] = []
     for segment in segments:
-        number = seen[segment.name] = seen.get(segment.name, 0) + 1
-        made.append(dataclasses.replace(segment, name=f"{segment.name}.{number}") if number > 1 else segment)
-    return tuple(made)
+        number = counts[segment.name] = counts.get(segment.name, 0) + 1
+        renamed.append(dataclasses.replace(segment, name=f"{segment.name}.{number}") if number > 1 else segment)
+    return tuple(renamed)

@@ -80,16 +80,16 @@ def capture(
     import_groupless()
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     run, reads = partial(forward_backward, loss, evaluation=evaluation), list[tuple[torch.Tensor, ReadTensor]]()
-    once = partial(_once, mode, model, batch, run, accumulation, reads)
+    capture_once = partial(_once, mode, model, batch, run, accumulation, reads)
     with _evaluating(model) if evaluation else nullcontext():
         frozen, generators = freeze(model, batch, loss)
         if evaluation:
             frozen = without(frozen, {label for label in frozen.modules if label.rpartition(".")[2] == "training"})
         with hooks_as_they_were(model) as hooked:
-            graph, left = once()
+            graph, left = capture_once()
             generators.check()
             if left.labels:
-                check_steady(graph, left, lambda seen: once(left, seen))
+                check_steady(graph, left, lambda read_labels: capture_once(left, read_labels))
                 frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
     check_apart(model, batch, graph, [(read.said, tensor) for tensor, read in reads])
     frozen = dataclasses.replace(frozen, tensors=tuple(read for _, read in reads))
@@ -283,14 +283,14 @@ def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
 def fake_copies(model: torch.nn.Module, *, tied: bool = True) -> dict[str, torch.Tensor]:
     """Make fake CPU tensors of every parameter and buffer by every name; tied ones are shared if ``tied``."""
     check_alone(model)
-    made: dict[int | str, torch.Tensor] = {}
+    fakes_by_key: dict[int | str, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         key = id(tensor) if tied else name
-        if key not in made:
-            made[key] = _fake_like(name, tensor)
-        fakes[name] = made[key]
+        if key not in fakes_by_key:
+            fakes_by_key[key] = _fake_like(name, tensor)
+        fakes[name] = fakes_by_key[key]
     return fakes
 
 

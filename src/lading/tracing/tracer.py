@@ -231,11 +231,11 @@ class Tracer(TorchDispatchMode):
         if values is not None:
             with unset_fake_temporarily():
                 number = int(values[0]) if tensor.dtype is not torch.bool else bool(values[0])
-        same = self.__torch_dispatch__(torch.ops.aten.eq.Scalar, (), (tensor, number))
+        is_equal = self.__torch_dispatch__(torch.ops.aten.eq.Scalar, (), (tensor, number))
         message = f"expected a batch for which {self.place()} reads {number}, as captured; capture again for this one"
         if healthy:
             message = f"expected finite numbers in {self.place()}, found others, which the model would mend"
-        self.__torch_dispatch__(_ASSERT, (), (same, message))
+        self.__torch_dispatch__(_ASSERT, (), (is_equal, message))
         return number
 
     def _known(self, tensors: list[torch.Tensor], *, batch: bool = False) -> list[torch.Tensor] | None:
@@ -325,17 +325,17 @@ class Tracer(TorchDispatchMode):
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             self._constant(out, args[0])
             return
-        made = list(flat_tensors(out))
+        results = list(flat_tensors(out))
         self._note_reads(read)  # before what is made is seen to be new
-        self._check_memory(func, made, mutated)
-        new = [t for t in made if t.untyped_storage()._cdata not in self._storage_ids]
+        self._check_memory(func, results, mutated)
+        new = [t for t in results if t.untyped_storage()._cdata not in self._storage_ids]
         is_view = not new and not mutated and func is not _ASSERT
         if is_view and self.views is None:
             return  # derived again from its storage wherever that lies
         call = (tuple(map(self._encode, args)), tuple((k, self._encode(v)) for k, v in sorted(kwargs.items())))
         inputs = tuple(dict.fromkeys(map(self.tensor_id, read)))
         if is_view:
-            ids = tuple(map(self.tensor_id, made))
+            ids = tuple(map(self.tensor_id, results))
             view = Op(str(func), self._phase(), *call, inputs, ids, ids, (), module, OpKind.COPY)
             self.views.append((len(self.ops), view))  # pyright: ignore[reportOptionalMemberAccess]
             return
@@ -413,18 +413,21 @@ class Tracer(TorchDispatchMode):
         """
         target = mutated[0]
         storage = self.storages[self._storage_ids[target.untyped_storage()._cdata]]
-        name, whole = func._schema.name.split("::")[1], target.untyped_storage().nbytes()
+        name, storage_bytes = func._schema.name.split("::")[1], target.untyped_storage().nbytes()
         if len(mutated) > 1 or target is not args[0] or draws(func, args, kwargs) or not name.endswith("_"):
             return None
-        if storage.role not in (Role.ACTIVATION, Role.GRADIENT) or target.numel() * target.element_size() != whole:
+        if (
+            storage.role not in (Role.ACTIVATION, Role.GRADIENT)
+            or target.numel() * target.element_size() != storage_bytes
+        ):
             return None
         packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
         form = getattr(packet, func._overloadname, None) if func.namespace == "aten" and packet is not None else None
         if form is None:
             return None
         result = form(*args, **kwargs)
-        same = (result.dtype, result.shape, result.stride()) == (target.dtype, target.shape, target.stride())
-        return form if same else None
+        is_like_target = (result.dtype, result.shape, result.stride()) == (target.dtype, target.shape, target.stride())
+        return form if is_like_target else None
 
     def _check_dense(self, func: Any, t: torch.Tensor) -> None:
         if t.layout is not torch.strided or t.is_conj() or t.is_neg():
@@ -498,10 +501,10 @@ class Tracer(TorchDispatchMode):
             self._whole_constant(t)
         self._real_storages.add(storage_of(t))
         if mode is not None:  # operations see another tensor in its place, in whose memory views of it lie
-            seen = mode.from_tensor(t).untyped_storage()
-            self._alive.append(seen)
-            self._storage_ids[seen._cdata] = self._storage_ids[storage_of(t)]
-            self._real_storages.add(seen._cdata)
+            storage_of_fake = mode.from_tensor(t).untyped_storage()
+            self._alive.append(storage_of_fake)
+            self._storage_ids[storage_of_fake._cdata] = self._storage_ids[storage_of(t)]
+            self._real_storages.add(storage_of_fake._cdata)
 
     def _note_reads(self, tensors: list[torch.Tensor]) -> None:
         """Take note of tensors nobody declared that the step reads, with what tells later whether they were written."""
@@ -647,23 +650,23 @@ class Trace:
 
     def is_never(self, tensor: int) -> bool:
         """Whether a tensor asks if a number drawn from [0, 1) lies below zero: a layer that is never dropped."""
-        asked = self._writer(tensor)
-        limit = None if asked is None or len(asked.args) < 2 else asked.args[1]
+        writer = self._writer(tensor)
+        limit = None if writer is None or len(writer.args) < 2 else writer.args[1]
         return self.is_draw(tensor) and isinstance(limit, (int, float)) and limit <= 0
 
     def is_anomaly(self, tensor: int) -> bool:
         """Whether a tensor asks if any number is infinite or not a number, which models do to mend it."""
-        asked = self._writer(tensor)
-        if asked is None or asked.name not in _JOINING or not asked.inputs:
+        writer = self._writer(tensor)
+        if writer is None or writer.name not in _JOINING or not writer.inputs:
             return False
-        return asked.name in _ANOMALIES or all(map(self.is_anomaly, asked.inputs))
+        return writer.name in _ANOMALIES or all(map(self.is_anomaly, writer.inputs))
 
     def is_draw(self, tensor: int) -> bool:
         """Whether a tensor asks if a number drawn from [0, 1) lies below a limit."""
-        asked = self._writer(tensor)
-        if asked is None or asked.name != "aten.lt.Scalar":
+        writer = self._writer(tensor)
+        if writer is None or writer.name != "aten.lt.Scalar":
             return False
-        drawn = self._writer(asked.inputs[0])
+        drawn = self._writer(writer.inputs[0])
         return drawn is not None and drawn.name in _UNIT_DRAWS
 
     def _writer(self, tensor: int) -> Op | None:
@@ -723,8 +726,8 @@ def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         rows, inner = args[0].shape[-2:]
         return 2 * int(rows) * int(inner) * int(args[1].shape[-1])
     if packet is _ATEN.convolution_backward and args[9] > 1:  # torch's own formula counts every pair of channels
-        each = 2 * args[0].numel() * args[2][0].numel()
-        return each * sum(args[10][:2])
+        flops = 2 * args[0].numel() * args[2][0].numel()
+        return flops * sum(args[10][:2])
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from itertools import pairwise
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
-from lading.routing_watch import Shares, chance, difference
+from lading.routing_watch import Loads, Shares, chance, difference, moved_loads
 from lading.run import Prepared
 from lading.train import train_run
 from tests.runs import write_run
@@ -57,10 +57,10 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     train_run(dataclasses.replace(every, memory=dataclasses.replace(every.memory, budget="100%", policy="keep-all")))
     seen: list[Shares] = []
 
-    def plan_here(before: Prepared, machine: Machine, shares: Shares) -> Plan:
-        seen.append(shares)
+    def plan_here(before: Prepared, machine: Machine, loads: Shares) -> Plan:
+        seen.append(loads)
         memory = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"])
-        return plan_run(dataclasses.replace(before.run, memory=memory), machine, shares=shares).plan
+        return plan_run(dataclasses.replace(before.run, memory=memory), machine, loads=loads).plan
 
     monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
     monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
@@ -124,16 +124,22 @@ class Counting:
             row[expert] += number
 
 
+def run_that(*, hosts: bool, plan: Any = None) -> Any:
+    """A prepared run, as far as a watch looks at it."""
+    return SimpleNamespace(plan=plan, run=SimpleNamespace(memory=SimpleNamespace(experts_on_host=hosts)))
+
+
 def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = Counting()
     planned: list[Shares] = []
 
-    def in_vain(self: Any, shares: Shares) -> str:
-        planned.append(shares)
+    def in_vain(self: Any, known: Shares, what: str) -> str:
+        planned.append(known)
+        assert what == "other experts are chosen"
         return "in vain"
 
     monkeypatch.setattr(routing_watch.RoutingWatch, "_planned_again", in_vain)
-    watch = routing_watch.RoutingWatch(None, trainer, plans=True)  # type: ignore[arg-type]
+    watch = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=True)
     trainer.steps(31, 0)
     assert not watch.advance(10**12)
     trainer.steps(1, 0)
@@ -145,8 +151,39 @@ def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer.steps(32, 1)
     assert watch.advance(10**12) == "in vain"
     assert planned == [{"router": [1.0, 0.0]}, {"router": [0.0, 1.0]}]
-    fixed = routing_watch.RoutingWatch(None, trainer, plans=False)  # type: ignore[arg-type]
+    fixed = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=False)
     assert not fixed.advance(10**12)
+
+
+def test_tokens_count_where_the_host_may_compute_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is chosen stays as it was; how many tokens they get is not known at first, and changes once."""
+    trainer: Any = Counting()
+    planned: list[Loads] = []
+
+    def in_vain(self: Any, known: Loads, what: str) -> str:
+        planned.append(known)
+        return what
+
+    monkeypatch.setattr(routing_watch.RoutingWatch, "_planned_again", in_vain)
+    watch = routing_watch.RoutingWatch(run_that(hosts=True), trainer, plans=True)
+    others = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=True)
+    told: list[str] = []
+    for tokens in ((6, 2), (6, 3), (4, 4), (1, 7)):
+        trainer.steps(32, 0, 1)
+        row = trainer.experts.tokens.setdefault("router", [0, 0])
+        row[:] = [count + 32 * more for count, more in zip(row, tokens, strict=True)]
+        told.append(watch.advance(10**12))
+        assert not others.advance(10**12)
+    moved = "experts get other numbers of tokens"
+    assert told == [moved, "", "", moved]
+    assert planned == [{"router": [(1.0, 6.0), (1.0, 2.0)]}, {"router": [(1.0, 1.0), (1.0, 7.0)]}]
+
+
+def test_few_steps_say_little_of_tokens() -> None:
+    """One token in the one step that chose an expert is not fewer than two or three in 32 steps."""
+    assert moved_loads({"a": [(1 / 32, 1.0), (1.0, 1.0)]}, {"a": [(1.0, 2.5), (1.0, 2.5)]}, 32, 32) == 0.5
+    assert moved_loads({"a": [(0.0, 0.0), (1.0, 3.0)]}, {}, 32, inf) == 0.5
+    assert moved_loads({"a": [(0.0, 0.0), (1.0, 3.0)]}, {"a": [(1.0, 9.0), (0.0, 0.0)]}, 32, 32) == 0.0
 
 
 @pytest.mark.parametrize(("leaves_out", "then_s", "is_taken"), [(True, 0.98, False), (True, 0.96, True),
@@ -157,12 +194,12 @@ def test_a_plan_that_waits_for_no_router_is_taken_for_any_gain(
     """One that leaves others out has to save more, as moving to it takes time and what is expected is not exact."""
     now, then = SimpleNamespace(leaves_out_experts=True), SimpleNamespace(leaves_out_experts=leaves_out)
     now.request = SimpleNamespace(machine_table={})
-    prepared: Any = SimpleNamespace(plan=now)
+    prepared = run_that(hosts=False, plan=now)
     trainer: Any = Counting()
     trainer.program = None
     trainer.steps(32, 0, 1)
     monkeypatch.setattr(routing_watch, "machine_from_dict", lambda table, name: None)
-    monkeypatch.setattr(replanning, "plan_apart", lambda before, machine, shares: then)
+    monkeypatch.setattr(replanning, "plan_apart", lambda before, machine, loads: then)
     monkeypatch.setattr(replanning, "restored", lambda plan, before: None)
     monkeypatch.setattr(replanning, "go_on_by", lambda plan, before, trainer: SimpleNamespace(plan=plan))
     monkeypatch.setattr(routing_watch, "_expected_s", lambda plan, *rest: 1.0 if plan is now else then_s)

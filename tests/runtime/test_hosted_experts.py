@@ -28,11 +28,13 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.memory.guards import find_guards, find_routers_alone
-from lading.memory.hosted_experts import find_hosted, limits_by_expert
+from lading.memory.hosted_experts import check_hosted, find_hosted, host_bytes, limits_by_expert, room_bytes
 from lading.memory.restore import programs_of
-from lading.planner.host_experts import HostChoice, host_seconds
+from lading.planner.host_experts import ROOM_REFUSED, HostChoice, host_seconds
 from lading.planner.routing import expected_step_s
+from lading.runtime import expert_computing
 from lading.runtime.executor import Executor
+from lading.runtime.expert_computing import _Rows
 from lading.sim.device_step import simulate
 
 STEPS, TOKENS = 20, 16
@@ -251,6 +253,66 @@ def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGrap
     assert any("test has no processors beside its device" in each for each in alone.assumptions)
     with pytest.raises(ConfigError, match="for every one a pair"):
         planned(graph, {"layers.0": [1.0, (0.5, 2.0), 1.0, 1.0]})
+
+
+def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph, made: Plan) -> None:
+    """Where not all have room, fewer are computed there, or none, and the plan says so; a run refuses any other."""
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    beside, needed = program.tier_bytes("host"), host_bytes(program, hosted)
+    assert made.peak_bytes["host"] == beside + needed
+    exact = planned(graph, loads_of(), budgets={"host": beside + needed})
+    assert exact.host_tokens == made.host_tokens
+    assert not any(each.startswith(ROOM_REFUSED) for each in exact.assumptions)
+    for room in (needed - 1, 0):
+        less = planned(graph, loads_of(), budgets={"host": beside + room})
+        assert len(hosted.rows) > sum(map(len, less.host_tokens.values())) >= bool(room)
+        assert less.peak_bytes["host"] <= beside + room
+        assert any(each.startswith(f"{ROOM_REFUSED}the {len(hosted.rows)} experts") for each in less.assumptions)
+    small = dataclasses.replace(program, budgets={**program.budgets, "host": beside + needed - 1})
+    with pytest.raises(ProgramError, match=f"expected {needed} bytes of the host's memory .* raise it by 1"):
+        check_hosted(small, guards, hosted)
+
+
+class _Weighed(dict[int, torch.Tensor]):
+    """Tensors of an expert, and the bytes of those of all."""
+
+    now = most = 0
+
+    def __setitem__(self, key: int, value: torch.Tensor) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        _Weighed.now += value.nbytes
+        _Weighed.most = max(_Weighed.most, _Weighed.now)
+
+    def pop(self, key: int, *default: Any) -> Any:
+        value = super().pop(key, *default)
+        _Weighed.now -= 0 if value is None else value.nbytes
+        return value
+
+
+def test_rows_and_gradients_on_the_host_take_what_their_room_says(
+    graph: StepGraph, made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given back after their last use, not at the end of the step."""
+    monkeypatch.setattr(_Weighed, "now", 0)
+    monkeypatch.setattr(_Weighed, "most", 0)
+    monkeypatch.setattr(expert_computing, "_Rows", lambda numbers: _Rows(numbers, _Weighed()))
+    few = 2
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    for expert in range(1, EXPERTS):
+        tokens[few * expert : few * (expert + 1)] = expert
+    with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
+        trainer.step({"tokens": tokens.reshape(2, 8), "scale": torch.ones(())}, lr=OPTIMIZER.lr)
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    limits = limits_by_expert(guards, {name: dict.fromkeys(row, few) for name, row in made.host_tokens.items()})
+    hosted = find_hosted(program, guards, limits)
+    room = host_bytes(program, hosted) - room_bytes(graph, hosted)
+    gradient_bytes = max(program.graph.storages[s].size_bytes for s in hosted.rows[min(hosted.rows)].weights)
+    assert room - gradient_bytes <= _Weighed.most <= room  # the last is made twice while it is put in order
+    assert _Weighed.now == 0
 
 
 def _step_with(few: int) -> Batch:

@@ -14,7 +14,7 @@ there: indices and one row of the widest tensor for each, on the device and, pag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lading.errors import ProgramError
@@ -42,16 +42,28 @@ class HostedExperts:
         limits: Most tokens for which it is computed there.
         by_action: Expert that an action computes.
         refused: Why an expert that was to be is not, in words.
+        left_off: Which others the budget of the host's memory has no room for, in words; "" for none.
     """
 
     rows: Mapping[Expert, ExpertRows]
     limits: Mapping[Expert, int]
     by_action: Mapping[int, Expert]
     refused: Mapping[Expert, str]
+    left_off: str = ""
 
     def chosen(self, tokens: Mapping[Expert, int]) -> frozenset[Expert]:
         """Experts among those with tokens that are computed on the host."""
         return frozenset(e for e, count in tokens.items() if 0 < count <= self.limits.get(e, 0))
+
+    def part(self, experts: Iterable[Expert]) -> HostedExperts:
+        """Copy with these of its experts alone."""
+        kept = frozenset(experts)
+        return HostedExperts(
+            {e: rows for e, rows in self.rows.items() if e in kept},
+            {e: limit for e, limit in self.limits.items() if e in kept},
+            {action: e for action, e in self.by_action.items() if e in kept},
+            self.refused,
+        )
 
 
 def row_bytes(graph: StepGraph, rows: ExpertRows, storage: int) -> int:
@@ -133,15 +145,62 @@ def _widest(graph: StepGraph, hosted: HostedExperts, expert: Expert) -> int:
     return hosted.limits[expert] * max(widths, default=0)
 
 
-def host_bytes(graph: StepGraph, hosted: HostedExperts) -> int:
-    """Most bytes of the host's memory that rows and gradients of experts take, beside tiers and what is page-locked."""
-    total = 0
-    for expert, rows in hosted.rows.items():
-        made = {graph.storage_of(t) for op in rows.ops for t in graph.ops[op].outputs} | set(rows.widths)
-        for storage in made:
-            whole = graph.storages[storage].size_bytes
-            total += hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
-    return total
+def last_uses(program: Program, hosted: HostedExperts) -> dict[int, tuple[int, ...]]:
+    """Storages whose values on the host an action of an expert is the last to need, by action."""
+    last: dict[tuple[Expert, int], int] = {}
+    for action, op, expert in _steps(program, hosted):
+        for storage in _on_host(program.graph, op):
+            last[expert, storage] = action
+    ends: dict[int, list[int]] = {}
+    for (_, storage), action in last.items():
+        ends.setdefault(action, []).append(storage)
+    return {action: tuple(storages) for action, storages in ends.items()}
+
+
+def host_bytes(program: Program, hosted: HostedExperts) -> int:
+    """Most bytes of the host's memory that computing experts there takes beside tiers, of a step that does so for all.
+
+    These are rows and gradients, from when they are gathered or made until their last use, what an operation makes
+    twice while it is put in order, and the page-locked bytes through which rows pass.
+    """
+    graph, ends = program.graph, last_uses(program, hosted)
+    live: set[tuple[Expert, int]] = set()
+    now = most = 0
+    for action, op, expert in _steps(program, hosted):
+        sizes = {storage: _host_size(graph, hosted, expert, storage) for storage in _on_host(graph, op)}
+        now += sum(size for storage, size in sizes.items() if (expert, storage) not in live)
+        live.update((expert, storage) for storage in sizes)
+        made = {graph.storage_of(tensor) for tensor in graph.ops[op].outputs}
+        most = max(most, now + sum(sizes.get(storage, 0) for storage in made))
+        for storage in ends.get(action, ()):
+            live.remove((expert, storage))
+            now -= sizes[storage]
+    return most + room_bytes(graph, hosted)
+
+
+def host_limit(program: Program) -> int:
+    """Bytes that a Program's budget of the host's memory leaves to experts computed there, beside its tier."""
+    tier = program.host_tier
+    return program.budgets.get(tier, 0) - program.tier_bytes(tier)
+
+
+def _steps(program: Program, hosted: HostedExperts) -> Iterator[tuple[int, int, Expert]]:
+    """Yield the actions that compute experts, each with its operation and its expert, in order."""
+    for action, expert in sorted(hosted.by_action.items()):
+        op = program.actions[action].op
+        if op is not None:
+            yield action, op, expert
+
+
+def _on_host(graph: StepGraph, op: int) -> Iterator[int]:
+    """Yield the storages of which an operation has rows, or the whole, on the host: none that outlast the step."""
+    yield from dict.fromkeys(s for s in (*graph.op_reads[op], *graph.op_writes[op]) if s not in graph.persistent)
+
+
+def _host_size(graph: StepGraph, hosted: HostedExperts, expert: Expert, storage: int) -> int:
+    rows = hosted.rows[expert]
+    whole = graph.storages[storage].size_bytes
+    return hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
 
 
 def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> None:
@@ -150,6 +209,12 @@ def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> Non
     Raises:
         ProgramError: says where.
     """
+    needed, left = host_bytes(program, hosted) if hosted.rows else 0, host_limit(program)
+    if needed > max(0, left):
+        raise ProgramError(
+            f"expected {needed} bytes of the host's memory for experts that it computes, found {max(0, left)} in the "
+            f"budget of {program.host_tier} beside what lies there; raise it by {needed - max(0, left)}, or plan again"
+        )
     asked = room_bytes(program.graph, hosted)
     if asked > program.workspace_bytes:
         raise ProgramError(

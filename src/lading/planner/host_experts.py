@@ -27,10 +27,18 @@ from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert, Router, find_experts
 from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.machine import MEMORY, Device, Machine, Tier
+from lading.ir.plan import NOT_ON_HOST
 from lading.ir.program import Program
 from lading.ir.update_ops import PREFIX
 from lading.memory.guards import Guards, layer_names
-from lading.memory.hosted_experts import HostedExperts, find_hosted, limits_by_expert, row_bytes
+from lading.memory.hosted_experts import (
+    HostedExperts,
+    find_hosted,
+    host_bytes,
+    host_limit,
+    limits_by_expert,
+    row_bytes,
+)
 from lading.units import format_bytes
 
 #: FLOP/s of a thread of the host in products of a few rows, where nothing is known of it.
@@ -44,6 +52,8 @@ BESIDE = 2.0
 _PARTS = (1.0, 0.5, 0.25)
 #: Beginning of a plan's words on experts that the host does not compute.
 REFUSED = "not computed on the host: "
+#: Beginning of those on experts for which there is no room.
+ROOM_REFUSED = f"{REFUSED}rows and gradients of "
 
 
 def host_wait_s(machine: Machine) -> float:
@@ -85,8 +95,11 @@ class HostChoice:
         }
 
     def hosted(self, program: Program, guards: Guards) -> HostedExperts:
-        """Experts among these that a Program can compute on the host."""
-        return find_hosted(program, guards, limits_by_expert(guards, self.limits))
+        """Experts among these that a Program can compute on the host, within its budget of the host's memory."""
+        hosted = find_hosted(program, guards, limits_by_expert(guards, self.limits))
+        names = layer_names(guards.routers)
+        tokens = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in hosted.rows}
+        return _within_budget(program, hosted, tokens)
 
     def expected(self, guards: Guards, hosted: HostedExperts, used: frozenset[Expert]) -> dict[Expert, float]:
         """Mean tokens of the experts that the host computes in a step that uses some."""
@@ -95,17 +108,50 @@ class HostChoice:
         return {e: count for e, count in counts.items() if count <= hosted.limits[e]}
 
 
+def _within_budget(program: Program, hosted: HostedExperts, tokens: Mapping[Expert, float]) -> HostedExperts:
+    """Find the experts for whose rows and gradients there is room, those with the fewest tokens first.
+
+    Args:
+        tokens: Mean tokens of each.
+    """
+    if not hosted.rows or (needed := host_bytes(program, hosted)) <= (left := host_limit(program)):
+        return hosted
+    order = sorted(hosted.rows, key=lambda expert: (tokens[expert], expert))
+    low, high = 0, len(order) - 1
+    while low < high:  # the bytes grow with the experts
+        middle = (low + high + 1) // 2
+        fits = host_bytes(program, hosted.part(order[:middle])) <= left
+        low, high = (middle, high) if fits else (low, middle - 1)
+    words = (
+        f"{ROOM_REFUSED}the {len(order)} experts that may be would take {format_bytes(needed)} of the host's memory at "
+        f"once; its budget has {format_bytes(max(0, left))} beside what lies in {program.host_tier}, enough for {low}"
+    )
+    return dataclasses.replace(hosted.part(order[:low]), left_off=words)
+
+
+def waiting(machine: Machine) -> tuple[str]:
+    """Say why the host computes no expert where it is asked to, and nothing is known of tokens yet."""
+    if _tier_of(machine) is None:
+        return (f"{NOT_ON_HOST}: {machine.name} has no processors beside its device",)
+    return (f"{NOT_ON_HOST} yet: it may be once the tokens that each gets are counted",)
+
+
+def _tier_of(machine: Machine) -> Tier | None:
+    """The host's memory, where its processors can compute beside the device; None where they cannot."""
+    if machine.host_device is None or machine.device.kind == "cpu":
+        return None
+    return machine.tier(machine.host_tier) if machine.host_tier else None
+
+
 def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice:
     """Find the experts of a step that the host may compute while others are fetched, and why not others.
 
     Args:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
     """
-    tier = machine.tier(machine.host_tier) if machine.host_tier else None
-    if machine.host_device is None or tier is None or machine.device.kind == "cpu":
-        return HostChoice(
-            tokens, {}, (f"no expert is computed on the host: {machine.name} has no processors beside its device",)
-        )
+    tier = _tier_of(machine)
+    if tier is None:
+        return HostChoice(tokens, {}, waiting(machine))
     graph = _on_device_in_time(graph)
     routed = find_experts(graph)
     names, device_s = layer_names(routed.routers), op_costs(graph, machine.device)
@@ -212,7 +258,7 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: 
     return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
 
 
-def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_bytes: int) -> list[str]:
+def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: Machine) -> list[str]:
     """Say which experts the host computes, which it cannot and why, and what was assumed."""
     lines: list[str] = []
     if hosted.rows:
@@ -220,12 +266,12 @@ def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_byte
         most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
         lines.append(
             f"{len(hosted.rows)} experts are computed on the host, where they lie, in steps that give them at most "
-            f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's "
-            "as sums over fewer rows do"
+            f"{most} tokens, in {format_bytes(host_bytes(program, hosted))} of its budget beside what lies in "
+            f"{program.host_tier}; their numbers differ from plain PyTorch's as sums over fewer rows do"
         )
         lines.append(
             f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
             f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
         )
-    lines += _refusals(hosted.refused, guards.routers)
+    lines += [*_refusals(hosted.refused, guards.routers), *([hosted.left_off] if hosted.left_off else [])]
     return lines

@@ -24,7 +24,7 @@ from lading.ir.experts import Expert
 from lading.ir.graph import Tensor
 from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import PREFIX
-from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, room_bytes, updates_of
+from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, last_uses, room_bytes, updates_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.host_arena import view_of
@@ -53,7 +53,8 @@ class _Rows:
 
     Attributes:
         numbers: int64[R], tokens that chose it, in order.
-        values: Elements of each storage on the host: R rows of W elements, or all of what has no rows.
+        values: Elements of each storage on the host, until its last use: R rows of W elements, or all of what has no
+            rows.
         done: Operations that have run.
     """
 
@@ -92,7 +93,7 @@ class HostRows:
         self._memory.callback(self._room.close)
         self._memory.callback(self._stage.close)
         self._dtypes = {t.storage: getattr(torch, t.dtype) for t in reversed(program.graph.tensors)}
-        self._last = {expert: action for action, expert in sorted(hosted.by_action.items())}
+        self._ends = last_uses(program, hosted)
         self._step: dict[Expert, _Rows] = {}
         self._begun: dict[int, int] = {}  # updates that began, by a value that they change
         self._ended: dict[int, int] = {}
@@ -138,7 +139,7 @@ class HostRows:
         rows = self.hosted.rows[expert]
         inputs = {s: self._rows_on_device(rows, s, located) for s in rows.inputs.get(op, ())}
         results = {s: self._rows_on_device(rows, s, located) for s in rows.results.get(op, ())}
-        number = self._number_of(op, located)
+        number, ends = self._number_of(op, located), self._ends.get(action, ())
 
         def run() -> None:
             step = self._step.get(expert)
@@ -154,8 +155,8 @@ class HostRows:
                 step.done.add(op)
             for storage, on_device in results.items():
                 self._scattered(on_device, step.values[storage], storage in rows.widths, step.numbers, lane)
-            if action == self._last[expert]:
-                step.values.clear()
+            for storage in ends:
+                step.values.pop(storage, None)
 
         return run
 

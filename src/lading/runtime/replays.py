@@ -87,6 +87,12 @@ class ExpertCounts:
     hosted: dict[str, list[int]] = field(default_factory=lambda: {})
     hosted_bytes: dict[str, int] = field(default_factory=lambda: {})
 
+    def since(self, before: ExpertCounts) -> ExpertCounts:
+        """Make the counts of steps, tokens and choices alone that came after ``before``, counts of the same plan."""
+        return ExpertCounts(
+            self.steps - before.steps, _more(self.tokens, before.tokens), _more(self.chosen, before.chosen)
+        )
+
     def shares(self) -> dict[str, list[float]]:
         """Share of the steps in which each expert got tokens, for ``lading.plan(experts=)``."""
         return {name: [count / max(1, self.steps) for count in row] for name, row in self.chosen.items()}
@@ -101,6 +107,13 @@ class ExpertCounts:
             for name, row in self.tokens.items()
         }
         return {name: [*zip(row, tokens[name], strict=True)] for name, row in self.shares().items()}
+
+
+def _more(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {
+        name: [count - then for count, then in zip(row, before.get(name, [0] * len(row)), strict=True)]
+        for name, row in now.items()
+    }
 
 
 class Experts:

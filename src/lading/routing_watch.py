@@ -70,7 +70,8 @@ class RoutingWatch:
         if counts is None or not self._plans or counts.steps - self._before.steps < self._look_steps:
             return ""
         counts = counts.since(self._before)
-        step_s, shares, loads = (time.perf_counter() - self._began) / counts.steps, counts.shares(), counts.loads()
+        step_s, shares = (time.perf_counter() - self._began) / counts.steps, counts.shares()
+        loads = counts.loads() if self._hosts else {}
         self._look_from_here()
         drift = difference(shares, self._known) - chance(shares, self._known, counts.steps, self._known_steps)
         moved = moved_loads(loads, self._known_loads, counts.steps, self._known_steps) if self._hosts else 0.0

@@ -14,6 +14,7 @@ there: indices and one row of the widest tensor for each, on the device and, pag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert
 from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
-from lading.ir.program import Program, whole_pages
+from lading.ir.program import PAGE_BYTES, Program, whole_pages
 from lading.ir.update_ops import PREFIX
 from lading.memory.guards import Guards, layer_names
 from lading.memory.tier_layout import home_tiers
@@ -160,22 +161,36 @@ def last_uses(program: Program, hosted: HostedExperts) -> dict[int, tuple[int, .
 def host_bytes(program: Program, hosted: HostedExperts) -> int:
     """Most bytes of the host's memory that computing experts there takes beside tiers, of a step that does so for all.
 
-    These are rows and gradients, from when they are gathered or made until their last use, what an operation makes
-    twice while it is put in order, and the page-locked bytes through which rows pass.
+    These are rows, from when they are gathered or made until their last use, and once more while they are put in order;
+    gradients of weights, whose memory is kept for the next of their size (``is_kept``); and page-locked bytes through
+    which rows pass.
     """
     graph, ends = program.graph, last_uses(program, hosted)
     live: set[tuple[Expert, int]] = set()
     now = most = 0
+    kept, most_kept = Counter[int](), Counter[int]()
     for action, op, expert in _steps(program, hosted):
         sizes = {storage: _host_size(graph, hosted, expert, storage) for storage in _on_host(graph, op)}
-        now += sum(size for storage, size in sizes.items() if (expert, storage) not in live)
-        live.update((expert, storage) for storage in sizes)
+        begins = [storage for storage in sizes if (expert, storage) not in live]
+        live.update((expert, storage) for storage in begins)
         made = {graph.storage_of(tensor) for tensor in graph.ops[op].outputs}
-        most = max(most, now + sum(sizes.get(storage, 0) for storage in made))
+        rows = hosted.rows[expert]
+        now += sum(sizes[storage] for storage in begins if not is_kept(graph, rows, storage))
+        kept.update(sizes[storage] for storage in begins if is_kept(graph, rows, storage))
+        most = max(most, now + sum(sizes[s] for s in made & sizes.keys() if not is_kept(graph, rows, s)))
+        most_kept |= kept
         for storage in ends.get(action, ()):
             live.remove((expert, storage))
-            now -= sizes[storage]
-    return most + room_bytes(graph, hosted)
+            if is_kept(graph, rows, storage):
+                kept[sizes[storage]] -= 1
+            else:
+                now -= sizes[storage]
+    return most + sum(size * count for size, count in most_kept.items()) + room_bytes(graph, hosted)
+
+
+def is_kept(graph: StepGraph, rows: ExpertRows, storage: int) -> bool:
+    """Whether memory of a storage on the host serves the next one of its size: it is whole, and a page or more."""
+    return storage not in rows.widths and graph.storages[storage].size_bytes >= PAGE_BYTES
 
 
 def host_limit(program: Program) -> int:

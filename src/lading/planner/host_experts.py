@@ -5,7 +5,10 @@ takes, for n tokens, their rows over the link with a wait for each copy; product
 memory whatever n is, and whose FLOP grow with n; and its update there:
 
     fetch_s = max(values / read, values / write) + device operations
-    host_s(n) = sum of waits + n * row bytes / link + max(bytes / memory, n * FLOP / rate) of each operation + updates
+    host_s(n) = sum of waits + n * row bytes / link + bytes / rate + n * FLOP / rate of each operation + updates
+
+Both rates are those of products of a few rows, as ``lading probe`` measures them beside a device. Where they are not
+known, the longer of bytes at the memory's bandwidth and FLOP at ``THREAD_FLOPS_PER_S`` counts, and is said.
 
 Alone, the host is seldom quicker in training: an update by AdamW passes 28 bytes of an element through its memory,
 where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched.
@@ -26,7 +29,7 @@ from lading.cost.compute import host_processors, op_costs, op_seconds
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert, Router, find_experts
 from lading.ir.graph import DTYPE_BYTES, StepGraph
-from lading.ir.machine import MEMORY, Device, Machine, Tier
+from lading.ir.machine import MEMORY, Machine, Tier
 from lading.ir.plan import NOT_ON_HOST
 from lading.ir.program import Program
 from lading.ir.update_ops import PREFIX
@@ -41,7 +44,7 @@ from lading.memory.hosted_experts import (
 )
 from lading.units import format_bytes
 
-#: FLOP/s of a thread of the host in products of a few rows, where nothing is known of it.
+#: FLOP/s of a thread of the host in products of a few rows, where they were not measured.
 THREAD_FLOPS_PER_S = 2e10
 #: Launches that a device is idle for, beside the latency of a copy, where its host waits for what it copied: of the
 #: copy, of the mark behind it, and of the operation after it.
@@ -234,7 +237,7 @@ def _seconds(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine
     if graph.ops[op].name.startswith(PREFIX):  # and the number of updates comes from the device, and goes back
         seconds += 2 * host_wait_s(machine) + op_seconds(graph, graph.ops[op], host)
     else:
-        seconds += _kernel_s(graph, rows, op, tokens, host)
+        seconds += _kernel_s(graph, rows, op, tokens, machine)
     return seconds + _results_s(graph, rows, op, tokens, machine)
 
 
@@ -245,8 +248,9 @@ def _results_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machi
     return sum(host_wait_s(machine) + size / tier.read_bytes_per_s for size in sizes)
 
 
-def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: Device) -> float:
-    part, share = graph.ops[op], tokens / rows.count
+def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine: Machine) -> float:
+    """Seconds of an operation: a product as products of rows were measured, where they were."""
+    part, share, host = graph.ops[op], tokens / rows.count, host_processors(machine)
     moved, has_rows = 0.0, False
     for tensor in (*part.inputs, *part.outputs):
         view = graph.tensors[tensor]
@@ -254,8 +258,10 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: 
         has_rows |= view.storage in rows.widths
         moved += size * share if view.storage in rows.widths else size
     flops = part.flops * (share if has_rows else 1.0)
-    by_memory_s = moved / host.memory_bandwidth_bytes_per_s
-    return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
+    measured, by_memory_s = machine.host_device, moved / host.memory_bandwidth_bytes_per_s
+    if not flops or measured is None or not measured.row_flops_per_s:
+        return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
+    return host.op_overhead_s + moved / measured.row_bytes_per_s + flops / measured.row_flops_per_s
 
 
 def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: Machine) -> list[str]:
@@ -269,9 +275,23 @@ def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: 
             f"{most} tokens, in {format_bytes(host_bytes(program, hosted))} of its budget beside what lies in "
             f"{program.host_tier}; their numbers differ from plain PyTorch's as sums over fewer rows do"
         )
-        lines.append(
-            f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
-            f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
-        )
+        wait = f"a wait of {host_wait_s(machine) * 1e6:.3g} us for each copy of rows"
+        host = machine.host_device
+        assert host is not None, "it computes"
+        if host.row_flops_per_s:
+            lines.append(f"host: {wait} is assumed, not measured")
+            if others := _other_dtypes(program.graph, hosted):
+                lines.append(
+                    f"host: products of rows in {others} are assumed to be as fast as the measured float32 ones"
+                )
+        else:
+            rate = f"{THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows"
+            lines.append(f"host: {rate}, and {wait}, are assumed, not measured")
     lines += [*_refusals(hosted.refused, guards.routers), *([hosted.left_off] if hosted.left_off else [])]
     return lines
+
+
+def _other_dtypes(graph: StepGraph, hosted: HostedExperts) -> str:
+    """Name the dtypes of experts' products that are not float32."""
+    products = (graph.ops[op] for rows in hosted.rows.values() for op in rows.ops if graph.ops[op].flops)
+    return " and ".join(sorted({graph.tensors[part.outputs[0]].dtype for part in products} - {"float32"}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
+from functools import partial
 from itertools import pairwise
 from math import inf, pi, sqrt
 from pathlib import Path
@@ -12,18 +14,25 @@ from typing import Any
 
 import pytest
 
-from lading import replanning, routing_watch
+from lading import prepare, replanning, routing_watch
+from lading.catalog.load import load_machine, save_machine
 from lading.cli.main import main
-from lading.config import RunConfig, load_run
+from lading.config import MemoryConfig, RunConfig, load_run, lr_at
 from lading.errors import ConfigError
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
+from lading.planner.api import Planned
+from lading.planner.routing import plan_experts
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.routing_watch import Loads, Shares, chance, difference, moved_loads
-from lading.run import Prepared
-from lading.train import train_run
-from tests.runs import write_run
+from lading.run import Prepared, initial_values
+from lading.run_ranks import RunRanks
+from lading.train import opened_data, train_run, trainer_of
+from tests.machines import small_machine
+from tests.runs import OVERHEAD_BYTES, write_run
+from tests.runtime.test_hosted_experts import slow_link
+from tests.runtime.test_routing import all_on_host
 
 #: Eight experts of which two tokens a step choose few.
 SETTINGS = (
@@ -76,6 +85,84 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     assert "other experts are chosen than were planned for; planned again in" in said
     assert Plan.load(tmp_path / "chosen" / "plan.json").fingerprint == plans[-1]
     assert all(0 < sum(row) <= 2 for row in seen[0].values())  # two tokens choose at most two experts in a step
+
+
+#: Experts behind a slow link, each of which gets a few of 16 tokens.
+ON_HOST = (
+    'model={name="moe", sizes={dim=64, num_layers=1, num_heads=2, num_kv_heads=2, hidden_dim=128, num_experts=8, '
+    "num_active=1}}",
+    "data.batch_size=2", "data.sequence_length=8", "optimization.accumulation=1", "optimization.steps=8",
+    "optimization.clip_norm=0", "memory.budget=60%", "memory.experts=true", "memory.experts_on_host=true",
+)  # fmt: skip
+
+
+def run_beside_host(folder: Path) -> RunConfig:
+    """A run on the stand-in device, with all that can be in the host's memory."""
+    path = write_run(folder)
+    save_machine(slow_link(1e-7), folder / "machine.toml")
+    return load_run(path, ON_HOST)
+
+
+@pytest.mark.long
+def test_a_run_computes_experts_on_the_host_as_a_loop_of_ones_own_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tokens of four steps were counted, by the same losses as the trainer in Python, to the bit."""
+
+    def on_host(make: Any, policy: Any, *asked: Any, **hosts: bool) -> Planned:
+        return plan_experts(make, all_on_host, *asked, **hosts)
+
+    def planned_for(before: Prepared, machine: Machine, loads: Loads) -> Plan:
+        memory = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"])
+        return plan_run(dataclasses.replace(before.run, memory=memory), machine, loads=loads).plan
+
+    monkeypatch.setattr(prepare, "plan_experts", on_host)
+    monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
+    monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(replanning, "plan_apart", planned_for)
+    run = run_beside_host(tmp_path)
+    train_run(run)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert re.search(r"experts get other numbers of tokens than were planned .*; the host computes \d experts", said), (
+        said
+    )
+    losses, plans = metrics(tmp_path / "out")
+    assert plans[3] != plans[4]
+
+    loop = dataclasses.replace(run, out=str(tmp_path / "loop"))
+    machine, prepared = load_machine(run.machine), plan_run(loop)
+    assert any("may be once the tokens that each gets are counted" in each for each in prepared.plan.assumptions)
+    data, _ = opened_data(loop, prepared.step.initial.model)
+    with trainer_of(prepared, RunRanks()) as trainer:
+        trainer.initialize(partial(initial_values, loop, prepared.step.initial, fill=trainer.fill))
+        own = []
+        for step in range(8):
+            if step == 4:
+                assert trainer.experts is not None
+                made = planned_for(prepared, machine, trainer.experts.loads())
+                trainer.pause()
+                trainer.resume(made, prepared.step.captured)
+            own.append(trainer.step([data.batch(step, 0)], lr=lr_at(loop.optimization, step)))
+        assert trainer.experts is not None
+        assert sum(map(sum, trainer.experts.hosted.values())) >= 4
+    assert losses == own
+    assert made.host_tokens == Plan.load(tmp_path / "out" / "plan.json").host_tokens
+
+    plain = dataclasses.replace(run, out=str(tmp_path / "plain"), machine=str(tmp_path / "alone.toml"))
+    save_machine(small_machine(overhead_bytes=OVERHEAD_BYTES), tmp_path / "alone.toml")
+    train_run(dataclasses.replace(plain, memory=MemoryConfig(budget="100%", policy="keep-all")))
+    assert losses == pytest.approx(metrics(tmp_path / "plain")[0], rel=1e-5)
+
+
+def test_experts_on_the_host_need_experts_and_are_told_where_they_cannot_be(asked: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experts_on_host: expected experts = true beside it, got false"):
+        MemoryConfig(budget="50%", experts_on_host=True)
+    alone = run_in(asked, tmp_path / "out", experts=True)
+    alone = dataclasses.replace(
+        alone, memory=dataclasses.replace(alone.memory, experts_on_host=True, policy="keep-all")
+    )
+    made = plan_run(dataclasses.replace(alone, memory=dataclasses.replace(alone.memory, budget="100%"))).plan
+    assert any(each.endswith("test has no processors beside its device") for each in made.assumptions)
 
 
 @pytest.mark.slow

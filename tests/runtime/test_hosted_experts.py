@@ -156,6 +156,29 @@ def test_nothing_reads_rows_that_the_host_has_not_written(style: str, api: FakeA
             torch.testing.assert_close(value, plain.values()[parameter.names[0]], rtol=RTOL, atol=ATOL)
 
 
+def test_what_the_device_moves_for_an_expert_alone_is_brought_where_the_host_computes_it(
+    api: FakeApi, tmp_path: Path
+) -> None:
+    """Activations of a page or more are moved away between experts, and memory that nobody has written holds NaN."""
+    steps = [dict(batch, tokens=batch["tokens"].repeat(2, 1)) for batch in batches("skewed", 4)]
+    graph = lading.capture(model_of(), steps[0], loss_fn)
+    made = planned(graph, loads_of(), QUICK)
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    assert hosted.fetches.keys() <= guards.actions.keys()
+    assert hosted.fetched(hosted.rows.keys()) == hosted.fetches.keys() > set()
+    plain = Plain(model_of(), 0.0)
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, device=fake_device(api), experts=made.host_tokens, poison=True
+    ) as executor:
+        load(executor, plain.model)
+        for batch in steps:
+            assert executor.step([batch], lr=OPTIMIZER.lr) == pytest.approx(plain.step([batch], OPTIMIZER.lr), rel=1e-5)
+        assert executor.experts is not None
+        assert any(map(any, executor.experts.counts.hosted.values()))
+
+
 def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, made: Plan, tmp_path: Path) -> None:
     """Until an expert is computed on the host, everything is to the bit."""
     most = max(limit for row in made.host_tokens.values() for limit in row.values())

@@ -8,15 +8,17 @@ zeros that stand there for an expert left out.
 
 [Note: what a hosted expert needs] Its values lie in the host's memory whenever its router has chosen, and nothing else
 touches them in that step: that is what makes up for updates needs, too (``lading.memory.guards``, [Note: what can be
-replayed]), and every move of them is left out. Rows pass through memory for as many tokens as the expert may be given
-there: indices and one row of the widest tensor for each, on the device and, page-locked, on the host.
+replayed]), and every move of them is left out. What its operations read from the device has to be there: a move that
+brings it for them alone would be left out with the expert, and is made all the same (``HostedExperts.fetches``). Rows
+pass through memory for as many tokens as the expert may be given there: indices and one row of the widest tensor for
+each, on the device and, page-locked, on the host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE
@@ -26,7 +28,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.program import PAGE_BYTES, Program, whole_pages
 from lading.ir.update_ops import PREFIX
-from lading.memory.guards import Guards, layer_names
+from lading.memory.guards import Guards, layer_names, stays_of
 from lading.memory.tier_layout import home_tiers
 
 #: Bytes of the number of a row.
@@ -42,6 +44,7 @@ class HostedExperts:
         rows: Operations of each, on rows.
         limits: Most tokens for which it is computed there.
         by_action: Expert that an action computes.
+        fetches: For each guarded move of what is on the device for them, the experts for which it is made all the same.
         refused: Why an expert that was to be is not, in words.
         left_off: Which others the budget of the host's memory has no room for, in words; "" for none.
     """
@@ -50,6 +53,7 @@ class HostedExperts:
     limits: Mapping[Expert, int]
     by_action: Mapping[int, Expert]
     refused: Mapping[Expert, str]
+    fetches: Mapping[int, frozenset[Expert]] = field(default_factory=dict[int, frozenset[Expert]])
     left_off: str = ""
 
     def chosen(self, tokens: Mapping[Expert, int]) -> frozenset[Expert]:
@@ -64,7 +68,12 @@ class HostedExperts:
             {e: limit for e, limit in self.limits.items() if e in kept},
             {action: e for action, e in self.by_action.items() if e in kept},
             self.refused,
+            {action: experts & kept for action, experts in self.fetches.items()},
         )
+
+    def fetched(self, experts: Set[Expert]) -> frozenset[int]:
+        """Guarded moves that are made for experts which the host computes."""
+        return frozenset(action for action, needed in self.fetches.items() if not needed.isdisjoint(experts))
 
 
 def row_bytes(graph: StepGraph, rows: ExpertRows, storage: int) -> int:
@@ -95,7 +104,31 @@ def find_hosted(program: Program, guards: Guards, limits: Mapping[Expert, int]) 
             rows[expert] = candidate
     expert_by_op = {op: expert for expert, expert_rows in rows.items() for op in expert_rows.ops}
     by_action = {a.id: expert_by_op[a.op] for a in program.actions if a.op is not None and a.op in expert_by_op}
-    return HostedExperts(rows, {e: min(allowed[e], rows[e].count) for e in rows}, by_action, refused)
+    limits = {e: min(allowed[e], rows[e].count) for e in rows}
+    return HostedExperts(rows, limits, by_action, refused, _fetches(program, guards, rows, by_action))
+
+
+def _fetches(
+    program: Program, guards: Guards, rows: Mapping[Expert, ExpertRows], by_action: Mapping[int, Expert]
+) -> dict[int, frozenset[Expert]]:
+    """Experts for which a guarded move to the device, and those back in the same stay, are made all the same."""
+    fetches: dict[int, frozenset[Expert]] = {}
+    for stay in stays_of(program):
+        if not stay.is_read or stay.start not in guards.actions:
+            continue
+        needed = {
+            by_action[action]
+            for action in stay.ops
+            if action in by_action and stay.storage in _passed(rows[by_action[action]], program.actions[action].op)
+        }
+        if needed:
+            fetches.update(dict.fromkeys((stay.start, *stay.writes), frozenset(needed)))
+    return fetches
+
+
+def _passed(rows: ExpertRows, op: int | None) -> tuple[int, ...]:
+    """Storages of which an operation has rows brought from the device, or put there."""
+    return () if op is None else (*rows.inputs.get(op, ()), *rows.results.get(op, ()))
 
 
 class _HostedCheck:

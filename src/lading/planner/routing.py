@@ -726,7 +726,7 @@ def expected_step_s(
     def seconds(used: frozenset[Expert]) -> float:
         tokens = {} if host is None else host.expected(guards, hosted, used)
         longer_s = {**waits_s, **host_seconds(program, hosted, tokens, machine)}
-        left_out = guards.left_out(used - tokens.keys())
+        left_out = guards.left_out(used - tokens.keys()) - hosted.fetched(tokens.keys())
         return step_times(program, machine, left_out=left_out, longer_s=longer_s)[0]
 
     each_s = {used: seconds(used) for used in dict.fromkeys(steps)}

@@ -253,12 +253,15 @@ class Experts:
             on_host: Runs the operation on the host, in steps in which its expert is computed there.
         """
         is_idle = self.guards.actions[action].is_idle
+        fetches = frozenset[Expert]() if self.hosting is None else self.hosting.hosted.fetches.get(action, frozenset())
         issue = lane.bound(run)
         clear = lane.bound(partial(_clear, zeros)) if zeros else None
         stream, size_bytes = moved
 
         def chosen() -> None:
             idle = is_idle(self.now, self.before)
+            if fetches and self.hosting is not None:
+                idle = idle and fetches.isdisjoint(self.hosting.now)
             if size_bytes:
                 counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
                 counted[stream] = counted.get(stream, 0) + size_bytes
@@ -274,7 +277,8 @@ class Experts:
 
     def left_out(self) -> frozenset[int]:
         """Actions that did nothing so far in the run under way, or would not."""
-        return self.guards.left_out(self.now, self.before)
+        left_out = self.guards.left_out(self.now, self.before)
+        return left_out if self.hosting is None else left_out - self.hosting.hosted.fetched(self.hosting.now)
 
     def end_step(
         self, rate: Rate, norm: float | None, norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None

@@ -24,7 +24,7 @@ from lading.ir.expand import expand
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import find_experts
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import Curve, Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.memory.guards import find_guards, find_routers_alone
@@ -218,7 +218,7 @@ def test_the_host_computes_where_a_step_is_expected_to_be_shorter(graph: StepGra
 
 
 def test_measured_rates_of_rows_take_the_place_of_the_assumed_one(graph: StepGraph, made: Plan) -> None:
-    """A token more takes its FLOP at the measured rate, and its bytes; and the plan no longer says that it assumes."""
+    """A product takes its FLOP at the rate of as many rows; and the plan no longer says that it assumes it."""
     host = BESIDE_HOST.host_device
     assert host is not None
     (program,) = programs_of(made, graph, ())
@@ -226,20 +226,16 @@ def test_measured_rates_of_rows_take_the_place_of_the_assumed_one(graph: StepGra
     hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
     expert = min(hosted.rows)
 
-    def seconds(flops_per_s: float, bytes_per_s: float, tokens: float = 1.0) -> float:
-        measured = dataclasses.replace(host, row_flops_per_s=flops_per_s, row_bytes_per_s=bytes_per_s)
-        machine = dataclasses.replace(BESIDE_HOST, host_device=measured)
+    def seconds(tokens: float, curve: Curve) -> float:
+        machine = dataclasses.replace(BESIDE_HOST, host_device=dataclasses.replace(host, row_flops_per_s=curve))
         return sum(host_seconds(program, hosted, {expert: tokens}, machine).values())
 
-    parts = [program.graph.ops[op] for op in hosted.rows[expert].ops]
-    flops = sum(part.flops for part in parts) / TOKENS
-    assert seconds(1e6, 1e9, 2.0) - seconds(1e6, 1e9) > 0.99 * flops / 1e6
-    assert seconds(1e6, 1e9) - seconds(2e6, 1e9) == pytest.approx(flops / 2e6)
-    weights = sum(program.graph.storages[s].size_bytes for s in hosted.rows[expert].weights) / 3  # two are moments
-    assert seconds(1e6, 1e3) - seconds(1e6, 2e3) == pytest.approx(
-        3 * weights / 2e3, rel=0.1
-    )  # read twice, written once
-    quick = dataclasses.replace(host, row_flops_per_s=1e11, row_bytes_per_s=1e10)
+    flops = sum(program.graph.ops[op].flops for op in hosted.rows[expert].ops) / TOKENS
+    fast, slow = (Curve(size=(1.0, 2.0), rate=(rate, 1e8)) for rate in (1e7, 1e6))
+    assert seconds(1.0, slow) - seconds(1.0, fast) == pytest.approx(flops / 1e6 - flops / 1e7)
+    assert seconds(2.0, slow) == seconds(2.0, fast)
+    assert seconds(2.0, slow) - seconds(1.0, slow) == pytest.approx(2 * flops / 1e8 - flops / 1e6, rel=1e-3)
+    quick = dataclasses.replace(host, row_flops_per_s=Curve(size=(1.0,), rate=(1e11,)))
     told = planned(graph, loads_of(), dataclasses.replace(BESIDE_HOST, host_device=quick))
     assert told.host_tokens
     assert any("20 GFLOP/s a thread in products of a few rows, and a wait" in each for each in made.assumptions)

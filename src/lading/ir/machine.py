@@ -178,25 +178,17 @@ class HostDevice:
         num_threads: Threads the rates are for.
         memory_bandwidth_bytes_per_s: Read plus write, of the host's memory.
         optimizer_elements_per_s: AdamW elements per second, all fp32 and in the host's memory.
-        row_flops_per_s, row_bytes_per_s: FLOP and bytes a second of float32 products of a few rows with weights in that
-            memory, each taking its time after the other. 0 where they were not measured.
+        row_flops_per_s: FLOP per second of float32 products of rows, with weights that come from that memory, against
+            the number of rows; of as many in each layout as an expert has. None where it was not measured.
     """
 
     name: str
     num_threads: int
     memory_bandwidth_bytes_per_s: float
     optimizer_elements_per_s: float
-    row_flops_per_s: float = 0.0
-    row_bytes_per_s: float = 0.0
+    row_flops_per_s: Curve | None = None
 
     def __post_init__(self) -> None:
-        if min(self.row_flops_per_s, self.row_bytes_per_s) < 0 or (
-            bool(self.row_flops_per_s) != bool(self.row_bytes_per_s)
-        ):
-            raise ConfigError(
-                f"expected both of host_device.row_flops_per_s and row_bytes_per_s above 0 or neither, got "
-                f"{self.row_flops_per_s} and {self.row_bytes_per_s}"
-            )
         for key in ("num_threads", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"host_device.{key} must be positive, got {getattr(self, key)}")
@@ -639,8 +631,7 @@ class Machine:
                 num_threads=max(1, int(host.num_threads * share)),
                 memory_bandwidth_bytes_per_s=host.memory_bandwidth_bytes_per_s * share,
                 optimizer_elements_per_s=host.optimizer_elements_per_s * share,
-                row_flops_per_s=host.row_flops_per_s * share,
-                row_bytes_per_s=host.row_bytes_per_s * share,
+                row_flops_per_s=host.row_flops_per_s and host.row_flops_per_s.slower(1 / share),
             )
         memory = host.memory_bandwidth_bytes_per_s if host else float("inf")
         bus = self.tier(self.host_tier)

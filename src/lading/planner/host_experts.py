@@ -5,10 +5,10 @@ takes, for n tokens, their rows over the link with a wait for each copy; product
 memory whatever n is, and whose FLOP grow with n; and its update there:
 
     fetch_s = max(values / read, values / write) + device operations
-    host_s(n) = sum of waits + n * row bytes / link + bytes / rate + n * FLOP / rate of each operation + updates
+    host_s(n) = sum of waits + n * row bytes / link + n * FLOP / rate(n) of each product + updates
 
-Both rates are those of products of a few rows, as ``lading probe`` measures them beside a device. Where they are not
-known, the longer of bytes at the memory's bandwidth and FLOP at ``THREAD_FLOPS_PER_S`` counts, and is said.
+The rate is that of products of n rows, as ``lading probe`` measures it beside a device. Where it is not known, the
+longer of bytes at the memory's bandwidth and FLOP at ``THREAD_FLOPS_PER_S`` counts, and is said.
 
 Alone, the host is seldom quicker in training: an update by AdamW passes 28 bytes of an element through its memory,
 where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched.
@@ -259,9 +259,9 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machin
         moved += size * share if view.storage in rows.widths else size
     flops = part.flops * (share if has_rows else 1.0)
     measured, by_memory_s = machine.host_device, moved / host.memory_bandwidth_bytes_per_s
-    if not flops or measured is None or not measured.row_flops_per_s:
+    if not flops or measured is None or measured.row_flops_per_s is None:
         return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
-    return host.op_overhead_s + moved / measured.row_bytes_per_s + flops / measured.row_flops_per_s
+    return host.op_overhead_s + flops / measured.row_flops_per_s.at(tokens)
 
 
 def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: Machine) -> list[str]:
@@ -278,7 +278,7 @@ def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: 
         wait = f"a wait of {host_wait_s(machine) * 1e6:.3g} us for each copy of rows"
         host = machine.host_device
         assert host is not None, "it computes"
-        if host.row_flops_per_s:
+        if host.row_flops_per_s is not None:
             lines.append(f"host: {wait} is assumed, not measured")
             if others := _other_dtypes(program.graph, hosted):
                 lines.append(

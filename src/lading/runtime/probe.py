@@ -123,7 +123,7 @@ def probe(
         say(disk.note)
     sources = _sources(target, _how(today, rounds, used, load), today, disk, host is not None)
     if beside is not None:
-        sources["host_device"], load = f"measured {today}, {beside[1]}", max(load, beside[2])
+        sources["host_device"], load = _how(today, beside[1], used, beside[2]), max(load, beside[2])
     if load > QUIET:
         sources["device.load"] = _busy_sentence(load)
         say(sources["device.load"])
@@ -139,19 +139,18 @@ def probe(
     )
 
 
-def _probe_beside(seconds: float, threads: int, say: Progress) -> tuple[HostDevice, str, float]:
+def _probe_beside(seconds: float, threads: int, say: Progress) -> tuple[HostDevice, int, float]:
     """Measure the processors beside a device, where they compute in the host's memory.
 
     Returns:
-        The processors, how they were measured, and the share of them that others took meanwhile.
+        The processors, the most samples of a case, and the share of them that others took meanwhile.
     """
     say(f"processors of the host with {threads} threads")
     cases = processor_cases()
     with torch.no_grad():
         watch = Stopwatch(cases, torch.device("cpu"))
         rounds, load = _quiet_rounds(watch, seconds, say)
-    processors, error = processors_of(cases, watch.seconds(quiet=load <= QUIET), threads)
-    return processors, f"{rounds} samples, {threads} threads; products of rows fitted within {error:.0%}", load
+    return processors_of(cases, watch.seconds(quiet=load <= QUIET), threads), rounds, load
 
 
 def probe_processors(threads: int, seconds: float, progress: Progress | None = None) -> tuple[Device, str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, product
-from math import inf
 from statistics import median
 
 import torch
 
-from lading.ir.machine import MEMORY, UPDATE_NUMBERS, HostDevice, Tier
+from lading.ir.machine import MEMORY, UPDATE_NUMBERS, Curve, HostDevice, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.host import host_id, usable_bytes
 from lading.runtime.probe_cases import Case, Pool, flush_bytes, rate_cases, rounded
@@ -27,19 +26,18 @@ _COPY_BYTES = 256 * MiB
 #: Copies of a page in a row, each behind another stream's event as in a run: one by itself is mostly the host's wait.
 _PAGES = 64
 #: Rows of the timed products, and rows and columns of their float32 weights.
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 2, 4, 16, 64, 256)
 _WEIGHT = (4096, 1024)
-#: Seconds of a FLOP or a byte that takes none beside the other.
-_NO_TIME = 1e-18
 #: Products with a weight: x W^T of the forward pass, dy W and dy^T x of the backward pass.
 LAYOUTS = ("NT", "NN", "TN")
+_ROW_KEY = "rows."
 
 
 def processor_cases(shape: tuple[int, int] = _WEIGHT) -> list[Case]:
     """Make cases of what a host's processors do beside a device: passes over memory, updates, and products of few rows.
 
-    Products have their FLOP as ``work`` and the bytes of operands and result as ``size``. Each call takes another
-    weight, so that it comes from memory; a gradient goes to memory that was touched before.
+    Products have their rows as ``size``. Each call takes another weight, so that it comes from memory; a gradient goes
+    to memory that was touched before.
 
     Args:
         shape: Rows and columns of the weights.
@@ -51,8 +49,7 @@ def processor_cases(shape: tuple[int, int] = _WEIGHT) -> list[Case]:
 
 def _row_cases(shape: tuple[int, int]) -> Iterator[Case]:
     rows, columns = shape
-    size = 4 * rows * columns
-    weights = cycle([torch.rand(rows, columns) for _ in range(2 + 2 * flush_bytes()[1] // size)])
+    weights = cycle([torch.rand(shape) for _ in range(2 + 2 * flush_bytes()[1] // (4 * rows * columns))])
     for layout, count in product(LAYOUTS, ROWS):
         x, gradient = torch.rand(count, columns), torch.rand(count, rows)
         calls: dict[str, Callable[[], object]] = {
@@ -60,58 +57,40 @@ def _row_cases(shape: tuple[int, int]) -> Iterator[Case]:
             "NN": lambda gradient=gradient: torch.mm(gradient, next(weights)),
             "TN": lambda x=x, gradient=gradient: torch.mm(gradient.t(), x, out=next(weights)),
         }
-        moved = float(size + 4 * count * (rows + columns))
-        yield Case(f"rows.{layout}", moved, 2.0 * count * rows * columns, calls[layout])
+        yield Case(f"{_ROW_KEY}{layout}", float(count), 2.0 * count * rows * columns, calls[layout])
 
 
-def processors_of(cases: Sequence[Case], seconds: Sequence[float], threads: int) -> tuple[HostDevice, float]:
-    """Make the host's processors of what ``processor_cases`` took; returns the mean error of products of rows, too.
+def processors_of(cases: Sequence[Case], seconds: Sequence[float], threads: int) -> HostDevice:
+    """Make the host's processors of what ``processor_cases`` took.
 
     Args:
         seconds: Seconds of each case.
         threads: Threads that they were timed with.
     """
     timed = list(zip(cases, seconds, strict=True))
-    rates = {case.key: case.work / each for case, each in timed if not case.key.startswith("rows.")}
-    flops_per_s, bytes_per_s, error = fit_rows([row for row in timed if row[0].key.startswith("rows.")])
-    processors = HostDevice(
+    rates = {case.key: case.work / each for case, each in timed if not case.key.startswith(_ROW_KEY)}
+    return HostDevice(
         name=host_id().split(" | ")[0],
         num_threads=threads,
         memory_bandwidth_bytes_per_s=rounded(rates["copy"]),
         optimizer_elements_per_s=rounded(rates["step"] / (4 * UPDATE_NUMBERS)),
-        row_flops_per_s=rounded(flops_per_s),
-        row_bytes_per_s=rounded(bytes_per_s),
+        row_flops_per_s=row_rates([row for row in timed if row[0].key.startswith(_ROW_KEY)]),
     )
-    return processors, error
 
 
-def fit_rows(timed: Sequence[tuple[Case, float]]) -> tuple[float, float, float]:
-    """Fit ``seconds = bytes / bytes_per_s + flops / flops_per_s`` to products of a few rows.
+def row_rates(timed: Sequence[tuple[Case, float]]) -> Curve:
+    """Rate of products of rows against their number, of as many in each layout.
 
-    An expert has as many products of each layout, so what those of one number of rows take together is fitted, by the
-    least squares of relative errors.
-
-    Args:
-        timed: Products and the seconds of each, of two numbers of rows at least.
-    Returns:
-        FLOP/s, bytes/s, and the mean relative error.
+    Their FLOP grow with the rows, and the bytes of their weights do not; but from 2 rows to those of a kernel's tile
+    neither tells the time, and one row has a kernel of its own. On an AMD EPYC, a sum of both at two rates missed 4 of
+    256 rows by two fifths (3.8 ms for 6.3, two threads).
     """
-    together: dict[float, tuple[float, float, float]] = {}
+    together: dict[float, tuple[float, float]] = {}
     for case, seconds in timed:
-        flops, size, total = together.get(case.work, (0.0, 0.0, 0.0))
-        together[case.work] = flops + case.work, size + case.size, total + seconds
-    parts = torch.tensor([[flops / s, size / s] for flops, size, s in together.values()], dtype=torch.float64)
-    best, found = inf, torch.zeros(2, dtype=torch.float64)
-    ones = torch.ones(len(parts), 1, dtype=torch.float64)
-    for kept in ([0, 1], [0], [1]):  # neither takes less than no time
-        values = torch.linalg.lstsq(parts[:, kept], ones).solution
-        missed = (parts[:, kept] @ values - ones).square().sum().item()
-        if values.min() > 0 and missed < best:
-            best, found = missed, torch.zeros(2, dtype=torch.float64)
-            found[kept] = values.squeeze(1)
-    error = (parts @ found - 1).abs().mean().item()
-    flop_s, byte_s = found.tolist()
-    return 1 / max(flop_s, _NO_TIME), 1 / max(byte_s, _NO_TIME), error
+        flops, total = together.get(case.size, (0.0, 0.0))
+        together[case.size] = flops + case.work, total + seconds
+    sizes = tuple(sorted(together))
+    return Curve(size=sizes, rate=tuple(rounded(together[size][0] / together[size][1]) for size in sizes))
 
 
 def host_tier(seconds: float) -> Tier:

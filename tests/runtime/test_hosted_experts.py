@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ from lading.ir.action import Action
 from lading.ir.expand import expand
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import find_experts
-from lading.ir.graph import StepGraph
+from lading.ir.graph import PERSISTENT, StepGraph
 from lading.ir.machine import Curve, Machine
-from lading.ir.plan import Plan
-from lading.ir.program import Program
+from lading.ir.plan import Option, Plan
+from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import find_guards, find_routers_alone
 from lading.memory.hosted_experts import (
     check_hosted,
@@ -36,8 +37,10 @@ from lading.memory.hosted_experts import (
     limits_by_expert,
     room_bytes,
 )
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable
 from lading.memory.restore import programs_of
 from lading.planner.host_experts import ROOM_REFUSED, HostChoice, host_seconds
+from lading.planner.policies import Policy
 from lading.planner.routing import expected_step_s
 from lading.runtime import expert_computing
 from lading.runtime.executor import Executor
@@ -177,6 +180,49 @@ def test_what_the_device_moves_for_an_expert_alone_is_brought_where_the_host_com
             assert executor.step([batch], lr=OPTIMIZER.lr) == pytest.approx(plain.step([batch], OPTIMIZER.lr), rel=1e-5)
         assert executor.experts is not None
         assert any(map(any, executor.experts.counts.hosted.values()))
+
+
+def at_random(seed: int) -> Policy:
+    """Policy that moves experts' values to the host, and for all else moves, runs again or keeps as a seed says."""
+
+    def chosen(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        draws, choices = random.Random(seed), dict[tuple[int, int], Option]()
+        for gap in gaps(graph, lives):
+            storage = graph.storages[gap.storage]
+            can_move = is_movable(graph, gap.storage, PAGE_BYTES)
+            options = [Option("host")] * (4 * can_move)
+            if not (storage.role in PERSISTENT and ".experts." in storage.name):
+                options += [Option.RECOMPUTE] * (2 * can_recompute(graph, lives, gap))
+                options += [Option.KEEP] * (draws.random() < 0.3)
+            if options:
+                choices[gap.storage, gap.start] = draws.choice(options)
+        return {gap: option for gap, option in choices.items() if option != Option.KEEP}
+
+    return chosen
+
+
+@pytest.mark.long
+def test_plans_at_random_fit_and_compute_the_same_numbers(api: FakeApi, tmp_path: Path) -> None:
+    steps = [dict(batch, tokens=batch["tokens"].repeat(2, 1)) for batch in batches("skewed", 4)]
+    graph = lading.capture(model_of(), steps[0], loss_fn)
+    fetched = 0
+    for seed in (13, 21):
+        made = planned(graph, loads_of(), QUICK, policy=at_random(seed), budget="100%", clip_norm=seed % 2)
+        assert made.peak_bytes["device"] <= made.budgets["device"]
+        (program,) = programs_of(made, graph, ())
+        plain, folder = Plain(model_of(), seed % 2), tmp_path / f"{seed}"
+        folder.mkdir()
+        with Executor(
+            program, optimizer=OPTIMIZER, folder=folder, device=fake_device(api),
+            experts=made.host_tokens or made.experts, poison=True,
+        ) as executor:  # fmt: skip
+            load(executor, plain.model)
+            for batch in steps:
+                wanted = plain.step([batch], OPTIMIZER.lr)
+                assert executor.step([batch], lr=OPTIMIZER.lr) == pytest.approx(wanted, rel=1e-5)
+            hosting = None if executor.experts is None else executor.experts.hosting
+            fetched += 0 if hosting is None else len(hosting.hosted.fetches)
+    assert fetched
 
 
 def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, made: Plan, tmp_path: Path) -> None:

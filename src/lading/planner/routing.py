@@ -536,6 +536,8 @@ def _with_experts(
     beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
     others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
+    if chosen.peak_bytes > allowed_bytes:  # its reads are so late that it needs more room than was kept free
+        return inf, made
     verify(chosen)
     check_hosted(chosen, guards, hosted)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
@@ -611,9 +613,10 @@ def _more_bytes(made: Planned, machine: Machine, host: HostChoice | None = None)
     On a CPU its further steps, which run on values that are up to date, have no need of it.
     """
     program = made.program
-    late = with_late_reads(program, _always)
-    guards = find_guards(late)
-    asked = replay_bytes(late, guards) + room_bytes(late.graph, _hosted(late, guards, host))
+    asked = 0
+    for each in (program, with_late_reads(program, _always)):  # of which more may be left out, or computed elsewhere
+        guards = find_guards(each)
+        asked = max(asked, replay_bytes(each, guards) + room_bytes(each.graph, _hosted(each, guards, host)))
     room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
     steps = (program,) if machine.device.kind == "cpu" else (program, *made.others)
     return room if any(each.predicted_bytes + room > each.budgets[DEVICE] for each in steps) else 0

@@ -133,7 +133,6 @@ def test_a_run_computes_experts_on_the_host_as_a_loop_of_ones_own_does(
     )
     losses, plans = metrics(tmp_path / "out")
     assert plans[3] != plans[4]
-
     loop = dataclasses.replace(run, out=str(tmp_path / "loop"))
     prepared = plan_run(loop)
     assert any("may be once the tokens that each gets are counted" in each for each in prepared.plan.assumptions)

@@ -541,14 +541,11 @@ def _with_experts(
     verify(chosen)
     check_hosted(chosen, guards, hosted)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
-    peak = chosen.predicted_bytes
-    before = plan.predictions
-    peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
-    if hosted.rows:
-        host_peak = chosen.tier_bytes(chosen.host_tier) + host_bytes(chosen, hosted)
-        peaks = {moment: {**tiers, chosen.host_tier: host_peak} for moment, tiers in peaks.items()}
     predictions = dataclasses.replace(
-        before, step_s=timeline.duration_s, peaks=peaks, actions=action_times(timeline.events)
+        plan.predictions,
+        step_s=timeline.duration_s,
+        peaks=_peaks(plan, chosen, hosted),
+        actions=action_times(timeline.events),
     )
     plan = dataclasses.replace(
         plan,
@@ -568,6 +565,16 @@ def _with_experts(
         others=tuple(other for other, _ in others),
     )
     return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+
+
+def _peaks(plan: Plan, chosen: Program, hosted: HostedExperts) -> dict[str, dict[str, int]]:
+    """Peaks of a plan by moment and tier, with what leaving experts out, and computing them on the host, takes."""
+    peaks = {moment: dict(tiers) for moment, tiers in plan.predictions.peaks.items()}
+    for tiers in peaks.values():
+        tiers[DEVICE] = max(tiers[DEVICE], chosen.predicted_bytes)
+        if hosted.rows:
+            tiers[chosen.host_tier] = chosen.tier_bytes(chosen.host_tier) + host_bytes(chosen, hosted)
+    return peaks
 
 
 def _hosted(program: Program, guards: Guards, host: HostChoice | None) -> HostedExperts:

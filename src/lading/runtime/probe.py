@@ -133,7 +133,7 @@ def probe(
         source=f"lading probe, {seconds:g} s",
         device=measured,
         tiers=(disk.tier,) if host is None else (host, disk.tier),
-        host_device=None if beside is None else beside[0],
+        host_device=beside and beside[0],
         host_id=host_id(),
         sources=sources,
     )

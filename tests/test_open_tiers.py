@@ -247,7 +247,12 @@ def test_a_device_that_only_the_machine_file_names_trains(graph: StepGraph, plai
     everything = program_of(plan(graph, machine, budget="100%", cache=False), graph)
     found = plan(graph, machine, budget=budget_for(everything, 0.5), cache=False)
     with Trainer(found, graph, net(), optimizer=AdamW(lr=LR), folder=tmp_path / "swap") as trainer:
-        assert [trainer.step(batch(step)) for step in range(STEPS)] == plain
+        losses = [trainer.step(batch(step)) for step in range(STEPS - 1)]
+        trainer.pause()
+        trainer.resume(found, graph)  # its values lay in the host's memory meanwhile
+        assert [*losses, trainer.step(batch(STEPS - 1))] == plain
+        assert trainer.base_bytes == 0
+        assert 0 < trainer.peak_bytes <= found.budgets["device"]
     gone = dataclasses.replace(machine, device=dataclasses.replace(machine.device, kind=f"{__name__}:gone"))
     with pytest.raises(ConfigError, match="device: expected a kind that Lading has, or a 'module:function'"):
         Trainer(plan(graph, gone, budget="100%", cache=False), graph, net(), folder=tmp_path / "swap")

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
+from functools import partial
 from itertools import pairwise
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lading import replanning, routing_watch
+from lading import prepare, replanning, routing_watch
+from lading.catalog.load import save_machine
 from lading.cli.main import main
-from lading.config import RunConfig, load_run
+from lading.config import MemoryConfig, RunConfig, load_run, lr_at
 from lading.errors import ConfigError
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
+from lading.planner.api import Planned
+from lading.planner.routing import plan_experts
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
-from lading.routing_watch import Shares, chance, difference
-from lading.run import Prepared
-from lading.train import train_run
-from tests.runs import write_run
+from lading.routing_watch import Loads, Shares, chance, difference, moved_loads
+from lading.run import Prepared, initial_values
+from lading.run_ranks import RunRanks
+from lading.train import opened_data, train_run, trainer_of
+from tests.machines import small_machine
+from tests.runs import OVERHEAD_BYTES, write_run
+from tests.runtime.test_hosted_experts import slow_link
+from tests.runtime.test_routing import all_on_host
 
 #: Eight experts of which two tokens a step choose few.
 SETTINGS = (
@@ -57,10 +67,10 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     train_run(dataclasses.replace(every, memory=dataclasses.replace(every.memory, budget="100%", policy="keep-all")))
     seen: list[Shares] = []
 
-    def plan_here(before: Prepared, machine: Machine, shares: Shares) -> Plan:
-        seen.append(shares)
+    def plan_here(before: Prepared, machine: Machine, loads: Shares) -> Plan:
+        seen.append(loads)
         memory = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"])
-        return plan_run(dataclasses.replace(before.run, memory=memory), machine, shares=shares).plan
+        return plan_run(dataclasses.replace(before.run, memory=memory), machine, loads=loads).plan
 
     monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
     monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
@@ -76,6 +86,86 @@ def test_a_run_is_planned_again_for_the_experts_chosen_and_keeps_its_numbers(
     assert "other experts are chosen than were planned for; planned again in" in said
     assert Plan.load(tmp_path / "chosen" / "plan.json").fingerprint == plans[-1]
     assert all(0 < sum(row) <= 2 for row in seen[0].values())  # two tokens choose at most two experts in a step
+
+
+#: Experts behind a slow link, each of which gets a few of 16 tokens.
+ON_HOST = (
+    'model={name="moe", sizes={dim=64, num_layers=1, num_heads=2, num_kv_heads=2, hidden_dim=128, num_experts=8, '
+    "num_active=1}}",
+    "data.batch_size=2", "data.sequence_length=8", "optimization.accumulation=1", "optimization.steps=8",
+    "optimization.clip_norm=0", "memory.budget=60%", "memory.experts=true", "memory.experts_on_host=true",
+)  # fmt: skip
+
+
+def run_beside_host(folder: Path) -> RunConfig:
+    """A run on the stand-in device, with all that can be in the host's memory."""
+    path = write_run(folder)
+    save_machine(slow_link(1e-7), folder / "machine.toml")
+    return load_run(path, ON_HOST)
+
+
+@pytest.mark.long
+def test_a_run_computes_experts_on_the_host_as_a_loop_of_ones_own_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tokens of four steps were counted, by the same losses as the trainer in Python, to the bit."""
+
+    def on_host(make: Any, policy: Any, *asked: Any, **hosts: bool) -> Planned:
+        return plan_experts(make, all_on_host, *asked, **hosts)
+
+    seen: list[tuple[Loads, Plan]] = []
+
+    def planned_for(before: Prepared, machine: Machine, loads: Loads) -> Plan:
+        loads = json.loads(json.dumps(loads))  # as another process reads them
+        memory = dataclasses.replace(before.run.memory, budget=before.plan.budgets["device"])
+        seen.append((loads, plan_run(dataclasses.replace(before.run, memory=memory), machine, loads=loads).plan))
+        return seen[-1][1]
+
+    monkeypatch.setattr(prepare, "plan_experts", on_host)
+    monkeypatch.setattr(routing_watch, "_LOOK_STEPS", 4)
+    monkeypatch.setattr(routing_watch, "_WORTH_S", 0.0)
+    monkeypatch.setattr(replanning, "plan_apart", planned_for)
+    run = run_beside_host(tmp_path)
+    train_run(run)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert re.search(r"experts get other numbers of tokens than were planned .*; the host computes \d experts", said), (
+        said
+    )
+    losses, plans = metrics(tmp_path / "out")
+    assert plans[3] != plans[4]
+    loop = dataclasses.replace(run, out=str(tmp_path / "loop"))
+    prepared = plan_run(loop)
+    assert any("may be once the tokens that each gets are counted" in each for each in prepared.plan.assumptions)
+    data, _ = opened_data(loop, prepared.step.initial.model)
+    with trainer_of(prepared, RunRanks()) as trainer:
+        trainer.initialize(partial(initial_values, loop, prepared.step.initial, fill=trainer.fill))
+        own = []
+        for step in range(8):
+            if step == 4:
+                assert trainer.experts is not None
+                assert json.loads(json.dumps(trainer.experts.loads())) == seen[0][0]
+                trainer.pause()
+                trainer.resume(seen[0][1], prepared.step.captured)
+            own.append(trainer.step([data.batch(step, 0)], lr=lr_at(loop.optimization, step)))
+        assert trainer.experts is not None
+        assert sum(map(sum, trainer.experts.hosted.values())) >= 4
+    assert losses == own
+
+    plain = dataclasses.replace(run, out=str(tmp_path / "plain"), machine=str(tmp_path / "alone.toml"))
+    save_machine(small_machine(overhead_bytes=OVERHEAD_BYTES), tmp_path / "alone.toml")
+    train_run(dataclasses.replace(plain, memory=MemoryConfig(budget="100%", policy="keep-all")))
+    assert losses == pytest.approx(metrics(tmp_path / "plain")[0], rel=1e-5)
+
+
+def test_experts_on_the_host_need_experts_and_are_told_where_they_cannot_be(asked: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experts_on_host: expected experts = true beside it, got false"):
+        MemoryConfig(budget="50%", experts_on_host=True)
+    alone = run_in(asked, tmp_path / "out", experts=True)
+    alone = dataclasses.replace(
+        alone, memory=dataclasses.replace(alone.memory, experts_on_host=True, policy="keep-all")
+    )
+    made = plan_run(dataclasses.replace(alone, memory=dataclasses.replace(alone.memory, budget="100%"))).plan
+    assert any(each.endswith("test has no processors beside its device") for each in made.assumptions)
 
 
 @pytest.mark.slow
@@ -124,16 +214,22 @@ class Counting:
             row[expert] += number
 
 
+def run_that(*, hosts: bool, plan: Any = None) -> Any:
+    """A prepared run, as far as a watch looks at it."""
+    return SimpleNamespace(plan=plan, run=SimpleNamespace(memory=SimpleNamespace(experts_on_host=hosts)))
+
+
 def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = Counting()
     planned: list[Shares] = []
 
-    def in_vain(self: Any, shares: Shares) -> str:
-        planned.append(shares)
+    def in_vain(self: Any, known: Shares, what: str) -> str:
+        planned.append(known)
+        assert what == "other experts are chosen"
         return "in vain"
 
     monkeypatch.setattr(routing_watch.RoutingWatch, "_planned_again", in_vain)
-    watch = routing_watch.RoutingWatch(None, trainer, plans=True)  # type: ignore[arg-type]
+    watch = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=True)
     trainer.steps(31, 0)
     assert not watch.advance(10**12)
     trainer.steps(1, 0)
@@ -145,8 +241,39 @@ def test_steps_since_the_last_look_count(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer.steps(32, 1)
     assert watch.advance(10**12) == "in vain"
     assert planned == [{"router": [1.0, 0.0]}, {"router": [0.0, 1.0]}]
-    fixed = routing_watch.RoutingWatch(None, trainer, plans=False)  # type: ignore[arg-type]
+    fixed = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=False)
     assert not fixed.advance(10**12)
+
+
+def test_tokens_count_where_the_host_may_compute_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is chosen stays as it was; how many tokens they get is not known at first, and changes once."""
+    trainer: Any = Counting()
+    planned: list[Loads] = []
+
+    def in_vain(self: Any, known: Loads, what: str) -> str:
+        planned.append(known)
+        return what
+
+    monkeypatch.setattr(routing_watch.RoutingWatch, "_planned_again", in_vain)
+    watch = routing_watch.RoutingWatch(run_that(hosts=True), trainer, plans=True)
+    others = routing_watch.RoutingWatch(run_that(hosts=False), trainer, plans=True)
+    told: list[str] = []
+    for tokens in ((6, 2), (6, 3), (4, 4), (1, 7)):
+        trainer.steps(32, 0, 1)
+        row = trainer.experts.tokens.setdefault("router", [0, 0])
+        row[:] = [count + 32 * more for count, more in zip(row, tokens, strict=True)]
+        told.append(watch.advance(10**12))
+        assert not others.advance(10**12)
+    moved = "experts get other numbers of tokens"
+    assert told == [moved, "", "", moved]
+    assert planned == [{"router": [(1.0, 6.0), (1.0, 2.0)]}, {"router": [(1.0, 1.0), (1.0, 7.0)]}]
+
+
+def test_few_steps_say_little_of_tokens() -> None:
+    """One token in the one step that chose an expert is not fewer than two or three in 32 steps."""
+    assert moved_loads({"a": [(1 / 32, 1.0), (1.0, 1.0)]}, {"a": [(1.0, 2.5), (1.0, 2.5)]}, 32, 32) == 0.5
+    assert moved_loads({"a": [(0.0, 0.0), (1.0, 3.0)]}, {}, 32, inf) == 0.5
+    assert moved_loads({"a": [(0.0, 0.0), (1.0, 3.0)]}, {"a": [(1.0, 9.0), (0.0, 0.0)]}, 32, 32) == 0.0
 
 
 @pytest.mark.parametrize(("leaves_out", "then_s", "is_taken"), [(True, 0.98, False), (True, 0.96, True),
@@ -157,12 +284,12 @@ def test_a_plan_that_waits_for_no_router_is_taken_for_any_gain(
     """One that leaves others out has to save more, as moving to it takes time and what is expected is not exact."""
     now, then = SimpleNamespace(leaves_out_experts=True), SimpleNamespace(leaves_out_experts=leaves_out)
     now.request = SimpleNamespace(machine_table={})
-    prepared: Any = SimpleNamespace(plan=now)
+    prepared = run_that(hosts=False, plan=now)
     trainer: Any = Counting()
     trainer.program = None
     trainer.steps(32, 0, 1)
     monkeypatch.setattr(routing_watch, "machine_from_dict", lambda table, name: None)
-    monkeypatch.setattr(replanning, "plan_apart", lambda before, machine, shares: then)
+    monkeypatch.setattr(replanning, "plan_apart", lambda before, machine, loads: then)
     monkeypatch.setattr(replanning, "restored", lambda plan, before: None)
     monkeypatch.setattr(replanning, "go_on_by", lambda plan, before, trainer: SimpleNamespace(plan=plan))
     monkeypatch.setattr(routing_watch, "_expected_s", lambda plan, *rest: 1.0 if plan is now else then_s)

@@ -341,6 +341,9 @@ class MemoryConfig:
         folder: Folder for the swap file of a tier without a location; "" for the run's own ``out`` folder.
         experts: Leave out of each step the experts that no token chose, and plan again when others are chosen than
             before. On one device, without ``optimization.compile``.
+        experts_on_host: Let the host's processors compute experts that get few tokens, where they lie, if steps are
+            expected to be shorter for it, once the tokens of each were counted. Numbers are then those of plain PyTorch
+            but for rounding. Needs ``experts``, and a machine with a ``[host_device]``.
         clipped: Share of steps whose gradients are expected to be above ``optimization.clip_norm`` at first. Updates
             then need not wait for the norm of all gradients, and a clipped step runs twice; planned again where another
             share is counted. On one device, without ``optimization.compile`` and validation. None waits.
@@ -352,9 +355,12 @@ class MemoryConfig:
     policy: str = "residency"
     folder: str = ""
     experts: bool = False
+    experts_on_host: bool = False
     clipped: float | None = None
 
     def __post_init__(self) -> None:
+        if self.experts_on_host and not self.experts:
+            raise ConfigError("experts_on_host: expected experts = true beside it, got false; set both, or neither")
         share_or_bytes(self.disk_budget, 1, "disk_budget")
         for name, size in self.budgets.items():
             share_or_bytes(size, 1, f"budgets.{name}")

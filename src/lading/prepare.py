@@ -60,7 +60,7 @@ from lading.planner.api import (
 )
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
-from lading.planner.routing import Loads, Shares, plan_experts
+from lading.planner.routing import Loads, plan_experts
 from lading.planner.speculating import check_alone, plan_speculating, with_waiting
 from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters, sharing_batches, sharing_processors
@@ -540,7 +540,7 @@ def plan_run(
     *,
     devices: int = 0,
     cache: bool = False,
-    shares: Shares = MappingProxyType({}),
+    loads: Loads = MappingProxyType({}),
     progress: PlanProgress = SILENT,
 ) -> Prepared:
     """Plan a run for its machine, or for ``machine``; in a job of several ranks the first does, for all.
@@ -549,7 +549,7 @@ def plan_run(
         step: Captured step of this run, or of one that differs in memory at most; None captures it now.
         devices: Ranks of a job to be started later; 0 for those of this one, or of the run's layout.
         cache: Whether to take the plan from the user's cache folder, and to keep it there (``planner.cache``).
-        shares: Shares of steps in which experts get tokens, of a run that leaves them out, as far as they are known.
+        loads: What is known of the experts of a run that leaves them out: shares of steps, or with mean tokens.
         progress: Receives what is being done, for people.
     """
     ranks = parse_layout(run.layout, devices).devices if num_ranks()[0] == 1 else num_ranks()[0]
@@ -558,21 +558,21 @@ def plan_run(
     machine = _with_threads(machine or machine_of(run), ranks, run.num_threads)
     progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
-    asked, memory = run.optimization, run.memory
-    clipping = (memory.clipped, asked.clip_norm)
-    check_alone(step.captured, ranks, memory.experts, clipping, compile=asked.compile, others=bool(step.others))
+    asked, settings = run.optimization, run.memory
+    clipping = (settings.clipped, asked.clip_norm)
+    check_alone(step.captured, ranks, settings.experts, clipping, compile=asked.compile, others=bool(step.others))
     if ranks > 1:
         return _plan_on_ranks(run, machine, step, ranks, cache=cache)
     rest = [] if step.evaluation_graph is None else [step.evaluation_graph]
     memory, others = memory_by_turns(step.graph, rest, machine, progress)
     make = _RunPlanner(run, step, memory, others, progress, cache)
-    if run.memory.experts:
-        planned = plan_experts(make, run.memory.policy, run.memory.budget, machine, shares)
-    elif run.memory.clipped is not None:
+    if settings.experts:
+        planned = plan_experts(make, settings.policy, settings.budget, machine, loads, hosts=settings.experts_on_host)
+    elif settings.clipped is not None:
         guessing = partial(make.guessing, machine=machine)
-        planned = plan_speculating(guessing, run.memory.budget, step.graph, run.memory.clipped)
+        planned = plan_speculating(guessing, settings.budget, step.graph, settings.clipped)
     else:
-        planned = make(run.memory.policy, run.memory.budget, machine)
+        planned = make(settings.policy, settings.budget, machine)
     moved = run.optimization
     made = _annotated(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
     return Prepared(run, step, made, planned.program)

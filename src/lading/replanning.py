@@ -19,18 +19,21 @@ from lading.memory.restore import programs_of
 from lading.run import Prepared
 from lading.trainer import Trainer
 
+#: For each router, by its module, the share of steps in which each expert gets tokens, or pairs (share, mean tokens).
+Loads = Mapping[str, Sequence[float | tuple[float, float]]]
 #: Seconds that the process which plans may take.
 _PLANNING_S = 600.0
 _PLAN = "import sys; sys.path[:] = {path!r}; from lading.replanning import plan_for; plan_for(sys.argv[1])"
 
 
-def plan_apart(before: Prepared, machine: Machine, shares: Mapping[str, Sequence[float]] | None = None) -> Plan | str:
+def plan_apart(before: Prepared, machine: Machine, loads: Loads | None = None) -> Plan | str:
     """Plan a run within the budgets that it has, in a process of its own.
 
     Args:
         before: The run by its plan of now.
         machine: Machine to plan for.
-        shares: Shares of steps in which experts get tokens, of a run that leaves them out (``lading.plan(experts=)``).
+        loads: Shares of steps in which experts get tokens, of a run that leaves them out, or with the mean tokens of
+            each (``lading.plan(experts=)``).
     Returns:
         The plan, or why there is none.
     """
@@ -40,7 +43,7 @@ def plan_apart(before: Prepared, machine: Machine, shares: Mapping[str, Sequence
     with tempfile.TemporaryDirectory(prefix="lading-") as folder:
         asked, made = Path(folder) / "asked.json", Path(folder) / "plan.json"
         table = dataclasses.asdict(machine)
-        what = {"run": run_to_dict(run), "machine": table, "shares": dict(shares or {}), "out": str(made)}
+        what = {"run": run_to_dict(run), "machine": table, "loads": dict(loads or {}), "out": str(made)}
         asked.write_text(json.dumps(what))
         command = [sys.executable, "-P", "-c", _PLAN.format(path=sys.path), str(asked)]
         try:
@@ -61,7 +64,7 @@ def plan_for(path: str) -> None:
 
     asked = json.loads(Path(path).read_text())
     machine = machine_from_dict(asked["machine"], "the machine as it is now")
-    plan_run(run_from_dict(asked["run"]), machine, shares=asked["shares"]).plan.save(Path(asked["out"]))
+    plan_run(run_from_dict(asked["run"]), machine, loads=asked["loads"]).plan.save(Path(asked["out"]))
 
 
 def restored(plan: Plan, before: Prepared) -> Program:

@@ -774,17 +774,16 @@ class Trainer:
             tensors += [pair for pair in states if id(pair[1]) in with_values]
             fresh = [pair for pair in states if id(pair[1]) not in with_values]
         carried = self._paused
-        more = () if carried is None else carried.tensors.values()
-        freed = FreedBytes([*(t for _, t in tensors if t.device.type == self._kind), *more], self._executor.now_bytes)
+        more = [] if carried is None else [*carried.tensors.items()]
+        has_own = self.plan.request.machine_table["device"]["kind"] != "cpu"
+        kind = "" if has_own and self._kind == "cpu" else self._kind  # of tensors in the device's memory
+        freed = FreedBytes([t for _, t in (*tensors, *more) if t.device.type == kind], self._executor.now_bytes)
         for name, tensor in tensors:
             value = tensor.detach()
             self._values.write(name, value if value.dim() else value.expand(self._values[name].shape).clone())
             del value
             take = partial(self._custody.take, name, tensor)
-            if tensor.device.type == self._kind:
-                freed.drop(tensor, take)
-            else:
-                take()
+            freed.drop(tensor, take) if tensor.device.type == kind else take()
         for name, tensor in fresh:
             self._custody.take(name, tensor)
         if carried is not None:
@@ -792,7 +791,8 @@ class Trainer:
             for name, tensor in carried.spread(self._replicas):
                 if name in self._values:
                     self._values.write(name, tensor)
-                freed.drop(tensor, partial(setattr, tensor, "data", tensor.new_empty(0)))
+                drop = partial(setattr, tensor, "data", tensor.new_empty(0))
+                freed.drop(tensor, drop) if tensor.device.type == kind else drop()
         self._executor.observe_peak()
         trim()
         self._executor.given_back(freed.total())

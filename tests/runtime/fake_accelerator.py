@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,10 +110,10 @@ class FakeMeter:
         return 1000
 
     def reset(self) -> None:
-        pass
+        self._api.peak_bytes = self._api.taken_bytes
 
     def peak_bytes(self) -> int:
-        return self._api.taken_bytes
+        return self._api.peak_bytes
 
     def close(self) -> None:
         pass
@@ -124,7 +125,7 @@ class FakeApi:
     kind = "cpu"
 
     def __init__(self, jitter: Callable[[], object] | None = None) -> None:
-        self.taken_bytes = 0
+        self.taken_bytes = self.peak_bytes = 0
         self.pinned: list[int] = []
         self.closed = 0  # how often
         self.deaf = False  # streams that do not wait for events
@@ -134,8 +135,14 @@ class FakeApi:
         self._default = self.stream()
 
     def zeros(self, size_bytes: int) -> torch.Tensor:
+        memory = torch.zeros(size_bytes, dtype=torch.uint8)
+        self._take(size_bytes)
+        weakref.finalize(memory, self._take, -size_bytes)
+        return memory
+
+    def _take(self, size_bytes: int) -> None:
         self.taken_bytes += size_bytes
-        return torch.zeros(size_bytes, dtype=torch.uint8)
+        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], object]:
         address = memory.data_ptr()

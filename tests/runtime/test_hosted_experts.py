@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,16 +24,27 @@ from lading.ir.action import Action
 from lading.ir.expand import expand
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import find_experts
-from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
-from lading.ir.plan import Plan
-from lading.ir.program import Program
+from lading.ir.graph import PERSISTENT, StepGraph
+from lading.ir.machine import Curve, Machine
+from lading.ir.plan import Option, Plan
+from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import find_guards, find_routers_alone
-from lading.memory.hosted_experts import find_hosted, limits_by_expert
+from lading.memory.hosted_experts import (
+    check_hosted,
+    find_hosted,
+    host_bytes,
+    is_kept,
+    limits_by_expert,
+    room_bytes,
+)
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable
 from lading.memory.restore import programs_of
-from lading.planner.host_experts import HostChoice, host_seconds
+from lading.planner.host_experts import ROOM_REFUSED, HostChoice, host_seconds
+from lading.planner.policies import Policy
 from lading.planner.routing import expected_step_s
+from lading.runtime import expert_computing
 from lading.runtime.executor import Executor
+from lading.runtime.expert_computing import _KeptMemory, _Rows
 from lading.sim.device_step import simulate
 
 STEPS, TOKENS = 20, 16
@@ -147,6 +159,72 @@ def test_nothing_reads_rows_that_the_host_has_not_written(style: str, api: FakeA
             torch.testing.assert_close(value, plain.values()[parameter.names[0]], rtol=RTOL, atol=ATOL)
 
 
+def test_what_the_device_moves_for_an_expert_alone_is_brought_where_the_host_computes_it(
+    api: FakeApi, tmp_path: Path
+) -> None:
+    """Activations of a page or more are moved away between experts, and memory that nobody has written holds NaN."""
+    steps = [dict(batch, tokens=batch["tokens"].repeat(2, 1)) for batch in batches("skewed", 4)]
+    graph = lading.capture(model_of(), steps[0], loss_fn)
+    made = planned(graph, loads_of(), QUICK)
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    assert hosted.fetches.keys() <= guards.actions.keys()
+    assert hosted.fetched(hosted.rows.keys()) == hosted.fetches.keys() > set()
+    plain = Plain(model_of(), 0.0)
+    with Executor(
+        program, optimizer=OPTIMIZER, folder=tmp_path, device=fake_device(api), experts=made.host_tokens, poison=True
+    ) as executor:
+        load(executor, plain.model)
+        for batch in steps:
+            assert executor.step([batch], lr=OPTIMIZER.lr) == pytest.approx(plain.step([batch], OPTIMIZER.lr), rel=1e-5)
+        assert executor.experts is not None
+        assert any(map(any, executor.experts.counts.hosted.values()))
+
+
+def at_random(seed: int) -> Policy:
+    """Policy that moves experts' values to the host, and for all else moves, runs again or keeps as a seed says."""
+
+    def chosen(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        draws, choices = random.Random(seed), dict[tuple[int, int], Option]()
+        for gap in gaps(graph, lives):
+            storage = graph.storages[gap.storage]
+            can_move = is_movable(graph, gap.storage, PAGE_BYTES)
+            options = [Option("host")] * (4 * can_move)
+            if not (storage.role in PERSISTENT and ".experts." in storage.name):
+                options += [Option.RECOMPUTE] * (2 * can_recompute(graph, lives, gap))
+                options += [Option.KEEP] * (draws.random() < 0.3)
+            if options:
+                choices[gap.storage, gap.start] = draws.choice(options)
+        return {gap: option for gap, option in choices.items() if option != Option.KEEP}
+
+    return chosen
+
+
+@pytest.mark.long
+def test_plans_at_random_fit_and_compute_the_same_numbers(api: FakeApi, tmp_path: Path) -> None:
+    steps = [dict(batch, tokens=batch["tokens"].repeat(2, 1)) for batch in batches("skewed", 4)]
+    graph = lading.capture(model_of(), steps[0], loss_fn)
+    fetched = 0
+    for seed in (13, 21):
+        made = planned(graph, loads_of(), QUICK, policy=at_random(seed), budget="100%", clip_norm=seed % 2)
+        assert made.peak_bytes["device"] <= made.budgets["device"]
+        (program,) = programs_of(made, graph, ())
+        plain, folder = Plain(model_of(), seed % 2), tmp_path / f"{seed}"
+        folder.mkdir()
+        with Executor(
+            program, optimizer=OPTIMIZER, folder=folder, device=fake_device(api),
+            experts=made.host_tokens or made.experts, poison=True,
+        ) as executor:  # fmt: skip
+            load(executor, plain.model)
+            for batch in steps:
+                wanted = plain.step([batch], OPTIMIZER.lr)
+                assert executor.step([batch], lr=OPTIMIZER.lr) == pytest.approx(wanted, rel=1e-5)
+            hosting = None if executor.experts is None else executor.experts.hosting
+            fetched += 0 if hosting is None else len(hosting.hosted.fetches)
+    assert fetched
+
+
 def test_steps_without_few_tokens_have_the_bits_of_plain_pytorch(graph: StepGraph, made: Plan, tmp_path: Path) -> None:
     """Until an expert is computed on the host, everything is to the bit."""
     most = max(limit for row in made.host_tokens.values() for limit in row.values())
@@ -183,6 +261,32 @@ def test_the_host_computes_where_a_step_is_expected_to_be_shorter(graph: StepGra
     with_host = simulate(program, BESIDE_HOST, left_out=left, longer_s=one)
     ends = {event.action: event.end_s - event.start_s for event in with_host.events}
     assert [ends[a] for a in sorted(one)] == pytest.approx([one[a] for a in sorted(one)])
+
+
+def test_measured_rates_of_rows_take_the_place_of_the_assumed_one(graph: StepGraph, made: Plan) -> None:
+    """A product takes its FLOP at the rate of as many rows; and the plan no longer says that it assumes it."""
+    host = BESIDE_HOST.host_device
+    assert host is not None
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    expert = min(hosted.rows)
+
+    def seconds(tokens: float, curve: Curve) -> float:
+        machine = dataclasses.replace(BESIDE_HOST, host_device=dataclasses.replace(host, row_flops_per_s=curve))
+        return sum(host_seconds(program, hosted, {expert: tokens}, machine).values())
+
+    flops = sum(program.graph.ops[op].flops for op in hosted.rows[expert].ops) / TOKENS
+    fast, slow = (Curve(size=(1.0, 2.0), rate=(rate, 1e8)) for rate in (1e7, 1e6))
+    assert seconds(1.0, slow) - seconds(1.0, fast) == pytest.approx(flops / 1e6 - flops / 1e7)
+    assert seconds(2.0, slow) == seconds(2.0, fast)
+    assert seconds(2.0, slow) - seconds(1.0, slow) == pytest.approx(2 * flops / 1e8 - flops / 1e6, rel=1e-3)
+    quick = dataclasses.replace(host, row_flops_per_s=Curve(size=(1.0,), rate=(1e11,)))
+    told = planned(graph, loads_of(), dataclasses.replace(BESIDE_HOST, host_device=quick))
+    assert told.host_tokens
+    assert any("20 GFLOP/s a thread in products of a few rows, and a wait" in each for each in made.assumptions)
+    assert not any("GFLOP/s a thread" in each for each in told.assumptions)
+    assert any("for each copy of rows is assumed, not measured" in each for each in told.assumptions)
 
 
 def test_rows_of_the_chosen_alone_pass_the_link(graph: StepGraph, made: Plan, tmp_path: Path) -> None:
@@ -251,6 +355,88 @@ def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGrap
     assert any("test has no processors beside its device" in each for each in alone.assumptions)
     with pytest.raises(ConfigError, match="for every one a pair"):
         planned(graph, {"layers.0": [1.0, (0.5, 2.0), 1.0, 1.0]})
+
+
+def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph, made: Plan) -> None:
+    """Where not all have room, fewer are computed there, or none, and the plan says so; a run refuses any other."""
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    beside, needed = program.tier_bytes("host"), host_bytes(program, hosted)
+    assert made.peak_bytes["host"] == beside + needed
+    exact = planned(graph, loads_of(), budgets={"host": beside + needed})
+    assert exact.host_tokens == made.host_tokens
+    assert not any(each.startswith(ROOM_REFUSED) for each in exact.assumptions)
+    for room in (needed - 1, 0):
+        less = planned(graph, loads_of(), budgets={"host": beside + room})
+        assert len(hosted.rows) > sum(map(len, less.host_tokens.values())) >= bool(room)
+        assert less.peak_bytes["host"] <= beside + room
+        assert any(each.startswith(f"{ROOM_REFUSED}the {len(hosted.rows)} experts") for each in less.assumptions)
+    small = dataclasses.replace(program, budgets={**program.budgets, "host": beside + needed - 1})
+    with pytest.raises(ProgramError, match=f"expected {needed} bytes of the host's memory .* raise it by 1"):
+        check_hosted(small, guards, hosted)
+
+
+class _Weighed(dict[int, torch.Tensor]):
+    """Tensors of an expert, and the bytes of those of all."""
+
+    now = most = 0
+
+    def __setitem__(self, key: int, value: torch.Tensor) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        _Weighed.now += value.nbytes
+        _Weighed.most = max(_Weighed.most, _Weighed.now)
+
+    def pop(self, key: int, *default: Any) -> Any:
+        value = super().pop(key, *default)
+        _Weighed.now -= 0 if value is None else value.nbytes
+        return value
+
+
+def test_rows_and_gradients_on_the_host_take_what_their_room_says(
+    graph: StepGraph, made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given back after their last use, not at the end of the step; memory of gradients serves the next."""
+    monkeypatch.setattr(_Weighed, "now", 0)
+    monkeypatch.setattr(_Weighed, "most", 0)
+    monkeypatch.setattr(expert_computing, "_Rows", lambda numbers: _Rows(numbers, _Weighed()))
+    fresh: list[torch.Tensor] = []
+    monkeypatch.setattr(expert_computing, "_KeptMemory", lambda: _Noting(fresh))
+    few = 2
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    for expert in range(1, EXPERTS):
+        tokens[few * expert : few * (expert + 1)] = expert
+    with lading.Trainer(made, graph, model_of(), optimizer=OPTIMIZER, folder=tmp_path) as trainer:
+        for _ in range(3):
+            trainer.step({"tokens": tokens.reshape(2, 8), "scale": torch.ones(())}, lr=OPTIMIZER.lr)
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    limits = limits_by_expert(guards, {name: dict.fromkeys(row, few) for name, row in made.host_tokens.items()})
+    hosted = find_hosted(program, guards, limits)
+    room = host_bytes(program, hosted) - room_bytes(program.graph, hosted)
+    assert 0.9 * room <= _Weighed.most <= room  # rows count twice while they are put in order
+    assert _Weighed.now == 0
+    gradients = sum(is_kept(program.graph, rows, s) for rows in hosted.rows.values() for s in _made(program, rows))
+    assert 0 < len(fresh) < gradients  # not one for each, and none in a later step
+
+
+class _Noting(_KeptMemory):
+    """Notes the memory that it has not had before."""
+
+    def __init__(self, fresh: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._fresh = fresh
+
+    def take(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = super().take(size_bytes, dtype)
+        if all(memory.data_ptr() != each.data_ptr() for each in self._fresh):
+            self._fresh.append(memory)
+        return memory
+
+
+def _made(program: Program, rows: ExpertRows) -> set[int]:
+    return {program.graph.storage_of(t) for op in rows.ops for t in program.graph.ops[op].outputs}
 
 
 def _step_with(few: int) -> Batch:

@@ -178,12 +178,15 @@ class HostDevice:
         num_threads: Threads the rates are for.
         memory_bandwidth_bytes_per_s: Read plus write, of the host's memory.
         optimizer_elements_per_s: AdamW elements per second, all fp32 and in the host's memory.
+        row_flops_per_s: FLOP per second of float32 products of rows, with weights that come from that memory, against
+            the number of rows; of as many in each layout as an expert has. None where it was not measured.
     """
 
     name: str
     num_threads: int
     memory_bandwidth_bytes_per_s: float
     optimizer_elements_per_s: float
+    row_flops_per_s: Curve | None = None
 
     def __post_init__(self) -> None:
         for key in ("num_threads", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
@@ -628,6 +631,7 @@ class Machine:
                 num_threads=max(1, int(host.num_threads * share)),
                 memory_bandwidth_bytes_per_s=host.memory_bandwidth_bytes_per_s * share,
                 optimizer_elements_per_s=host.optimizer_elements_per_s * share,
+                row_flops_per_s=host.row_flops_per_s and host.row_flops_per_s.slower(1 / share),
             )
         memory = host.memory_bandwidth_bytes_per_s if host else float("inf")
         bus = self.tier(self.host_tier)

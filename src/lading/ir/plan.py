@@ -34,6 +34,8 @@ from lading.units import format_bytes, format_seconds
 PLAN_FORMAT = 16
 #: Settings of a plan, "host_tokens.ROUTER.EXPERT": most tokens for which the host computes an expert.
 HOST_TOKENS = "host_tokens."
+#: Beginning of a plan's words on why the host computes no expert, where it may.
+NOT_ON_HOST = "no expert is computed on the host"
 
 
 class PlanKind(StrEnum):

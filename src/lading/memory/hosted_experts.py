@@ -8,14 +8,17 @@ zeros that stand there for an expert left out.
 
 [Note: what a hosted expert needs] Its values lie in the host's memory whenever its router has chosen, and nothing else
 touches them in that step: that is what makes up for updates needs, too (``lading.memory.guards``, [Note: what can be
-replayed]), and every move of them is left out. Rows pass through memory for as many tokens as the expert may be given
-there: indices and one row of the widest tensor for each, on the device and, page-locked, on the host.
+replayed]), and every move of them is left out. What its operations read from the device has to be there: a move that
+brings it for them alone would be left out with the expert, and is made all the same (``HostedExperts.fetches``). Rows
+pass through memory for as many tokens as the expert may be given there: indices and one row of the widest tensor for
+each, on the device and, page-locked, on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE
@@ -23,9 +26,9 @@ from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert
 from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
-from lading.ir.program import Program, whole_pages
+from lading.ir.program import PAGE_BYTES, Program, whole_pages
 from lading.ir.update_ops import PREFIX
-from lading.memory.guards import Guards, layer_names
+from lading.memory.guards import Guards, layer_names, stays_of
 from lading.memory.tier_layout import home_tiers
 
 #: Bytes of the number of a row.
@@ -41,17 +44,36 @@ class HostedExperts:
         rows: Operations of each, on rows.
         limits: Most tokens for which it is computed there.
         by_action: Expert that an action computes.
+        fetches: For each guarded move of what is on the device for them, the experts for which it is made all the same.
         refused: Why an expert that was to be is not, in words.
+        left_off: Which others the budget of the host's memory has no room for, in words; "" for none.
     """
 
     rows: Mapping[Expert, ExpertRows]
     limits: Mapping[Expert, int]
     by_action: Mapping[int, Expert]
     refused: Mapping[Expert, str]
+    fetches: Mapping[int, frozenset[Expert]] = field(default_factory=dict[int, frozenset[Expert]])
+    left_off: str = ""
 
     def chosen(self, tokens: Mapping[Expert, int]) -> frozenset[Expert]:
         """Experts among those with tokens that are computed on the host."""
         return frozenset(e for e, count in tokens.items() if 0 < count <= self.limits.get(e, 0))
+
+    def part(self, experts: Iterable[Expert]) -> HostedExperts:
+        """Copy with these of its experts alone."""
+        kept = frozenset(experts)
+        return HostedExperts(
+            {e: rows for e, rows in self.rows.items() if e in kept},
+            {e: limit for e, limit in self.limits.items() if e in kept},
+            {action: e for action, e in self.by_action.items() if e in kept},
+            self.refused,
+            {action: experts & kept for action, experts in self.fetches.items()},
+        )
+
+    def fetched(self, experts: Set[Expert]) -> frozenset[int]:
+        """Guarded moves that are made for experts which the host computes."""
+        return frozenset(action for action, needed in self.fetches.items() if not needed.isdisjoint(experts))
 
 
 def row_bytes(graph: StepGraph, rows: ExpertRows, storage: int) -> int:
@@ -82,7 +104,31 @@ def find_hosted(program: Program, guards: Guards, limits: Mapping[Expert, int]) 
             rows[expert] = candidate
     expert_by_op = {op: expert for expert, expert_rows in rows.items() for op in expert_rows.ops}
     by_action = {a.id: expert_by_op[a.op] for a in program.actions if a.op is not None and a.op in expert_by_op}
-    return HostedExperts(rows, {e: min(allowed[e], rows[e].count) for e in rows}, by_action, refused)
+    limits = {e: min(allowed[e], rows[e].count) for e in rows}
+    return HostedExperts(rows, limits, by_action, refused, _fetches(program, guards, rows, by_action))
+
+
+def _fetches(
+    program: Program, guards: Guards, rows: Mapping[Expert, ExpertRows], by_action: Mapping[int, Expert]
+) -> dict[int, frozenset[Expert]]:
+    """Experts for which a guarded move to the device, and those back in the same stay, are made all the same."""
+    fetches: dict[int, frozenset[Expert]] = {}
+    for stay in stays_of(program):
+        if not stay.is_read or stay.start not in guards.actions:
+            continue
+        needed = {
+            by_action[action]
+            for action in stay.ops
+            if action in by_action and stay.storage in _passed(rows[by_action[action]], program.actions[action].op)
+        }
+        if needed:
+            fetches.update(dict.fromkeys((stay.start, *stay.writes), frozenset(needed)))
+    return fetches
+
+
+def _passed(rows: ExpertRows, op: int | None) -> tuple[int, ...]:
+    """Storages of which an operation has rows brought from the device, or put there."""
+    return () if op is None else (*rows.inputs.get(op, ()), *rows.results.get(op, ()))
 
 
 class _HostedCheck:
@@ -133,15 +179,76 @@ def _widest(graph: StepGraph, hosted: HostedExperts, expert: Expert) -> int:
     return hosted.limits[expert] * max(widths, default=0)
 
 
-def host_bytes(graph: StepGraph, hosted: HostedExperts) -> int:
-    """Most bytes of the host's memory that rows and gradients of experts take, beside tiers and what is page-locked."""
-    total = 0
-    for expert, rows in hosted.rows.items():
-        made = {graph.storage_of(t) for op in rows.ops for t in graph.ops[op].outputs} | set(rows.widths)
-        for storage in made:
-            whole = graph.storages[storage].size_bytes
-            total += hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
-    return total
+def last_uses(program: Program, hosted: HostedExperts) -> dict[int, tuple[int, ...]]:
+    """Storages whose values on the host an action of an expert is the last to need, by action."""
+    last: dict[tuple[Expert, int], int] = {}
+    for action, op, expert in _steps(program, hosted):
+        for storage in _on_host(program.graph, op):
+            last[expert, storage] = action
+    ends: dict[int, list[int]] = {}
+    for (_, storage), action in last.items():
+        ends.setdefault(action, []).append(storage)
+    return {action: tuple(storages) for action, storages in ends.items()}
+
+
+def host_bytes(program: Program, hosted: HostedExperts) -> int:
+    """Most bytes of the host's memory that computing experts there takes beside tiers, of a step that does so for all.
+
+    These are rows, from when they are gathered or made until their last use, and once more while they are put in order;
+    gradients of weights, whose memory is kept for the next of their size (``is_kept``); and page-locked bytes through
+    which rows pass.
+    """
+    graph, ends = program.graph, last_uses(program, hosted)
+    live: set[tuple[Expert, int]] = set()
+    now = most = 0
+    kept, most_kept = Counter[int](), Counter[int]()
+    for action, op, expert in _steps(program, hosted):
+        sizes = {storage: _host_size(graph, hosted, expert, storage) for storage in _on_host(graph, op)}
+        begins = [storage for storage in sizes if (expert, storage) not in live]
+        live.update((expert, storage) for storage in begins)
+        made = {graph.storage_of(tensor) for tensor in graph.ops[op].outputs}
+        rows = hosted.rows[expert]
+        now += sum(sizes[storage] for storage in begins if not is_kept(graph, rows, storage))
+        kept.update(sizes[storage] for storage in begins if is_kept(graph, rows, storage))
+        most = max(most, now + sum(sizes[s] for s in made & sizes.keys() if not is_kept(graph, rows, s)))
+        most_kept |= kept
+        for storage in ends.get(action, ()):
+            live.remove((expert, storage))
+            if is_kept(graph, rows, storage):
+                kept[sizes[storage]] -= 1
+            else:
+                now -= sizes[storage]
+    return most + sum(size * count for size, count in most_kept.items()) + room_bytes(graph, hosted)
+
+
+def is_kept(graph: StepGraph, rows: ExpertRows, storage: int) -> bool:
+    """Whether memory of a storage on the host serves the next one of its size: it is whole, and a page or more."""
+    return storage not in rows.widths and graph.storages[storage].size_bytes >= PAGE_BYTES
+
+
+def host_limit(program: Program) -> int:
+    """Bytes that a Program's budget of the host's memory leaves to experts computed there, beside its tier."""
+    tier = program.host_tier
+    return program.budgets.get(tier, 0) - program.tier_bytes(tier)
+
+
+def _steps(program: Program, hosted: HostedExperts) -> Iterator[tuple[int, int, Expert]]:
+    """Yield the actions that compute experts, each with its operation and its expert, in order."""
+    for action, expert in sorted(hosted.by_action.items()):
+        op = program.actions[action].op
+        if op is not None:
+            yield action, op, expert
+
+
+def _on_host(graph: StepGraph, op: int) -> Iterator[int]:
+    """Yield the storages of which an operation has rows, or the whole, on the host: none that outlast the step."""
+    yield from dict.fromkeys(s for s in (*graph.op_reads[op], *graph.op_writes[op]) if s not in graph.persistent)
+
+
+def _host_size(graph: StepGraph, hosted: HostedExperts, expert: Expert, storage: int) -> int:
+    rows = hosted.rows[expert]
+    whole = graph.storages[storage].size_bytes
+    return hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
 
 
 def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> None:
@@ -150,6 +257,12 @@ def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> Non
     Raises:
         ProgramError: says where.
     """
+    needed, left = host_bytes(program, hosted) if hosted.rows else 0, host_limit(program)
+    if needed > max(0, left):
+        raise ProgramError(
+            f"expected {needed} bytes of the host's memory for experts that it computes, found {max(0, left)} in the "
+            f"budget of {program.host_tier} beside what lies there; raise it by {needed - max(0, left)}, or plan again"
+        )
     asked = room_bytes(program.graph, hosted)
     if asked > program.workspace_bytes:
         raise ProgramError(

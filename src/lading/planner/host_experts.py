@@ -5,7 +5,10 @@ takes, for n tokens, their rows over the link with a wait for each copy; product
 memory whatever n is, and whose FLOP grow with n; and its update there:
 
     fetch_s = max(values / read, values / write) + device operations
-    host_s(n) = sum of waits + n * row bytes / link + max(bytes / memory, n * FLOP / rate) of each operation + updates
+    host_s(n) = sum of waits + n * row bytes / link + n * FLOP / rate(n) of each product + updates
+
+The rate is that of products of n rows, as ``lading probe`` measures it beside a device. Where it is not known, the
+longer of bytes at the memory's bandwidth and FLOP at ``THREAD_FLOPS_PER_S`` counts, and is said.
 
 Alone, the host is seldom quicker in training: an update by AdamW passes 28 bytes of an element through its memory,
 where the link takes 12 each way. But where experts wait for the link, the host computes some while others are fetched.
@@ -26,14 +29,22 @@ from lading.cost.compute import host_processors, op_costs, op_seconds
 from lading.ir.expert_rows import ExpertRows, find_expert_rows
 from lading.ir.experts import Expert, Router, find_experts
 from lading.ir.graph import DTYPE_BYTES, StepGraph
-from lading.ir.machine import MEMORY, Device, Machine, Tier
+from lading.ir.machine import MEMORY, Machine, Tier
+from lading.ir.plan import NOT_ON_HOST
 from lading.ir.program import Program
 from lading.ir.update_ops import PREFIX
 from lading.memory.guards import Guards, layer_names
-from lading.memory.hosted_experts import HostedExperts, find_hosted, limits_by_expert, row_bytes
+from lading.memory.hosted_experts import (
+    HostedExperts,
+    find_hosted,
+    host_bytes,
+    host_limit,
+    limits_by_expert,
+    row_bytes,
+)
 from lading.units import format_bytes
 
-#: FLOP/s of a thread of the host in products of a few rows, where nothing is known of it.
+#: FLOP/s of a thread of the host in products of a few rows, where they were not measured.
 THREAD_FLOPS_PER_S = 2e10
 #: Launches that a device is idle for, beside the latency of a copy, where its host waits for what it copied: of the
 #: copy, of the mark behind it, and of the operation after it.
@@ -44,6 +55,8 @@ BESIDE = 2.0
 _PARTS = (1.0, 0.5, 0.25)
 #: Beginning of a plan's words on experts that the host does not compute.
 REFUSED = "not computed on the host: "
+#: Beginning of those on experts for which there is no room.
+ROOM_REFUSED = f"{REFUSED}rows and gradients of "
 
 
 def host_wait_s(machine: Machine) -> float:
@@ -85,8 +98,11 @@ class HostChoice:
         }
 
     def hosted(self, program: Program, guards: Guards) -> HostedExperts:
-        """Experts among these that a Program can compute on the host."""
-        return find_hosted(program, guards, limits_by_expert(guards, self.limits))
+        """Experts among these that a Program can compute on the host, within its budget of the host's memory."""
+        hosted = find_hosted(program, guards, limits_by_expert(guards, self.limits))
+        names = layer_names(guards.routers)
+        tokens = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in hosted.rows}
+        return _within_budget(program, hosted, tokens)
 
     def expected(self, guards: Guards, hosted: HostedExperts, used: frozenset[Expert]) -> dict[Expert, float]:
         """Mean tokens of the experts that the host computes in a step that uses some."""
@@ -95,17 +111,50 @@ class HostChoice:
         return {e: count for e, count in counts.items() if count <= hosted.limits[e]}
 
 
+def _within_budget(program: Program, hosted: HostedExperts, tokens: Mapping[Expert, float]) -> HostedExperts:
+    """Find the experts for whose rows and gradients there is room, those with the fewest tokens first.
+
+    Args:
+        tokens: Mean tokens of each.
+    """
+    if not hosted.rows or (needed := host_bytes(program, hosted)) <= (left := host_limit(program)):
+        return hosted
+    order = sorted(hosted.rows, key=lambda expert: (tokens[expert], expert))
+    low, high = 0, len(order) - 1
+    while low < high:  # the bytes grow with the experts
+        middle = (low + high + 1) // 2
+        fits = host_bytes(program, hosted.part(order[:middle])) <= left
+        low, high = (middle, high) if fits else (low, middle - 1)
+    words = (
+        f"{ROOM_REFUSED}the {len(order)} experts that may be would take {format_bytes(needed)} of the host's memory at "
+        f"once; its budget has {format_bytes(max(0, left))} beside what lies in {program.host_tier}, enough for {low}"
+    )
+    return dataclasses.replace(hosted.part(order[:low]), left_off=words)
+
+
+def waiting(machine: Machine) -> tuple[str]:
+    """Say why the host computes no expert where it is asked to, and nothing is known of tokens yet."""
+    if _tier_of(machine) is None:
+        return (f"{NOT_ON_HOST}: {machine.name} has no processors beside its device",)
+    return (f"{NOT_ON_HOST} yet: it may be once the tokens that each gets are counted",)
+
+
+def _tier_of(machine: Machine) -> Tier | None:
+    """The host's memory, where its processors can compute beside the device; None where they cannot."""
+    if machine.host_device is None or machine.device.kind == "cpu":
+        return None
+    return machine.tier(machine.host_tier) if machine.host_tier else None
+
+
 def host_choice(graph: StepGraph, machine: Machine, tokens: Mapping[str, tuple[float, ...]]) -> HostChoice:
     """Find the experts of a step that the host may compute while others are fetched, and why not others.
 
     Args:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
     """
-    tier = machine.tier(machine.host_tier) if machine.host_tier else None
-    if machine.host_device is None or tier is None or machine.device.kind == "cpu":
-        return HostChoice(
-            tokens, {}, (f"no expert is computed on the host: {machine.name} has no processors beside its device",)
-        )
+    tier = _tier_of(machine)
+    if tier is None:
+        return HostChoice(tokens, {}, waiting(machine))
     graph = _on_device_in_time(graph)
     routed = find_experts(graph)
     names, device_s = layer_names(routed.routers), op_costs(graph, machine.device)
@@ -188,7 +237,7 @@ def _seconds(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine
     if graph.ops[op].name.startswith(PREFIX):  # and the number of updates comes from the device, and goes back
         seconds += 2 * host_wait_s(machine) + op_seconds(graph, graph.ops[op], host)
     else:
-        seconds += _kernel_s(graph, rows, op, tokens, host)
+        seconds += _kernel_s(graph, rows, op, tokens, machine)
     return seconds + _results_s(graph, rows, op, tokens, machine)
 
 
@@ -199,8 +248,9 @@ def _results_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machi
     return sum(host_wait_s(machine) + size / tier.read_bytes_per_s for size in sizes)
 
 
-def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: Device) -> float:
-    part, share = graph.ops[op], tokens / rows.count
+def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, machine: Machine) -> float:
+    """Seconds of an operation: a product as products of rows were measured, where they were."""
+    part, share, host = graph.ops[op], tokens / rows.count, host_processors(machine)
     moved, has_rows = 0.0, False
     for tensor in (*part.inputs, *part.outputs):
         view = graph.tensors[tensor]
@@ -208,11 +258,13 @@ def _kernel_s(graph: StepGraph, rows: ExpertRows, op: int, tokens: float, host: 
         has_rows |= view.storage in rows.widths
         moved += size * share if view.storage in rows.widths else size
     flops = part.flops * (share if has_rows else 1.0)
-    by_memory_s = moved / host.memory_bandwidth_bytes_per_s
-    return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
+    measured, by_memory_s = machine.host_device, moved / host.memory_bandwidth_bytes_per_s
+    if not flops or measured is None or measured.row_flops_per_s is None:
+        return host.op_overhead_s + max(by_memory_s, flops / (THREAD_FLOPS_PER_S * host.num_threads))
+    return host.op_overhead_s + flops / measured.row_flops_per_s.at(tokens)
 
 
-def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_bytes: int) -> list[str]:
+def sentences(program: Program, hosted: HostedExperts, guards: Guards, machine: Machine) -> list[str]:
     """Say which experts the host computes, which it cannot and why, and what was assumed."""
     lines: list[str] = []
     if hosted.rows:
@@ -220,12 +272,26 @@ def sentences(hosted: HostedExperts, guards: Guards, machine: Machine, host_byte
         most = f"{limits[0]}" if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
         lines.append(
             f"{len(hosted.rows)} experts are computed on the host, where they lie, in steps that give them at most "
-            f"{most} tokens, in {format_bytes(host_bytes)} beside its tier; their numbers differ from plain PyTorch's "
-            "as sums over fewer rows do"
+            f"{most} tokens, in {format_bytes(host_bytes(program, hosted))} of its budget beside what lies in "
+            f"{program.host_tier}; their numbers differ from plain PyTorch's as sums over fewer rows do"
         )
-        lines.append(
-            f"host: {THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows, and a wait of "
-            f"{host_wait_s(machine) * 1e6:.3g} us for each copy of rows, are assumed, not measured"
-        )
-    lines += _refusals(hosted.refused, guards.routers)
+        wait = f"a wait of {host_wait_s(machine) * 1e6:.3g} us for each copy of rows"
+        host = machine.host_device
+        assert host is not None, "it computes"
+        if host.row_flops_per_s is not None:
+            lines.append(f"host: {wait} is assumed, not measured")
+            if others := _other_dtypes(program.graph, hosted):
+                lines.append(
+                    f"host: products of rows in {others} are assumed to be as fast as the measured float32 ones"
+                )
+        else:
+            rate = f"{THREAD_FLOPS_PER_S / 1e9:g} GFLOP/s a thread in products of a few rows"
+            lines.append(f"host: {rate}, and {wait}, are assumed, not measured")
+    lines += [*_refusals(hosted.refused, guards.routers), *([hosted.left_off] if hosted.left_off else [])]
     return lines
+
+
+def _other_dtypes(graph: StepGraph, hosted: HostedExperts) -> str:
+    """Name the dtypes of experts' products that are not float32."""
+    products = (graph.ops[op] for rows in hosted.rows.values() for op in rows.ops if graph.ops[op].flops)
+    return " and ".join(sorted({graph.tensors[part.outputs[0]].dtype for part in products} - {"float32"}))

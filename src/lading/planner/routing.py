@@ -28,7 +28,7 @@ from lading.ir.experts import Expert, Router, find_experts, find_routers, owned_
 from lading.ir.graph import StepGraph
 from lading.ir.host_speed import READ, WRITE
 from lading.ir.machine import HostSpeed, Machine
-from lading.ir.plan import HOST_TOKENS, Option, Plan
+from lading.ir.plan import HOST_TOKENS, NOT_ON_HOST, Option, Plan
 from lading.ir.program import PAGE_BYTES, Program
 from lading.memory.guards import (
     Guards,
@@ -47,11 +47,13 @@ from lading.planner.api import POLICIES, Planned
 from lading.planner.host_experts import (
     LAUNCHES,
     REFUSED,
+    ROOM_REFUSED,
     HostChoice,
     host_choice,
     host_seconds,
     host_wait_s,
     sentences,
+    waiting,
 )
 from lading.planner.policies import Policy
 from lading.sim.device_step import simulate, stall_s, step_times
@@ -113,7 +115,9 @@ def check_experts(experts: bool | Loads, graph: StepGraph, ranks: int, *, compil
         raise ConfigError(_NO_EXPERTS)
 
 
-def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine: Machine, loads: Loads) -> Planned:
+def plan_experts(
+    make: Maker, policy: str | Policy, budget: str | float, machine: Machine, loads: Loads, *, hosts: bool = False
+) -> Planned:
     """Plan a step that leaves out experts without tokens: the plan whose step is expected to be the shortest.
 
     That is the plan of the policy; or, of "residency" where shares are known, one that keeps the experts chosen most
@@ -125,23 +129,24 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
     Args:
         make: Plans the step by a policy, within a budget of the device, for a machine.
         loads: What is known of the routers; of others every step is expected to need every expert.
+        hosts: Whether the host is asked to compute experts once their tokens are known.
 
     Raises:
         ConfigError: the step has no experts, or ``loads`` are of other ones.
         PlanInfeasible: as ``make``, where not even the plan that fetches every expert fits.
     """
-    shares, tokens = _shares_and_tokens(loads)
+    shares, tokens = shares_and_tokens(loads)
     first = make(policy, budget, machine)
     known = _checked(shares, first.program)
     whole_s = expected_step_s(first.program, find_routers_alone(first.program), machine, known)
     host = host_choice(first.program.graph, machine, tokens) if tokens else None
-    reasons = () if host is None else host.reasons
-    hosts = host is not None and bool(host.limits)
-    if not _are_seldom(known) and host_wait_s(machine) and not hosts:  # for nothing
+    reasons = (waiting(machine) if hosts else ()) if host is None else host.reasons
+    is_hosting = host is not None and bool(host.limits)
+    if not _are_seldom(known) and host_wait_s(machine) and not is_hosting:  # for nothing
         return _saying(_fetching_all(first, machine, whole_s), reasons)
     search = _ExpertPlans(make, policy, machine, known, first)
     expected_s, chosen = search.best(None)
-    if host is not None and hosts:
+    if host is not None and is_hosting:
         hosted_s, hosted = search.hosting(host)
         if hosted is not None and hosted_s < (1 - _NO_MATTER) * expected_s:
             expected_s, chosen = hosted_s, hosted
@@ -156,9 +161,9 @@ def plan_experts(make: Maker, policy: str | Policy, budget: str | float, machine
 def _not_faster(hosted_s: float, expected_s: float) -> str:
     """Say why a plan in which the host computes experts is not taken."""
     if hosted_s == inf:
-        return "no expert is computed on the host: no plan that does so fits"
+        return f"{NOT_ON_HOST}: no plan that does so fits"
     return (
-        f"no expert is computed on the host: a step of the best plan that allows it is expected to take "
+        f"{NOT_ON_HOST}: a step of the best plan that allows it is expected to take "
         f"{format_seconds(hosted_s)}, one without {format_seconds(expected_s)}"
     )
 
@@ -169,7 +174,7 @@ def _saying(made: Planned, sentences: Sequence[str]) -> Planned:
     return dataclasses.replace(made, plan=plan)
 
 
-def _shares_and_tokens(loads: Loads) -> tuple[Shares, dict[str, tuple[float, ...]]]:
+def shares_and_tokens(loads: Loads) -> tuple[Shares, dict[str, tuple[float, ...]]]:
     """Shares of steps, and mean tokens in these of the routers of which they are given for every expert.
 
     Raises:
@@ -211,7 +216,13 @@ class _ExpertPlans:
         It computes some while others are fetched, so the best part of them is seldom all.
         """
         plans = self._plans(host)
-        return min((self.best(part, plans) for part in host.parts()), key=lambda made: made[0])
+        each = [self.best(part, plans) for part in host.parts()]
+        best_s, made = min(each, key=lambda made: made[0])
+        whole = each[0][1]
+        if made is None or whole is None:
+            return best_s, made
+        left_off = (line for line in whole.plan.assumptions if line.startswith(ROOM_REFUSED))
+        return best_s, _saying(made, [line for line in left_off if line not in made.plan.assumptions])
 
     def _plans(self, host: HostChoice | None) -> list[Planned]:
         """Plans that do not know the shares, with room for what leaving out takes."""
@@ -525,14 +536,16 @@ def _with_experts(
     beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
     others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
+    if chosen.peak_bytes > allowed_bytes:  # its reads are so late that it needs more room than was kept free
+        return inf, made
     verify(chosen)
     check_hosted(chosen, guards, hosted)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
-    peak = chosen.predicted_bytes
-    before = plan.predictions
-    peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
     predictions = dataclasses.replace(
-        before, step_s=timeline.duration_s, peaks=peaks, actions=action_times(timeline.events)
+        plan.predictions,
+        step_s=timeline.duration_s,
+        peaks=_peaks(plan, chosen, hosted),
+        actions=action_times(timeline.events),
     )
     plan = dataclasses.replace(
         plan,
@@ -547,11 +560,21 @@ def _with_experts(
             *plan.assumptions,
             _sentence(chosen, guards, expected_s, room),
             *_waits(guards, machine),
-            *sentences(hosted, guards, machine, host_bytes(chosen.graph, hosted)),
+            *sentences(chosen, hosted, guards, machine),
         ),
         others=tuple(other for other, _ in others),
     )
     return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+
+
+def _peaks(plan: Plan, chosen: Program, hosted: HostedExperts) -> dict[str, dict[str, int]]:
+    """Peaks of a plan by moment and tier, with what leaving experts out, and computing them on the host, takes."""
+    peaks = {moment: dict(tiers) for moment, tiers in plan.predictions.peaks.items()}
+    for tiers in peaks.values():
+        tiers[DEVICE] = max(tiers[DEVICE], chosen.predicted_bytes)
+        if hosted.rows:
+            tiers[chosen.host_tier] = chosen.tier_bytes(chosen.host_tier) + host_bytes(chosen, hosted)
+    return peaks
 
 
 def _hosted(program: Program, guards: Guards, host: HostChoice | None) -> HostedExperts:
@@ -597,9 +620,10 @@ def _more_bytes(made: Planned, machine: Machine, host: HostChoice | None = None)
     On a CPU its further steps, which run on values that are up to date, have no need of it.
     """
     program = made.program
-    late = with_late_reads(program, _always)
-    guards = find_guards(late)
-    asked = replay_bytes(late, guards) + room_bytes(late.graph, _hosted(late, guards, host))
+    asked = 0
+    for each in (program, with_late_reads(program, _always)):  # of which more may be left out, or computed elsewhere
+        guards = find_guards(each)
+        asked = max(asked, replay_bytes(each, guards) + room_bytes(each.graph, _hosted(each, guards, host)))
     room = _workspace_bytes(program, asked, machine) - program.workspace_bytes
     steps = (program,) if machine.device.kind == "cpu" else (program, *made.others)
     return room if any(each.predicted_bytes + room > each.budgets[DEVICE] for each in steps) else 0
@@ -712,7 +736,7 @@ def expected_step_s(
     def seconds(used: frozenset[Expert]) -> float:
         tokens = {} if host is None else host.expected(guards, hosted, used)
         longer_s = {**waits_s, **host_seconds(program, hosted, tokens, machine)}
-        left_out = guards.left_out(used - tokens.keys())
+        left_out = guards.left_out(used - tokens.keys()) - hosted.fetched(tokens.keys())
         return step_times(program, machine, left_out=left_out, longer_s=longer_s)[0]
 
     each_s = {used: seconds(used) for used in dict.fromkeys(steps)}

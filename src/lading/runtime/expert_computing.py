@@ -24,7 +24,7 @@ from lading.ir.experts import Expert
 from lading.ir.graph import Tensor
 from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import PREFIX
-from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, room_bytes, updates_of
+from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, is_kept, last_uses, room_bytes, updates_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.host_arena import view_of
@@ -53,13 +53,35 @@ class _Rows:
 
     Attributes:
         numbers: int64[R], tokens that chose it, in order.
-        values: Elements of each storage on the host: R rows of W elements, or all of what has no rows.
+        values: Elements of each storage on the host, until its last use: R rows of W elements, or all of what has no
+            rows.
         done: Operations that have run.
     """
 
     numbers: torch.Tensor
     values: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     done: set[int] = field(default_factory=set[int])
+
+
+class _KeptMemory:
+    """Memory of gradients of weights on the host, kept for the next ones of their size.
+
+    Memory that is touched for the first time costs more than the product of a few rows that goes there: 9.2 ms instead
+    of 2.8 for 16 rows and 16 MiB (an AMD EPYC, one thread).
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Take a flat tensor of so many bytes, of any values."""
+        free = self._free.get(size_bytes)
+        memory = free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8)
+        return memory.view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Give back a tensor that was taken."""
+        self._free.setdefault(tensor.nbytes, []).append(tensor.view(torch.uint8))
 
 
 class HostRows:
@@ -92,7 +114,7 @@ class HostRows:
         self._memory.callback(self._room.close)
         self._memory.callback(self._stage.close)
         self._dtypes = {t.storage: getattr(torch, t.dtype) for t in reversed(program.graph.tensors)}
-        self._last = {expert: action for action, expert in sorted(hosted.by_action.items())}
+        self._ends, self._kept = last_uses(program, hosted), _KeptMemory()
         self._step: dict[Expert, _Rows] = {}
         self._begun: dict[int, int] = {}  # updates that began, by a value that they change
         self._ended: dict[int, int] = {}
@@ -106,6 +128,7 @@ class HostRows:
     def close(self) -> None:
         """Give the memory through which rows pass back."""
         self._step.clear()
+        self._kept = _KeptMemory()
         self._memory.close()
 
     def begin(self) -> None:
@@ -138,7 +161,7 @@ class HostRows:
         rows = self.hosted.rows[expert]
         inputs = {s: self._rows_on_device(rows, s, located) for s in rows.inputs.get(op, ())}
         results = {s: self._rows_on_device(rows, s, located) for s in rows.results.get(op, ())}
-        number = self._number_of(op, located)
+        number, ends = self._number_of(op, located), self._ends.get(action, ())
 
         def run() -> None:
             step = self._step.get(expert)
@@ -154,8 +177,10 @@ class HostRows:
                 step.done.add(op)
             for storage, on_device in results.items():
                 self._scattered(on_device, step.values[storage], storage in rows.widths, step.numbers, lane)
-            if action == self._last[expert]:
-                step.values.clear()
+            for storage in ends:
+                value = step.values.pop(storage, None)
+                if value is not None and is_kept(self._graph, rows, storage):
+                    self._kept.give(value)
 
         return run
 
@@ -193,8 +218,14 @@ class HostRows:
 
     def _compute(self, op: int, rows: ExpertRows, step: _Rows) -> None:
         part = self._graph.ops[op]
-        made = frozenset((*part.outputs, *(t for t in (part.results or ()) if t is not None)))
-        call = decode(part, lambda t: None if t in made else self._view(t, rows, step))
+        made = [self._graph.storage_of(tensor) for tensor in part.outputs]
+        if made and not part.mutates and all(is_kept(self._graph, rows, storage) for storage in made):
+            for storage in made:
+                step.values[storage] = self._kept.take(self._graph.storages[storage].size_bytes, self._dtypes[storage])
+            bind(part, lambda t: self._view(t, rows, step), kind="cpu").run()
+            return
+        results = frozenset((*part.outputs, *(t for t in (part.results or ()) if t is not None)))
+        call = decode(part, lambda t: None if t in results else self._view(t, rows, step))
         result = call.overload(*call.args, **call.kwargs)
         if part.mutates:
             return

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -29,17 +28,16 @@ from lading.ir.machine import (
     COLD_PRODUCT,
     EVEN_COLUMNS,
     KERNEL_BYTES,
-    MEMORY,
     ODD_COLUMNS,
     WHOLE,
     Curve,
     Device,
+    HostDevice,
     Machine,
     Tier,
 )
-from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
-from lading.runtime.host import host_id, memory_bytes, usable_bytes
+from lading.runtime.host import host_id, memory_bytes
 from lading.runtime.kernel_calls import Call
 from lading.runtime.probe_cases import (
     Case,
@@ -51,11 +49,12 @@ from lading.runtime.probe_cases import (
     flush_bytes,
     low_cases,
     rate_cases,
+    rounded,
     runs_case,
 )
 from lading.runtime.probe_disk import DiskMeter, DiskProbe
+from lading.runtime.probe_host import HOST_SHARE, host_tier, processor_cases, processors_of
 from lading.runtime.resident import reuse_pages, trim
-from lading.units import MiB
 
 _STAT = Path("/proc/stat")
 #: Columns of a processor's line in /proc/stat that count as work: user, nice, system, irq, softirq and steal.
@@ -72,14 +71,13 @@ _SCRATCH_TIMEOUT_S = 120
 #: Share of the processors that others may take before the kernels are measured again, and how often they are at most.
 QUIET = 0.1
 _TRIES = 3
-_COPY_BYTES = 256 * MiB
+#: Share of the time for the processors beside a device.
+_BESIDE_SHARE = 0.1
 #: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
 _COLD_SHARE = 0.25
 _COLD_FLOPS = 3e8
 #: Samples of a short one in a round, fewer than of others: before each a copy of more than the cache is made.
 _COLD_REPEATS = 2
-#: Copies of a page in a row, each behind another stream's event as in a run: one by itself is mostly the host's wait.
-_PAGES = 64
 
 
 def probe(
@@ -116,6 +114,7 @@ def probe(
             meter.run(_DISK_SHARE * seconds)
             say(f"kernels with {used} threads")
             measured, host, rounds, load = _probe_device(target, 0.7 * seconds, used, say)
+            beside = None if host is None else _probe_beside(_BESIDE_SHARE * seconds, used, say)
             meter.run(_DISK_SHARE * seconds)
             disk = meter.median_probe()
     trim()
@@ -123,6 +122,8 @@ def probe(
     if disk.note:
         say(disk.note)
     sources = _sources(target, _how(today, rounds, used, load), today, disk, host is not None)
+    if beside is not None:
+        sources["host_device"], load = _how(today, beside[1], used, beside[2]), max(load, beside[2])
     if load > QUIET:
         sources["device.load"] = _busy_sentence(load)
         say(sources["device.load"])
@@ -132,9 +133,24 @@ def probe(
         source=f"lading probe, {seconds:g} s",
         device=measured,
         tiers=(disk.tier,) if host is None else (host, disk.tier),
+        host_device=beside and beside[0],
         host_id=host_id(),
         sources=sources,
     )
+
+
+def _probe_beside(seconds: float, threads: int, say: Progress) -> tuple[HostDevice, int, float]:
+    """Measure the processors beside a device, where they compute in the host's memory.
+
+    Returns:
+        The processors, the most samples of a case, and the share of them that others took meanwhile.
+    """
+    say(f"processors of the host with {threads} threads")
+    cases = processor_cases()
+    with torch.no_grad():
+        watch = Stopwatch(cases, torch.device("cpu"))
+        rounds, load = _quiet_rounds(watch, seconds, say)
+    return processors_of(cases, watch.seconds(quiet=load <= QUIET), threads), rounds, load
 
 
 def probe_processors(threads: int, seconds: float, progress: Progress | None = None) -> tuple[Device, str]:
@@ -176,7 +192,7 @@ def _sources(target: torch.device, how: str, today: str, disk: DiskProbe, with_h
     """Say how each number of the machine came about, by the number's name."""
     host = {
         "tiers.host": how,
-        "tiers.host.capacity_bytes": f"{_HOST_SHARE:.0%} of the memory that the process may have",
+        "tiers.host.capacity_bytes": f"{HOST_SHARE:.0%} of the memory that the process may have",
     }
     return {
         "device": how,
@@ -240,20 +256,20 @@ def _probe_device(
         kind=target.type,
         memory_bytes=_device_memory(target),
         memory_bandwidth_bytes_per_s=rates["copy"].rate[-1],
-        op_overhead_s=_round(overhead),
+        op_overhead_s=rounded(overhead),
         peak_flops_per_s=_peaks(fit.peak, base_dtype(target), [name for name, _ in typed], times[split:end]),
-        optimizer_elements_per_s=_round(rates["step"].rate[-1] / _BYTES_PER_UPDATE),
+        optimizer_elements_per_s=rounded(rates["step"].rate[-1] / _BYTES_PER_UPDATE),
         num_threads=threads,
         overhead_bytes=grown,
         packing_bytes=packing,
         kernel_bytes=compiled,
-        skinny_dim=_round(fit.skinny_dim),
-        product_efficiency=_rounded(fit.efficiency),
+        skinny_dim=rounded(fit.skinny_dim),
+        product_efficiency=_rounded_curve(fit.efficiency),
         rates=rates,
         cache_bytes=cold.cache_bytes,
         cold_rates=cold_rates,
     )
-    return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
+    return device, host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
 
 
 class _ColdWatch:
@@ -303,7 +319,7 @@ class _ColdWatch:
         extra = [max(0.0, cold - warm[id(case)]) for case, cold in zip(self._products, seconds[count:], strict=True)]
         if sum(extra) > 0:
             size = sum(case.touched for case in self._products)
-            rates[COLD_PRODUCT] = _curve({_round(size / len(self._products)): _round(size / sum(extra))})
+            rates[COLD_PRODUCT] = _curve({rounded(size / len(self._products)): rounded(size / sum(extra))})
         return rates
 
 
@@ -335,8 +351,6 @@ _OVERHEAD = {
     "cuda": "context, code, and what libraries keep for a stream, after one pass, without what nvidia-smi lists of "
     "other processes (it lists none in a container: there theirs is in it)",
 }
-#: Of the host's memory, what may be page-locked for the host tier.
-_HOST_SHARE = 0.7
 
 
 def _launch_seconds(run: Call, count: int = 1000) -> float:
@@ -380,14 +394,14 @@ def _rates(cases: Sequence[Case], times: Sequence[float], overhead: float) -> di
     points: dict[str, dict[float, float]] = {}
     for case, seconds in zip(cases, times, strict=True):
         net = max(seconds - overhead, _LEAST_SHARE * seconds)
-        points.setdefault(case.key, {})[_round(case.size)] = _round(case.work / net)
+        points.setdefault(case.key, {})[rounded(case.size)] = rounded(case.work / net)
     return {key: _curve(curve_points) for key, curve_points in points.items()}
 
 
 def _in_any_layout(curves: Sequence[Curve]) -> Curve:
     """Rate of products whose layout is not known: as many in each layout, at the sizes that all were measured at."""
     sizes = min((curve.size for curve in curves), key=len)
-    return _curve({size: _round(len(curves) / sum(1.0 / curve.at(size) for curve in curves)) for size in sizes})
+    return _curve({size: rounded(len(curves) / sum(1.0 / curve.at(size) for curve in curves)) for size in sizes})
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
@@ -395,19 +409,14 @@ def _curve(points: Mapping[float, float]) -> Curve:
     return Curve(size=sizes, rate=tuple(points[size] for size in sizes))
 
 
-def _rounded(curve: Curve) -> Curve:
-    return Curve(size=tuple(map(_round, curve.size)), rate=tuple(map(_round, curve.rate)))
-
-
-def _round(value: float) -> float:
-    """Round to four significant digits: more would be noise."""
-    return float(f"{value:.4g}")
+def _rounded_curve(curve: Curve) -> Curve:
+    return Curve(size=tuple(map(rounded, curve.size)), rate=tuple(map(rounded, curve.rate)))
 
 
 def _peaks(peak: float, base_name: str, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
     """Peak FLOP/s of each dtype: that of the base, scaled by how long the same product took."""
     base = times[names.index(base_name)]
-    return {name: _round(peak * base / seconds) for name, seconds in zip(names, times, strict=True)}
+    return {name: rounded(peak * base / seconds) for name, seconds in zip(names, times, strict=True)}
 
 
 def _device_name(target: torch.device) -> str:
@@ -416,60 +425,6 @@ def _device_name(target: torch.device) -> str:
 
 def _device_memory(target: torch.device) -> int:
     return torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else memory_bytes()
-
-
-def _host_tier(seconds: float) -> Tier:
-    """Measure copies between page-locked host memory and the device, alone and both ways at once."""
-    near = [torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    far = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def read(size: int = _COPY_BYTES) -> None:
-        with torch.cuda.stream(streams[0]):
-            near[0][:size].copy_(far[0][:size], non_blocking=True)
-
-    def write() -> None:
-        with torch.cuda.stream(streams[1]):
-            far[1].copy_(near[1], non_blocking=True)
-
-    def read_and_write() -> None:
-        read()
-        write()
-
-    read_done = torch.cuda.Event()
-
-    def pages() -> None:
-        for _ in range(_PAGES):
-            read_done.record(streams[1])
-            streams[0].wait_event(read_done)
-            read(PAGE_BYTES)
-
-    runs = {"read": read, "write": write, "both": read_and_write, "page": pages}
-    samples: dict[str, list[float]] = {key: [] for key in runs}
-    end = time.monotonic() + seconds
-    while not samples["page"] or (time.monotonic() < end and len(samples["page"]) < 15):
-        for key, run in runs.items():
-            samples[key].append(_seconds_of(run))
-    times = {key: median(seconds_each) for key, seconds_each in samples.items()}
-    return Tier(
-        name="host",
-        kind=MEMORY,
-        host_computes=True,
-        capacity_bytes=int(_HOST_SHARE * usable_bytes()),
-        read_bytes_per_s=_round(_COPY_BYTES / times["read"]),
-        write_bytes_per_s=_round(_COPY_BYTES / times["write"]),
-        mixed_read_bytes_per_s=_round(_COPY_BYTES / max(times["both"], times["read"])),
-        mixed_write_bytes_per_s=_round(_COPY_BYTES / max(times["both"], times["write"])),
-        latency_s=_round(times["page"] / _PAGES),
-    )
-
-
-def _seconds_of(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def scratch_bytes(threads: int) -> tuple[int, int, int]:

@@ -167,6 +167,11 @@ def cold_cases(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if case.key in _MAKERS and 0.5 * min_work <= case.work <= 1.5 * max_work]
 
 
+def rounded(value: float) -> float:
+    """Round to four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
 def flush_bytes() -> tuple[int, int]:
     """Bytes of the last level of cache, and of the copy that leaves nothing of operands in it; 0 where nobody says."""
     shared = min(_MOST_CACHE_BYTES, cache_bytes(3) or cache_bytes(2))

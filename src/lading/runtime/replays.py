@@ -87,6 +87,12 @@ class ExpertCounts:
     hosted: dict[str, list[int]] = field(default_factory=lambda: {})
     hosted_bytes: dict[str, int] = field(default_factory=lambda: {})
 
+    def since(self, before: ExpertCounts) -> ExpertCounts:
+        """Make the counts of steps, tokens and choices alone that came after ``before``, counts of the same plan."""
+        return ExpertCounts(
+            self.steps - before.steps, _more(self.tokens, before.tokens), _more(self.chosen, before.chosen)
+        )
+
     def shares(self) -> dict[str, list[float]]:
         """Share of the steps in which each expert got tokens, for ``lading.plan(experts=)``."""
         return {name: [count / max(1, self.steps) for count in row] for name, row in self.chosen.items()}
@@ -101,6 +107,13 @@ class ExpertCounts:
             for name, row in self.tokens.items()
         }
         return {name: [*zip(row, tokens[name], strict=True)] for name, row in self.shares().items()}
+
+
+def _more(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {
+        name: [count - then for count, then in zip(row, before.get(name, [0] * len(row)), strict=True)]
+        for name, row in now.items()
+    }
 
 
 class Experts:
@@ -240,12 +253,15 @@ class Experts:
             on_host: Runs the operation on the host, in steps in which its expert is computed there.
         """
         is_idle = self.guards.actions[action].is_idle
+        fetches = frozenset[Expert]() if self.hosting is None else self.hosting.hosted.fetches.get(action, frozenset())
         issue = lane.bound(run)
         clear = lane.bound(partial(_clear, zeros)) if zeros else None
         stream, size_bytes = moved
 
         def chosen() -> None:
             idle = is_idle(self.now, self.before)
+            if fetches and self.hosting is not None:
+                idle = idle and fetches.isdisjoint(self.hosting.now)
             if size_bytes:
                 counted = self.counts.spared_bytes if idle else self.counts.moved_bytes
                 counted[stream] = counted.get(stream, 0) + size_bytes
@@ -261,7 +277,8 @@ class Experts:
 
     def left_out(self) -> frozenset[int]:
         """Actions that did nothing so far in the run under way, or would not."""
-        return self.guards.left_out(self.now, self.before)
+        left_out = self.guards.left_out(self.now, self.before)
+        return left_out if self.hosting is None else left_out - self.hosting.hosted.fetched(self.hosting.now)
 
     def end_step(
         self, rate: Rate, norm: float | None, norms: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None

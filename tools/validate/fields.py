@@ -396,8 +396,9 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
     """
     lowered = words.lower().replace("_", " ")
-    if re.search(
-        r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm|fused softmax)\b", lowered
+    fused = re.search(r"flash|\bfa-?[1-4]\b|\bsdpa\b|scaled_dot|cudnn|xformers|triton", words.lower())
+    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b", lowered) or (
+        "fused softmax" in lowered and not fused
     ):
         return {"attention": "unfused"}
     if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
@@ -406,7 +407,7 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         return {} if stack_attention.startswith("cudnn") else {"attention": "cudnn"}
     if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", lowered):
         return {"attention": "triton" if "triton" in lowered else "flash1"}
-    if stack_attention == "unfused" and re.search(r"flash|\bsdpa\b|scaled dot|fused|cudnn", lowered):
+    if stack_attention == "unfused" and (fused or "fused" in lowered):
         return {"attention": "flash2"}
     return {}
 

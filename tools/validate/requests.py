@@ -40,6 +40,7 @@ from tools.validate.known_sources import is_first_reading
 from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
+from tools.validate.runtimes import affirmed, words_of_runtime
 from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
 from tools.validate.words import machine_of_source, unread_of_name
 
@@ -132,10 +133,8 @@ def _unstated(row: Row, text: str, assumed: Sequence[str]) -> list[str]:
         assumed: Sentences on what was taken for granted.
     """
     nodes = int(row.hardware.get("gpus") or 0) > int(row.hardware.get("gpus_per_node") or 8)
-    named = str(row.layout.get("framework", "")).lower()
-    ran = f"{named} {text}".lower()
-    runs_pytorch = re.search(r"megatron|pytorch|\bfsdp|deepspeed|transformers|lightning|colossal", named)
-    runtime = re.search(_RUNTIMES, named if runs_pytorch else ran)
+    ran = f"{row.layout.get('framework', '')} {text}".lower()
+    runtime = re.search(_RUNTIMES, words_of_runtime(row, text))
     family = any(re.match(r"software of a family|operations of transformers' models", told) for told in assumed)
     doubts = (
         (any(sentence.startswith("no activation recompute") for sentence in assumed), "whether blocks are recomputed"),
@@ -236,7 +235,7 @@ def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tupl
 
 def _of_package(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
     """FlashAttention-2 where a row names it on a B200 or B300, on which PyTorch's own attention is cuDNN's."""
-    words = f"{row.model.get('attention', '')} {row.layout.get('framework', '')} {row.notes}".lower()
+    words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
     board = re.search(r"\bg?b[23]00", str(row.hardware.get("gpu", "")).lower())
     if attention != "flash2" or not board or not re.search(r"flash[- _]?att(?:entio)?n[- _]?v?2|\bfa-?2\b", words):
         return {}
@@ -265,7 +264,7 @@ def _autocast(row: Row, stack: Stack) -> dict[str, Any]:
         return {}
     if stack.parameters_dtype:
         return {}
-    own = re.search(OUTSIDE, said(row).lower()) is not None
+    own = re.search(OUTSIDE, words_of_runtime(row, said(row))) is not None
     return {"parameters_dtype": "float32", "gradient_dtype": "float32", "autocast": not own}
 
 

@@ -20,6 +20,14 @@ from tools.validate.fields import rounds_to_tf32, stage_of
 from tools.validate.pretrained import activation_part, pretrained_of
 from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
+from tools.validate.runtimes import (
+    affirmed,
+    has_attention_in_layers,
+    has_own_runtime,
+    rounds_by_default,
+    switches_of_runtime,
+    words_of_runtime,
+)
 from tools.validate.words import StackRule, machine_of, stack_rule_of
 
 #: Year that a source without one is taken to be of, by what its GPU's name begins with: about the middle of the years
@@ -44,13 +52,6 @@ _PADDED = (
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
-#: Software whose attention is that of its own layers, products and a softmax: praxis layers/attentions.py
-#: (DotProductAttention), keras layers/attention/multi_head_attention.py before 3.7 (end of 2024), whatever its backend.
-_IN_LAYERS = r"\bpaxml\b|\bt5x\b|\beasylm\b|\bkeras\b"
-_KERAS_FUSED = 2025
-#: JAX, and TensorFlow from 2.4 on, round fp32 operands of products to TF32 where tensor cores do: jax.lax.Precision
-#: (DEFAULT), tf.config.experimental.enable_tensor_float_32_execution ("enabled by default").
-_ROUNDS = r"\bjax\b|\bflax\b|tensorflow (?:2\.(?:[4-9]|1\d)|v?3)|\btensorflow\b(?! ?v?[12]\.)"
 #: PaddlePaddle has FlashAttention-2 since August 2023 (PaddlePaddle/Paddle pull 56015).
 _PADDLE_FLASH2 = 2023
 #: Year of FlashAttention 2.4, which is the first that takes ALiBi (Dao-AILab/flash-attention README, changelog).
@@ -82,8 +83,6 @@ CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:
 #: AMP lists no operation to keep in fp32 (oneflow/core/job_rewriter/auto_mixed_precision_lists.cpp, BlackList).
 OUTSIDE = rf"{_JAX}|{CODE}|paddle|\boneflow\b(?!-inc)"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
-#: Software with a runtime of its own: the name of a source's report on another says nothing of it.
-_OWN_RUNTIME = r"\boneflow\b|\btensorflow\b|\bkeras\b|\bmindspore\b|\bmxnet\b"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
     r"nanotron|picotron|vescale|dtensor|colossal-?ai|\bolmo|litgpt|fairscale|lightning|\bfabric\b|torchtune|xtuner|"
@@ -94,7 +93,8 @@ _AUTOCAST = r"lightning|\bfabric\b|\bamp\b|autocast|mixed|accelerate|\bddp\b|zer
 _PLAIN = r"\bfsdp|pytorch|\bddp\b"
 _NOT_COMPILED = re.compile(
     r"(?:no|not|without|w/o|disabl\w+) (?:using )?torch\.compile|"
-    r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)"
+    r"torch\.compile(?:d|\(\))?(?: is|:|=)? ?(?:off|false|disabled|not used|no\b)|"
+    r"\b(?:no|not|without|w/o) (?:using )?xla\b|\bxla(?: is|:|=)? ?(?:off|false|disabled|not used)"
 )
 #: LiBai fuses bias and GELU, bias and dropout, scale, mask and softmax as Megatron-LM does, whatever is cut
 #: (Oneflow-Inc/libai configs/common/models/gpt.py and bert.py, bias_gelu_fusion and the like); so does OneFlow-GPT
@@ -162,10 +162,6 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
     (r"use_fused_rms_norm[ =:]+false", {"eager_norms": True}),
-    # keras-hub's norms (models/mistral/mistral_layer_norm.py, gemma/rms_normalization.py) and TensorFlow 1's GELU
-    # (google-research/bert modeling.py, gelu) are operations one by one; XLA fuses them.
-    (r"\bkeras\b[^;|]{0,8}\(pytorch", {"eager_norms": True}),
-    (r"\btensorflow 1\.\d+(?![^|]*\bxla\b)", {"unfused": ("gelu",)}),
     # Its layers in place of a model's own: norms within products, fused rotary embedding, SwiGLU and attention.
     (
         r"(?:transformer[- _]engine(?:'s)?|\bte)[ .]+(?:te\.)?transformer_?layer",
@@ -184,7 +180,6 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"no[-_ ]rope[-_ ]fusion", {"unfused": ("rope",)}),
     (r"no[-_ ]bias[-_ ]swiglu[-_ ]fusion", {"unfused": ("swiglu",)}),
     (r"no[-_ ](?:fusion of )?gradient[-_ ]accumulation(?:[-_ ]fusion)?\b", {"unfused": ("gradients",)}),
-    (OUTSIDE, {"autocast": False}),
     # Without autocast 16-bit products need parameters of 16 bits.
     (r"(?:\bno|without|w/o) (?:torch[. ])?(?:autocast|amp)\b", {"parameters_dtype": "", "autocast": False}),
     (r"fp32 params", {"parameters_dtype": "float32", "master_weights": False}),
@@ -298,7 +293,7 @@ def _rule_of(row: Row, text: str) -> StackRule | None:
     compiled = "true" if row.layout.get("compile") else "false"
     named = str(row.layout.get("framework", ""))
     rule = stack_rule_of(f"{named} | compile={compiled}" if named else "")
-    return rule or (None if re.search(_OWN_RUNTIME, named.lower()) else stack_rule_of(text))
+    return rule or (None if has_own_runtime(row) else stack_rule_of(text))
 
 
 def class_of(row: Row, text: str) -> str:
@@ -509,10 +504,12 @@ def _biased(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[str, 
     return {"attention": "masked"}
 
 
-#: Words of attention that is no kernel of its own.
+#: Words of attention that is no kernel of its own. A denied third or fourth FlashAttention may be another kernel.
 _NO_FLASH = (
-    r"unfused attention|no flash|without flash|eager attention|attn_implementation[ =:]+eager|"
-    r"use_flash_att(?:n|ention)\w*['\"]?[ =:]+(?:false|off|0\b)"
+    r"unfused attention|\b(?:no|without|w/o|not(?: us\w+| support\w*| hav\w+)?) "
+    r"flash(?:[-_ ]?att(?!\w*[-_ ]?v?[34]\b)|\b(?![-_ ]att))|eager attention|"
+    r"attn_implementation[ =:]+eager|flash[-_ ]?att(?:n|ention)?[-_ ]?v?[12]?(?:\.\d+)*['\"]?(?: is| was)?[ =:]+"
+    r"(?:false|off|disabled|0\b|no(?=\s*(?:[,;|).]|$))|not (?:used|enabled|available|supported|installed))"
 )
 #: PyTorch on AMD's GPUs had no fused attention until 2.3 of 2024 (pytorch/pytorch issue 112997 and pull 114309).
 _AMD_FUSED = 2024
@@ -527,11 +524,11 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "cudnn"}
     if re.search(r"flex[- _]?attention", lowered):
         return {"attention": "flex"}
-    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])\b", lowered):
+    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])\b", affirmed(text)):
         return {"attention": f"flash{numbered[1]}"}
     if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
         return {"attention": "flash1"}
-    if re.search(_IN_LAYERS, lowered) and not ("keras" in lowered and year_of(row) >= _KERAS_FUSED):
+    if has_attention_in_layers(row, text, year_of(row)):
         return _attention_of_layers(" ".join(clauses_of(text)), assumed)
     if stack.kind == "compiled-torch" and 0 < year_of(row) < _FUSED:
         return {"attention": "unfused"}
@@ -571,15 +568,15 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     named = (row.layout.get(name, "") for name in ("precision", "precision_detail", "optimizer"))
     lowered = " | ".join([text, *map(str, named)]).lower()
-    for words, switches in _STATED:
-        if re.search(words, lowered):
-            apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
-            settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
-    framework = str(row.layout.get("framework", "")).lower()
-    if re.match(r"megatron-lm\b", framework) and "--fp16" in lowered and not re.search(_IN_FP32, lowered):
-        settings["gradient_dtype"] = "float16"
+    found = [switches for words, switches in _STATED if re.search(words, lowered)]
+    if re.search(OUTSIDE, words_of_runtime(row, text)):
+        found.append({"autocast": False})
+    for switches in (*found, switches_of_runtime(row, text)):
+        apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
+        settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
+    settings |= _megatron_in_fp16(row, lowered)
     rounds = rounds_to_tf32(lowered)
-    if rounds is None and re.search(_ROUNDS, framework):
+    if rounds is None and rounds_by_default(row):
         rounds = True
     if rounds is not None:
         settings["tf32"] = rounds
@@ -600,6 +597,15 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     elif "ep overlap off" in lowered:
         settings["hidden"] = {**hidden, "ep": 0.0}
     return settings
+
+
+def _megatron_in_fp16(row: Row, lowered: str) -> dict[str, Any]:
+    """Gradients of Megatron-LM in 16 bits: its flag of fp16, and none that adds them up in fp32."""
+    flags = affirmed(lowered)
+    framework = str(row.layout.get("framework", "")).lower()
+    if not re.match(r"megatron-lm\b", framework) or not re.search(r"--fp16(?![\w-])", flags):
+        return {}
+    return {} if re.search(_IN_FP32, flags) else {"gradient_dtype": "float16"}
 
 
 def _buckets(lowered: str, gradient_dtype: str) -> dict[str, Any]:

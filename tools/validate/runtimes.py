@@ -7,6 +7,7 @@ deny or compare ("without XLA", "twice as fast as Keras", "XLA off") name nothin
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from tools.validate.rows import Row
 
@@ -25,7 +26,8 @@ _OWN_RUNTIME = r"\boneflow\b|\btensorflow\b|\bkeras\b|\bmindspore\b|\bmxnet\b"
 _ON_JAX = r"\bjax\b|\bflax\b|maxtext|paxml|\bt5x\b|\beasylm\b|\balpa\b|axlearn|levanter"
 _TENSORFLOW = re.compile(r"\b(?:tensorflow|tf)(?:[-=/ (v]*(\d+)(?:\.(\d+))?)?(?![\w])")
 #: Software whose attention is that of its own layers, products and a softmax: praxis layers/attentions.py
-#: (DotProductAttention), keras layers/attention/multi_head_attention.py before 3.7 (end of 2024), whatever its backend.
+#: (DotProductAttention), keras layers/attention/multi_head_attention.py before 3.7 (end of 2024; keras-team/keras pulls
+#: 20448 and 20489), whatever its backend.
 _IN_LAYERS = r"\bpaxml\b|\bt5x\b|\beasylm\b|\bkeras\b"
 _KERAS_FUSED, _KERAS_FUSED_YEAR = (3, 7), 2025
 _KERAS = re.compile(r"\bkeras[-=/ (v]*(\d+)\.(\d+)")
@@ -82,14 +84,14 @@ def has_attention_in_layers(row: Row, text: str, year: int) -> bool:
     return year < _KERAS_FUSED_YEAR
 
 
-def switches_of_runtime(row: Row, text: str) -> dict[str, bool | tuple[str, ...]]:
+def switches_of_runtime(row: Row, text: str) -> dict[str, Any]:
     """Operations that a framework has no kernel for and XLA would fuse.
 
     keras-hub's norms (models/mistral/mistral_layer_norm.py, gemma/rms_normalization.py) and TensorFlow 1's GELU
     (google-research/bert modeling.py, gelu) are operations one by one.
     """
     named = _named(row)
-    settings: dict[str, bool | tuple[str, ...]] = {}
+    settings: dict[str, Any] = {}
     if "keras" in named and re.search(r"(?:py|\b)torch\b", named):
         settings["eager_norms"] = True
     told = _TENSORFLOW.search(named)

@@ -128,3 +128,36 @@ def test_a_fused_softmax_beside_a_kernel_of_attention(rows: dict[str, Row], word
 def test_flash_attention_2_that_is_denied_is_not_its_package(rows: dict[str, Row], notes: str) -> None:
     parts = {"model": {"attention": ""}, "layout": {"framework": "PyTorch FSDP2"}}
     assert asked(rows["prime-b200-4b-16k"], notes=notes, **parts).stack.attention != "flash2-package"
+
+
+def test_a_kernel_beside_what_it_is_not(rows: dict[str, Row]) -> None:
+    row = rows["fleetx-gpt345m"]
+    words = {"FlashAttention-2 (not eager)": "flash2", "eager (no SDPA)": "unfused"}
+    assert {text: asked(row, model={"attention": text}).stack.attention for text in words} == words
+
+
+@pytest.mark.parametrize("source", ["NGC PyTorch 22.09, 2023-05", "nvcr.io/nvidia/pytorch:22.12-py3, 2024"])
+def test_a_container_may_stand_behind_a_blank(rows: dict[str, Row], source: str) -> None:
+    row = dataclasses.replace(rows["lambda-bert-a10"], source=source)
+    parts = {"layout": {"framework": "PyTorch"}, "hardware": {"gpu": "A100"}}
+    assert asked(row, notes="", **parts).stack.attention == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("notes", "layers"),
+    [
+        ("activations of 6 of the 32 layers in host memory", 6),
+        ("6 of 32 layers' activations lie in the host's memory", 6),
+        ("6 of 32 layers' activations recomputed", 0),
+    ],
+)
+def test_layers_whose_activations_are_in_host_memory(rows: dict[str, Row], notes: str, layers: int) -> None:
+    assert asked(rows["dataflow-h100-8b-4k"], notes=notes).layout.offload_layers == layers
+
+
+def test_levels_and_examples_of_something_else(rows: dict[str, Row]) -> None:
+    half = {"layout": {"precision": "fp16"}}
+    compiled = asked(rows["lambda-bert-a10"], notes="optimization level O2 of the compiler", **half)
+    assert not compiled.stack.master_weights
+    other = {"layout": {"framework": "DeepSpeedExamples, not Megatron-LM"}}
+    assert asked(rows["dlperf-ds-8-zero0"], notes="", **other).stack.fusion == "fused"

@@ -397,9 +397,10 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     """
     lowered = words.lower().replace("_", " ")
     fused = re.search(r"flash|\bfa-?[1-4]\b|\bsdpa\b|scaled_dot|cudnn|xformers|triton", words.lower())
-    if re.search(r"\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b", lowered) or (
-        "fused softmax" in lowered and not fused
-    ):
+    if re.search(
+        r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b",
+        lowered,
+    ) or ("fused softmax" in lowered and not fused):
         return {"attention": "unfused"}
     if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
         return {"attention": f"flash{numbered[1]}"}
@@ -516,7 +517,9 @@ def offload_of(
         named = ("optimizer",)
     settings: dict[str, Any] = {"offload": named, **({"offload_to": "disk"} if where else {})}
     if "activations" in named and (
-        held := re.search(r"(\d+) of (?:the )?\d+ layers' activations (?:are )?in host", text)
+        held := re.search(
+            r"(?:activations of )?(\d+) of (?:the )?\d+ layers(?:' activations)? (?:are |lie )?in (?:the )?host", text
+        )
     ):
         settings["offload_layers"] = int(held[1])
     if share := _PART.search(words):

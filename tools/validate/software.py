@@ -69,8 +69,8 @@ _CUDNN8 = re.compile(
     r"(?:\bnemo|container|pytorch|\()[ :-]*(?:23\.\d\d|24\.0[1-5])\b|\btransformer[- ]?engine v?(?:0\.\d+|1\.[0-5])\b",
     re.IGNORECASE,
 )
-#: NVIDIA's containers of PyTorch by month, "pytorch:22.09": years of the classes' defaults are PyTorch's.
-_CONTAINER = r"\bpytorch[:/](2\d)\.(?:0[1-9]|1[0-2])\b"
+#: NVIDIA's containers by month, "pytorch:22.09", "PyTorch 22.09": years of the classes' defaults are PyTorch's.
+_CONTAINER = r"\bpytorch[:/ -](2\d)\.(?:0[1-9]|1[0-2])\b"
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -130,12 +130,12 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     # Apex and paddle.amp.decorate: parameters and gradients of 16 bits, masters in fp32.
     (
-        r"(?:\bamp|opt_level|\blevel)[-_ =:,\"']*o2\b",
+        r"(?:\bamp|opt_level|(?<!optimization )\blevel)[-_ =:,\"']*o2\b",
         {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "bfloat16"},
     ),
     # DeepSpeedExamples Megatron-LM/mpu/transformer.py and layers of 2019: products, mask, softmax, dropout and residual
     # one by one; neither bias and GELU nor bias and dropout are one kernel.
-    (r"deepspeedexamples'?s?[^;|]{0,12}megatron", {"fusion": "eager"}),
+    (r"deepspeedexamples'?s?[^;|,]{0,12}megatron", {"fusion": "eager"}),
     # BMTrain's README: parameters of torch.half, and a fused optimizer "for mixed-precision training".
     (r"\bbmtrain\b", {"parameters_dtype": "", "master_weights": True, "gradient_dtype": "float16"}),
     # PyTorch's optimizers keep moments in the parameters' number format.

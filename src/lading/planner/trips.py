@@ -25,7 +25,7 @@ from lading.ir.plan import Option
 from lading.planner.emission import Residency
 from lading.planner.lower import Lowering, paced_seconds
 from lading.planner.pacing import is_paced
-from lading.planner.residency import MOST_RETIMED, Found
+from lading.planner.residency import MOST_RETIMED, Found, good_enough
 from lading.planner.schedule import stretch, wrapped
 from lading.planner.single_changes import Choices
 from lading.planner.timetable import Timetable, timetable
@@ -62,7 +62,7 @@ def changed_trips(found: Found, bound_s: float) -> Found:
         bound_s: Seconds that no plan is below: near it there is nothing to gain.
     """
     step = found.step
-    if found.step_s <= (1 + _FAR) * bound_s or not is_paced(step):
+    if good_enough(found, bound_s) or found.step_s <= (1 + _FAR) * bound_s or not is_paced(step):
         return found
     search = _Search(found)
     search.run()

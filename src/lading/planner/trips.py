@@ -8,7 +8,7 @@ and not addresses. So they are changed once more:
     minimise    seconds of the step by its timetable
     over        gaps that are kept instead, recomputed, or whose storages move to another tier, ``_TOGETHER`` of them,
                 then fewer; those that computing waits for first, then the largest
-    subject to  what is needed at once is no more than before, or a share of the arena          ``_Search``
+    subject to  what is needed at once is no more than before, or a share of the arena          ``_TripSearch``
     until       no change helps, or so many were scheduled
 
 All changes together are lowered, the first half of them, and the first one, as packing loses more than a change gains
@@ -64,12 +64,12 @@ def changed_trips(found: Found, bound_s: float) -> Found:
     step = found.step
     if good_enough(found, bound_s) or found.step_s <= (1 + _FAR) * bound_s or not is_paced(step):
         return found
-    search = _Search(found)
+    search = _TripSearch(found)
     search.run()
     return min((found, *search.lowered()), key=lambda made: made.step_s)
 
 
-class _Search:
+class _TripSearch:
     """Search of one plan; ``taken`` are its choices after each change that was taken."""
 
     def __init__(self, found: Found) -> None:

@@ -67,6 +67,7 @@ from lading.planner.policies import (
 )
 from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
+from lading.planner.trips import changed_trips
 from lading.sim.device_step import simulate_ranks, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
@@ -215,7 +216,9 @@ def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_
     progress.update(0.92, "the fastest plan with choices on its critical path changed")
     chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s), paced=True)
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
-    return sharpened(chosen) if on_device else _with_host(chosen, step)
+    chosen = sharpened(chosen) if on_device else _with_host(chosen, step)
+    progress.update(0.97, "what moves changed, as a quick schedule of the fastest plan says")
+    return dataclasses.replace(chosen, found=changed_trips(chosen.found, chosen.bound_s))
 
 
 def _request(

@@ -417,7 +417,7 @@ class Lowering:
             timed = iter(item_seconds)
             self.seconds = [0.0 if item.op in graph.off_compute_ops else next(timed) for item in self.emission.items]
         elif pace:
-            self.seconds = _paced(self.emission, self.seconds, pace)
+            self.seconds = paced_seconds(self.emission, self.seconds, pace)
         self._network = _network_seconds(graph, costs, self.emission)
         base = base_profile(graph, self.emission)
         self.peak_bytes, self.peak_item = int(base.max()), int(base.argmax())
@@ -562,7 +562,7 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: It
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
 
-def _paced(emission: Emission, seconds: Sequence[float], pace: Sequence[float]) -> list[float]:
+def paced_seconds(emission: Emission, seconds: Sequence[float], pace: Sequence[float]) -> list[float]:
     """Seconds of each item in a step whose operations take as many times longer as ``pace`` says."""
     paced: list[float] = []
     times = 1.0

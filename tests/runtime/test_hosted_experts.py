@@ -6,8 +6,9 @@ import dataclasses
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ from lading.planner.routing import expected_step_s
 from lading.runtime import expert_computing
 from lading.runtime.executor import Executor
 from lading.runtime.expert_computing import _KeptMemory, _Rows
+from lading.runtime.named import NamedValues
+from lading.saved_values import Snapshot
 from lading.sim.device_step import simulate
 
 STEPS, TOKENS = 20, 16
@@ -355,6 +358,8 @@ def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGrap
     assert any("test has no processors beside its device" in each for each in alone.assumptions)
     with pytest.raises(ConfigError, match="for every one a pair"):
         planned(graph, {"layers.0": [1.0, (0.5, 2.0), 1.0, 1.0]})
+    with pytest.raises(ConfigError, match="for every one a pair"):
+        planned(graph, {"layers.0": [(1.0, 14.0), (1.0, nan), (1.0, 1.0), (1.0, 1.0)]})
 
 
 def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph, made: Plan) -> None:
@@ -375,6 +380,48 @@ def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph,
     small = dataclasses.replace(program, budgets={**program.budgets, "host": beside + needed - 1})
     with pytest.raises(ProgramError, match=f"expected {needed} bytes of the host's memory .* raise it by 1"):
         check_hosted(small, guards, hosted)
+
+
+def _larger(program: Program, size_bytes: int) -> Program:
+    """Program of the same values of which one lies so many bytes further up in the host's memory."""
+    *rows, (storage, offset) = sorted(program.slots["host"], key=lambda slot: slot[1])
+    return dataclasses.replace(program, slots={**program.slots, "host": (*rows, (storage, offset + size_bytes))})
+
+
+def test_experts_on_the_host_have_room_beside_what_other_programs_put_there(graph: StepGraph, made: Plan) -> None:
+    """The tier is as large as the largest Program needs it, as that of evaluation may be."""
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    budget = program.tier_bytes("host") + host_bytes(program, hosted)
+    exact, more = dataclasses.replace(program, budgets={**program.budgets, "host": budget}), PAGE_BYTES
+    check_hosted(exact, guards, hosted, (exact,))
+    with pytest.raises(ProgramError, match=f"of the host's memory .* raise it by {more}"):
+        check_hosted(exact, guards, hosted, (_larger(exact, more),))
+    tokens = {name: tuple(count for _, count in row) for name, row in loads_of().items()}
+    choice = HostChoice(tokens, made.host_tokens)
+    assert choice.hosted(exact, guards).rows.keys() == hosted.rows.keys()
+    fewer = dataclasses.replace(choice, others=(_larger(exact, more),)).hosted(exact, guards)
+    assert fewer.rows.keys() < hosted.rows.keys()
+    assert fewer.left_off
+
+
+def test_a_save_beside_training_leaves_experts_on_the_host_their_room(
+    graph: StepGraph, made: Plan, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    needed = host_bytes(program, find_hosted(program, guards, limits_by_expert(guards, made.host_tokens)))
+    rooms: list[int] = []
+    for tokens in (True, made.host_tokens):
+        with Executor(
+            program, optimizer=OPTIMIZER, folder=tmp_path, device=fake_device(api), experts=tokens
+        ) as executor:
+            values = cast("NamedValues", None)  # which the room does not ask for
+            monkeypatch.setattr(Executor, "kind", "cuda")
+            rooms.append(Snapshot(0, executor, values, (program,), {}).room_bytes)
+            monkeypatch.undo()
+    assert rooms == [left := program.budgets["host"] - program.tier_bytes("host"), left - needed]
 
 
 class _Weighed(dict[int, torch.Tensor]):

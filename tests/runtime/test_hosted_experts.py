@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.machines import small_machine
 from tests.runtime.cases import OPTIMIZER, load
-from tests.runtime.expert_cases import EXPERTS, Batch, Plain, batches_of, loss_fn, model_of
+from tests.runtime.expert_cases import EXPERTS, HIDDEN, Batch, Mixture, Plain, batches_of, loss_fn, model_of
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 from tests.runtime.test_routing import BESIDE_HOST, all_on_host
 from torch import nn
@@ -343,6 +343,45 @@ def test_what_mixes_tokens_or_draws_numbers_is_refused() -> None:
     whys = [each for each in _found(model) if isinstance(each, str)]
     assert len(whys) == 2
     assert all("aten.mean.dim" in why and "treat each token by itself" in why for why in whys)
+
+
+class _LengthFirst(Mixture):
+    """Mixture whose experts see tokens in another order than the router: (length, batch)."""
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(tokens)
+        top, chosen = scores.topk(1, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, chosen, top.sigmoid())
+        x = x.transpose(0, 1).contiguous()
+        for number, expert in enumerate(self.experts):
+            x = x + weights[..., number].t().unsqueeze(-1) * expert(x)
+        return x.transpose(0, 1)
+
+
+class _Turned(nn.Module):
+    """Expert that computes (length, batch) of (batch, length)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_tokens_in_another_order_than_the_routers_are_refused() -> None:
+    """Rows of other tokens would be gathered and written: silently where one token chose the expert."""
+    model = model_of()
+    for number, layer in enumerate(model.layers):
+        length_first = _LengthFirst("slice", 0.0, HIDDEN)
+        length_first.load_state_dict(layer.state_dict())
+        model.layers[number] = length_first
+    assert {isinstance(each, str) and "tokens" in each for each in _found(model)} == {True}
+    model = model_of()
+    for layer in model.layers:
+        experts = layer.get_submodule("experts")
+        experts.register_module("1", _Turned(experts.get_submodule("1")))
+    assert sum(isinstance(each, str) for each in _found(model)) == 2
 
 
 def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGraph) -> None:

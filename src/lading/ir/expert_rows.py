@@ -69,12 +69,16 @@ class _Value:
 
 
 def row_dims(tensor: Tensor, width: int, count: int) -> tuple[int, ...] | None:
-    """Dims of a view that go over all tokens in order, of a storage with so many elements per token; None without."""
+    """Dims of a view that go over all tokens, of a storage with so many elements per token; None without.
+
+    The outermost in memory comes first: two views have their tokens in one order where these are the same.
+    """
     dims = [
         d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)) if n > 1 and stride >= width
     ]
+    dims.sort(key=lambda d: -tensor.stride[d])
     expected = width
-    for dim in sorted(dims, key=lambda d: tensor.stride[d]):
+    for dim in reversed(dims):
         if tensor.stride[dim] != expected:
             return None
         expected *= tensor.shape[dim]

@@ -300,7 +300,13 @@ class _RowSearch:
         if not summed or len(summed) != len(over):
             raise self._refuse(index, "sums over dims that are not known")
         if summed.isdisjoint(dims):
-            return _Value(prod(self.graph.tensors[op.outputs[0]].shape) // self.count, self._is_zero(tensor))
+            out = self.graph.tensors[op.outputs[0]]
+            width = prod(out.shape) // self.count
+            if len(out.shape) < len(view.shape):
+                dims = tuple(d - sum(s < d for s in summed) for d in dims)
+            if row_dims(out, width, self.count) != dims:
+                raise self._refuse(index, "makes rows of tokens in another order")
+            return _Value(width, self._is_zero(tensor))
         if summed >= set(dims) and self._is_zero(tensor):
             return _Value(0)
         raise self._refuse(index, "sums over tokens that did not choose the expert")

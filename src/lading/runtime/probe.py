@@ -93,7 +93,8 @@ def probe(
     Args:
         folder: Where the disk tier would be; 288 MiB are used there meanwhile.
         threads: Intra-op threads to measure with; None keeps torch's setting.
-        seconds: Time to spend, > 0; more gives steadier figures. One round of everything is done at least.
+        seconds: Time to spend, > 0, on a GPU about a sixth more; more gives steadier figures. One round of everything
+            is done at least.
         device: "cpu" or "cuda"; None takes the GPU where there is one.
         progress: Called with one line per stage.
 

@@ -433,6 +433,31 @@ def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph,
         check_hosted(small, guards, hosted)
 
 
+@pytest.mark.long
+def test_an_evaluation_larger_than_the_step_leaves_experts_what_room_there_is(graph: StepGraph) -> None:
+    """On the device there may be none, where the plan fetches every expert; on the host its tier is the larger."""
+    batch = batches_of([[0]], 1)[0][0]
+    large = {**batch, "tokens": batch["tokens"].repeat(16, 1)}
+    other = lading.capture(model_of(), large, loss_fn, evaluation=True)
+    full = planned(graph, loads_of(), budget="100%", others=[other])
+    assert not full.host_tokens
+    assert any("no plan that does so fits" in each for each in full.assumptions)
+    made = planned(graph, loads_of(), others=[other])
+    for each in (full, made):
+        assert all(one.peak_bytes["device"] <= each.budgets["device"] for one in (each, *each.others))
+    programs = programs_of(made, graph, [other])
+    assert made.host_tokens
+    guards = find_guards(programs[0])
+    needed = host_bytes(programs[0], find_hosted(programs[0], guards, limits_by_expert(guards, made.host_tokens)))
+    peaks = [each.peak_bytes["host"] for each in (made, *made.others)]
+    assert peaks == [program.tier_bytes("host") + needed for program in programs]
+    assert programs[1].tier_bytes("host") > programs[0].tier_bytes("host")
+    exact = planned(graph, loads_of(), others=[other], budgets={"host": max(peaks)})
+    assert exact.host_tokens == made.host_tokens
+    less = planned(graph, loads_of(), others=[other], budgets={"host": max(peaks) - 1})
+    assert sum(map(len, less.host_tokens.values())) < sum(map(len, made.host_tokens.values()))
+
+
 def _larger(program: Program, size_bytes: int) -> Program:
     """Program of the same values of which one lies so many bytes further up in the host's memory."""
     *rows, (storage, offset) = sorted(program.slots["host"], key=lambda slot: slot[1])

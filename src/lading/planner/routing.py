@@ -336,9 +336,20 @@ def _with_room(
     made: Planned | None = None,
     host: HostChoice | None = None,
 ) -> Planned:
-    """Plan a step such that its budget has room to make up for updates."""
+    """Plan a step such that its budget has room to make up for updates.
+
+    Raises:
+        PlanInfeasible: it has none, or not enough.
+    """
     made = made or make(allowed_bytes)
     more = _more_bytes(made, machine, host)
+    if more >= allowed_bytes:
+        raise PlanInfeasible(
+            f"expected room of {more} bytes for experts beside the step, found a budget of {allowed_bytes} for both; "
+            "raise it, or plan without experts",
+            missing_bytes=more - allowed_bytes + 1,
+            smallest_budget_bytes=0,
+        )
     return make(allowed_bytes - more) if more else made
 
 
@@ -534,14 +545,14 @@ def _with_experts(
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     workspace = _workspace_bytes(chosen, room, machine)
     beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
-    on_host = host_bytes(chosen, hosted) if hosted.rows else 0
-    others = [
-        _beside_room(*each, beside, on_host, allowed_bytes) for each in zip(plan.others, made.others, strict=True)
-    ]
+    steps, on_host = zip(plan.others, made.others, strict=True), host_bytes(chosen, hosted)
+    others = [_beside_room(*each, beside, on_host, allowed_bytes) for each in steps]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
-    if chosen.peak_bytes > allowed_bytes:  # its reads are so late that it needs more room than was kept free
+    programs = (chosen, *(program for _, program in others))
+    if any(each.peak_bytes > allowed_bytes for each in programs):  # reads so late take more room than was kept free
         return inf, made
-    verify(chosen)
+    for each in programs:
+        verify(each)
     check_hosted(chosen, guards, hosted, made.others)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
     predictions = dataclasses.replace(
@@ -550,15 +561,12 @@ def _with_experts(
         peaks=_peaks(plan, chosen, hosted),
         actions=action_times(timeline.events),
     )
+    settings = {**plan.request.settings, EXPERTS: 1.0, **_limits(guards, hosted)}
     plan = dataclasses.replace(
         plan,
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
-        request=dataclasses.replace(
-            plan.request,
-            budgets=budgets,
-            settings={**plan.request.settings, EXPERTS: 1.0, **_limits(guards, hosted)},
-        ),
+        request=dataclasses.replace(plan.request, budgets=budgets, settings=settings),
         assumptions=(
             *plan.assumptions,
             _sentence(chosen, guards, expected_s, room),
@@ -567,7 +575,7 @@ def _with_experts(
         ),
         others=tuple(other for other, _ in others),
     )
-    return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+    return expected_s, Planned(plan, chosen, programs[1:])
 
 
 def _peaks(plan: Plan, chosen: Program, hosted: HostedExperts) -> dict[str, dict[str, int]]:
@@ -608,7 +616,6 @@ def _beside_room(plan: Plan, program: Program, room: int, on_host: int, allowed_
     """
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     program = dataclasses.replace(program, workspace_bytes=program.workspace_bytes + room, budgets=budgets)
-    verify(program)
     before, peak = plan.predictions, program.predicted_bytes
     peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
     for tiers in peaks.values():

@@ -56,9 +56,14 @@ class Snapshot:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that the plan's budget leaves for staging: of the device's memory if that is the host's."""
+        """Bytes that the plan's budget leaves for staging: of the device's memory if that is the host's.
+
+        Experts that the host computes while values are staged have theirs.
+        """
         if self.executor.kind == "cpu":
             budgets = (p.budgets[DEVICE] - p.peak_bytes + p.staging_bytes for p in self.programs)
             return max(0, min(budgets))
         host = next((tier.name for tier in self.programs[0].tiers if tier.kind == MEMORY), "")
-        return max(0, min(p.budgets.get(host, 0) - p.tier_bytes(host) for p in self.programs))
+        hosting = None if self.executor.experts is None else self.executor.experts.hosting
+        taken = 0 if hosting is None or self.programs[0].host_tier != host else hosting.host_bytes
+        return max(0, min(p.budgets.get(host, 0) - p.tier_bytes(host) for p in self.programs) - taken)

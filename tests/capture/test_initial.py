@@ -134,7 +134,32 @@ def seeded_last() -> nn.Module:
     return model
 
 
-SEEDED = (seeded_first, seeded_alike_for_each_layer, forked_for_a_layer, put_back_twice, seeded_last)
+def forked_with_the_seed_before() -> nn.Module:
+    torch.manual_seed(3)
+    first = _layers(3)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        middle = nn.Linear(8, 8)  # draws more numbers than the first, in as many operations
+    return nn.Sequential(first, middle, _layers(6, 7))
+
+
+def forked_in_a_fork() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        first = _layers(3)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(1)
+            second = _layers(4)
+            with torch.random.fork_rng(devices=()):
+                third = _layers(5)
+            fourth = _layers(6)
+        fifth = _layers(7)
+    return nn.Sequential(first, second, third, fourth, fifth, _layers(8))
+
+
+SEEDED = (
+    seeded_first, seeded_alike_for_each_layer, forked_for_a_layer, forked_with_the_seed_before, forked_in_a_fork,
+    put_back_twice, seeded_last,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("build", SEEDED)
@@ -149,6 +174,31 @@ def test_a_constructor_may_set_the_generator(build: Callable[[], nn.Module], see
 def test_some_layers_of_a_constructor_that_sets_the_generator() -> None:
     deferred = defer(forked_for_a_layer)
     check_same_bits(deferred.keeping(["1.0.weight", "2.1.bias"]), forked_for_a_layer, 5)
+
+
+def seeded_by_the_seed() -> nn.Module:
+    torch.manual_seed(torch.initial_seed() + 1)
+    return _layers(3)
+
+
+def seeded_by_the_state() -> nn.Module:
+    torch.manual_seed(int(torch.get_rng_state()[:64].sum()))
+    return _layers(3)
+
+
+def put_back_a_copy() -> nn.Module:
+    state = torch.get_rng_state().clone()
+    first = _layers(3)
+    torch.set_rng_state(state)
+    return nn.Sequential(first, _layers(3))
+
+
+@pytest.mark.parametrize("build", [seeded_by_the_seed, seeded_by_the_state, put_back_a_copy])
+def test_a_constructor_that_takes_numbers_from_the_generator_itself_is_refused(build: Callable[[], nn.Module]) -> None:
+    functions = torch.initial_seed, torch.random.initial_seed
+    with pytest.raises(CaptureError, match=r"expected one that sets torch's random generator to given numbers"):
+        defer(build)
+    assert (torch.initial_seed, torch.random.initial_seed) == functions
 
 
 @pytest.mark.long

@@ -98,7 +98,8 @@ class FakeEvent:
 class FakeMeter:
     """Bytes that were asked of the device."""
 
-    exact, sample = True, None
+    exact: bool = True
+    sample: Callable[[], int] | None = None
 
     def __init__(self, api: FakeApi) -> None:
         self._api = api
@@ -173,7 +174,7 @@ class FakeApi:
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
-    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+    def wait(self, stream: FakeStream, event: Any) -> None:
         turn = event.turn()
         if not self.deaf:
             stream.put(Control(lambda: event.await_turn(turn)))

@@ -6,14 +6,15 @@ import dataclasses
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.machines import small_machine
 from tests.runtime.cases import OPTIMIZER, load
-from tests.runtime.expert_cases import EXPERTS, Batch, Plain, batches_of, loss_fn, model_of
+from tests.runtime.expert_cases import EXPERTS, HIDDEN, Batch, Mixture, Plain, batches_of, loss_fn, model_of
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 from tests.runtime.test_routing import BESIDE_HOST, all_on_host
 from torch import nn
@@ -45,6 +46,8 @@ from lading.planner.routing import expected_step_s
 from lading.runtime import expert_computing
 from lading.runtime.executor import Executor
 from lading.runtime.expert_computing import _KeptMemory, _Rows
+from lading.runtime.named import NamedValues
+from lading.saved_values import Snapshot
 from lading.sim.device_step import simulate
 
 STEPS, TOKENS = 20, 16
@@ -342,6 +345,57 @@ def test_what_mixes_tokens_or_draws_numbers_is_refused() -> None:
     assert all("aten.mean.dim" in why and "treat each token by itself" in why for why in whys)
 
 
+class _LengthFirst(Mixture):
+    """Mixture whose experts see tokens in another order than the router: (length, batch)."""
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(tokens)
+        top, chosen = scores.topk(1, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, chosen, top.sigmoid())
+        x = x.transpose(0, 1).contiguous()
+        for number, expert in enumerate(self.experts):
+            x = x + weights[..., number].t().unsqueeze(-1) * expert(x)
+        return x.transpose(0, 1)
+
+
+class _Summed(Mixture):
+    """Mixture that adds a sum over what an expert makes of a token, taken in another order of tokens."""
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(tokens)
+        top, chosen = scores.topk(1, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, chosen, top.sigmoid())
+        for number, expert in enumerate(self.experts):
+            part = weights[..., number].unsqueeze(-1) * expert(x)
+            x = x + part + part.transpose(0, 1).sum(-1, keepdim=True).transpose(0, 1)
+        return x
+
+
+class _Turned(nn.Module):
+    """Expert that computes (length, batch) of (batch, length)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_tokens_in_another_order_than_the_routers_are_refused() -> None:
+    """Rows of other tokens would be gathered and written: silently where one token chose the expert."""
+    for kind in (_LengthFirst, _Summed):
+        model = model_of()
+        for number in range(len(model.layers)):
+            model.layers[number] = kind("slice", 0.0, HIDDEN)
+        assert {isinstance(each, str) and "tokens" in each for each in _found(model)} == {True}
+    model = model_of()
+    for layer in model.layers:
+        experts = layer.get_submodule("experts")
+        experts.register_module("1", _Turned(experts.get_submodule("1")))
+    assert sum(isinstance(each, str) for each in _found(model)) == 2
+
+
 def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGraph) -> None:
     model = model_of(dropout=0.5)
     drawn = lading.capture(model, batches_of([[0]], 1)[0][0], loss_fn)
@@ -355,6 +409,8 @@ def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGrap
     assert any("test has no processors beside its device" in each for each in alone.assumptions)
     with pytest.raises(ConfigError, match="for every one a pair"):
         planned(graph, {"layers.0": [1.0, (0.5, 2.0), 1.0, 1.0]})
+    with pytest.raises(ConfigError, match="for every one a pair"):
+        planned(graph, {"layers.0": [(1.0, 14.0), (1.0, nan), (1.0, 1.0), (1.0, 1.0)]})
 
 
 def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph, made: Plan) -> None:
@@ -375,6 +431,73 @@ def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph,
     small = dataclasses.replace(program, budgets={**program.budgets, "host": beside + needed - 1})
     with pytest.raises(ProgramError, match=f"expected {needed} bytes of the host's memory .* raise it by 1"):
         check_hosted(small, guards, hosted)
+
+
+@pytest.mark.long
+def test_an_evaluation_larger_than_the_step_leaves_experts_what_room_there_is(graph: StepGraph) -> None:
+    """On the device there may be none, where the plan fetches every expert; on the host its tier is the larger."""
+    batch = batches_of([[0]], 1)[0][0]
+    large = {**batch, "tokens": batch["tokens"].repeat(16, 1)}
+    other = lading.capture(model_of(), large, loss_fn, evaluation=True)
+    full = planned(graph, loads_of(), budget="100%", others=[other])
+    assert not full.host_tokens
+    assert any("no plan that does so fits" in each for each in full.assumptions)
+    made = planned(graph, loads_of(), others=[other])
+    for each in (full, made):
+        assert all(one.peak_bytes["device"] <= each.budgets["device"] for one in (each, *each.others))
+    programs = programs_of(made, graph, [other])
+    assert made.host_tokens
+    guards = find_guards(programs[0])
+    needed = host_bytes(programs[0], find_hosted(programs[0], guards, limits_by_expert(guards, made.host_tokens)))
+    peaks = [each.peak_bytes["host"] for each in (made, *made.others)]
+    assert peaks == [program.tier_bytes("host") + needed for program in programs]
+    assert programs[1].tier_bytes("host") > programs[0].tier_bytes("host")
+    exact = planned(graph, loads_of(), others=[other], budgets={"host": max(peaks)})
+    assert exact.host_tokens == made.host_tokens
+    less = planned(graph, loads_of(), others=[other], budgets={"host": max(peaks) - 1})
+    assert sum(map(len, less.host_tokens.values())) < sum(map(len, made.host_tokens.values()))
+
+
+def _larger(program: Program, size_bytes: int) -> Program:
+    """Program of the same values of which one lies so many bytes further up in the host's memory."""
+    *rows, (storage, offset) = sorted(program.slots["host"], key=lambda slot: slot[1])
+    return dataclasses.replace(program, slots={**program.slots, "host": (*rows, (storage, offset + size_bytes))})
+
+
+def test_experts_on_the_host_have_room_beside_what_other_programs_put_there(graph: StepGraph, made: Plan) -> None:
+    """The tier is as large as the largest Program needs it, as that of evaluation may be."""
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    hosted = find_hosted(program, guards, limits_by_expert(guards, made.host_tokens))
+    budget = program.tier_bytes("host") + host_bytes(program, hosted)
+    exact, more = dataclasses.replace(program, budgets={**program.budgets, "host": budget}), PAGE_BYTES
+    check_hosted(exact, guards, hosted, (exact,))
+    with pytest.raises(ProgramError, match=f"of the host's memory .* raise it by {more}"):
+        check_hosted(exact, guards, hosted, (_larger(exact, more),))
+    tokens = {name: tuple(count for _, count in row) for name, row in loads_of().items()}
+    choice = HostChoice(tokens, made.host_tokens)
+    assert choice.hosted(exact, guards).rows.keys() == hosted.rows.keys()
+    fewer = dataclasses.replace(choice, others=(_larger(exact, more),)).hosted(exact, guards)
+    assert fewer.rows.keys() < hosted.rows.keys()
+    assert fewer.left_off
+
+
+def test_a_save_beside_training_leaves_experts_on_the_host_their_room(
+    graph: StepGraph, made: Plan, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program,) = programs_of(made, graph, ())
+    guards = find_guards(program)
+    needed = host_bytes(program, find_hosted(program, guards, limits_by_expert(guards, made.host_tokens)))
+    rooms: list[int] = []
+    for tokens in (True, made.host_tokens):
+        with Executor(
+            program, optimizer=OPTIMIZER, folder=tmp_path, device=fake_device(api), experts=tokens
+        ) as executor:
+            values = cast("NamedValues", None)  # which the room does not ask for
+            monkeypatch.setattr(Executor, "kind", "cuda")
+            rooms.append(Snapshot(0, executor, values, (program,), {}).room_bytes)
+            monkeypatch.undo()
+    assert rooms == [left := program.budgets["host"] - program.tier_bytes("host"), left - needed]
 
 
 class _Weighed(dict[int, torch.Tensor]):

@@ -69,12 +69,16 @@ class _Value:
 
 
 def row_dims(tensor: Tensor, width: int, count: int) -> tuple[int, ...] | None:
-    """Dims of a view that go over all tokens in order, of a storage with so many elements per token; None without."""
+    """Dims of a view that go over all tokens, of a storage with so many elements per token; None without.
+
+    The outermost in memory comes first: two views have their tokens in one order where these are the same.
+    """
     dims = [
         d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride, strict=True)) if n > 1 and stride >= width
     ]
+    dims.sort(key=lambda d: -tensor.stride[d])
     expected = width
-    for dim in sorted(dims, key=lambda d: tensor.stride[d]):
+    for dim in reversed(dims):
         if tensor.stride[dim] != expected:
             return None
         expected *= tensor.shape[dim]
@@ -296,7 +300,13 @@ class _RowSearch:
         if not summed or len(summed) != len(over):
             raise self._refuse(index, "sums over dims that are not known")
         if summed.isdisjoint(dims):
-            return _Value(prod(self.graph.tensors[op.outputs[0]].shape) // self.count, self._is_zero(tensor))
+            out = self.graph.tensors[op.outputs[0]]
+            width = prod(out.shape) // self.count
+            if len(out.shape) < len(view.shape):
+                dims = tuple(d - sum(s < d for s in summed) for d in dims)
+            if row_dims(out, width, self.count) != dims:
+                raise self._refuse(index, "makes rows of tokens in another order")
+            return _Value(width, self._is_zero(tensor))
         if summed >= set(dims) and self._is_zero(tensor):
             return _Value(0)
         raise self._refuse(index, "sums over tokens that did not choose the expert")

@@ -17,7 +17,7 @@ each, on the device and, page-locked, on the host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lading.errors import ProgramError
@@ -226,10 +226,14 @@ def is_kept(graph: StepGraph, rows: ExpertRows, storage: int) -> bool:
     return storage not in rows.widths and graph.storages[storage].size_bytes >= PAGE_BYTES
 
 
-def host_limit(program: Program) -> int:
-    """Bytes that a Program's budget of the host's memory leaves to experts computed there, beside its tier."""
+def host_limit(program: Program, others: Sequence[Program] = ()) -> int:
+    """Bytes that a Program's budget of the host's memory leaves to experts computed there, beside its tier.
+
+    Args:
+        others: Programs that run on the same values, as evaluation does: the tier is as large as the largest needs.
+    """
     tier = program.host_tier
-    return program.budgets.get(tier, 0) - program.tier_bytes(tier)
+    return program.budgets.get(tier, 0) - max(each.tier_bytes(tier) for each in (program, *others))
 
 
 def _steps(program: Program, hosted: HostedExperts) -> Iterator[tuple[int, int, Expert]]:
@@ -251,13 +255,16 @@ def _host_size(graph: StepGraph, hosted: HostedExperts, expert: Expert, storage:
     return hosted.limits[expert] * row_bytes(graph, rows, storage) if storage in rows.widths else whole
 
 
-def check_hosted(program: Program, guards: Guards, hosted: HostedExperts) -> None:
+def check_hosted(program: Program, guards: Guards, hosted: HostedExperts, others: Sequence[Program] = ()) -> None:
     """Prove that rows have room, and that each action that computes an expert on the host is one that is left out.
+
+    Args:
+        others: Programs that run on the same values.
 
     Raises:
         ProgramError: says where.
     """
-    needed, left = host_bytes(program, hosted) if hosted.rows else 0, host_limit(program)
+    needed, left = host_bytes(program, hosted) if hosted.rows else 0, host_limit(program, others)
     if needed > max(0, left):
         raise ProgramError(
             f"expected {needed} bytes of the host's memory for experts that it computes, found {max(0, left)} in the "

@@ -131,7 +131,8 @@ def _within(limit: int, planned: Callable[[int, int, Homes | None], Planned], le
         except PlanInfeasible as error:
             if attempt == _TRIES - 1:
                 raise
-            first, less = leaving(less, 2 * less + error.missing_bytes + PAGE_BYTES)  # more room for the others
+            more = 2 * less + error.missing_bytes + PAGE_BYTES  # room for the others
+            first, less = leaving(less, min(more, limit - 1))
     raise AssertionError("the last try returns or raises")
 
 

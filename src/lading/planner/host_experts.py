@@ -75,11 +75,13 @@ class HostChoice:
         tokens: Mean tokens of each expert in the steps that choose it, by the router's name.
         limits: Most tokens for which it is computed there, by the router's name and the expert.
         reasons: Why others are not, in words.
+        others: Programs that run on the same values, whose tier has to fit the budget of the host's memory, too.
     """
 
     tokens: Mapping[str, tuple[float, ...]]
     limits: Mapping[str, Mapping[int, int]]
     reasons: tuple[str, ...] = ()
+    others: tuple[Program, ...] = ()
 
     def parts(self) -> Iterator[HostChoice]:
         """Yield the choice, and those of parts of its experts."""
@@ -102,7 +104,7 @@ class HostChoice:
         hosted = find_hosted(program, guards, limits_by_expert(guards, self.limits))
         names = layer_names(guards.routers)
         tokens = {e: self.tokens[names[guards.routers[e[0]].layer]][e[1]] for e in hosted.rows}
-        return _within_budget(program, hosted, tokens)
+        return _within_budget(program, hosted, tokens, host_limit(program, self.others))
 
     def expected(self, guards: Guards, hosted: HostedExperts, used: frozenset[Expert]) -> dict[Expert, float]:
         """Mean tokens of the experts that the host computes in a step that uses some."""
@@ -111,13 +113,14 @@ class HostChoice:
         return {e: count for e, count in counts.items() if count <= hosted.limits[e]}
 
 
-def _within_budget(program: Program, hosted: HostedExperts, tokens: Mapping[Expert, float]) -> HostedExperts:
+def _within_budget(program: Program, hosted: HostedExperts, tokens: Mapping[Expert, float], left: int) -> HostedExperts:
     """Find the experts for whose rows and gradients there is room, those with the fewest tokens first.
 
     Args:
         tokens: Mean tokens of each.
+        left: Bytes of the host's memory that there are for them.
     """
-    if not hosted.rows or (needed := host_bytes(program, hosted)) <= (left := host_limit(program)):
+    if not hosted.rows or (needed := host_bytes(program, hosted)) <= left:
         return hosted
     order = sorted(hosted.rows, key=lambda expert: (tokens[expert], expert))
     low, high = 0, len(order) - 1

@@ -184,7 +184,7 @@ def shares_and_tokens(loads: Loads) -> tuple[Shares, dict[str, tuple[float, ...]
     tokens: dict[str, tuple[float, ...]] = {}
     for name, row in loads.items():
         pairs = [each for each in row if not isinstance(each, (int, float))]
-        if pairs and (len(pairs) < len(row) or any(len(each) != 2 or each[1] < 0 for each in pairs)):
+        if pairs and (len(pairs) < len(row) or any(len(each) != 2 or not 0 <= each[1] < inf for each in pairs)):
             raise ConfigError(
                 f"experts[{name!r}]: expected for every expert a share of steps, or for every one a pair (share, mean "
                 f"tokens in those steps), got {list(row)}"
@@ -336,9 +336,20 @@ def _with_room(
     made: Planned | None = None,
     host: HostChoice | None = None,
 ) -> Planned:
-    """Plan a step such that its budget has room to make up for updates."""
+    """Plan a step such that its budget has room to make up for updates.
+
+    Raises:
+        PlanInfeasible: it has none, or not enough.
+    """
     made = made or make(allowed_bytes)
     more = _more_bytes(made, machine, host)
+    if more >= allowed_bytes:
+        raise PlanInfeasible(
+            f"expected room of {more} bytes for experts beside the step, found a budget of {allowed_bytes} for both; "
+            "raise it, or plan without experts",
+            missing_bytes=more - allowed_bytes + 1,
+            smallest_budget_bytes=0,
+        )
     return make(allowed_bytes - more) if more else made
 
 
@@ -525,7 +536,7 @@ def _with_experts(
         shares: Shares of steps of every router.
         allowed_bytes: Budget of the device, of which the plan may leave some to what it needs besides.
     """
-    plan, program = made.plan, made.program
+    plan, program, host = made.plan, made.program, _beside_others(host, made)
     bounds = _BOUNDS if host is not None or _are_seldom(shares) else _BOUNDS[:1]
     tried = [_made(program, machine, shares, bound, host) for bound in bounds]
     expected_s, chosen, guards = min(tried, key=lambda each: each[0])
@@ -534,12 +545,15 @@ def _with_experts(
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     workspace = _workspace_bytes(chosen, room, machine)
     beside = workspace - chosen.workspace_bytes if machine.device.kind != "cpu" else 0
-    others = [_beside_room(*each, beside, allowed_bytes) for each in zip(plan.others, made.others, strict=True)]
+    steps, on_host = zip(plan.others, made.others, strict=True), host_bytes(chosen, hosted)
+    others = [_beside_room(*each, beside, on_host, allowed_bytes) for each in steps]
     chosen = dataclasses.replace(chosen, workspace_bytes=workspace, budgets=budgets)
-    if chosen.peak_bytes > allowed_bytes:  # its reads are so late that it needs more room than was kept free
+    programs = (chosen, *(program for _, program in others))
+    if any(each.peak_bytes > allowed_bytes for each in programs):  # reads so late take more room than was kept free
         return inf, made
-    verify(chosen)
-    check_hosted(chosen, guards, hosted)
+    for each in programs:
+        verify(each)
+    check_hosted(chosen, guards, hosted, made.others)
     timeline = simulate(chosen, machine, longer_s=_waits_s(guards, machine))
     predictions = dataclasses.replace(
         plan.predictions,
@@ -547,15 +561,12 @@ def _with_experts(
         peaks=_peaks(plan, chosen, hosted),
         actions=action_times(timeline.events),
     )
+    settings = {**plan.request.settings, EXPERTS: 1.0, **_limits(guards, hosted)}
     plan = dataclasses.replace(
         plan,
         program=tuple(chosen.text().splitlines()),
         predictions=predictions,
-        request=dataclasses.replace(
-            plan.request,
-            budgets=budgets,
-            settings={**plan.request.settings, EXPERTS: 1.0, **_limits(guards, hosted)},
-        ),
+        request=dataclasses.replace(plan.request, budgets=budgets, settings=settings),
         assumptions=(
             *plan.assumptions,
             _sentence(chosen, guards, expected_s, room),
@@ -564,7 +575,7 @@ def _with_experts(
         ),
         others=tuple(other for other, _ in others),
     )
-    return expected_s, Planned(plan, chosen, tuple(program for _, program in others))
+    return expected_s, Planned(plan, chosen, programs[1:])
 
 
 def _peaks(plan: Plan, chosen: Program, hosted: HostedExperts) -> dict[str, dict[str, int]]:
@@ -582,6 +593,11 @@ def _hosted(program: Program, guards: Guards, host: HostChoice | None) -> Hosted
     return HostedExperts({}, {}, {}, {}) if host is None else host.hosted(program, guards)
 
 
+def _beside_others(host: HostChoice | None, made: Planned) -> HostChoice | None:
+    """Choice of experts for whose rows there has to be room beside the further Programs of a plan, too."""
+    return None if host is None else dataclasses.replace(host, others=tuple(made.others))
+
+
 def _limits(guards: Guards, hosted: HostedExperts) -> dict[str, float]:
     """Settings of a plan that say for how many tokens the host computes an expert."""
     names = layer_names(guards.routers)
@@ -591,17 +607,20 @@ def _limits(guards: Guards, hosted: HostedExperts) -> dict[str, float]:
     }
 
 
-def _beside_room(plan: Plan, program: Program, room: int, allowed_bytes: int) -> tuple[Plan, Program]:
+def _beside_room(plan: Plan, program: Program, room: int, on_host: int, allowed_bytes: int) -> tuple[Plan, Program]:
     """Another step's plan and Program with the room that stays on the device while it runs whole.
 
     Args:
+        on_host: Bytes of the host's memory that are kept meanwhile for experts computed there.
         allowed_bytes: Budget of the device.
     """
     budgets = {**plan.budgets, DEVICE: allowed_bytes}
     program = dataclasses.replace(program, workspace_bytes=program.workspace_bytes + room, budgets=budgets)
-    verify(program)
     before, peak = plan.predictions, program.predicted_bytes
     peaks = {moment: {**tiers, DEVICE: max(tiers[DEVICE], peak)} for moment, tiers in before.peaks.items()}
+    for tiers in peaks.values():
+        if on_host:
+            tiers[program.host_tier] = program.tier_bytes(program.host_tier) + on_host
     request = dataclasses.replace(plan.request, budgets=budgets)
     predictions = dataclasses.replace(before, peaks=peaks)
     text = tuple(program.text().splitlines())
@@ -619,7 +638,7 @@ def _more_bytes(made: Planned, machine: Machine, host: HostChoice | None = None)
 
     On a CPU its further steps, which run on values that are up to date, have no need of it.
     """
-    program = made.program
+    program, host = made.program, _beside_others(host, made)
     asked = 0
     for each in (program, with_late_reads(program, _always)):  # of which more may be left out, or computed elsewhere
         guards = find_guards(each)

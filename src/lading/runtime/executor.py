@@ -148,7 +148,7 @@ class Executor:
                 self._values.poison()
             if experts:
                 check_place(is_fused=fuse, is_spread=replicas is not None)
-                step_experts = experts_of(program, self._values, optimizer, self._device, experts, self.tiers)
+                step_experts = experts_of(self._programs, self._values, optimizer, self._device, experts, self.tiers)
                 self.experts = stack.enter_context(closing(step_experts))
             self._place = Place(self._device, self._arena, self.tiers, CallerData(), replicas)
             self._binder = partial(

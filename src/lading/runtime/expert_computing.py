@@ -24,7 +24,15 @@ from lading.ir.experts import Expert
 from lading.ir.graph import Tensor
 from lading.ir.program import Program, whole_pages
 from lading.ir.update_ops import PREFIX
-from lading.memory.hosted_experts import INDEX_BYTES, HostedExperts, is_kept, last_uses, room_bytes, updates_of
+from lading.memory.hosted_experts import (
+    INDEX_BYTES,
+    HostedExperts,
+    host_bytes,
+    is_kept,
+    last_uses,
+    room_bytes,
+    updates_of,
+)
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.host_arena import view_of
@@ -93,6 +101,7 @@ class HostRows:
         waits: Waits for the compute lane.
 
     Attributes:
+        host_bytes: Bytes of the host's memory that it may take beside tiers.
         moved_bytes: Bytes of rows that were copied from the device and to it, by direction.
     """
 
@@ -109,6 +118,7 @@ class HostRows:
         self.hosted, self._graph, self._optimizer, self._waits = hosted, program.graph, optimizer, waits
         self._memory, self._homes, self._values = ExitStack(), values.homes, values
         self._slots, self._tier = dict(program.slots.get(program.host_tier, ())), tiers.get(program.host_tier)
+        self.host_bytes = host_bytes(program, hosted)
         size = room_bytes(program.graph, hosted)
         self._room, self._stage = device.arena(size), device.host(size)
         self._memory.callback(self._room.close)

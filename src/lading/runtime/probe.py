@@ -93,7 +93,8 @@ def probe(
     Args:
         folder: Where the disk tier would be; 288 MiB are used there meanwhile.
         threads: Intra-op threads to measure with; None keeps torch's setting.
-        seconds: Time to spend, > 0; more gives steadier figures. One round of everything is done at least.
+        seconds: Time to spend, > 0, on a GPU about a sixth more; more gives steadier figures. One round of everything
+            is done at least.
         device: "cpu" or "cuda"; None takes the GPU where there is one.
         progress: Called with one line per stage.
 
@@ -127,13 +128,32 @@ def probe(
     if load > QUIET:
         sources["device.load"] = _busy_sentence(load)
         say(sources["device.load"])
+    return _machine_of(measured, host, beside and beside[0], disk.tier, today, f"lading probe, {seconds:g} s", sources)
+
+
+def _machine_of(
+    device: Device,
+    host: Tier | None,
+    processors: HostDevice | None,
+    disk: Tier,
+    today: str,
+    source: str,
+    sources: dict[str, str],
+) -> Machine:
+    """Put a machine together.
+
+    Args:
+        host: The host's memory as a tier of a GPU.
+        processors: The host's processors beside a GPU.
+        sources: How each number came about, by its name.
+    """
     return Machine(
         name="this host",
         date=today,
-        source=f"lading probe, {seconds:g} s",
-        device=measured,
-        tiers=(disk.tier,) if host is None else (host, disk.tier),
-        host_device=beside and beside[0],
+        source=source,
+        device=device,
+        tiers=(disk,) if host is None else (host, disk),
+        host_device=processors,
         host_id=host_id(),
         sources=sources,
     )
@@ -215,6 +235,17 @@ def _threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
+def _rated_cases(target: torch.device, pool: Pool) -> list[Case]:
+    """Make the cases whose rate against their size is kept, of a CPU those in bfloat16, too."""
+    rated = [*rate_cases(pool), runs_case(pool), *batched_cases(pool), *attention_cases(pool)]
+    if target.type == "cpu":
+        low = Pool(target, torch.bfloat16)
+        rated += columns_cases(pool)
+        rated += [*low_cases(low, pool), *low_product_cases(low), *batched_cases(low, "bmm.bfloat16")]
+        rated += attention_cases(low, ".bfloat16")
+    return rated
+
+
 def _probe_device(
     target: torch.device, seconds: float, threads: int, say: Progress
 ) -> tuple[Device, Tier | None, int, float]:
@@ -225,14 +256,7 @@ def _probe_device(
         processors that others took meanwhile.
     """
     pool = Pool(target)
-    shaped = product_cases(pool)
-    typed = list(dtype_cases(pool))
-    rated = [*rate_cases(pool), runs_case(pool), *batched_cases(pool), *attention_cases(pool)]
-    if target.type == "cpu":
-        low = Pool(target, torch.bfloat16)
-        rated += columns_cases(pool)
-        rated += [*low_cases(low, pool), *low_product_cases(low), *batched_cases(low, "bmm.bfloat16")]
-        rated += attention_cases(low, ".bfloat16")
+    shaped, typed, rated = product_cases(pool), list(dtype_cases(pool)), _rated_cases(target, pool)
     tiny = bind_call("aten.mul.Tensor", (pool.cut("a", 16), pool.cut("b", 16)), (pool.cut("o", 16),))
     cases = [Case("overhead", 1.0, 1.0, tiny), *(case for _, case in shaped), *(case for _, case in typed), *rated]
     with torch.no_grad():

@@ -596,14 +596,14 @@ def check_place(*, is_fused: bool, is_spread: bool) -> None:
 
 
 def experts_of(
-    program: Program,
+    programs: Sequence[Program],
     values: Values,
     optimizer: ParameterRule,
     device: DeviceDriver,
     asked: bool | Literal["count"] | Mapping[str, Mapping[int, int]],
     tiers: Mapping[str, TierBytes],
 ) -> Experts:
-    """Find the experts of a Program whose values lie between steps where ``values`` says.
+    """Find the experts of the first of some Programs that take turns over values, which lie where ``values`` says.
 
     Args:
         asked: "count": leave nothing out, and count what routers choose. A mapping: most tokens for which the host
@@ -614,6 +614,7 @@ def experts_of(
         ConfigError: it has none.
         ProgramError: an expert cannot be computed on the host by this Program.
     """
+    program, *others = programs
     counts_alone = asked == "count"
     guards = find_routers_alone(program) if counts_alone else find_guards(program)
     if not (guards.routers if counts_alone else guards.actions):
@@ -623,5 +624,5 @@ def experts_of(
     for (router, expert), why in hosted.refused.items():
         name = layer_names(guards.routers)[guards.routers[router].layer]
         raise ProgramError(f"expected expert {expert} of {name} to be computed on the host, but {why}; plan again")
-    check_hosted(program, guards, hosted)
+    check_hosted(program, guards, hosted, others)
     return Experts(program, guards, values, optimizer, device, hosted=hosted, tiers=tiers)

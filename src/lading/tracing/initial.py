@@ -8,13 +8,14 @@ and freed as soon as nothing writes or reads it any more.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from lading.alone import import_groupless
 from lading.errors import CaptureError
@@ -28,8 +29,12 @@ _DEFAULTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERWRITE = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_", "trunc_normal_"}
 )
-#: Seed while a constructor is recorded: one that it will not set itself, so that it is seen when it sets one.
+#: Seed while a constructor is recorded, one more behind each operation: none that it will set itself.
 _UNLIKELY_SEED = 0x5DEECE66D3B1A7F
+_SEED_ADVICE = (
+    "expected one that sets torch's random generator to given numbers, or back to what torch.get_rng_state() returned, "
+    "as the seed of the run is not known while it is recorded; give it the number, or torch.manual_seed it with one"
+)
 
 
 @torch.library.custom_op(
@@ -71,13 +76,16 @@ class Deferred:
         ending = self._last_uses()
         torch.manual_seed(seed)
         states: dict[int, torch.Tensor] = {}
+        kept = frozenset(state for state in self.generator_states.values() if isinstance(state, int))
         with torch.no_grad():
-            self._keep_state(-1, states)
+            if -1 in kept:
+                states[-1] = torch.get_rng_state()
             for index, op in enumerate(self.ops):
                 self._set_state(index, states)
                 with _default_dtype(self._made_dtype(op)):
                     values.run(op)
-                self._keep_state(index, states)
+                if index in kept:
+                    states[index] = torch.get_rng_state()
                 for storage, final in ending.get(index, ()):
                     for name in names.pop(storage, ()) if final else ():
                         sink(name, values.tensor(self.named[name]))
@@ -86,11 +94,6 @@ class Deferred:
             for storage in sorted(names):  # constants, which no operation makes
                 for name in names[storage]:
                     sink(name, values.tensor(self.named[name]))
-
-    def _keep_state(self, index: int, states: dict[int, torch.Tensor]) -> None:
-        """Keep the state of torch's generator behind an operation, where it comes back to it."""
-        if index in self.generator_states.values():
-            states[index] = torch.get_rng_state()
 
     def _set_state(self, index: int, states: Mapping[int, torch.Tensor]) -> None:
         """Set torch's generator as the constructor did before an operation."""
@@ -166,52 +169,93 @@ def _whole_trunc_normal() -> Iterator[None]:
         scope["_no_grad_trunc_normal_"] = loop
 
 
+@contextmanager
+def _initial_seed_refused() -> Iterator[None]:
+    """Refuse ``torch.initial_seed``: while a constructor is recorded, the seed is not that of the run."""
+
+    def refused() -> int:
+        raise CaptureError(f"the model's constructor asks for torch.initial_seed(): {_SEED_ADVICE}")
+
+    scopes = (torch.__dict__, torch.random.__dict__)
+    before = [scope["initial_seed"] for scope in scopes]
+    for scope in scopes:
+        scope["initial_seed"] = refused
+    try:
+        yield
+    finally:
+        for scope, function in zip(scopes, before, strict=True):
+            scope["initial_seed"] = function
+
+
 class _ConstructorTracer(Tracer):
     """Records a constructor and where it sets torch's random generator (``torch.manual_seed``, ``fork_rng``).
 
-    Fake tensors draw no numbers. So the generator is moved on by one number for each operation that draws: where an
-    operation finds it in another state than the one before left, the constructor has set it. What it may come back to,
-    as at the end of ``fork_rng``, are states that it was in before.
+    Fake tensors draw no numbers. So behind each operation that draws, the generator is given a state that it has
+    nowhere else: where the next one finds another, the constructor has set it. Two operations behind the same seed may
+    draw unlike many numbers, so a state that followed from the seed would not tell them apart. What the constructor may
+    come back to, as at the end of ``fork_rng``, are states that the generator was in before.
     """
 
     def __init__(self) -> None:
         super().__init__("the model's constructor")
         self.generator_states: dict[int, bytes | int] = {}
-        torch.manual_seed(_UNLIKELY_SEED)
-        self._newest = _generator_state()
-        self._seen = {self._newest: -1}
+        self._seen: dict[bytes, int] = {}  # digest of the state behind an operation -> its index
+        self._newest = b""
+        self._leave_state(-1)
+
+    def _leave_state(self, index: int) -> None:
+        """Give the generator a state of its own behind an operation; the generators of other devices stay."""
+        torch.default_generator.manual_seed(_UNLIKELY_SEED + index)
+        self._newest = _digest(_generator_state())
+        self._seen[self._newest] = index
 
     def _check_generator(self, func: Any) -> None:
         del func  # setting the generator is refused in no constructor
         with unset_fake_temporarily():
             self.compare_generator()
-            torch.rand(())
-            self._newest = _generator_state()
-        self._seen[self._newest] = len(self.ops)
+            self._leave_state(len(self.ops))
 
     def compare_generator(self) -> None:
         """Note the state of torch's generator before the next operation, if the constructor has set it."""
         state = _generator_state()
-        if state != self._newest:
-            self.generator_states[len(self.ops)] = self._seen.get(state, state)
+        digest = _digest(state)
+        if digest != self._newest:
+            self.generator_states[len(self.ops)] = self._seen.get(digest, state)
+
+    def _check_real(self, func: Any, tensors: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
+        """Refuse also to compute with a state of the generator, or with a copy of it."""
+        if any(not isinstance(t, FakeTensor) and _is_like_state(t) for t in tensors):
+            raise CaptureError(f"the model's constructor computes with torch.get_rng_state(): {_SEED_ADVICE}")
+        super()._check_real(func, tensors, mutated)
 
 
 def _generator_state() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
 
+def _digest(state: bytes) -> bytes:
+    """Digest of a state of the generator, which has kilobytes."""
+    return hashlib.blake2b(state, digest_size=16).digest()
+
+
+def _is_like_state(tensor: torch.Tensor) -> bool:
+    """Whether a real tensor may be a state of torch's generator, by its dtype and size."""
+    return tensor.dtype is torch.uint8 and tensor.shape == torch.get_rng_state().shape
+
+
 def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     """Build a model on fake CPU tensors.
 
     Raises:
-        CaptureError: the constructor needs tensor values or an operation that has no fake rule, or gives parameters
-            that it has made another dtype or device.
+        CaptureError: the constructor needs tensor values, the seed of the run or an operation that has no fake rule, or
+            gives parameters that it has made another dtype or device.
     """
     import_groupless()
     with torch.random.fork_rng(devices=()):
         tracer = _ConstructorTracer()
         slow = told_if_slow("building the model", lambda: len(tracer.ops))
-        with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
+        refused = _initial_seed_refused()
+        with slow, _whole_trunc_normal(), refused, FakeTensorMode(allow_non_fake_inputs=True), tracer:
             model = _built(build)
         tracer.compare_generator()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}

@@ -28,8 +28,9 @@ from lading.config import load_run
 from lading.errors import ConfigError, StorageError
 from lading.ir.job_timeline import JobTimeline
 from lading.ir.plan import Plan
+from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
-from lading.run import sharing_batches
+from lading.run import prepare_plan, sharing_batches
 from lading.runtime.data import TextDataset
 from lading.train import train_run
 from lading.units import format_bytes, format_seconds
@@ -60,6 +61,19 @@ def written(root: Path) -> Path:
     here = dataclasses.replace(small_machine(overhead_bytes=OVERHEAD_BYTES), collectives=connected().collectives)
     save_machine(here, root / "machine.toml")
     return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_stage_of_a_pipeline_has_its_own_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """A run compares its first steps with it, on every rank."""
+    plan = plan_run(load_run(written(tmp_path), STAGES), devices=2).plan
+    monkeypatch.setenv("RANK", str(rank))
+    prepared = prepare_plan(plan)
+    assert len(prepared.predicted.events) == len(prepared.program.actions)
+    numbers = {len(each.predictions.actions) for each in (plan, *plan.peers)}
+    assert len(numbers) == 2, "the stages have unlike many actions"
 
 
 def alone(path: Path, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:

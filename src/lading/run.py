@@ -83,8 +83,8 @@ class Prepared:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """Predicted Timeline of one step, as it was planned."""
-        return predicted_timeline(self.plan, self.program)
+        """Predicted Timeline of one step of this rank, as it was planned."""
+        return predicted_timeline(self.plan.of_rank(rank_number()), self.program)
 
 
 def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:

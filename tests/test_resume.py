@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -147,7 +149,12 @@ def test_killed_while_updates_wait_for_the_next_step(
 def test_a_run_that_had_ended_is_reported_again(reference: Path, tmp_path: Path) -> None:
     before = state(reference), (reference / "metrics.jsonl").read_bytes(), (reference / "measured.json").read_bytes()
     (reference / "report.html").unlink()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    leftover = reference / "checkpoints" / f"step-00000090.tmp-{gone.pid}"  # killed while it deleted a checkpoint
+    leftover.mkdir()
     command_line(tmp_path / "log", "--plan", str(reference / "plan.json"), "--resume")
+    assert not leftover.exists()
     assert f"in {STEPS} steps" in (tmp_path / "log").read_text()
     assert (reference / "report.html").exists()
     assert (

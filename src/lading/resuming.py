@@ -16,8 +16,10 @@ from typing import Any
 
 from lading.alone import launcher, num_ranks
 from lading.checkpoint.store import (
+    BEST,
     NEWEST,
     Checkpoint,
+    clear_leftovers,
     open_checkpoint,
     read_checkpoint,
     run_checkpoints,
@@ -99,6 +101,26 @@ def _checkpoint_of_run(out: Path, given: Path) -> Path:
             f"expected a checkpoint of the run in {out} to resume from ({path_texts}), got {str(given)!r}"
         )
     return path
+
+
+def take_over(out: Path, given: str | Path) -> str:
+    """Take over the folder of a run from jobs that are gone: what they left aside is deleted.
+
+    A run with nothing left to train saves no more, and saving alone would not delete it.
+
+    Args:
+        given: Checkpoint to go on from in place of the newest; "" for that.
+
+    Returns:
+        What ``go_back`` says.
+
+    Raises:
+        ConfigError, DamagedCheckpoint, StorageError: as ``go_back``. OSError: a folder cannot be read.
+    """
+    for folder in (out / NEWEST, out / BEST):
+        if folder.is_dir():
+            clear_leftovers(folder)
+    return go_back(out, given) if given else ""
 
 
 def go_back(out: Path, given: str | Path) -> str:

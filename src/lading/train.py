@@ -51,13 +51,13 @@ from lading.report.promises import budget_remedy, limit_words, room_words, wear_
 from lading.resuming import (
     FREEZING,
     VALIDATION,
-    go_back,
     going_on_words,
     meta_of,
     naming_an_older_one,
     position_of,
     resumed_path,
     resuming_words,
+    take_over,
 )
 from lading.routing_watch import RoutingWatch
 from lading.run import (
@@ -153,14 +153,14 @@ def begun(
         ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
             out = Path(prepared.run.out)
-            go = partial(_gone_back, out, back)
-            ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, go)) or "")
+            taking = partial(_taken_over, out, back)
+            ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, taking)) or "")
             yield prepared, ranks, resume
 
 
-def _gone_back(out: Path, resume_from: str | Path) -> None:
-    """Make the checkpoint that a run is to go on from its newest, and say what that sets aside."""
-    if resume_from and (words := go_back(out, resume_from)):
+def _taken_over(out: Path, resume_from: str | Path) -> None:
+    """Take the folder over, with the checkpoint that the run is to go on from as its newest; say what is set aside."""
+    if words := take_over(out, resume_from):
         print(fitted(words), flush=True)
 
 

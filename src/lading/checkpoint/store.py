@@ -445,10 +445,19 @@ def _warn_of(path: Path, error: OSError) -> None:
     warnings.warn(f"cannot delete {path}: {error}; the next save tries again", stacklevel=2)
 
 
-def _clean_up(folder: Path) -> None:
-    """Delete leftovers of processes that are gone, and finish or undo a replacement that was cut short."""
+def clear_leftovers(folder: Path) -> None:
+    """Delete what processes that are gone left aside among checkpoints; this one saves none there now.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     for path in leftovers(folder, _STEP, own=True):
         _remove_aside(path)
+
+
+def _clean_up(folder: Path) -> None:
+    """Delete leftovers of processes that are gone, and finish or undo a replacement that was cut short."""
+    clear_leftovers(folder)
     replaced = [path for path in checkpoint_folders(folder) if path.name.endswith(".old")]
     if replaced:  # whoever replaced it may have been killed before the new one was on disk
         sync_folder(folder)

@@ -211,7 +211,7 @@ class Trainer:
         """Bind the Programs of a plan's captures, and of ``shapes``, to one executor, and know the batches of each."""
         _, folder, threads, device, _ = self._settings
         smaller = [smaller_program(self.plan, programs, captured, captures[1:]) for captured in shapes]
-        runs = zip((*programs, *(smaller_program for smaller_program, _ in smaller)), (*captures, *shapes), strict=True)
+        runs = zip((*programs, *(shape_program for shape_program, _ in smaller)), (*captures, *shapes), strict=True)
         self._steps = [captured_step(n, captured, program, model) for n, (program, captured) in enumerate(runs)]
         _ = self._steps[0].watch
         self._executor = Executor(

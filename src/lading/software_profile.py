@@ -117,7 +117,7 @@ class Profile:
 
 
 def profile_to(
-    path: Path, script: Path, machine_file: Path, ranks: int = 1, *, seconds: float = 30.0, progress: Progress = print
+    path: Path, script: Path, machine_file: Path, ranks: int = 1, *, seconds: float = 60.0, progress: Progress = print
 ) -> Profile:
     """Measure the software of a script and write it as a set of switches, which --stack takes.
 

@@ -293,7 +293,7 @@ def _renamed(program: Program | None, names: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(
     ("wire", "slow_rate", "ends"),
-    [("", 50.0, [10.0, 20.0]), ("link", 50.0, [20.0, 20.0]), ("link", 25.0, [40.0 / 3, 40.0]), ("link", 80.0, [20.0, 20.0])],
+    [("", 50, [10.0, 20.0]), ("link", 50, [20.0, 20.0]), ("link", 25, [40.0 / 3, 40.0]), ("link", 80, [20.0, 20.0])],
 )
 def test_tiers_share_a_wire(wire: str, slow_rate: float, ends: list[float]) -> None:
     """Two loads of 1000 bytes, one at 100 bytes/s: a slower one keeps its rate up to half of the wire's."""

@@ -174,7 +174,7 @@ def _lading(python: str, *arguments: str) -> str:
 
 
 def profiled(name: str, python: str, machine: Path, out: Path) -> dict[str, Any]:
-    """Profile a software as a user does, on two and four ranks too; what was printed, and seconds of the control by ranks."""
+    """Profile a software as a user does, on ranks too; what was printed, and seconds of the control by ranks."""
     script, profile = _FOLDER / f"{name}.py", out.with_name(f"{out.name}_{name}.toml")
     asked = ("--machine", str(machine), "--ranks", "4", "--out", str(profile))
     said = _lading(python, "probe", "--software", str(script), *asked).replace(f"{_FOLDER}/", "")

@@ -11,7 +11,7 @@ from tyro.conf import arg
 from lading.cli.options import check_targets, optional
 from lading.errors import ConfigError
 
-#: Seconds in which software is measured at the longest; two minutes are usual, ten for a framework that starts slowly on four ranks.
+#: Seconds in which software is measured at the longest: two minutes are usual, ten where four ranks start slowly.
 _LIMIT_S = 1200.0
 
 

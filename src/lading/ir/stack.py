@@ -115,8 +115,8 @@ class Stack:
         imbalance: Tokens of the busiest expert's rank, over the mean.
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
             libraries other than those measured), by architecture ("hopper", or "cpu" of processors), or of one of
-            ``FACTORS`` ("hopper.attention", "cpu.all_reduce.4" among four ranks). "loss" is beside "memory-bound", "low-precision products" of processors
-            beside the same products in their own format.
+            ``FACTORS`` ("hopper.attention", "cpu.all_reduce.4" among four ranks). "loss" is beside "memory-bound",
+            "low-precision products" of processors beside the same products in their own format.
         fitted: Architectures on which steps of this software were seen.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.

@@ -10,8 +10,8 @@ worth a lowering (``planner.trips``). It plays the emission of choices as the pr
     writes          of each tier in the order in which storages leave; their places are free when they have gone
     the host        its operations in order, each when what it works on has gone down
 
-Rates are those of the tiers, lower while both directions are busy, and beside others on their wire. What transfers take from computing is left out, and
-so is what transfers of the host take from its processors.
+Rates are those of the tiers, lower while both directions are busy, and beside others on their wire. What transfers take
+from computing is left out, and so is what transfers of the host take from its processors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lading.ir.program import slot_sizes
 from lading.ir.machine import fair_share, wire_bytes_per_s, wires
+from lading.ir.program import slot_sizes
 from lading.planner.emission import Emission
 from lading.planner.residency import StepProblem
 from lading.planner.schedule import base_profile

@@ -21,7 +21,7 @@ from lading.config import MemoryConfig, load_run
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.graph import Role, StepGraph
 from lading.ir.host_ops import light_groups
-from lading.ir.machine import Tier
+from lading.ir.machine import TIER_SPEEDS, Tier
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.memory.restore import program_of
@@ -291,8 +291,12 @@ def _renamed(program: Program | None, names: dict[str, str]) -> str:
     return text
 
 
-def test_tiers_on_one_wire_take_turns() -> None:
-    """Two loads at 100 and 50 bytes/s, of 1000 bytes each: 30 s over one wire, 20 s over two."""
+@pytest.mark.parametrize(
+    ("wire", "slow_rate", "ends"),
+    [("", 50, [10.0, 20.0]), ("link", 50, [20.0, 20.0]), ("link", 25, [40.0 / 3, 40.0]), ("link", 80, [20.0, 20.0])],
+)
+def test_tiers_share_a_wire(wire: str, slow_rate: float, ends: list[float]) -> None:
+    """Two loads of 1000 bytes, one at 100 bytes/s: a slower one keeps its rate up to half of the wire's."""
     build = GraphBuilder()
     first, second = (build.storage(name, 1000, Role.PARAMETER) for name in "ab")
     for storage in (first, second):
@@ -304,20 +308,20 @@ def test_tiers_on_one_wire_take_turns() -> None:
         p.run(op)
     p.free_all()
     program, toy = p.program(), toy_machine(latency_s=0.0)
-    slow = dataclasses.replace(toy.tiers[1], read_bytes_per_s=50.0)
-    for wire, ends in (("", [10.0, 20.0]), ("pcie", [20.0, 30.0])):
-        tiers = tuple(dataclasses.replace(tier, wire=wire) for tier in (toy.tiers[0], slow))
-        machine = dataclasses.replace(toy, tiers=tiers)
-        timeline = simulate(program, machine, op_seconds=[0.0, 0.0])
-        assert [e.end_s for e in timeline.events if e.stream.endswith("_read")] == pytest.approx(ends)
+    slow = dataclasses.replace(toy.tiers[1], read_bytes_per_s=slow_rate)
+    tiers = tuple(dataclasses.replace(tier, wire=wire) for tier in (toy.tiers[0], slow))
+    timeline = simulate(program, dataclasses.replace(toy, tiers=tiers), op_seconds=[0.0, 0.0])
+    assert [e.end_s for e in timeline.events if e.stream.endswith("_read")] == pytest.approx(ends)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.26])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_bound_knows_a_shared_wire(seed: int) -> None:
+def test_a_bound_knows_a_shared_wire(seed: int, share: float) -> None:
     """It lies below the best of all choices, and above the bound of tiers on wires of their own."""
     step = tiny(seed, depth=1)
     disk = dataclasses.replace(step.machine.tiers[0], wire="bus")
-    other = dataclasses.replace(disk, name="nvme2", location="/second")
+    rates = {key: share * getattr(disk, key) for key in TIER_SPEEDS if key.endswith("bytes_per_s")}
+    other = dataclasses.replace(disk, name="nvme2", location="/second", **rates)
     shared = dataclasses.replace(step.machine, tiers=(disk, other))
     apart = dataclasses.replace(step.machine, tiers=(disk, dataclasses.replace(other, wire="")))
     steps = [within(step_of(step.graph, machine, step.costs), step.budgets["device"]) for machine in (shared, apart)]

@@ -70,9 +70,10 @@ def machine_of(folder: Path, ranks: tuple[int, ...] = (2,), **changes: object) -
 
 
 def hidden(stack: Stack) -> Stack:
-    factors = {f"cpu.{what}": factor for what, factor in HIDDEN.items()} | {"cpu.all_reduce": 2.5}
+    factors = {f"cpu.{what}": factor for what, factor in HIDDEN.items()}
+    factors |= {"cpu.all_reduce.2": 2.5, "cpu.all_reduce.4": 1.5}
     host = {"launch_s": 2e-5, "parameter_s": 3e-5, "reduced_parameter_s": 2e-5, "step_s": 4e-4}
-    engine = {"gradient_copies": 1.0, "fresh_bytes_per_s": {"1": 1 / FRESH_S, "2": 1 / (2 * FRESH_S)}}
+    engine = {"gradient_copies": 1.0, "fresh_bytes_per_s": {str(n): 1 / (n * FRESH_S) for n in (1, 2, 4)}}
     return dataclasses.replace(stack, **host, **engine, product_bytes_per_s=8e9, in_situ=stack.in_situ | factors)
 
 
@@ -114,7 +115,8 @@ def simulated_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulated_host: None) -> None:
     said: list[str] = []
     out = tmp_path / "mine.toml"
-    profile = profile_to(out, script_of(tmp_path), machine_of(tmp_path), ranks=2, seconds=1, progress=said.append)
+    machine = machine_of(tmp_path, (2, 4))
+    profile = profile_to(out, script_of(tmp_path), machine, ranks=4, seconds=1, progress=said.append)
     found = profile.stack.in_situ
     for what in ("products", "memory-bound", "loss", "optimizer"):
         assert found[f"cpu.{what}"] == pytest.approx(HIDDEN[what], rel=0.15), what
@@ -124,9 +126,9 @@ def test_factors_of_a_simulated_host_come_out_of_the_fit(tmp_path: Path, simulat
     assert profile.stack.product_bytes_per_s == pytest.approx(8e9, rel=0.15)
     assert profile.stack.reduced_parameter_s == pytest.approx(2e-5, rel=0.2)
     assert profile.stack.gradient_copies == pytest.approx(1.0, rel=0.1)
-    assert profile.stack.fresh_bytes_per_s == pytest.approx({"1": 1 / FRESH_S, "2": 0.5 / FRESH_S}, rel=1e-3)
-    assert found["cpu.all_reduce"] == pytest.approx(2.5, rel=0.1)
-    assert found["cpu.all_gather"] == pytest.approx(3.0, rel=0.01)
+    assert profile.stack.fresh_bytes_per_s == pytest.approx({str(n): 1 / (n * FRESH_S) for n in (1, 2, 4)}, rel=1e-3)
+    assert [found[f"cpu.all_reduce.{ranks}"] for ranks in (2, 4)] == pytest.approx([2.5, 1.5], rel=0.1)
+    assert found["cpu.all_gather.2"] == pytest.approx(3.0, rel=0.01)
     assert max(abs(row.after_s / row.measured_s - 1) for row in profile.rows) < 0.03
     assert max(abs(row.before_s / row.measured_s - 1) for row in profile.rows) > 0.3
     assert "read block; torch's own for prepare, optimizer, loss" in said[0]
@@ -295,7 +297,7 @@ def test_a_script_that_never_ends_or_ends_its_process_is_an_error(
 @pytest.mark.long
 def test_a_rank_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
     text = BLOCK + "def prepare(model):\n    import os\n    os._exit(0)\n"
-    with pytest.raises(ConfigError, match="a process that trains ended before that"):
+    with pytest.raises(ConfigError, match="a process ended before that"):
         measure(script_of(tmp_path, text), small()[:1], [ProfiledRanks(1, 1, 0.1)])
 
 

@@ -33,7 +33,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tools.batches import random_batch
 
 from lading.catalog.load import load_machine
@@ -42,6 +41,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, StepRequest
 from lading.ir.stack import Stack
 from lading.models.reference import build_model, model_class
+from lading.runtime.probe_processes import write_measured
 from lading.runtime.probe_software import (
     ProbeModel,
     ScriptTraining,
@@ -50,7 +50,7 @@ from lading.runtime.probe_software import (
     batch_of,
     cases,
     in_group,
-    in_processes,
+    in_training_processes,
     quietest,
     timing_of,
 )
@@ -114,9 +114,10 @@ def train(script: Path, ranks: int, seconds: float) -> list[list[tuple[float, fl
         Seconds of a step, and the share of the processors that others took, by the control and each model, by round.
     """
     order = (None, *range(len(MODELS)))
+    share = seconds / len(order) / ROUNDS
 
     def timed(number: int | None) -> tuple[float, float]:
-        timing = Timing(**json.loads(in_processes(_rank, ranks, str(script), number, seconds / len(order) / ROUNDS)))
+        timing = Timing(**json.loads(in_training_processes(_rank, ranks, str(script), number, share)))
         return timing.step_s, timing.others
 
     rounds = [[quietest(partial(timed, number), lambda found: found[1]) for number in order] for _ in range(ROUNDS)]
@@ -135,9 +136,7 @@ def _rank(rank: int, ranks: int, folder: str, script: str, number: int | None, s
         else:
             model, batch = _made(MODELS[number]), _batch(MODELS[number], rank)
         timing = timing_of(ScriptTraining(software, model, batch, software.loss), seconds)
-        if rank == 0:
-            (Path(folder) / "measured").write_text(json.dumps(asdict(timing)))
-        dist.barrier()  # what was measured is written before any rank ends
+        write_measured(folder, json.dumps(asdict(timing)))
 
 
 def predicted(model: Unprobed, ranks: int, machine: Path, stack: Stack) -> float:
@@ -175,9 +174,9 @@ def _lading(python: str, *arguments: str) -> str:
 
 
 def profiled(name: str, python: str, machine: Path, out: Path) -> dict[str, Any]:
-    """Profile a software as a user does, on two ranks too; what was printed, and seconds of the control by ranks."""
+    """Profile a software as a user does, on ranks too; what was printed, and seconds of the control by ranks."""
     script, profile = _FOLDER / f"{name}.py", out.with_name(f"{out.name}_{name}.toml")
-    asked = ("--machine", str(machine), "--ranks", "2", "--out", str(profile))
+    asked = ("--machine", str(machine), "--ranks", "4", "--out", str(profile))
     said = _lading(python, "probe", "--software", str(script), *asked).replace(f"{_FOLDER}/", "")
     control = [line.split() for line in said.splitlines() if line.startswith(_CONTROL)]
     return {"profile": profile.name, "said": said, "control_s": {words[1]: float(words[2]) / 1e3 for words in control}}

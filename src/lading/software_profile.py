@@ -8,8 +8,13 @@ A step is linear in what is sought, and the simulator says how much of each a st
     the rest of a pass    launch_s * kernels + memory-bound * seconds + loss * seconds + gradient_copies * seconds
                           + step_s
     behind backward       optimizer * seconds + parameter_s * tensors + step_s
-    on several ranks      step = step of one rank, slower as processes are beside each other + reduction * seconds
-                          + reduced_parameter_s * tensors
+    on several ranks      measured beyond one rank = reduction * seconds + reduced_parameter_s * tensors
+
+What several ranks take beyond one is what was measured among them less what was measured alone, the latter longer by as
+much as the simulator says that processes beside each other are. So what the fit of one rank leaves of a case is not
+taken for an exchange: of three cases it was 5 to 20% of a step, and predictions on two ranks were 10 to 15% too long.
+A factor of exchanges is fitted for each number of ranks that was measured (1, 2, 4, ... up to --ranks), as what the
+machine file says of each number errs by itself.
 
 Products come from steps that the profiler looked at, the pass from others between these, and a host that is slower now
 would make the rest of a pass, their difference, anything: of one model it was from 0 to 60 ms of 300. So both are taken
@@ -124,7 +129,7 @@ def profile_to(
     Args:
         script: [Note: a script of software] in lading.runtime.probe_software.
         machine_file: File that ``lading probe`` wrote for this host.
-        ranks: Processes to measure besides one alone.
+        ranks: Processes to measure besides one alone; 2, 4, ... fewer are measured too.
         seconds: Time for steps, of one process and of several together.
         progress: Called with one line per stage.
     Raises:
@@ -137,16 +142,14 @@ def profile_to(
     cases_asked = cases(software.widths)
     bench = _Bench(software, str(machine_file), cases_asked)
     progress(f"captured {len(cases_asked)} models of {software.widths} wide")
-    share = _ALONE if ranks > 1 else 1.0
-    groups = [ProfiledRanks(1, max(1, machine.device.num_threads), share * seconds)]
-    if ranks > 1:
-        groups.append(ProfiledRanks(ranks, max(1, machine.with_threads().device.num_threads), (1 - share) * seconds))
-    processes = f"one process and of {ranks}" if ranks > 1 else "one process"
+    groups = _groups(machine, ranks, seconds)
+    processes = " and of ".join(["one process", *(str(group.ranks) for group in groups[1:])])
     progress(f"steps of {processes}, {seconds:.0f} s and what starting and compiling take")
     measurements = measure(script, cases_asked, groups)
-    stack = _of_one(bench, base, measurements[0], machine)
-    if ranks > 1:
-        stack = _of_ranks(bench, stack, measurements[1], ranks)
+    alone = measurements[0]
+    stack = _of_one(bench, base, alone, machine)
+    for group, among in zip(groups[1:], measurements[1:], strict=True):
+        stack = _of_ranks(bench, stack, alone, among, group.ranks, fit_hooks=group is groups[1])
     rows = [
         row
         for group, measurement in zip(groups, measurements, strict=True)
@@ -173,6 +176,16 @@ def profile_within(limit_s: float, path: Path, script: Path, machine_file: Path,
         advice="mend what does not end, or give it longer with --limit SECONDS",
         said=partial(print, flush=True),
     )
+
+
+def _groups(machine: Machine, ranks: int, seconds: float) -> list[ProfiledRanks]:
+    """Numbers of processes that are measured: one, 2, 4, ..., and all; each of several has the threads of a rank."""
+    alone = max(1, machine.device.num_threads)
+    if ranks == 1:
+        return [ProfiledRanks(1, alone, seconds)]
+    counts = sorted({ranks, *(2**power for power in range(1, ranks.bit_length()) if 2**power < ranks)})
+    each_s, threads = (1 - _ALONE) * seconds / len(counts), max(1, machine.with_threads().device.num_threads)
+    return [ProfiledRanks(1, alone, _ALONE * seconds), *(ProfiledRanks(n, threads, each_s) for n in counts)]
 
 
 def _machine(path: Path, ranks: int) -> Machine:
@@ -357,31 +370,42 @@ def _products(bench: _Bench, base: Stack, seen: Any, weights: Any) -> tuple[floa
     return best
 
 
-def _of_ranks(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
-    """Fit what several processes say beyond one."""
-    stack = _with_fresh(stack, measured, ranks)
-    factors_by_op: dict[str, float] = {}
-    if measured.gather_s:
-        request = bench.request(0, stack, ranks)
-        machine = machine_of(request)
-        gathered = Collective("all_gather", "dp", GATHERED_BYTES)
-        factors_by_op["all_gather"] = measured.gather_s / prices_of(request, machine, bench.tables[0]).collective_s(
-            gathered
-        )
-        stack = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.all_gather": _limited(factors_by_op["all_gather"])})
+def _of_ranks(
+    bench: _Bench, stack: Stack, alone: Measured, measured: Measured, ranks: int, *, fit_hooks: bool
+) -> Stack:
+    """Fit what several processes say beyond one ([Note: fit of a profile]).
+
+    Args:
+        stack: Fitted to what one process says, and to fewer processes.
+        alone: Steps of one process.
+        fit_hooks: Fit the host's seconds of a reduced tensor too; else they are known from fewer processes.
+    """
+    stack = _with_gathers(bench, _with_fresh(stack, measured, ranks), measured, ranks)
     op = "all_reduce" if bench.software.layout == "zero0" else "reduce_scatter"
-    twice = replace(stack, in_situ=stack.in_situ | {f"{_CPU}.{op}": 2.0})
-    hooked = replace(stack, reduced_parameter_s=_UNIT_S)
-    beyond_own_s, columns = [], []
-    for number, timing in enumerate(measured.timings):
-        once_s, two, hooks = (bench.simulated(number, variant, ranks).step.step_s for variant in (stack, twice, hooked))
-        beyond_own_s.append(timing.step_s - (2 * once_s - two))
-        columns.append([two - once_s, hooks - once_s])
-    factors_by_op[op], tensor_units = _solved(
-        columns, np.array(beyond_own_s), _weights(measured.timings), drawn=(True, False)
-    )
-    factors = {f"{_CPU}.{op_name}": _rounded(_limited(factor)) for op_name, factor in factors_by_op.items()}
-    return replace(stack, reduced_parameter_s=_rounded(tensor_units * _UNIT_S), in_situ=stack.in_situ | factors)
+    key = f"{_CPU}.{op}.{ranks}"
+    once, twice = (replace(stack, in_situ=stack.in_situ | {key: factor}) for factor in (1.0, 2.0))
+    hooked = replace(once, reduced_parameter_s=stack.reduced_parameter_s + _UNIT_S)
+    beyond_s, columns = [], []
+    for number, (own, timing) in enumerate(zip(alone.timings, measured.timings, strict=True)):
+        once_s, two, hooks = (bench.simulated(number, variant, ranks).step.step_s for variant in (once, twice, hooked))
+        slower = (2 * once_s - two) / bench.simulated(number, stack).step.step_s
+        beyond_s.append(timing.step_s - own.step_s * slower)
+        columns.append([two - once_s, hooks - once_s][: 2 if fit_hooks else 1])
+    drawn = (True, False)[: 2 if fit_hooks else 1]
+    factor, *tensor_units = _solved(columns, np.array(beyond_s), _weights(measured.timings), drawn=drawn)
+    hooks_s = _rounded(stack.reduced_parameter_s + sum(tensor_units) * _UNIT_S)
+    return replace(stack, reduced_parameter_s=hooks_s, in_situ=stack.in_situ | {key: _rounded(_limited(factor))})
+
+
+def _with_gathers(bench: _Bench, stack: Stack, measured: Measured, ranks: int) -> Stack:
+    """Software that knows how much longer than the machine file says a gathering among so many ranks takes."""
+    if not measured.gather_s:
+        return stack
+    key = f"{_CPU}.all_gather.{ranks}"
+    request = bench.request(0, replace(stack, in_situ=stack.in_situ | {key: 1.0}), ranks)
+    prices = prices_of(request, machine_of(request), bench.tables[0])
+    factor = measured.gather_s / prices.collective_s(Collective("all_gather", "dp", GATHERED_BYTES))
+    return replace(stack, in_situ=stack.in_situ | {key: _rounded(_limited(factor))})
 
 
 @dataclass(frozen=True)

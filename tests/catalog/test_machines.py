@@ -21,7 +21,7 @@ from lading.catalog.load import (
 )
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
-from lading.ir.machine import Curve, Machine
+from lading.ir.machine import Curve, Machine, wires
 
 NAMES = machine_names()
 #: What the documentation promises to know.
@@ -70,6 +70,12 @@ CACHED = (
     "rtx6000ada",
     "rtxpro6000",
 )
+
+
+def test_what_a_disk_moves_goes_through_the_link_of_its_gpu() -> None:
+    gpus = [machine for machine in map(load_machine, NAMES) if machine.host_tier and machine.device.kind != "cpu"]
+    assert len(gpus) > 40
+    assert all([len(shared) for shared in wires(machine.tiers)] == [len(machine.tiers)] for machine in gpus)
 
 
 def test_what_a_cache_holds_is_faster_than_memory() -> None:

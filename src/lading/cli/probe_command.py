@@ -11,8 +11,8 @@ from tyro.conf import arg
 from lading.cli.options import check_targets, optional
 from lading.errors import ConfigError
 
-#: Seconds in which software is measured at the longest; a minute is usual, a framework that starts slowly takes five.
-_LIMIT_S = 600.0
+#: Seconds in which software is measured at the longest: two minutes are usual, ten where four ranks start slowly.
+_LIMIT_S = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ProbeCommand:
 
     limit: Annotated[
         float | None,
-        optional("SECONDS", "Longest that --software may take, when the script is ended. If not given, 600."),
+        optional("SECONDS", "Longest that --software may take, when the script is ended. If not given, 1200."),
     ] = None
 
     def run(self) -> None:

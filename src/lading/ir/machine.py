@@ -229,8 +229,9 @@ class Tier:
         host_computes: Whether the host's processors can work on what lies there.
         persistent: Whether what lies there outlives the process, so that checkpoints take room of it too.
         alignment_bytes: Multiple at which each storage begins there: whole pages of 4096 bytes.
-        wire: Name of a wire that several tiers share: those that move the same way at once take turns, so that each has
-            its rate divided by their number. "" for a wire of its own.
+        wire: Name of a wire that several tiers share, as a GPU's link carries the bytes of the host's memory and those
+            of a disk behind it. Each way it carries what the fastest of them moves alone; those that move the same way
+            at once have equal parts, and what slower ones leave of theirs (``fair_share``). "" for a wire of its own.
     """
 
     name: str
@@ -283,6 +284,10 @@ class Tier:
         of_passes = self.read_slowdown_of_passes if read else self.write_slowdown_of_passes
         return of_all if product or not of_passes else of_passes
 
+    def alone_bytes_per_s(self, *, read: bool) -> float:
+        """Bytes/s that the tier reads, or writes, while nothing else moves."""
+        return self.read_bytes_per_s if read else self.write_bytes_per_s
+
     def rates_together(self, read_bytes: int, write_bytes: int) -> tuple[float, float]:
         """Bytes/s read and written while a move of so many bytes comes from the tier and another one goes to it.
 
@@ -322,6 +327,28 @@ def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
     for tier in tiers:
         by_wire.setdefault(tier.wire, []).append(tier)
     return tuple(tuple(shared) for wire, shared in by_wire.items() if wire and len(shared) > 1)
+
+
+def wire_bytes_per_s(tiers: Iterable[Tier], *, read: bool) -> float:
+    """Bytes/s that the wire of some tiers carries in a direction: what the fastest of them moves alone."""
+    return max(tier.alone_bytes_per_s(read=read) for tier in tiers)
+
+
+def fair_share(rate: float, others: Iterable[float], total: float) -> float:
+    """Rate that one of several has of a wire (max-min fairness).
+
+    Args:
+        rate: Its rate alone.
+        others: Rates alone of the others that move the same way now.
+        total: Rate of the wire.
+    """
+    rivals = sorted(others)
+    for number, other in enumerate(rivals):
+        part = total / (len(rivals) + 1 - number)
+        if other >= part:
+            return min(rate, part)
+        total -= other
+    return min(rate, total)
 
 
 @dataclass(frozen=True, kw_only=True)

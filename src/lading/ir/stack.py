@@ -26,24 +26,21 @@ DISPATCHERS = ("alltoall", "allgather", "deepep")
 SCALINGS = ("delayed", "tensorwise", "rowwise", "block")
 #: Classes of software: what one that is not known is taken for.
 KINDS = ("eager-torch", "compiled-torch", "megatron-like", "deepspeed-like")
+#: Collectives that a factor of ``in_situ`` may be for, among any ranks or, as in "all_reduce.4", among so many.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 #: What a factor of ``in_situ`` may be for: causes of kernels, the optimizer, and collectives.
-FACTORS = (
-    "products",
-    "low-precision products",
-    "attention",
-    "memory-bound",
-    "loss",
-    "optimizer",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-)
+FACTORS = ("products", "low-precision products", "attention", "memory-bound", "loss", "optimizer", *COLLECTIVES)
 #: In which numbers are always kept; of others "" leaves it to the products.
 _STORED = ("gradient_dtype", "moments_dtype")
 #: Parts of a block that "fused" software may run operation by operation all the same.
 PARTS = ("rope", "swiglu", "gradients", "gelu", "gelu-erf")
 #: How software is known on an architecture: steps were seen; its switches are named, or only its class.
 FITTED, SWITCHES, GUESSED = "fitted", "switches only", "guessed"
+
+
+def _is_factor(name: str) -> bool:
+    op, _, ranks = name.partition(".")
+    return name in FACTORS or (op in COLLECTIVES and ranks.isdecimal() and len(ranks) < 7 and int(ranks) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +115,8 @@ class Stack:
         imbalance: Tokens of the busiest expert's rank, over the mean.
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
             libraries other than those measured), by architecture ("hopper", or "cpu" of processors), or of one of
-            ``FACTORS`` ("hopper.attention"). "loss" is beside "memory-bound", "low-precision products" of processors
-            beside the same products in their own format.
+            ``FACTORS`` ("hopper.attention", "cpu.all_reduce.4" among four ranks). "loss" is beside "memory-bound",
+            "low-precision products" of processors beside the same products in their own format.
         fitted: Architectures on which steps of this software were seen.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
@@ -289,8 +286,11 @@ class Stack:
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
         for key in self.in_situ:
             architecture, dot, factor_name = key.partition(".")
-            if architecture not in (*ARCHITECTURES, "cpu") or (dot and factor_name not in FACTORS):
-                known_keys = f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}"
+            if architecture not in (*ARCHITECTURES, "cpu") or (dot and not _is_factor(factor_name)):
+                known_keys = (
+                    f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}, a collective "
+                    "with its number of ranks behind, as in .all_reduce.4"
+                )
                 raise ConfigError(f"stack {self.name}: in_situ has factors for {known_keys}; got {key[:60]!r}")
         if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
             raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
@@ -323,6 +323,17 @@ class Stack:
     def in_situ_of(self, architecture: str, cause: str) -> float:
         """Factor by which kernels of one cause take longer in a running step on an architecture."""
         return self.in_situ.get(f"{architecture}.{cause}", self.in_situ.get(architecture, 1.0))
+
+    def in_situ_among(self, architecture: str, op: str, ranks: int) -> float:
+        """Factor by which a collective among some ranks takes longer in a running step.
+
+        Where it was measured among several numbers of ranks, that of the next smaller one holds.
+        """
+        head = f"{architecture}.{op}"
+        measured = {int(key.rpartition(".")[2]): key for key in self.in_situ if key.startswith(f"{head}.")}
+        fewer = [count for count in measured if count <= ranks]
+        key = measured[max(fewer) if fewer else min(measured)] if measured else head
+        return self.in_situ.get(key, 1.0)
 
     def sentence(self) -> str:
         """Name the stack, and say what of its communication runs beside computing and what computing waits for."""

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from lading.ir.machine import Tier, wires
+from lading.ir.machine import Tier, wire_bytes_per_s, wires
 from lading.ir.plan import Option
 from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem, spans
@@ -241,8 +241,9 @@ class FlowProgram:
         for tier in self.problem.tiers:
             self._add_tier(tier)
         for tiers in wires(self.problem.tiers):
-            self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
-            self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
+            read_s, write_s = (1.0 / wire_bytes_per_s(tiers, read=read) for read in (True, False))
+            self._add_limit([(tier, read_s, 0.0) for tier in tiers])
+            self._add_limit([(tier, 0.0, write_s) for tier in tiers])
 
     def flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:
         """List the classes that may move to a tier, with the columns of that."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.machine import Tier, wires
+from lading.ir.machine import Tier, wire_bytes_per_s, wires
 from lading.ir.plan import Option
 from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, spans
 
@@ -198,12 +198,12 @@ class Relaxation:
 
     def _add_wire(self, tiers: Sequence[Tier]) -> None:
         windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
-        reads = [(0.0, 1.0 / tier.read_bytes_per_s, 0.0, 0.0) for tier in tiers]
-        writes = [(0.0, 0.0, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers]
-        for limits in (reads, writes):
+        reads = (0.0, 1.0 / wire_bytes_per_s(tiers, read=True), 0.0, 0.0)
+        writes = (0.0, 0.0, 0.0, 1.0 / wire_bytes_per_s(tiers, read=False))
+        for limit in (reads, writes):
             terms: list[_Terms] = [windows_s]
             fixed_s = np.zeros(self.windows)
-            for tier, limit in zip(tiers, limits, strict=True):
+            for tier in tiers:
                 self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
                 terms += self._tier_terms(Option(tier.name), limit)
                 fixed_s += self._fixed_s(tier, limit)

@@ -33,7 +33,7 @@ import numpy as np
 from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import Machine, wire_bytes_per_s
 from lading.ir.program import COMPUTE_STREAM, Program, slot_sizes
 from lading.ir.sharding import UNSHARD
 from lading.planner.emission import Emission, Residency
@@ -247,9 +247,13 @@ class _Stretcher:
         both = served.mixed_read_bytes_per_s if direction == "read" else served.mixed_write_bytes_per_s
         return max(MARGIN * move_seconds(size, served, direction), served.latency_s + size / both)
 
-    def _wire(self, tier: str) -> str:
-        """Name the wire that a tier's transfers wait for each other on; the tier itself where it has none."""
-        return self.tiers[tier].wire or tier
+    def _wire(self, tier: str, *, read: bool) -> tuple[str, float]:
+        """Name the wire of a tier, itself where it has none, and the share of the wire's rate that the tier reaches."""
+        served = self.tiers[tier]
+        if not served.wire:
+            return tier, 1.0
+        total = wire_bytes_per_s((each for each in self.tiers.values() if each.wire == served.wire), read=read)
+        return served.wire, served.alone_bytes_per_s(read=read) / total
 
     def _comes_early(self, index: int) -> bool:
         """Whether the fetch of a residency may begin in the step before."""
@@ -290,10 +294,12 @@ class _Stretcher:
     def _write(self, index: int, free_at: dict[str, float]) -> float:
         """Seconds at which a residency's write-back should have ended; moves the time from which its tier is free."""
         stay = self.stays[index]
-        wire = self._wire(stay.to_tier)
-        begin = max(free_at.get(wire, 0.0), float(self.start[stay.last + 1]))
-        free_at[wire] = begin + self._duration(index, stay.to_tier, "write")
-        return free_at[wire]
+        wire, share = self._wire(stay.to_tier, read=False)
+        begin = max(free_at.get(wire, 0.0), free_at.get(stay.to_tier, 0.0), float(self.start[stay.last + 1]))
+        duration = self._duration(index, stay.to_tier, "write")
+        free_at[wire] = begin + share * duration
+        free_at[stay.to_tier] = begin + duration
+        return begin + duration
 
     def fetches(self) -> None:
         """Begin each fetch early enough to end before its use, the last one first."""
@@ -315,10 +321,13 @@ class _Stretcher:
     def _fetch(self, index: int, latest: dict[str, float]) -> float:
         """Seconds at which a residency's fetch should begin; moves the time from which its tier is taken."""
         stay = self.stays[index]
-        wire = self._wire(stay.tier)
-        finish = min(float(self.start[self.first[index]]), latest.get(wire, np.inf))
-        begin = finish - self._duration(index, stay.tier, "read")
-        latest[wire] = begin if begin >= 0.0 or self._comes_early(index) else 0.0
+        wire, share = self._wire(stay.tier, read=True)
+        finish = min(float(self.start[self.first[index]]), latest.get(wire, np.inf), latest.get(stay.tier, np.inf))
+        duration = self._duration(index, stay.tier, "read")
+        begin = finish - duration
+        is_whole = begin >= 0.0 or self._comes_early(index)
+        latest[wire] = finish - share * duration if is_whole else 0.0
+        latest[stay.tier] = begin if is_whole else 0.0
         return begin
 
     def _left_at(self) -> list[int]:

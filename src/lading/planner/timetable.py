@@ -10,8 +10,8 @@ worth a lowering (``planner.trips``). It plays the emission of choices as the pr
     writes          of each tier in the order in which storages leave; their places are free when they have gone
     the host        its operations in order, each when what it works on has gone down
 
-Rates are those of the tiers, lower while both directions are busy. What transfers take from computing is left out, and
-so is what transfers of the host take from its processors.
+Rates are those of the tiers, lower while both directions are busy, and beside others on their wire. What transfers take
+from computing is left out, and so is what transfers of the host take from its processors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lading.ir.machine import fair_share, wire_bytes_per_s, wires
 from lading.ir.program import slot_sizes
 from lading.planner.emission import Emission
 from lading.planner.residency import StepProblem
@@ -106,6 +107,11 @@ class _Player:
         tiers = step.machine.tiers
         self.reads = {t.name: _Lane(t.read_bytes_per_s, t.mixed_read_bytes_per_s, t.latency_s) for t in tiers}
         self.writes = {t.name: _Lane(t.write_bytes_per_s, t.mixed_write_bytes_per_s, t.latency_s) for t in tiers}
+        self.wires = [
+            ([lanes[t.name] for t in shared], wire_bytes_per_s(shared, read=read))
+            for shared in wires(tiers)
+            for lanes, read in ((self.reads, True), (self.writes, False))
+        ]
         self.before: dict[int, int] = {}  # the stay of the same storage before each
         self.there = [stay.initial for stay in self.stays]
         self.gone = [False] * len(self.stays)
@@ -226,7 +232,18 @@ class _Player:
             write = self.writes[name]
             both = read.transfers and write.transfers
             rates += [(lane, lane.mixed_rate if both else lane.rate) for lane in (read, write) if lane.moving >= 0]
-        return rates
+        return self._on_wires(rates) if self.wires else rates
+
+    def _on_wires(self, rates: list[tuple[_Lane, float]]) -> list[tuple[_Lane, float]]:
+        """Lower the rates of directions that share a wire."""
+        own = {id(lane): rate for lane, rate in rates if lane.transfers}
+        shared = dict(own)
+        for lanes, total in self.wires:
+            for lane in lanes:
+                others = [own[id(each)] for each in lanes if each is not lane and id(each) in own]
+                if id(lane) in own and others:
+                    shared[id(lane)] = fair_share(own[id(lane)], others, total)
+        return [(lane, shared.get(id(lane), rate)) for lane, rate in rates]
 
     def _pass_time(self, seconds: float, rates: Sequence[tuple[_Lane, float]]) -> None:
         self.now_s += seconds

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -71,6 +71,8 @@ _SCRATCH_TIMEOUT_S = 120
 #: Share of the processors that others may take before the kernels are measured again, and how often they are at most.
 QUIET = 0.1
 _TRIES = 3
+#: Wire of a GPU: what a disk moves reaches it through the host's memory, over the same link.
+_HOST_LINK = "host_link"
 #: Share of the time for the processors beside a device.
 _BESIDE_SHARE = 0.1
 #: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
@@ -152,7 +154,7 @@ def _machine_of(
         date=today,
         source=source,
         device=device,
-        tiers=(disk,) if host is None else (host, disk),
+        tiers=(disk,) if host is None else tuple(replace(tier, wire=_HOST_LINK) for tier in (host, disk)),
         host_device=processors,
         host_id=host_id(),
         sources=sources,

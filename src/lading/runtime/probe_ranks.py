@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from lading.alone import num_ranks
 from lading.errors import ConfigError
 from lading.ir.machine import Curve
-from lading.runtime.batch_threads import batch_threads
 from lading.runtime.job import start_job
 from lading.runtime.probe_cases import product_and_pass
+from lading.runtime.probe_processes import PROBE_AGAIN, group_of, in_processes, write_measured
 from lading.runtime.resident import reuse_pages
 from lading.runtime.shard_exchange import gather_shards, sum_shards
 
@@ -61,9 +58,7 @@ def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES
         raise ConfigError(f"expected ranks >= 2, seconds > 0 and a size, got {ranks}, {seconds} and {sizes}")
     curves: dict[str, Curve] = {}
     for count in range(2, ranks + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            start_processes(_run, (count, folder, sizes, seconds / (ranks - 1)), nprocs=count, start_method="spawn")
-            times = json.loads((Path(folder) / "times").read_text())
+        times = json.loads(in_processes(_run, count, sizes, seconds / (ranks - 1), advice=PROBE_AGAIN))
         curves |= _curves(times, count, sizes)
     return curves
 
@@ -98,14 +93,8 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
     """Run one process: every operation at every size; the first process writes the times of all."""
     torch.set_num_threads(max(1, (os.cpu_count() or count) // count))
     reuse_pages()
-    with batch_threads():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
-    try:
-        times = _times(rank, count, sizes, seconds)
-        if rank == 0:
-            (Path(folder) / "times").write_text(json.dumps(times))
-    finally:
-        dist.destroy_process_group()
+    with group_of(rank, count, folder):
+        write_measured(folder, json.dumps(_times(rank, count, sizes, seconds)))
 
 
 def _times(rank: int, count: int, sizes: tuple[int, ...], seconds: float) -> dict[str, list[float]]:

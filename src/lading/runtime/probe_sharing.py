@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 
 from lading.errors import ConfigError
 from lading.ir.machine import TIER_SPEEDS, Processes
-from lading.runtime.batch_threads import batch_threads
 from lading.runtime.probe_disk import probe_disk
+from lading.runtime.probe_processes import PROBE_AGAIN, group_of, in_processes, write_measured
 from lading.runtime.probe_ranks import OPS, busy_processors
 from lading.units import MiB
 
@@ -64,10 +62,8 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
     overhead: dict[str, float] = {}
     tiers: dict[str, list[float]] = {}
     for count in range(1, ranks + 1):
-        with tempfile.TemporaryDirectory() as made:
-            given = (count, threads, made, folder, seconds / ranks, count == ranks)
-            start_processes(_run, given, nprocs=count, start_method="spawn")
-            lines = (Path(made) / "found").read_text().splitlines()
+        given = (threads, folder, seconds / ranks, count == ranks)
+        lines = in_processes(_run, count, *given, advice=PROBE_AGAIN).splitlines()
         for line in lines:
             what, name, text = line.split()
             if what == "kernels":
@@ -86,16 +82,14 @@ def probe_sharing(ranks: int, folder: Path, seconds: float = 12.0, threads: int 
     )
 
 
-def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: float, kernels: bool) -> None:
+def _run(rank: int, count: int, made: str, threads: int, folder: Path, seconds: float, kernels: bool) -> None:
     """Run one of the processes that share the host; the first of them writes the times of all.
 
     Args:
         kernels: Whether slowdowns of kernels are measured among these processes, in their part of all the time.
     """
     torch.set_num_threads(threads)
-    with batch_threads():
-        dist.init_process_group("gloo", init_method=f"file://{made}/meet", rank=rank, world_size=count)
-    try:
+    with group_of(rank, count, made):
         slowdowns = kernel_slowdowns(0.6 * seconds * count) if kernels else {}
         lines = [f"kernels {name} {','.join(map(repr, each))}" for name, each in slowdowns.items()]
         lines += [f"skew processes {','.join(map(repr, arrival_skew()))}"] if kernels else []
@@ -107,10 +101,7 @@ def _run(rank: int, count: int, threads: int, made: str, folder: Path, seconds: 
         if count == 2:
             lines += [f"overhead {name} {each!r}" for name, each in _hooks().items()]
         lines += [f"disk {name} {each!r}" for name, each in disk_speeds(folder, max(_DISK_S, 0.3 * seconds)).items()]
-        if rank == 0:
-            (Path(made) / "found").write_text("\n".join(lines))
-    finally:
-        dist.destroy_process_group()
+        write_measured(made, "\n".join(lines))
 
 
 def kernel_slowdowns(seconds: float) -> dict[str, tuple[float, ...]]:

@@ -37,7 +37,6 @@ import os
 import runpy
 import signal
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,13 +49,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lading.errors import ConfigError, did_you_mean
-from lading.runtime.batch_threads import batch_threads
 from lading.runtime.probe import QUIET, LoadMeter
+from lading.runtime.probe_processes import group_of, in_processes, write_measured, write_refused
 
 _FUNCTIONS = ("block", "prepare", "optimizer", "loss", "all_gather", "product")
 _SETTINGS: Mapping[str, Any] = {
@@ -79,6 +77,8 @@ SQUARE = 512
 #: Bytes of a tensor whose memory no process has had before.
 _FRESH_BYTES = 64 << 20
 _Found = TypeVar("_Found")
+#: What to change where a process that trains ends.
+_ADVICE = "leave out what ends a process that trains (os._exit, exit, a signal, memory that the host has not)"
 #: How often a case trains at most while others load the host.
 TRIES = 3
 
@@ -410,40 +410,15 @@ def quietest(run: Callable[[], _Found], others: Callable[[_Found], float]) -> _F
 
 
 def _answer(ranks: int, given: tuple[object, ...]) -> Measured:
-    answer = json.loads(in_processes(_run, ranks, *given))
+    answer = json.loads(in_training_processes(_run, ranks, *given))
     timings = tuple(Timing(**timing) for timing in answer.pop("timings"))
     return Measured(timings, **{**answer, "product_s": tuple(answer["product_s"])})
 
 
-def in_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
-    """Run a function in fresh processes; returns what the first of them wrote.
-
-    Args:
-        run: Called with a rank, the number of ranks, a folder of theirs, and ``given``; what it writes to "refused0" in
-            the folder is raised, and the first rank writes "measured".
-    Raises:
-        ConfigError: a process refused what it was given, or ended without a word.
-    """
+def in_training_processes(run: Callable[..., None], ranks: int, *given: object) -> str:
+    """Run a function in fresh processes that train, as ``lading.runtime.probe_processes.in_processes``."""
     multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import, in seconds
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(run, (ranks, folder, *given), nprocs=ranks, start_method="forkserver")
-        except Exception as error:
-            refused = sorted(Path(folder).glob("refused*"))
-            if refused:
-                raise ConfigError(refused[0].read_text()) from error
-            if not (Path(folder) / "measured").exists():  # else gloo aborted a rank that was done, at its end
-                raise _ended(error) from error
-        if not (Path(folder) / "measured").exists():
-            raise _ended("exit code 0")
-        return (Path(folder) / "measured").read_text()
-
-
-def _ended(how: object) -> ConfigError:
-    return ConfigError(
-        f"expected steps to be measured, but a process that trains ended before that ({how!s:.300}); leave out what "
-        "ends a process (os._exit, exit, a signal, memory that the host has not)"
-    )
+    return in_processes(run, ranks, *given, advice=_ADVICE, method="forkserver")
 
 
 def _run(
@@ -456,11 +431,9 @@ def _run(
             measured = _measured(UserSoftware(Path(path)), case, rank, besides, seconds)
         except Exception as error:  # of the script's code, called by torch's
             message = f"{path}: training in it raised {type(error).__name__}: {error!s:.400}"
-            (Path(folder) / f"refused{rank}").write_text(str(error) if isinstance(error, ConfigError) else message)
+            write_refused(folder, rank, str(error) if isinstance(error, ConfigError) else message)
             raise
-        if rank == 0:
-            (Path(folder) / "measured").write_text(json.dumps(asdict(measured)))
-        dist.barrier()  # what was measured is written before any rank ends
+        write_measured(folder, json.dumps(asdict(measured)))
 
 
 @contextmanager
@@ -469,12 +442,8 @@ def in_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
     ours, all_of = str(rank), str(ranks)
     os.environ.update(RANK=ours, LOCAL_RANK=ours, WORLD_SIZE=all_of, LOCAL_WORLD_SIZE=all_of)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints that it begins and ends
-    with batch_threads():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
-    try:
+    with group_of(rank, ranks, folder):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _measured(software: UserSoftware, case: ProfileCase, rank: int, besides: bool, seconds: float) -> Measured:

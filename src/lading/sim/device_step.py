@@ -4,8 +4,8 @@ Operations last what the cost model says, and longer while a tier transfers, in 
 (``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``), or prepares to (``latency_slowdown``). A move
 waits for the tier's latency and then transfers its bytes; while a tier's two directions transfer at once each gets its
 mixed rate, or less where its moves are smaller than a turn (``Tier.rates_together``), and tiers on one wire that
-transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
-starts or stops. Same Program, same Machine: same Timeline, to the bit.
+transfer in the same direction share it (``lading.ir.machine.fair_share``), so what remains of a transfer is timed again
+whenever one of those starts or stops. Same Program, same Machine: same Timeline, to the bit.
 
 [Note: processors of ranks] Where ranks are processes of one host, its processors are shared: computing and a collective
 beside it take longer both (``lading.cost.compute.slower_beside``), and kernels take as long as they do among as many
@@ -32,7 +32,7 @@ from lading.cost.compute import crowding, placed_costs, slower_beside
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
-from lading.ir.machine import Machine, Tier
+from lading.ir.machine import Machine, Tier, fair_share
 from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, RUNS_OP, Program, operation_streams
 from lading.ir.timeline import Event, Timeline
@@ -345,6 +345,10 @@ class _Costs:
         wire = self._tiers[tier].wire
         return tuple(name for name, other in self._tiers.items() if other.wire == wire) if wire else (tier,)
 
+    def fastest(self, tiers: Sequence[str], *, read: bool) -> Tier:
+        """Fastest of some tiers in a direction."""
+        return max((self._tiers[name] for name in tiers), key=lambda tier: tier.alone_bytes_per_s(read=read))
+
     def host_share(self, tier: str) -> float:
         """Share of the host's memory bandwidth that a byte/s moved from or to a tier takes."""
         host = self._machine.host_device
@@ -508,10 +512,6 @@ class _TierResources:
         """Share by which computing takes longer while a move waits for its tier; 0 for one on no tier."""
         return self._costs.tier(action).latency_slowdown if self._costs.on_tier(action) else 0.0
 
-    def _sharing(self, transfer: _Transfer, read: bool) -> int:
-        """Number of tiers that transfer over a tier's wire in its direction now."""
-        return sum((tier, read) in self._transfers for tier in transfer.wired) if len(transfer.wired) > 1 else 1
-
     def _expect_work(self, stream: int, work: _Work) -> None:
         self._expect(self._now_s + work.remaining_s * (1.0 + work.slowdown), stream)
 
@@ -543,7 +543,7 @@ class _TierResources:
         costs = self._costs
         served, read, size_bytes = costs.tier(action), costs.reads(action), costs.size_bytes(action)
         tier = served.name
-        alone = served.read_bytes_per_s if read else served.write_bytes_per_s
+        alone = served.alone_bytes_per_s(read=read)
         slowdown = served.slowdown(read=read, product=False), served.slowdown(read=read, product=True)
         transfer = _Transfer(stream, size_bytes, size_bytes, alone, slowdown, self._now_s, costs.wired(tier))
         self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
@@ -559,16 +559,27 @@ class _TierResources:
 
     def _rate(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the others of this moment."""
+        rate = self._rate_of_tier(tier, read)
+        wired = self._transfers[tier, read].wired
+        others = [self._rate_of_tier(name, read) for name in wired if name != tier and (name, read) in self._transfers]
+        if not others:
+            return rate
+        fastest = self._costs.fastest(wired, read=read)
+        is_moving = (fastest.name, read) in self._transfers
+        total = self._rate_of_tier(fastest.name, read) if is_moving else fastest.alone_bytes_per_s(read=read)
+        return fair_share(rate, others, total)
+
+    def _rate_of_tier(self, tier: str, read: bool) -> float:
+        """Bytes/s of a transfer beside the other direction of its tier."""
         transfer, other = self._transfers[tier, read], self._transfers.get((tier, not read))
-        rate = transfer.alone_rate
-        if other is not None:
-            rate = self._costs.rate_beside(tier, transfer.size_bytes, other.size_bytes, read=read)
-        return rate / self._sharing(transfer, read)
+        if other is None:
+            return transfer.alone_rate
+        return self._costs.rate_beside(tier, transfer.size_bytes, other.size_bytes, read=read)
 
     def _retime_beside(self, tier: str, read: bool, transfer: _Transfer) -> None:
         """Time again what a transfer that began or ended shares its tier or its wire with."""
-        for key in ((tier, not read), *((other, read) for other in transfer.wired if other != tier)):
-            if key in self._transfers:
+        for key in ((name, way) for name in transfer.wired for way in (not read, read)):
+            if key != (tier, read) and key in self._transfers:
                 self._retime_transfer(*key)
 
     def _retime_transfer(self, tier: str, read: bool) -> None:

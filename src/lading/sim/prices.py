@@ -260,7 +260,8 @@ class MachinePrices:
         """Seconds of a collective of one size, or of an array of sizes in bytes."""
         seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
         alone = seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
-        return alone * max(1.0, self.processor_share(op, axis)) * self._measured(op)
+        slower = self.stack.in_situ_among(self.architecture, op, self._group(axis).ranks)
+        return alone * max(1.0, self.processor_share(op, axis)) * slower
 
     def processor_share(self, op: str, axis: str) -> float:
         """Share of a host's processors that a collective takes in all groups of an axis at once, above 1 if they wait.

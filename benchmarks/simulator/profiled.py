@@ -65,7 +65,7 @@ LIKE = {
     "on_deepspeed": "torch-eager-cpu",
 }
 #: Seconds that a command may take.
-_LONGEST_S = 600
+_LONGEST_S = 1200
 #: ProfileCase of the profile that trains beside the models.
 _CONTROL = "middle"
 #: How often each model trains.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -105,3 +106,16 @@ def test_a_captured_step_loses_less_than_a_tenth(name: str, accumulation: int) -
     rows = [Buffer(graph.storages[r.storage].size_bytes, ((r.first, r.last),)) for r in emission.residencies]
     assert_packed(rows)
     assert pack(rows).size_bytes <= 1.1 * peak_bytes(rows)
+
+
+def test_what_is_alive_at_the_fullest_moments_is_placed_without_holes() -> None:
+    """Of 20 buffers in pages; orders by size, span or first moment need 24 pages."""
+    rng = Random(283)
+    rows: list[Buffer] = []
+    for _ in range(rng.choice((10, 14, 20))):
+        first = rng.randrange(20)
+        last = min(19, first + rng.choice((0, 1, 2, 4, 8)))
+        rows.append(Buffer(PAGE_BYTES * rng.choice((1, 2, 3, 4, 8)), ((first, last),)))
+    assert peak_bytes(rows) == 20 * PAGE_BYTES
+    assert pack(rows, 20 * PAGE_BYTES).size_bytes == 20 * PAGE_BYTES
+    assert_packed(rows)

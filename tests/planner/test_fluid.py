@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
+import numpy as np
 import pytest
 from tests.machines import small_machine
 from tests.planner.steps import (
@@ -25,7 +26,7 @@ from tests.programs import chain
 from lading.ir.defer import updates
 from lading.ir.program import PAGE_BYTES
 from lading.planner import fluid
-from lading.planner.fluid import FlowProgram, flow
+from lading.planner.fluid import FlowProgram, cut_windows, flow
 from lading.planner.lower import StepCosts, fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.relaxation import RelaxedResidency, build
@@ -124,3 +125,19 @@ def test_classed_flows_are_below_all_plans_of_a_chain(seed: int, monkeypatch: py
     bound = flowing(step, 2)
     assert bound is not None
     assert bound.step_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.long
+def test_windows_end_at_the_moment_that_leaves_least_room() -> None:
+    """What is read for its next operation cannot have come before it; in one window with it, it could."""
+    step = in_blocks(tiny(13), slower=5.0)
+
+    class Plain(FlowProgram):
+        def cut_windows(self, count: int) -> np.ndarray:
+            return cut_windows(self.problem, count)
+
+    plain, cut = (made(step.bound_problem, step.arena_bytes, 2).solve() for made in (Plain, FlowProgram))
+    assert plain is not None
+    assert cut is not None
+    best = min(found.timeline.duration_s for found in every_choice(step))
+    assert 1.03 * plain.step_s < cut.step_s <= best * (1 + 1e-6)

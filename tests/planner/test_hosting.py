@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 from tests.machines import machine_with_host, small_machine
-from tests.planner.steps import NO_LIMIT, captured, needs, step_of, within
+from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, step_of, within
 
 from lading.cost.compute import host_processors, op_seconds, placed_costs
 from lading.errors import ConfigError
+from lading.ir.action import ActionKind
+from lading.ir.graph import Role
 from lading.ir.guess import speculated, with_guess
 from lading.ir.host_ops import light_groups
-from lading.ir.plan import Plan
+from lading.ir.plan import Option, Plan
 from lading.ir.program import HOST_STREAM
 from lading.memory.restore import restore_program
 from lading.memory.verify import verify
 from lading.planner.api import make_plan
+from lading.planner.fluid import FlowProgram
 from lading.planner.forms import lesser_forms
 from lading.planner.host_balance import hosted_alike, hosted_step, with_host
 from lading.planner.orders import Ordered, sharpened, sharpened_with_host
-from lading.planner.residency import Found, StepProblem
+from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
 from lading.sim.device_step import simulate
@@ -166,3 +170,33 @@ def test_a_bound_with_the_host_is_below_lesser_forms_and_no_lower_than_without_w
     hopeless = within(whole, 1)
     assert hopeless.is_hopeless
     assert sharpened_with_host(ordered, parts, [hopeless]).bound_s == own_s
+
+
+def test_what_the_host_wrote_leaves_without_being_written_in_bounds_as_in_plans() -> None:
+    whole = step()
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    graph = made.graph
+    updated = {s for op in graph.on_host for s in graph.op_writes[op] if graph.storages[s].role is Role.PARAMETER}
+    gaps = [each for each in made.bound_problem.candidates if each.gap.storage in updated]
+    assert gaps
+    assert all(each.version is None for each in gaps)
+    program = within(made, NO_LIMIT).lower({(each.gap.storage, each.gap.start): Option("host") for each in gaps}).program
+    assert program is not None
+    moved = [a for a in program.actions if a.kind is ActionKind.MOVE and a.storage in updated]
+    assert sum(a.target == "device" for a in moved) >= len(gaps) + len(updated)
+    assert not [a for a in moved if a.target == "host"]
+
+
+def test_windows_know_when_gradients_can_go_to_the_host_and_their_bound_is_below_all_plans() -> None:
+    """Gradients are made in the backward: one window lets them be written all through the step."""
+    whole = step()
+    slow = (dataclasses.replace(tier, write_bytes_per_s=tier.write_bytes_per_s / 20) for tier in whole.machine.tiers)
+    whole = dataclasses.replace(whole, machine=dataclasses.replace(whole.machine, tiers=tuple(slow)))
+    made = within(hosted_step(whole, (op for group in light_groups(whole.graph) for op in group)), NO_LIMIT)
+    programs = [made.lower(random_choices(made, Random(seed))).program for seed in range(3)]
+    for program in filter(None, programs):
+        tight = within(made, program.peak_bytes)
+        bound = FlowProgram(tight.bound_problem, tight.arena_bytes, 4).solve()
+        assert bound is not None
+        assert bound.step_s > 1.02 * lower_bound_s(tight)
+        assert bound.step_s <= made.simulate(program).duration_s * (1 + 1e-6)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ import numpy as np
 
 from lading.ir.program import PAGE_BYTES, slot_bytes
 
-#: Of more items than this only one order is tried.
-_MANY = 3000
+#: Of more items than this only the first order of ``_orders`` is tried, and two of ``_by_fullness``.
+_MANY, _OF_MANY = 3000, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def pack(
     taken = [_Taken(offset, offset + sizes[i], items[i].spans) for i, offset in fixed.items()]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
-    for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
+    for order in _orders(moving):
         below = None if best is None else min(best[0], enough + 1) if limit_bytes else best[0]
         placed = _first_fit(order, below, taken, shapes)
         best = placed or best
@@ -102,6 +103,8 @@ def pack(
     return Packing(tuple(offsets), floor + best[0])
 
 
+#: Steps of ``_by_fullness`` in shares of the peak, and whether the longest span comes first in a step.
+_FULLNESS = ((0.03, False), (0.01, True), (0.1, False))
 #: Index, bytes and spans of something to place.
 _Row = tuple[int, int, tuple[tuple[int, int], ...]]
 
@@ -122,16 +125,44 @@ def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
 
     By most bytes; by two spans, then most bytes, then most moments; by most bytes, then the first moment; by most bytes
     times moments; by longest span. Many rows are equally large, and how these follow one another decides on the holes.
+    Then by the fullest moments.
     """
-
-    def length(row: _Row) -> int:
-        return sum(last - first + 1 for first, last in row[2])
-
     yield sorted(rows, key=lambda row: (-row[1], row[0]))
-    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]), -row[1], -length(row), row[0]))
-    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1], row[2][0][0], row[0]))
-    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1] * length(row), row[0]))
-    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * length(row), -row[1], row[0]))
+    if len(rows) <= _MANY:
+        yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]), -row[1], -_length(row), row[0]))
+        yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1], row[2][0][0], row[0]))
+        yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1] * _length(row), row[0]))
+        yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * _length(row), -row[1], row[0]))
+    yield from islice(_by_fullness(rows), None if len(rows) <= _MANY else _OF_MANY)
+
+
+def _by_fullness(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
+    """Yield orders in which what is alive at the fullest moments comes first, so that no holes are left there.
+
+    How full the fullest moment of a row is counts by steps, of these shares of the peak; rows of one step are placed by
+    most bytes, or by longest span.
+    """
+    change = np.zeros(max((last for row in rows for _, last in row[2]), default=-1) + 2, dtype=np.int64)
+    for _, size, spans in rows:
+        for first, last in spans:
+            change[first] += size
+            change[last + 1] -= size
+    alive = np.cumsum(change)
+    fullest = {row[0]: max(int(alive[first : last + 1].max()) for first, last in row[2]) for row in rows}
+    for share, longest in _FULLNESS:
+        step = max(1, int(share * int(alive.max())))
+
+        def rank(row: _Row, step: int = step, longest: bool = longest) -> tuple[bool, int, int, int, int]:
+            size, length = row[1], _length(row)
+            full = fullest[row[0]] // step
+            return size < PAGE_BYTES, -full, *((-length, -size) if longest else (-size, -length)), row[0]
+
+        yield sorted(rows, key=rank)
+
+
+def _length(row: _Row) -> int:
+    """Moments that a row is alive."""
+    return sum(last - first + 1 for first, last in row[2])
 
 
 class _Taken(NamedTuple):

@@ -65,6 +65,7 @@ from lading.planner.policies import (
     reshard_and_checkpoint,
     reshard_every_unit,
 )
+from lading.planner.rescheduling import rescheduled
 from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.planner.trips import changed_trips
@@ -217,8 +218,8 @@ def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_
     chosen = dataclasses.replace(chosen, found=relieved(paced, chosen.bound_s), paced=True)
     progress.update(0.95, "operations on the host, and a sharper time that no plan can beat")
     chosen = sharpened(chosen) if on_device else _with_host(chosen, step)
-    progress.update(0.97, "what moves changed, as a quick schedule of the fastest plan says")
-    return dataclasses.replace(chosen, found=changed_trips(chosen.found, chosen.bound_s))
+    progress.update(0.97, "what moves changed, as a quick schedule of the fastest plan says, and scheduled again")
+    return dataclasses.replace(chosen, found=rescheduled(changed_trips(chosen.found, chosen.bound_s), chosen.bound_s))
 
 
 def _request(

@@ -130,8 +130,10 @@ class FlowProgram:
     most_writes = 0
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
-        self.problem, self.windows, self.room = problem, windows, budget_bytes - problem.base
-        self.window = cut_windows(problem, windows)
+        self.problem, self.room = problem, budget_bytes - problem.base
+        self.window = self.cut_windows(windows)
+        self.windows = windows = int(self.window[-1]) + 1
+        self.candidates = (*problem.candidates, *self.forced())
         self.begins: list[int] = np.searchsorted(self.window, np.arange(windows + 1)).tolist()  # ends with num_ops
         self.classes = self._classes()
         self.costs: list[float] = [1.0] * windows
@@ -148,6 +150,15 @@ class FlowProgram:
         self._add_capacity()
         self.pieces = self.cut()
 
+    def cut_windows(self, count: int) -> np.ndarray:
+        """Window of each position, ``count`` of them and those that tight moments are ([Note: windows])."""
+        window = cut_windows(self.problem, count)
+        return cut_around(self.problem, window) if count > 1 else window
+
+    def forced(self) -> tuple[Candidate, ...]:
+        """List gaps in which something moves whatever is chosen."""
+        return self.problem.beside_host
+
     def likeness(self, candidate: Candidate) -> tuple[object, ...]:
         """Collect what the gaps of a class have in common ([Note: classes])."""
         gap, version = candidate.gap, candidate.version and candidate.version[1]
@@ -157,7 +168,7 @@ class FlowProgram:
         return *windows, *places, candidate.size_bytes, candidate.options, version
 
     def _classes(self) -> list[FlowClass]:
-        """Class the gaps of storages all of whose gaps are alike."""
+        """Class the gaps of storages all of whose gaps are alike; what moves whatever is chosen comes last."""
         rows = self.problem.candidates
         of_storage: dict[int, list[int]] = {}
         for index, candidate in enumerate(rows):
@@ -168,6 +179,11 @@ class FlowProgram:
         together: list[tuple[int, ...]] = [
             members for storages in storages_by_likeness.values() for members in zip(*storages, strict=True)
         ]
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index in range(len(rows), len(self.candidates)):
+            alike.setdefault(self.likeness(self.candidates[index]), []).append(index)
+        together += map(tuple, alike.values())
+        rows = self.candidates
         return [
             FlowClass(
                 members, rows[members[0]], sum(rows[i].recompute_s for i in members),
@@ -199,6 +215,9 @@ class FlowProgram:
         self.again = [None] * len(self.classes)
         by_version = sorted(enumerate(self.classes), key=lambda row: (not row[1].leader.gap.wraps, row[1].members[0]))
         for index, candidate in ((index, each.leader) for index, each in by_version):
+            if Option.KEEP not in candidate.options:
+                self._add_forced(index, candidate)
+                continue
             if Option.RECOMPUTE in candidate.options:
                 self.again[index] = self._column()
             for tier in self.problem.tiers:
@@ -224,6 +243,17 @@ class FlowProgram:
         self.add_row(0.0, np.inf, [*writes, *before, share], [*[1.0] * (len(writes) + len(before)), -1.0])
         before.append(share)
         return GapColumns(share, first, first_read, reads, writes)
+
+    def _add_forced(self, index: int, candidate: Candidate) -> None:
+        """Add what is read, or written, whatever is chosen."""
+        gap = candidate.gap
+        first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
+        share, moves = self._column(), self._columns(last - first + 1)
+        for columns in ([share], moves):
+            self.add_row(1.0, 1.0, columns, [1.0] * len(columns))
+        reads, writes = (moves, range(0)) if candidate.version is None else (range(0), moves)
+        first_read = first if len(reads) else last + 1
+        self.flows[index][candidate.options[0]] = GapColumns(share, first, first_read, reads, writes)
 
     def add_times(self) -> None:
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
@@ -276,6 +306,8 @@ class FlowProgram:
         for name, per_byte, way in (("reads", read, (read, 0.0)), ("writes", write, (0.0, write))):
             columns, values = list(range(self.windows)), [1.0] * self.windows
             for each, gap_columns in flows:
+                if Option.KEEP not in each.leader.options:
+                    continue  # in ``fixed_s``, with small storages
                 moves: range = getattr(gap_columns, name)
                 columns.extend(moves)
                 values.extend([-tier.latency_s * len(each.members) - each.size_bytes * per_byte] * len(moves))
@@ -289,7 +321,9 @@ class FlowProgram:
             size: dict[int, int] = {}
             for each, flows in zip(self.classes, self.flows, strict=True):
                 for option, gap_columns in flows.items():
-                    if option == name:  # the leaders' storage stands for those of all members
+                    if (
+                        option == name and Option.KEEP in each.leader.options
+                    ):  # the leaders' storage stands for those of all members
                         users.setdefault(each.leader.gap.storage, []).append(gap_columns.share)
                         size[each.leader.gap.storage] = each.size_bytes
             if sum(size.values()) <= capacity:
@@ -344,7 +378,7 @@ class FlowProgram:
         shares: list[dict[Option, float]] = [{} for _ in self.problem.candidates]
         for number, each in enumerate(self.classes):
             of_class = self.shares(number, values)
-            for index in each.members:
+            for index in each.members if Option.KEEP in each.leader.options else ():
                 shares[index] = of_class
         return RelaxedResidency(tuple(shares), float(values[: self.windows].sum()))
 
@@ -370,7 +404,7 @@ class FlowProgram:
         """Yield ranges of positions inside the gaps of a class, with its bytes and columns and factors of less."""
         each, again, gap = self.classes[number], self.again[number], self.classes[number].leader.gap
         ends = int(self.window[gap.start]), int(self.window[gap.end]) + self.windows * gap.wraps
-        candidates = [self.problem.candidates[index] for index in each.members]
+        candidates = [self.candidates[index] for index in each.members]
         for window in range(ends[0], ends[1] + 1):
             columns, factors = self.terms_at(number, window)
             if again is not None:
@@ -484,6 +518,16 @@ def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:
     before = min(count - 1, max(1, round(count * until_s / all_s)))
     after = before + _equal(ended - until_s, all_s - until_s, count - before)
     return np.where(np.arange(problem.num_ops) <= fullest, _equal(ended, until_s, before), after)
+
+
+def cut_around(problem: ResidencyProblem, window: np.ndarray) -> np.ndarray:
+    """Cut windows also before and after the moment that leaves least room ([Note: windows])."""
+    cuts = {*(np.flatnonzero(np.diff(window)) + 1).tolist()}
+    tightest = int(problem.base.argmax())
+    cuts |= {at for at in (tightest, tightest + 1) if 0 < at < problem.num_ops}
+    begins = np.zeros(problem.num_ops, dtype=np.int64)
+    begins[sorted(cuts)] = 1
+    return np.cumsum(begins)
 
 
 def _equal(ended: np.ndarray, whole_s: float, count: int) -> np.ndarray:

@@ -122,6 +122,14 @@ class PacedFlow(FlowProgram):
                 for column in columns.writes:
                     self.costs[column] += _TIE * each.size_bytes / write
 
+    def cut_windows(self, count: int) -> np.ndarray:
+        """Window of each position."""
+        return cut_windows(self.problem, count)
+
+    def forced(self) -> tuple[Candidate, ...]:
+        """List nothing: what the host's operations make and need moves beside the flow."""
+        return ()
+
     def likeness(self, candidate: Candidate) -> tuple[object, ...]:
         """Collect what a class has in common: windows, not positions."""
         gap, version = candidate.gap, candidate.version and candidate.version[1]

@@ -35,7 +35,7 @@ so the result is a plan of the whole step; a bound on all plans must not be fold
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -102,6 +102,7 @@ class ResidencyProblem:
         fetched, sent: [position]: bytes that the device reads from the host's memory for this use and writes there
             after it, whatever is chosen, as an operation on the host makes or needs them.
         host_tier: Name of that memory; "" where there is none.
+        beside_host: Gaps of such storages, small ones left out, in which they are read (version None) or written.
     """
 
     num_ops: int
@@ -115,6 +116,7 @@ class ResidencyProblem:
     fetched: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sent: np.ndarray = field(default_factory=lambda: np.zeros(0))
     host_tier: str = ""
+    beside_host: tuple[Candidate, ...] = ()
 
     def fixed_seconds(self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int) -> np.ndarray:
         """Seconds that what the host's operations make and need takes of a tier; an array of [window].
@@ -174,10 +176,20 @@ def build(
     below = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
     base = _base(graph, lives, offers.chosen | {(storage, UNUSED) for storage in below})
     versions = frozenset(each.version for each in candidates)
-    fetched, sent = _beside_host(graph, lives, versions)
+    option = Option(machine.host_tier)
+    fetched, sent = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
+    large: list[Candidate] = []
+    for gap, version in _beside_host(graph, lives, versions):
+        size = slot_bytes(graph.storages[gap.storage].size_bytes)
+        if version is None:
+            fetched[gap.end] += size
+        else:
+            sent[gap.start] += size
+        if size >= min_bytes:
+            large.append(Candidate(gap, size, (option,), 0.0, 0.0, {}, version))
     return ResidencyProblem(
         len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
-        fetched=fetched, sent=sent, host_tier=machine.host_tier,
+        fetched=fetched, sent=sent, host_tier=machine.host_tier, beside_host=tuple(large),
     )  # fmt: skip
 
 
@@ -320,21 +332,17 @@ class _Offers:
 
 def _beside_host(
     graph: StepGraph, lives: Lifetimes, chosen: frozenset[tuple[int, int] | None]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that the device reads for each of its uses of what was on the host, and writes after those it is sent for.
+) -> Iterator[tuple[Gap, tuple[int, int] | None]]:
+    """Yield gaps in which the device reads what was on the host (None), or writes what the host works on (its version).
 
     Args:
         chosen: Versions of which a choice decides whether they are written.
-
-    Returns:
-        Two arrays of [position].
     """
-    fetched, sent = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
     written = set[tuple[int, int] | None]((None, *chosen))
     for gap in gaps(graph, lives) if graph.hosted else ():
-        size, on_host = slot_bytes(graph.storages[gap.storage].size_bytes), gap.start in graph.on_host
+        on_host = gap.start in graph.on_host
         if on_host and gap.end not in graph.on_host:
-            fetched[gap.end] += size
+            yield gap, None
         if on_host or gap.end not in graph.on_host:
             continue
         version = _version(graph, lives, gap)
@@ -343,8 +351,7 @@ def _beside_host(
         )
         if version not in written and made >= 0 and made not in graph.on_host:
             written.add(version)
-            sent[gap.start] += size
-    return fetched, sent
+            yield gap, version
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
@@ -490,10 +497,16 @@ def _sharing(
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:
-    """Version of the storage that crosses the gap; None if a lower tier always has it (nothing writes it)."""
+    """Version of the storage that crosses the gap; None if a lower tier always has it: nothing writes it, or the host.
+
+    What the host works on is in no tier but its memory.
+    """
     writes = [u for u in lives.uses[gap.storage] if gap.storage in graph.op_writes[u]]
     count = sum(u <= gap.start for u in writes)
-    if gap.storage in graph.persistent:
+    lasting = gap.storage in graph.persistent
+    if writes and (count or lasting) and writes[count - 1] in graph.on_host:
+        return None
+    if lasting:
         return (gap.storage, count % len(writes)) if writes else None
     return gap.storage, count
 

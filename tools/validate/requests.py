@@ -41,7 +41,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.runtimes import affirmed, words_of_runtime
-from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
+from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches, year_of
 from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -106,7 +106,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _interleaved(_filled(request, row, assumed), assumed)
-    request = _on_plain_ethernet(request, row, assumed)
+    request = _on_slow_omnipath(_on_plain_ethernet(request, row, assumed), row, assumed)
     return _with_doubts(request, row, text, assumed, unread)
 
 
@@ -384,6 +384,10 @@ def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tup
         words = rate
         assumed.append(f"EFA of AWS's instances with this GPU: {rate}")
         network = parse_network(words, slots)
+    if network.link and network.link.kind == "omnipath" and 0 < year_of(row) <= _OMNIPATH_OF[0]:
+        words = _OMNIPATH_OF[1]
+        network = parse_network(words, slots)
+        assumed.append(f"Omni-Path until {_OMNIPATH_OF[0]}: {_OMNIPATH_OF[2]}")
     unread += network.unread
     assumed.append(f"between nodes: {network.said}")
     return near, words if network.link else ""
@@ -581,6 +585,29 @@ def _on_plain_ethernet(request: StepRequest, row: Row, assumed: list[str]) -> St
     slow = dataclasses.replace(request, network=_PLAIN_ETHERNET)
     times = simulate(slow).step.step_s / simulate(request).step.step_s
     assumed.append(f"on {_PLAIN_ETHERNET}, which the interval holds too, {times:.2f} times as long")
+    return dataclasses.replace(request, otherwise=times)
+
+
+#: What NCCL reached of 400 Gb/s of Omni-Path a node: the last year of it, words for the network, and who measured it.
+_OMNIPATH_OF = (
+    2021,
+    "Omni-Path, 54 Gb/s measured a node",
+    "an all-reduce of sixteen nodes of V100 reached 54 of 400 Gb/s (bigscience experiments/bandwidth)",
+)
+#: At the least: four nodes of A100, January 2022 (bigscience experiments/bandwidth, all_reduce_bench-a100-n4.txt).
+_SLOW_OMNIPATH = "Omni-Path, 40 Gb/s measured a node"
+
+
+def _on_slow_omnipath(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
+    """The request whose interval holds the slowest Omni-Path of 100 Gb/s links that was measured, if no run tells."""
+    words = str(row.hardware.get("inter_node_link") or "")
+    link = parse_network(words, int(row.hardware.get("gpus_per_node") or 8)).link
+    nodes = int(row.hardware["gpus"]) > int(row.hardware.get("gpus_per_node") or 8)
+    if not nodes or link is None or link.kind != "omnipath" or request.stack.fitted or request.otherwise != 1.0:
+        return request
+    slow = dataclasses.replace(request, network=_SLOW_OMNIPATH)
+    times = simulate(slow).step.step_s / simulate(request).step.step_s
+    assumed.append(f"on {_SLOW_OMNIPATH}, which the interval holds too, {times:.2f} times as long")
     return dataclasses.replace(request, otherwise=times)
 
 

@@ -48,7 +48,7 @@ _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
 _PADDED = (
-    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|padding to (?:the )?(?:longest|max)"
+    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max)"
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
@@ -71,6 +71,10 @@ _CUDNN8 = re.compile(
 )
 #: NVIDIA's containers by month, "pytorch:22.09", "PyTorch 22.09": years of the classes' defaults are PyTorch's.
 _CONTAINER = r"\bpytorch[:/ -](2\d)\.(?:0[1-9]|1[0-2])\b"
+#: Name of a container that software other than its own ran in: "PyTorch FSDP2 (NGC container nemo-25.09)".
+_CONTAINER_NAME = re.compile(
+    r"(?<=[\w,(] )(?:in )?(?:the )?(?:ngc |nvidia )?container(?: image)?[ :]+[\w./-]*nemo[-:_][\w.]+", re.IGNORECASE
+)
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -158,6 +162,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"use_amp[ =:]*false)",
         {"adapter_dtype": "float32", "adapter_autocast": False},
     ),
+    # Each launch waits for its kernel (CUDA programming guide, environment variables).
+    (r"cuda_launch_blocking[ =:]+(?:1|true)", {"launch_blocking": True}),
     (r"cross-entropy fusion", {"fused_loss": True}),
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
@@ -291,8 +297,10 @@ def framework_of(row: Row, text: str) -> str:
 def _rule_of(row: Row, text: str) -> StackRule | None:
     """Rule of the named set: what the field of the framework names counts before all that the row says besides."""
     compiled = "true" if row.layout.get("compile") else "false"
-    named = str(row.layout.get("framework", ""))
+    named, text = (_CONTAINER_NAME.sub(" ", words) for words in (str(row.layout.get("framework", "")), text))
     rule = stack_rule_of(f"{named} | compile={compiled}" if named else "")
+    if re.search(rf"{_DEEPSPEED}|{_TRANSFORMERS}", named.lower()):  # BigScience ran more than its fork of Megatron
+        text = re.sub(r"bigscience", " ", text, flags=re.IGNORECASE)
     return rule or (None if has_own_runtime(row) else stack_rule_of(text))
 
 
@@ -399,6 +407,7 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
             "fusion": compiled.fusion,
             "launch_s": compiled.launch_s,
             "block_s": min(stack.block_s, compiled.block_s),
+            "eager_norms": compiled.eager_norms,
         }
         assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))

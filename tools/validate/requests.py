@@ -41,7 +41,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.runtimes import affirmed, words_of_runtime
-from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches, year_of
+from tools.validate.software import CODE, OUTSIDE, month_of, software_of, stated_switches, year_of
 from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -230,6 +230,7 @@ def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tupl
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     settings |= _of_package(row, settings.get("attention", stack.attention), assumed)
+    settings |= _before_flash2(row, settings.get("attention", stack.attention), assumed)
     return dataclasses.replace(stack, **settings), optimizer
 
 
@@ -241,6 +242,22 @@ def _of_package(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
         return {}
     assumed.append("FlashAttention-2's own kernels on Blackwell, which are Ampere's")
     return {"attention": "flash2-package"}
+
+
+#: Year and month of FlashAttention-2 (arXiv 2307.08691).
+_FLASH2 = (2023, 7)
+
+
+def _before_flash2(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
+    """FlashAttention where a row names it without a number, and its source is older than the second."""
+    words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
+    month, year = month_of(row), year_of(row)
+    older = month < _FLASH2 if month[0] else 0 < year < _FLASH2[0]
+    named = re.search(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
+    if attention != "flash2" or not older or named is None or named[1]:
+        return {}
+    assumed.append(f"the first FlashAttention: the source is older than the second, of {_FLASH2[0]}-{_FLASH2[1]:02d}")
+    return {"attention": "flash1"}
 
 
 #: Words that say that there is no automatic mixed precision.

@@ -457,7 +457,7 @@ def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
     return named or (not forks and (year_of(row) or _middle(row) or _NUMBERED) >= _NUMBERED)
 
 
-def _month_of(row: Row, lowered: str) -> tuple[int, int]:
+def month_of(row: Row, lowered: str = "") -> tuple[int, int]:
     """Year and month of a row's source, or of a release that it names; (0, 0) where neither tells both."""
     months = [(int(year), int(month)) for year, month in re.findall(r"\b(20[12]\d)-(\d\d)\b", row.source)]
     months += [month for words, month in _RELEASED if re.search(words, lowered) and month[0] == year_of(row)]
@@ -473,7 +473,7 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
 
     A repository named after a kernel says nothing of the kernel, and neither does the name of a row's source.
     """
-    month, year = _month_of(row, lowered), year_of(row)
+    month, year = month_of(row, lowered), year_of(row)
     source = row.source.lower()
     lowered = lowered.removeprefix(f"{row.family.lower()} |").replace(source, _ADDRESSES.sub(" ", source))
     lowered = _CODE_OF.sub(" ", lowered)

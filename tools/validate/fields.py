@@ -24,7 +24,8 @@ _PRECISION_WORDS = (
 #: Words of a number format that are read, or that change nothing here.
 _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
-    r"e[45]m[23]|hybrid|delayed|current|scal\w*|per[- ]tensor|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
+    r"e[45]m[23]|hybrid|delayed|current|scal\w*|per[- ]tensor|"
+    r"tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|too|compute|"
     r"training|gemms?|products|linears?|all-?gathers?|gathers?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
     r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from|single|off|disabled|enabled)\b|\b\d+x\d+\b"
@@ -398,7 +399,7 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     lowered = words.lower().replace("_", " ")
     fused = re.search(r"flash|\bfa-?[1-4]\b|\bsdpa\b|scaled_dot|cudnn|xformers|triton", words.lower())
     if re.search(
-        r"\b(?:no|not|without|w/o)(?: using)? (?:flash[- ]?(?:att(?:entio)?n)?(?![- ]?v?[34])|fused att)|"
+        r"\b(?:no|not|without|w/o)(?: using)? (?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])|fused att)|"
         r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b",
         lowered,
     ) or ("fused softmax" in lowered and not fused):

@@ -244,7 +244,7 @@ def _of_package(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
     return {"attention": "flash2-package"}
 
 
-#: Year and month of FlashAttention-2 (arXiv 2307.08691).
+#: Year and month of FlashAttention-2 (arXiv 2307.08691): what was published then without a number is the first.
 _FLASH2 = (2023, 7)
 
 
@@ -252,11 +252,11 @@ def _before_flash2(row: Row, attention: str, assumed: list[str]) -> dict[str, An
     """FlashAttention where a row names it without a number, and its source is older than the second."""
     words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
     month, year = month_of(row), year_of(row)
-    older = month < _FLASH2 if month[0] else 0 < year < _FLASH2[0]
+    older = month <= _FLASH2 if month[0] else 0 < year < _FLASH2[0]
     named = re.search(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
     if attention != "flash2" or not older or named is None or named[1]:
         return {}
-    assumed.append(f"the first FlashAttention: the source is older than the second, of {_FLASH2[0]}-{_FLASH2[1]:02d}")
+    assumed.append(f"the first FlashAttention: the second is of {_FLASH2[0]}-{_FLASH2[1]:02d}")
     return {"attention": "flash1"}
 
 

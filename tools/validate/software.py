@@ -48,7 +48,8 @@ _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
 _PADDED = (
-    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max)"
+    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|"
+    r"(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max)"
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
@@ -487,7 +488,8 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
     if model and ((month[0] and month <= until) or (not month[0] and 0 < year < until[0])):
         assumed.append(f"attention in parts: transformers' {model.type} had no other until {until[0]}-{until[1]:02d}")
         return {"attention": "unfused"}
-    if _MASKED[0] <= month <= _MASKED[1] or re.search(_PADDED, lowered):
+    padded = re.search(_PADDED, f"{lowered} | {row.model.get('attention', '')}".lower())
+    if _MASKED[0] <= month <= _MASKED[1] or padded:
         assumed.append(
             "PyTorch's memory-efficient attention: masks of transformers 4.38 to 4.40, and padded, are tensors"
         )

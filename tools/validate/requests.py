@@ -98,7 +98,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
         trains_embeddings="(emb)" in str(row.layout.get("task", "")),
         packed_tokens=_packed(text, stack, task, assumed),
-        dropout=_dropout(stack, model.family, text, assumed, unread),
+        dropout=_dropout(row, stack, model.family, text, assumed, unread),
         alibi="alibi" in text.lower(),
         optimizer=optimizer,
         **(_extras(row, text, model.layers) | _edges(row, text, layout, model.layers, unread)),
@@ -349,7 +349,11 @@ _DROPOUT = (
 )
 
 
-def _dropout(stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
+#: BERT and what differs from it in data or depth alone; later encoders ("ModernBERT") drop nothing out.
+_BERT = r"(?<![a-z])(?:ro|distil)?bert(?:a)?(?![a-z])"
+
+
+def _dropout(row: Row, stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
     """Probability in blocks; that behind attention and MLP where attention's own is another, which is unread then."""
     by_attention = {
         bool(match[1]): float(match[2]) for match in reversed([*re.finditer(_DROPOUT, text, re.IGNORECASE)])
@@ -365,6 +369,9 @@ def _dropout(stack: Stack, family: str, text: str, assumed: list[str], unread: l
         return 0.0
     if family == "gpt" and stack.name == "hf-transformers" and re.search(r"gpt-?2", text, re.IGNORECASE):
         assumed.append("dropout 0.1: transformers' GPT2Config, resid_pdrop, embd_pdrop and attn_pdrop")
+        return 0.1
+    if family == "gpt" and re.search(_BERT, str(row.model.get("name", "")).lower()):
+        assumed.append("dropout 0.1: BERT's own (google-research/bert modeling.py, BertConfig), which its ports keep")
         return 0.1
     if family == "gpt" and stack.dropout:
         assumed.append(f"dropout {stack.dropout}: {stack.sources.get('dropout', stack.title)}")

@@ -2,7 +2,7 @@
 
     python benchmarks/validation/first_reading.py
 
-``blind_predictions.jsonl`` has the seconds that were predicted of eight sets of rows when they came, each by the commit
+``blind_predictions.jsonl`` has the seconds that were predicted of nine sets of rows when they came, each by the commit
 that it names, before anything was changed for them. They are held against the intervals that the rows have today, as
 of a source that was looked at and as of one that is read for the first time; rows of tier A and B. How much further
 the latter should reach is chosen anew without each set, for as many rows and sources of the others as are held.

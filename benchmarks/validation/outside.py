@@ -21,7 +21,7 @@ from tools.validate.rows import read_rows
 from tools.validate.scoring import Pair, Simulator, outcomes_of, step_pairs, summary
 
 _FOLDER = Path(__file__).parent
-_SETS = ("", *(f"_{number}" for number in range(2, 8)))
+_SETS = ("", *(f"_{number}" for number in range(2, 9)))
 _NAMES = ("other_frameworks", "unseen_frameworks", *(f"blind_frameworks{end}" for end in _SETS))
 
 

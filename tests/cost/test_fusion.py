@@ -9,8 +9,8 @@ import pytest
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import family_table
-from lading.cost.fusion import eager_norm, fuse, launched, unfused
-from lading.cost.kernels import kernel_s
+from lading.cost.fusion import DRAW, eager_norm, fuse, launched, unfused
+from lading.cost.kernels import floor_of, kernel_s
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
 from lading.ir.layout import parse_layout
@@ -233,3 +233,18 @@ def test_unfused_attention_does_the_whole_square():
     assert kernel_s(kernel, device, stack) == pytest.approx(sum(kernel_s(k, device, stack) for k in parts))
     assert kernel_s(kernel, device, stack) > 2 * kernel_s(kernel, device, fused_stack)
     assert len(fuse(RankSegment("s", (kernel,), (), (), (), ()), "fused", "unfused")) == 4
+
+
+@pytest.mark.parametrize("fusion", ["compiled", "fused"])
+def test_random_numbers_that_a_compiler_draws_cost_flop(fusion: str) -> None:
+    """A kernel more for each dropout, of so many FLOP for each byte of its mask; its floor is its time."""
+    dropout = replace(op("native_dropout", OpKind.RANDOM, (0,), (1,)), bytes_written=MB + MB // 2)
+    given = segment([dropout, op("gelu", OpKind.TRANSCENDENTAL, (1,), (2,))], 3)
+    stack = replace(stack_by_name("compiled-torch"), fusion=fusion)
+    drawing, device = replace(stack, random_flop=600.0), load_machine("v100-16gb").device
+    plain, more = launched(given, stack), launched(given, drawing)
+    (draw,) = [kernel for kernel in more if kernel.name == DRAW]
+    assert [kernel for kernel in more if kernel.name != DRAW] == list(plain)
+    seconds = kernel_s(draw, device, drawing)
+    assert seconds == pytest.approx(MB // 2 * 600.0 / device.peak_flops_per_s["float32"])
+    assert floor_of(draw, device, drawing).linear_s == seconds

@@ -29,7 +29,9 @@ _ATTENTION_WORDS = re.compile(
     r"dense|flash|flash-?attention(?:-?\d)?|fa\d?|sdpa|cudnn|te|eager|unfused|fused|naive|math|vanilla|softmax|torch|pytorch|hopper|cutedsl|rope|rotary|alibi|learned|"
     r"absolute|positions?|bias|sinks?|no|with|and|of|heads?|kv|q|v|qk|norm|alternating|sliding|window(?:ed|s)?|swa|local|"
     r"global|every|other|layers?|tokens?|size|ratio|bi-?directional|non-?causal|encoder|masks?|only|without|xformers|"
-    r"memory[-_ ]efficient|beta|cudnn(?:_flash)?(?:_te)?|parts|einsum|masked_fill|bmm|matmul|"
+    r"triton|products?|dropout|(?:left|right|un)?[- ]?padd(?:ed|ing)|batch(?:es|ed)?|an?|"
+    r"attn_implementation|transformers'?|"
+    r"default|memory[-_ ]efficient|beta|cudnn(?:_flash)?(?:_te)?|parts|einsum|masked_fill|bmm|matmul|"
     r"scaled_dot_product_attention|paddle|"
     r"[qkv]{1,2}_?(?:lora|nope|rope)?(?:_rank|_head_dim|_dim)?\d*|x|is|in)\b",
     re.IGNORECASE,
@@ -181,7 +183,7 @@ def unread_of_model(model: Mapping[str, Any]) -> list[str]:
     if re.search(r"encoder-decoder|seq2seq|\bt5\b|enc-dec", kind):
         raise ConfigError(f"model.kind: expected a decoder, a mixture of experts or a DiT, got {kind!r}: no such table")
     left = re.sub(
-        r"[\d.=:,;/()+-]+",
+        r"[\d.=:,;/()'+-]+",
         " ",
         _ATTENTION_WORDS.sub(" ", re.sub(r"\([^)]*\d[^)]*\)", " ", _FLASH.sub("flash", attention))),
     )

@@ -24,7 +24,8 @@ _PRECISION_WORDS = (
 #: Words of a number format that are read, or that change nothing here.
 _PRECISION_READ = re.compile(
     r"(?:nv|mx)?fp(?:4|8|16|32)|b?float(?:8|16|32)|\bbf16|tf32|\b(?:16|32)\b|half|nf4|mixed|precision|\bamp|autocast|true|"
-    r"e[45]m[23]|hybrid|delayed|current|scal\w*|tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
+    r"e[45]m[23]|hybrid|delayed|current|scal\w*|per[- ]tensor|"
+    r"tensor-?wise|row-?wise|block-?wise|\b(?:te|mx|cs|ds|pure|only|full|deepseek|params?|"
     r"parameters|weights?|grads?|gradients?|accum\w*|reduc\w*|master\w*|moments|states?|optim\w*|with|without|no|and|in|too|compute|"
     r"training|gemms?|products|linears?|all-?gathers?|gathers?|torch-?ao|deep-?gemm|tile-?wise|auto|upcast|ms-?amp|o[0-3]|style|p|c|o|policy|jmp|f32|f16|first|second|moment|"
     r"torch|pytorch|cuda|native|automatic|apex|level|dtype|to|from|single|off|disabled|enabled)\b|\b\d+x\d+\b"
@@ -161,7 +162,7 @@ _OPTIMIZER_READ = re.compile(
     r"\b(?:8 ?-?b(?:it)?|int8|fp32|float32|bf16|bfloat16|fp16|float16|16-bit|32-?bit|32b|pure|full|only|memory|"
     r"efficient|momentum|moments?|masters?|weights?|copy|copies|states?|params?|parameters?|optimizers?|torch|fused|foreach|loop|naive|"
     r"paged|bnb|bitsandbytes|cpu|deepspeed|apex|distributed|decoupled|dist|offload(?:ed|ing)?|"
-    r"nesterov|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
+    r"nesterov|heads?|embeddings?|beta\d?|betas|eps|lr|wd|decay|weight|exp ?avg|hf|no|"
     r"without|with|and|in|of|on|w/o|the|kept|for|zero|optax|any ?precision|kahan|summation|optim|true|false|default|"
     r"overlap (?:grad|param) (?:sync|reduce|gather))\b"
 )
@@ -398,6 +399,7 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     lowered = words.lower().replace("_", " ")
     fused = re.search(r"flash|\bfa-?[1-4]\b|\bsdpa\b|scaled_dot|cudnn|xformers|triton", words.lower())
     if re.search(
+        r"\b(?:no|not|without|w/o)(?: using)? (?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])|fused att)|"
         r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b",
         lowered,
     ) or ("fused softmax" in lowered and not fused):

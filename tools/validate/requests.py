@@ -41,7 +41,7 @@ from tools.validate.prose import clauses_of, contradicted, stated_in_notes
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from tools.validate.rows import SWITCHES, Row
 from tools.validate.runtimes import affirmed, words_of_runtime
-from tools.validate.software import CODE, OUTSIDE, software_of, stated_switches
+from tools.validate.software import CODE, OUTSIDE, month_of, software_of, stated_switches, year_of
 from tools.validate.words import machine_of_source, unread_of_name
 
 #: Words for how operands of 8 bits are scaled (``lading.ir.stack.SCALINGS``).
@@ -98,7 +98,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
         lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
         trains_embeddings="(emb)" in str(row.layout.get("task", "")),
         packed_tokens=_packed(text, stack, task, assumed),
-        dropout=_dropout(stack, model.family, text, assumed, unread),
+        dropout=_dropout(row, stack, model.family, text, assumed, unread),
         alibi="alibi" in text.lower(),
         optimizer=optimizer,
         **(_extras(row, text, model.layers) | _edges(row, text, layout, model.layers, unread)),
@@ -106,7 +106,7 @@ def request_of(row: Row, *, known: bool = True) -> StepRequest:
     stated = {*(name for name in SWITCHES if name in row.layout), *stated_switches(row, text, stack)}
     request = _as_published(request, text, assumed, known=known, stated=stated)
     request = _interleaved(_filled(request, row, assumed), assumed)
-    request = _on_plain_ethernet(request, row, assumed)
+    request = _on_slow_omnipath(_on_plain_ethernet(request, row, assumed), row, assumed)
     return _with_doubts(request, row, text, assumed, unread)
 
 
@@ -230,6 +230,7 @@ def _kept(row: Row, stack: Stack, assumed: list[str], unread: list[str]) -> tupl
     settings |= {name: row.layout[name] for name in SWITCHES if name in row.layout}
     settings |= attention_of(str(row.model.get("attention", "")), stack.attention)
     settings |= _of_package(row, settings.get("attention", stack.attention), assumed)
+    settings |= _before_flash2(row, settings.get("attention", stack.attention), assumed)
     return dataclasses.replace(stack, **settings), optimizer
 
 
@@ -241,6 +242,22 @@ def _of_package(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
         return {}
     assumed.append("FlashAttention-2's own kernels on Blackwell, which are Ampere's")
     return {"attention": "flash2-package"}
+
+
+#: Year and month of FlashAttention-2 (arXiv 2307.08691): what was published then without a number is the first.
+_FLASH2 = (2023, 7)
+
+
+def _before_flash2(row: Row, attention: str, assumed: list[str]) -> dict[str, Any]:
+    """FlashAttention where a row names it without a number, and its source is older than the second."""
+    words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
+    month, year = month_of(row), year_of(row)
+    older = month <= _FLASH2 if month[0] else 0 < year < _FLASH2[0]
+    named = re.search(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
+    if attention != "flash2" or not older or named is None or named[1]:
+        return {}
+    assumed.append(f"the first FlashAttention: the second is of {_FLASH2[0]}-{_FLASH2[1]:02d}")
+    return {"attention": "flash1"}
 
 
 #: Words that say that there is no automatic mixed precision.
@@ -332,7 +349,11 @@ _DROPOUT = (
 )
 
 
-def _dropout(stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
+#: BERT and what differs from it in data or depth alone; later encoders ("ModernBERT") drop nothing out.
+_BERT = r"(?<![a-z])(?:ro|distil)?bert(?:a)?(?![a-z])"
+
+
+def _dropout(row: Row, stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
     """Probability in blocks; that behind attention and MLP where attention's own is another, which is unread then."""
     by_attention = {
         bool(match[1]): float(match[2]) for match in reversed([*re.finditer(_DROPOUT, text, re.IGNORECASE)])
@@ -348,6 +369,9 @@ def _dropout(stack: Stack, family: str, text: str, assumed: list[str], unread: l
         return 0.0
     if family == "gpt" and stack.name == "hf-transformers" and re.search(r"gpt-?2", text, re.IGNORECASE):
         assumed.append("dropout 0.1: transformers' GPT2Config, resid_pdrop, embd_pdrop and attn_pdrop")
+        return 0.1
+    if family == "gpt" and re.search(_BERT, str(row.model.get("name", "")).lower()):
+        assumed.append("dropout 0.1: BERT's own (google-research/bert modeling.py, BertConfig), which its ports keep")
         return 0.1
     if family == "gpt" and stack.dropout:
         assumed.append(f"dropout {stack.dropout}: {stack.sources.get('dropout', stack.title)}")
@@ -384,6 +408,10 @@ def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tup
         words = rate
         assumed.append(f"EFA of AWS's instances with this GPU: {rate}")
         network = parse_network(words, slots)
+    if network.link and network.link.kind == "omnipath" and 0 < year_of(row) <= _OMNIPATH_OF[0]:
+        words = _OMNIPATH_OF[1]
+        network = parse_network(words, slots)
+        assumed.append(f"Omni-Path until {_OMNIPATH_OF[0]}: {_OMNIPATH_OF[2]}")
     unread += network.unread
     assumed.append(f"between nodes: {network.said}")
     return near, words if network.link else ""
@@ -581,6 +609,29 @@ def _on_plain_ethernet(request: StepRequest, row: Row, assumed: list[str]) -> St
     slow = dataclasses.replace(request, network=_PLAIN_ETHERNET)
     times = simulate(slow).step.step_s / simulate(request).step.step_s
     assumed.append(f"on {_PLAIN_ETHERNET}, which the interval holds too, {times:.2f} times as long")
+    return dataclasses.replace(request, otherwise=times)
+
+
+#: What NCCL reached of 400 Gb/s of Omni-Path a node: the last year of it, words for the network, and who measured it.
+_OMNIPATH_OF = (
+    2021,
+    "Omni-Path, 54 Gb/s measured a node",
+    "an all-reduce of sixteen nodes of V100 reached 54 of 400 Gb/s (bigscience experiments/bandwidth)",
+)
+#: At the least: four nodes of A100, January 2022 (bigscience experiments/bandwidth, all_reduce_bench-a100-n4.txt).
+_SLOW_OMNIPATH = "Omni-Path, 40 Gb/s measured a node"
+
+
+def _on_slow_omnipath(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
+    """The request whose interval holds the slowest Omni-Path of 100 Gb/s links that was measured, if no run tells."""
+    words = str(row.hardware.get("inter_node_link") or "")
+    link = parse_network(words, int(row.hardware.get("gpus_per_node") or 8)).link
+    nodes = int(row.hardware["gpus"]) > int(row.hardware.get("gpus_per_node") or 8)
+    if not nodes or link is None or link.kind != "omnipath" or request.stack.fitted or request.otherwise != 1.0:
+        return request
+    slow = dataclasses.replace(request, network=_SLOW_OMNIPATH)
+    times = simulate(slow).step.step_s / simulate(request).step.step_s
+    assumed.append(f"on {_SLOW_OMNIPATH}, which the interval holds too, {times:.2f} times as long")
     return dataclasses.replace(request, otherwise=times)
 
 

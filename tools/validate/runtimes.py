@@ -33,6 +33,13 @@ _KERAS_FUSED, _KERAS_FUSED_YEAR = (3, 7), 2025
 _KERAS = re.compile(r"\bkeras[-=/ (v]*(\d+)\.(\d+)")
 
 
+#: FLOP of a random number in XLA's code for GPUs. Dropout made BERT-base 1.41 times as long on a V100 and 1.21 times on
+#: a T4, where it cost PyTorch 9% (pytorch/xla issues 3868 and 3352): 820 to 1,390 and 930 FLOP a number by Philox, 240
+#: to 470 by ThreeFry, by the lengths of 256 to 512 tokens that the other speeds there fit. Assumption: between both.
+#: Without each of four outside sources 600 to 800 fits the others.
+_XLA_RANDOM_FLOP = 600.0
+
+
 def affirmed(words: str) -> str:
     """Words in lower case, without those that are denied, switched off or only compared with."""
     return _DENIED_AHEAD.sub(" ", _DENIED_BEHIND.sub(" ", words.lower()))
@@ -85,7 +92,7 @@ def has_attention_in_layers(row: Row, text: str, year: int) -> bool:
 
 
 def switches_of_runtime(row: Row, text: str) -> dict[str, Any]:
-    """Operations that a framework has no kernel for and XLA would fuse.
+    """Operations that a framework has no kernel for and XLA would fuse, and random numbers that XLA draws.
 
     keras-hub's norms (models/mistral/mistral_layer_norm.py, gemma/rms_normalization.py) and TensorFlow 1's GELU
     (google-research/bert modeling.py, gelu) are operations one by one.
@@ -94,7 +101,9 @@ def switches_of_runtime(row: Row, text: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if "keras" in named and re.search(r"(?:py|\b)torch\b", named):
         settings["eager_norms"] = True
-    told = _TENSORFLOW.search(named)
-    if told and told[1] == "1" and not re.search(r"\bxla\b", affirmed(f"{named} | {text}")):
+    told, xla = _TENSORFLOW.search(named), re.search(r"\bxla\b", affirmed(f"{named} | {text}"))
+    if told and told[1] == "1" and not xla:
         settings["unfused"] = ("gelu",)
+    if (told and xla) or re.search(_ON_JAX, named):
+        settings["random_flop"] = _XLA_RANDOM_FLOP
     return settings

@@ -48,7 +48,8 @@ _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
 _PADDED = (
-    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|padding to (?:the )?(?:longest|max)"
+    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|"
+    r"(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max)"
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
@@ -71,6 +72,10 @@ _CUDNN8 = re.compile(
 )
 #: NVIDIA's containers by month, "pytorch:22.09", "PyTorch 22.09": years of the classes' defaults are PyTorch's.
 _CONTAINER = r"\bpytorch[:/ -](2\d)\.(?:0[1-9]|1[0-2])\b"
+#: Name of a container that software other than its own ran in: "PyTorch FSDP2 (NGC container nemo-25.09)".
+_CONTAINER_NAME = re.compile(
+    r"(?<=[\w,(] )(?:in )?(?:the )?(?:ngc |nvidia )?container(?: image)?[ :]+[\w./-]*nemo[-:_][\w.]+", re.IGNORECASE
+)
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -158,6 +163,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"use_amp[ =:]*false)",
         {"adapter_dtype": "float32", "adapter_autocast": False},
     ),
+    # Each launch waits for its kernel (CUDA programming guide, environment variables).
+    (r"cuda_launch_blocking[ =:]+(?:1|true)", {"launch_blocking": True}),
     (r"cross-entropy fusion", {"fused_loss": True}),
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
@@ -291,8 +298,10 @@ def framework_of(row: Row, text: str) -> str:
 def _rule_of(row: Row, text: str) -> StackRule | None:
     """Rule of the named set: what the field of the framework names counts before all that the row says besides."""
     compiled = "true" if row.layout.get("compile") else "false"
-    named = str(row.layout.get("framework", ""))
+    named, text = (_CONTAINER_NAME.sub(" ", words) for words in (str(row.layout.get("framework", "")), text))
     rule = stack_rule_of(f"{named} | compile={compiled}" if named else "")
+    if re.search(rf"{_DEEPSPEED}|{_TRANSFORMERS}", named.lower()):  # BigScience ran more than its fork of Megatron
+        text = re.sub(r"bigscience", " ", text, flags=re.IGNORECASE)
     return rule or (None if has_own_runtime(row) else stack_rule_of(text))
 
 
@@ -399,6 +408,7 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
             "fusion": compiled.fusion,
             "launch_s": compiled.launch_s,
             "block_s": min(stack.block_s, compiled.block_s),
+            "eager_norms": compiled.eager_norms,
         }
         assumed.append("blocks are compiled: the row says so")
     stated = " ".join(clauses_of(f"{row.notes}; {row.layout.get('framework', '')}"))
@@ -448,7 +458,7 @@ def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
     return named or (not forks and (year_of(row) or _middle(row) or _NUMBERED) >= _NUMBERED)
 
 
-def _month_of(row: Row, lowered: str) -> tuple[int, int]:
+def month_of(row: Row, lowered: str = "") -> tuple[int, int]:
     """Year and month of a row's source, or of a release that it names; (0, 0) where neither tells both."""
     months = [(int(year), int(month)) for year, month in re.findall(r"\b(20[12]\d)-(\d\d)\b", row.source)]
     months += [month for words, month in _RELEASED if re.search(words, lowered) and month[0] == year_of(row)]
@@ -464,7 +474,7 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
 
     A repository named after a kernel says nothing of the kernel, and neither does the name of a row's source.
     """
-    month, year = _month_of(row, lowered), year_of(row)
+    month, year = month_of(row, lowered), year_of(row)
     source = row.source.lower()
     lowered = lowered.removeprefix(f"{row.family.lower()} |").replace(source, _ADDRESSES.sub(" ", source))
     lowered = _CODE_OF.sub(" ", lowered)
@@ -478,7 +488,8 @@ def _attention_of_transformers(row: Row, lowered: str, assumed: list[str]) -> di
     if model and ((month[0] and month <= until) or (not month[0] and 0 < year < until[0])):
         assumed.append(f"attention in parts: transformers' {model.type} had no other until {until[0]}-{until[1]:02d}")
         return {"attention": "unfused"}
-    if _MASKED[0] <= month <= _MASKED[1] or re.search(_PADDED, lowered):
+    padded = re.search(_PADDED, f"{lowered} | {row.model.get('attention', '')}".lower())
+    if _MASKED[0] <= month <= _MASKED[1] or padded:
         assumed.append(
             "PyTorch's memory-efficient attention: masks of transformers 4.38 to 4.40, and padded, are tensors"
         )

@@ -218,7 +218,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     ),
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(
-        r"(?s)^(?!.*nemo[ /-]?(?:auto-?model|rl\b|aligner)).*(?:dgxc|\bnemo\b)",
+        r"(?s)^(?!.*nemo[ /-]?(?:(?:hf ?)?auto-?model|rl\b|aligner)).*(?:dgxc|\bnemo\b)",
         "nemo",
         "NeMo launcher: Megatron-Core with Transformer Engine",
     ),
@@ -240,7 +240,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"(?:2104\.04473|sc'21).*deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 of 2021"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),
-    StackRule(r"megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),
+    StackRule(r"(?s)^(?!.*deepspeed).*megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),
     StackRule(r"megascale|zero bubble|2401\.10241|megatron-lm.*2023", "megatron-2023", "Megatron-LM of 2023"),
     StackRule(
         r"(?s)^(?!.*(?:nanotron|picotron|deepspeed)).*"

@@ -50,6 +50,7 @@ _REACHED = {
         "@744d01e1); assumption: a hop of 5 us, as the host's processors move its packets",
     ),
 }
+_MEASURED = re.compile(r"\b(?:measured|achieved|reached)\b")
 _NONE = re.compile(
     r"^\s*(n/?a\b.*|none\b.*|not (?:stated|told|given|known)\b.*|unknown.*|unspecified.*|single[- ]node.*|"
     r"(?:a )?single (?:gpu|device|host|machine).*|-)?\s*$",
@@ -59,6 +60,8 @@ _NONE = re.compile(
 _NEAR = re.compile(r"nvlink|nvswitch|\bnvl\d*\b|pci-?e\b|pcie|xgmi|infinity fabric", re.IGNORECASE)
 #: Gb/s of the fastest NIC; a faster rate can only be a node's.
 _LARGEST_NIC = 800
+#: What is counted of a node's network: "4 Omni-Path links", "8 NICs"; so are ports by their generation, "8 HDR".
+_COUNTED = r"nics?|hcas?|ports?|rails?|links?|adapters?"
 _COUNTS = {"single": 1, "one": 1, "dual": 2, "two": 2, "double": 2, "four": 4, "quad": 4, "eight": 8}
 #: Words that say nothing of rate, number or kind that is not read by other rules.
 _EMPTY = re.compile(
@@ -69,7 +72,7 @@ _EMPTY = re.compile(
     r"nonblocking|nvidia|mellanox|quantum|quantum-2|aws|efa|efav2|efav3|elastic|v1|v2|v3|p4d|p4de|p5|p5e|p5en|azure|gcp|"
     r"rdma|rnic|gdr|gpudirect|gpudirect-rdma|gpudirect-tcpx|gpudirect-tcpxo|tcpx|tcpxo|tcp|ip|ipoib|ethernet|eth|infiniband|ib|roce|rocev2|"
     r"roce-v2|omni-path|omnipath|opa|slingshot|cornelis|intel|bluefield|bluefield-3|spectrum|spectrum-x|connectx|cx|"
-    r"bidirectional|unidirectional|duplex|direction|directions|both|way|ways|x|is|are|not|stated|restated)\b"
+    r"around|about|approximately|roughly|measured|achieved|reached|bidirectional|unidirectional|duplex|direction|directions|both|way|ways|x|is|are|not|stated|restated)\b"
 )
 
 
@@ -121,6 +124,8 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     if parsed is None:
         return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", unread_words)
     efficiency, latency, reached = _REACHED["efa" if re.search(_EFA, text) else kind or "infiniband"]
+    if _MEASURED.search(text):
+        efficiency, reached = 1.0, "a rate that was measured is what is reached"
     link = Link(
         name="network",
         kind=kind or "infiniband",
@@ -243,7 +248,8 @@ def _count(lowered: str) -> int:
     plain = re.sub(r"\d+\s*(?:x\s*\d+\s*)?(?:nodes?|servers?|machines?|hosts?|gpus?|devices?)\b", " ", lowered)
     plain = re.sub(r"x\s*\d+\s*(?:gpus?|devices?)\b", " ", plain)
     match = re.search(
-        r"(?<![\d.-])(\d{1,2})\s*[x*](?![a-z])|\bx\s*(\d{1,2})\b|(?<![\d.-])(\d{1,2})\s+(?:\S+\s+){0,3}(?:nics?|hcas?|ports?|rails?)\b",
+        r"(?<![\d.-])(\d{1,2})\s*[x*](?![a-z])|\bx\s*(\d{1,2})\b|"
+        rf"(?<![\d.-])(\d{{1,2}})\s+(?:\S+\s+){{0,3}}(?:{_COUNTED})\b|(?<![\d.-])(\d{{1,2}})\s+[efhnxq]dr(?:-?\d+)?\b",
         plain,
     )
     if match:

@@ -91,6 +91,8 @@ _WIDE: tuple[tuple[_Pass, ...], tuple[_Pass, ...]] = (
         ("scale_backward", OpKind.ELEMENTWISE, 2, 2),
     ),
 )
+#: Name of what draws the random numbers of dropout apart (``Stack.random_flop``).
+DRAW = "draw"
 #: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
 _SMALL_BYTES = 1 << 16
 
@@ -108,6 +110,8 @@ def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
         wide = any(kernel.name == AUTOCAST for kernel in kernels)
         erf = "gelu-erf" in stack.unfused
         kernels = tuple(part for kernel in kernels for part in eager_gelu(kernel, wide=wide, erf=erf))
+    if stack.random_flop:
+        kernels = (*draws(segment), *kernels)
     if not stack.eager_norms:
         return kernels
     return tuple(part for kernel in kernels for part in eager_norm(kernel))
@@ -508,6 +512,20 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
     forward = _NORM_WIDE_FORWARD if wide else _NORM_FORWARD
     return _split_into_passes(
         kernel, "eager_norm", elements, (_NORM_WIDE_BACKWARD if wide else _NORM_BACKWARD) if backward else forward
+    )
+
+
+def draws(segment: RankSegment) -> tuple[Kernel, ...]:
+    """What draws the random numbers of a segment, a kernel for each dropout: its bytes are those of the mask."""
+    numbers = (
+        (kernel, kernel.bytes_written - kernel.bytes_read)
+        for kernel in segment.kernels
+        if kernel.kind is OpKind.RANDOM and kernel.stage is Stage.FORWARD
+    )
+    return tuple(
+        replace(kernel, name=DRAW, bytes_read=0, bytes_written=drawn, inputs=(), outputs=(), detail=None)
+        for kernel, drawn in numbers
+        if drawn > 0
     )
 
 

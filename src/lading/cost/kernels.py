@@ -48,7 +48,7 @@ from math import log2
 from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.cost.casts import cast_bytes, product_casts
 from lading.cost.curves import BACKWARD, curve_s, low_of
-from lading.cost.fusion import unfused
+from lading.cost.fusion import DRAW, unfused
 from lading.cost.libraries import LOOKED, QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (
     LOW_PRECISIONS,
@@ -227,6 +227,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         return memory_s(kernel.bytes_read + kernel.bytes_written, kernel.name.partition(".")[0], device)
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
+    if kernel.name == DRAW:
+        return _draw_s(kernel, device, stack)
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention) and stack.attention == "unfused":
@@ -247,6 +249,11 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
         return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
+
+
+def _draw_s(kernel: Kernel, device: Device, stack: Stack) -> float:
+    """Seconds of drawing the random numbers of a dropout, a byte of mask each."""
+    return kernel.bytes_written * stack.random_flop / peak_flops(device, "float32")
 
 
 def _narrow(kernel: Kernel, device: Device) -> float:
@@ -343,6 +350,8 @@ def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if kernel.name.startswith((SCAN, STRIDED)):
         moved_bytes = float(kernel.bytes_read + kernel.bytes_written)
         return KernelFloor(moved=((kernel.name.partition(".")[0], moved_bytes),))
+    if kernel.name == DRAW:
+        return KernelFloor(_draw_s(kernel, device, stack))
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):

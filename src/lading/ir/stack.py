@@ -77,6 +77,8 @@ class Stack:
         unfused: Parts of a block, of ``PARTS``, whose operations run one by one where others are fused: rotary
             embedding, gate times value of a gated MLP, and gradients of weights, which a pass adds up where products
             do not. In "eager", GELU written in operations of PyTorch: "gelu" by its tanh, "gelu-erf" by erf.
+        random_flop: FLOP in fp32 whose time a random number of dropout takes, where a compiler's own code draws it and
+            not a kernel that waits for memory.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         tf32: Products of fp32 operands run on tensor cores, which round these to TF32
             (``torch.backends.cuda.matmul.allow_tf32``).
@@ -189,6 +191,7 @@ class Stack:
     fused_experts: bool = False
     gradient_placeholders: bool = False
     unfused: tuple[str, ...] = ()
+    random_flop: float = 0.0
     eager_norms: bool = False
     tf32: bool = False
     launch_blocking: bool = False
@@ -269,6 +272,7 @@ class Stack:
             "collective_wait_s",
             "experts_s",
             "gather_rank_s",
+            "random_flop",
             "step_s",
             "gradient_copies",
         ):

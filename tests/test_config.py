@@ -151,6 +151,14 @@ def test_a_mistake_in_the_file_is_named(run_file: str, old: str, new: str, expec
         ("optimization.=3", "command line: expected key=value"),
         ('out="open', "is not a TOML value"),
         ("threads=1\nseed=2", "command line: threads: expected an integer, got '1\\nseed=2'"),
+        (
+            "optimization.optimizer={rule='sgd', states='8bit'}",
+            "unknown key 'optimization.optimizer.states', which adamw has and sgd has not; expected one of dampening",
+        ),
+        (
+            "optimization={steps=2, accumulation=2, micro_batches=4}",
+            "command line: optimization.micro_batches: expected it in place of accumulation, as it counts those of all",
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(run_file: str, override: str, expected: str) -> None:

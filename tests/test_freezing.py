@@ -375,6 +375,8 @@ def test_layers_freeze_by_a_rule_and_by_a_list(tmp_path: Path) -> None:
         ({"alpha": 1.5}, "alpha: expected a number"),
         ({"epochs": {1: 2, 2: 1}}, "that grow, up to 4"),
         ({"epochs": {1: 5}}, "that grow, up to 4"),
+        ({"epochs": {1: 4}}, "always trained, found every trained parameter in the 4 layers that may freeze; leave"),
+        ({"percentile": 70}, "always trained, found every trained parameter in the 4 layers"),
     ],
 )
 def test_a_freezing_that_means_nothing_is_refused(asked: dict[str, Any], why: str) -> None:
@@ -496,6 +498,16 @@ def test_a_run_freezes_layers_by_its_file(tmp_path: Path, capsys: pytest.Capture
     records = read_steps(Path(run.out) / "metrics.jsonl")
     assert [record["frozen"] for record in records] == [0, 0, 1, 1, 2, 2]
     assert len({record["plan"] for record in records}) == 3
+    assert "2 of 2 layers are frozen after step 4; planned again" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_whose_matrices_are_all_frozen_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rule for matrices then moves nothing; what is said of a frozen one by its name is no error."""
+    path = write_run(tmp_path)
+    by_name = "optimization.matrices={rule='muon', lr=0.01, parameters={'layers.0.qkv.weight'=3}}"
+    run = load_run(path, [*FREEZE, LAYERS_OF_RUN, "freeze.every_steps=2", "freeze.schedule=[0, 1, 2]", by_name])
+    assert len(train_run(run).losses) == run.optimization.steps
     assert "2 of 2 layers are frozen after step 4; planned again" in capsys.readouterr().err
 
 

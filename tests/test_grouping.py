@@ -45,6 +45,18 @@ def test_matrices_as_told() -> None:
     assert group(matrices(experts_=2), NAMED).matrices[5] == (32, 32)
 
 
+def test_what_is_said_of_frozen_matrices_waits() -> None:
+    """None of them is moved, and no pattern of theirs is an error; where there never was a matrix, that is one."""
+    trained, frozen = [NAMED[0], NAMED[4]], [NAMED[2], NAMED[3]]
+    found = group(matrices(_qkv_=3), trained, frozen)
+    assert (found.matrices, found.rest) == ({}, {0: "embedding", 1: "no matrix"})
+    assert found.describe("muon", trained).startswith("muon moves nothing, as its matrices are frozen; adamw moves")
+    with pytest.raises(ConfigError, match="at least one matrix"):
+        group(matrices(), trained, [NAMED[0]])
+    with pytest.raises(ConfigError, match="at least one matrix"):
+        group(Matrices(rule="muon", lr=0.02, parameters={"layers.*": "rest"}), trained, frozen)
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [

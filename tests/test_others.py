@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.memory.restore import programs_of
 from lading.memory.tier_layout import homes_of
 from lading.prepare import plan
@@ -118,6 +118,29 @@ def test_steps_that_take_turns_give_plain_pytorchs_bits(tmp_path: Path) -> None:
         )
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert all(torch.equal(mine.state[p][name], other.state[q][name]) for name in other.state[q])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [40_000, 48])
+def test_the_smallest_budget_is_one_of_all_steps(rows: int) -> None:
+    """What an error calls the smallest budget has a plan of the step and its others, where either of them binds."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
+    graph, others = capture(model, batch(0), _loss), [capture(model, batch(0, rows), _loss, evaluation=True)]
+    with pytest.raises(PlanInfeasible) as alone:
+        plan(graph, small_machine(), budget=40_000, cache=False)
+    for budget in (40_000, alone.value.smallest_budget_bytes + 5000):
+        with pytest.raises(PlanInfeasible, match="no plan of the step and its 1 others fits a device budget") as none:
+            plan(graph, small_machine(), budget=budget, others=others, cache=False)
+        smallest = none.value.smallest_budget_bytes
+        assert smallest == budget + none.value.missing_bytes
+        assert f"found for is {smallest} bytes" in f"{none.value}"
+    made = plan(graph, small_machine(), budget=smallest, others=others, cache=False)
+    assert all(each.peak_bytes <= smallest for each in programs_of(made, graph, others))
+
+
+def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch["x"]).square().mean()
 
 
 class Pair(torch.nn.Module):

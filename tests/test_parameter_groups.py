@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,34 @@ def test_what_an_update_allocates_is_counted_in_elements() -> None:
 def test_an_optimizer_that_looks_at_all_elements_later_is_refused() -> None:
     with pytest.raises(ConfigError, match="gives a part of a parameter other numbers than the whole"):
         rule_of_optimizer(NormLater([torch.nn.Parameter(torch.zeros(2))], 0.1))
+
+
+class Meeting(torch.optim.SGD):
+    """SGD whose steps wait for each other, once there is a barrier."""
+
+    barrier: threading.Barrier | None = None
+
+    def step(self, closure: Any = None) -> None:
+        if self.barrier is not None:
+            self.barrier.wait(timeout=30)
+        super().step()
+
+
+def test_updates_of_a_step_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device and on the host, by one group; or of two trainers on threads of their own."""
+    rule = rule_of_optimizer(Meeting([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9))
+    monkeypatch.setattr(Meeting, "barrier", threading.Barrier(2))
+    moved = [torch.zeros(3) for _ in range(2)]
+
+    def update(number: int) -> None:
+        states = {"momentum_buffer": torch.ones(3)}
+        with torch.no_grad():
+            rule.update(moved[number], torch.ones(3), states, lr=float(number + 1), step=torch.tensor(2.0))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(update, range(2)))
+    for number, tensor in enumerate(moved):
+        torch.testing.assert_close(tensor, torch.full((3,), -1.9 * (number + 1)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])

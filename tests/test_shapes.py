@@ -325,3 +325,39 @@ def test_a_scaled_loss_is_refused() -> None:
     assert torch.amp.GradScaler.scale is scale
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert capture(torch.nn.Linear(4, 4), torch.ones(2, 4), scaled).ops
+
+
+class Large(torch.nn.Module):
+    """A table and a head of so many words that a small budget has the loss in parts of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(3000, 8), torch.nn.Linear(8, 3000, bias=False)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids_BT))
+
+
+@pytest.mark.long
+def test_smaller_batches_by_a_plan_with_its_loss_in_parts(tmp_path: Path) -> None:
+    """They have the parts of the plan, some of them empty, and plain PyTorch's bits."""
+    shapes = [(8, 32), (5, 32), (1, 8), (1, 20)]
+    torch.manual_seed(0)
+    ours = Large()
+    theirs = copy.deepcopy(ours)
+    graphs = [capture(ours, batch(0, shape), loss_fn) for shape in shapes]
+    everything = program_of(plan(graphs[0], MACHINE, budget="100%", policy="keep-all"), graphs[0])
+    made = plan(graphs[0], MACHINE, budget=budget_for(everything, 0.55))
+    assert made.choices.loss_parts
+    optimizer = lading.AdamW().plain(theirs.parameters())
+    with Trainer(made, graphs[0], ours, shapes=graphs[1:], folder=tmp_path) as trainer:
+        got = [trainer.step(batch(step, shapes[step % 4])) for step in range(8)]
+    expected: list[float] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = loss_fn(theirs, batch(step, shapes[step % 4]))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert got == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))

@@ -597,8 +597,16 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     name = os.fspath(path)
     data = read_toml(Path(path), "a run configuration")
-    keys = frozenset(_override(data, text) for text in overrides)
-    return _build(RunConfig, data, "", _Origin(name, keys))
+    origin = _Origin(name, frozenset(_override(data, text) for text in overrides))
+    run = _build(RunConfig, data, "", origin)
+    each, together = run.optimization.accumulation, run.optimization.micro_batches
+    if together and each != 1:
+        raise ConfigError(
+            f"{origin.of('optimization.micro_batches')}: optimization.micro_batches: expected it in place of "
+            f"accumulation, as it counts those of all replicas together, got micro_batches = {together} and "
+            f"accumulation = {each}; leave one out"
+        )
+    return run
 
 
 def run_to_dict(run: RunConfig) -> dict[str, Any]:
@@ -651,7 +659,9 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     for key in [key for key in table if key not in fields]:
         short = key[:60]
-        raise ConfigError(f"{origin.of(prefix + key)}: unknown key {prefix + short!r}{_nearest_key(prefix, short)}")
+        raise ConfigError(
+            f"{origin.of(prefix + key)}: unknown key {prefix + short!r}{_nearest_key(prefix, short, fields)}"
+        )
     hints = get_type_hints(cls)
     values = {key: _convert(hints[key], value, prefix + key, origin) for key, value in table.items()}
     required = [n for n, f in fields.items() if f.default is MISSING and f.default_factory is MISSING]
@@ -700,6 +710,13 @@ def _rule(value: object, prefix: str, origin: _Origin) -> ParameterRule:
         kind = parameter_rule(name)
     except ConfigError as error:
         raise ConfigError(f"{origin.of(prefix + 'rule')}: {prefix}{error}") from error
+    known, usual = ({f.name for f in dataclasses.fields(cast(Any, each))} for each in (kind, parameter_rule(DEFAULT)))
+    for key in settings:
+        if key in usual - known:
+            raise ConfigError(
+                f"{origin.of(prefix + key)}: unknown key {prefix + key!r}, which {DEFAULT} has and {name} has not; "
+                f"expected one of {', '.join(sorted(known))}"
+            )
     return _build(kind, settings, prefix, origin)
 
 
@@ -728,11 +745,15 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
                 yield from _keys(cast(type, kind), f"{prefix}{name}.")
 
 
-def _nearest_key(prefix: str, key: str) -> str:
-    """Nearest spelling among all keys; this section's win over others of the same name, then the first."""
-    known = list(_keys(RunConfig))
-    section_keys = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
-    by_name = {k.split(".")[-1]: k for k in (*reversed(known), *section_keys)}
+def _nearest_key(prefix: str, key: str, section: Collection[str]) -> str:
+    """Nearest spelling among all keys; this section's win over others of the same name, then the first.
+
+    Args:
+        section: Keys of this section, which are those of the rule where it is an optimizer's.
+    """
+    section_keys = [f"{prefix}{name}" for name in section]
+    elsewhere = [k for k in _keys(RunConfig) if not (k.startswith(prefix) and "." not in k[len(prefix) :])]
+    by_name = {k.split(".")[-1]: k for k in (*reversed(elsewhere), *section_keys)}
     for match in difflib.get_close_matches(key, by_name, 1):
         return f"; did you mean {by_name[match]!r}?"
     return f"; expected one of {', '.join(sorted(section_keys))}"

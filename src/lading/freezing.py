@@ -114,6 +114,13 @@ class Freezing:
                 f"epochs: expected numbers of frozen layers that grow, up to {len(self._layers)}, as so many layers "
                 f"are given, got {epochs}"
             )
+        most = max((0, *counts)) if epochs is not None else len(self._layers) - (alpha is not None and alpha < 1)
+        frozen_at_most = {id(p) for layer in self._layers[:most] for module in layer for p in module.parameters()}
+        if frozen_at_most.issuperset(trained := {id(p) for p in model.parameters() if p.requires_grad}) and trained:
+            raise ConfigError(
+                f"Freezing: expected something that is always trained, found every trained parameter in the {most} "
+                "layers that may freeze; leave the last layer out"
+            )
         self._epochs, self._alpha, self._percentile = epochs, alpha, percentile
         self.needs_norms = epochs is None
         self.frozen, self._before = 0, list[float]()

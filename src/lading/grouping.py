@@ -94,7 +94,8 @@ class Grouping:
     def describe(self, rule: str, named: Sequence[Described], beside: str = DEFAULT) -> str:
         """Describe both groups in one line, layers folded; ``beside`` names what moves the rest."""
         parted = " in parts" if any(self.matrices.values()) else ""
-        text = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
+        matrices = _folded([named[i].names[0] for i in self.matrices]) or "nothing, as its matrices are frozen"
+        text = f"{rule} moves {matrices}{parted}"
         reasons: dict[str, list[str]] = {}
         for number, reason in self.rest.items():
             reasons.setdefault(reason, []).append(named[number].names[0])
@@ -104,8 +105,11 @@ class Grouping:
         return f"{text}; {beside} moves {'; '.join(others) or 'nothing'}"
 
 
-def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
+def group(matrices: Matrices, named: Sequence[Described], frozen: Sequence[Described] = ()) -> Grouping:
     """Decide what moves each trained parameter.
+
+    Args:
+        frozen: Parameters that are not trained, or no more: what is said of them has no use for now, and is no error.
 
     Raises:
         ConfigError: a pattern that matches nothing, a parameter it cannot mean, or one that nobody says how to move.
@@ -124,11 +128,20 @@ def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
             rest[number] = reason
         else:
             moved[number] = _parts(item, matrices, pattern)
+    unused = [p for p in unused if not any(fnmatchcase(name, p) for item in frozen for name in item.names)]
     if unused:
-        raise ConfigError(_unmatched(next(iter(unused)), named))
-    if not moved:
+        raise ConfigError(_unmatched(unused[0], named))
+    if not moved and not any(_is_matrix(item, matrices) for item in frozen):
         raise ConfigError(f"{matrices.rule}: expected at least one matrix to move, found none; train without matrices")
     return Grouping(moved, rest)
+
+
+def _is_matrix(item: Described, matrices: Matrices) -> bool:
+    """Whether a frozen parameter would be moved as a matrix if it were trained."""
+    pattern = next((p for p in matrices.parameters if any(fnmatchcase(n, p) for n in item.names)), None)
+    if pattern is not None:
+        return matrices.parameters[pattern] != REST
+    return len(item.shape) in (2, 3) and item.use is Use.PRODUCT
 
 
 def _by_itself(item: Described, rule: str) -> str:

@@ -413,6 +413,14 @@ def test_the_plan_says_why_an_expert_is_not_computed_on_the_host(graph: StepGrap
         planned(graph, {"layers.0": [(1.0, 14.0), (1.0, nan), (1.0, 1.0), (1.0, 1.0)]})
 
 
+def test_an_expert_that_a_rule_for_matrices_moves_is_not_computed_on_the_host(graph: StepGraph) -> None:
+    """The host's time for the rule's products is not known, which was an error of the machine's file."""
+    soap = lading.Matrices(rule="soap", lr=0.01, settings={"frequency": 2})
+    made = planned(graph, loads_of(), slow_link(1e-7), matrices=soap, policy="keep-all", budget="100%")
+    assert not made.host_tokens
+    assert any("moves a whole parameter, expected a rule that treats elements" in each for each in made.assumptions)
+
+
 def test_the_room_of_experts_on_the_host_is_held_to_its_budget(graph: StepGraph, made: Plan) -> None:
     """Where not all have room, fewer are computed there, or none, and the plan says so; a run refuses any other."""
     (program,) = programs_of(made, graph, ())

@@ -21,7 +21,8 @@ from math import prod
 
 from lading.ir.experts import Expert, Routed, base_name
 from lading.ir.graph import DTYPE_BYTES, Op, StepGraph, Tensor, refs
-from lading.ir.update_ops import PREFIX
+from lading.ir.update_ops import PREFIX, rule_of
+from lading.optim.rule import ParameterRule
 
 #: Operations on elements, by whether the result is zero where the first tensor is (None: where any is).
 _ELEMENTS: Mapping[str, bool | None] = {
@@ -168,7 +169,10 @@ class _RowSearch:
         return _NoRows(f"{_named(self.graph, index)} {why}")
 
     def _update(self, index: int, op: Op) -> None:
-        """Check an update: its gradient is the expert's own, whole."""
+        """Check an update: it treats elements alone, and its gradient is the expert's own, whole."""
+        rule = rule_of(op)
+        if not isinstance(rule, ParameterRule) or rule.whole:
+            raise self._refuse(index, "moves a whole parameter, expected a rule that treats elements alone")
         gradient = self.graph.storage_of(op.inputs[1])
         if gradient not in self.values or self.values[gradient].width:
             raise self._refuse(index, "moves a parameter by a gradient that others make, expected the expert's own")

@@ -222,7 +222,8 @@ def grouped(graph: StepGraph, matrices: Matrices, beside: str = DEFAULT) -> tupl
     """
     trained = [p for p in graph.parameters if p.gradient is not None]
     named = described(graph, trained)
-    grouping: Grouping = group(matrices, named)
+    frozen = described(graph, [p for p in graph.parameters if p.gradient is None])
+    grouping: Grouping = group(matrices, named, frozen)
     return {trained[i].tensor: parts for i, parts in grouping.matrices.items()}, grouping.describe(
         matrices.rule, named, beside
     )

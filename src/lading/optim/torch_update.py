@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from inspect import signature, unwrap
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lading.errors import ConfigError, check_type
@@ -86,7 +87,7 @@ class TorchUpdate(ParameterRule):
         import torch
 
         assert step is not None
-        stand_in = _stand_in(self.optimizer, self.numbers)
+        stand_in = _stand_in(self.optimizer, self.numbers, get_ident())
         group, number = stand_in.param_groups[0], step.item()
         group["lr"], group["params"] = lr, [param]
         before: dict[str, Any] = {}
@@ -284,8 +285,13 @@ def _is_text(value: object) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _stand_in(name: str, numbers: str) -> torch.optim.Optimizer:
-    """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none."""
+def _stand_in(name: str, numbers: str, thread: int) -> torch.optim.Optimizer:
+    """Make an optimizer of a class without parameters, with a group of these numbers; its own where there are none.
+
+    Args:
+        thread: Number of the thread that uses it. An update puts its parameter into it for a while, and updates of one
+            step run at the same time on the device and on the host, as do those of trainers on threads of their own.
+    """
     import torch
 
     optimizer = _build_optimizer(name, json.loads(numbers or "{}"))

@@ -24,7 +24,7 @@ from lading.cost.compute import (
     missing_rates,
     packed_columns,
 )
-from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
+from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible, did_you_mean
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
@@ -571,8 +571,8 @@ def _named(policy: str | Policy, graph: StepGraph) -> tuple[str, dict[str, Polic
             raise ConfigError(f"expected a policy of another name than Lading's own, got {name!r}")
         return name, {**plain, name: policy}
     if policy not in plain and policy != POLICIES[-1]:
-        names = ", ".join((*plain, POLICIES[-1]))
-        raise ConfigError(f"expected a policy among {names}, got {policy!r}")
+        names = (*plain, POLICIES[-1])
+        raise ConfigError(f"policy: expected one of {', '.join(names)}, got {policy!r}{did_you_mean(policy, names)}")
     return policy, plain
 
 

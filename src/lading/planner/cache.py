@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
 from lading import __version__
-from lading.errors import LadingError, PlanInfeasible, StorageError
+from lading.errors import ConfigError, LadingError, PlanInfeasible, StorageError
 from lading.files import home_cache, make_folder, remove_file
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -29,7 +29,8 @@ from lading.memory.restore import restore_program
 from lading.memory.tier_layout import homes_of
 from lading.planner.api import DEFERS, Planned, keep_all_bytes, make_plan
 from lading.planner.policies import Policy
-from lading.units import share_or_bytes
+from lading.planner.residency import SMALLEST
+from lading.units import format_bytes, share_or_bytes
 
 #: Most bytes of plans that stay.
 FOLDER_BYTES = 64 << 20
@@ -92,7 +93,10 @@ def cached_plan(
         changed: Asked = {"expansion": expansion, "budget": budget, "workspace_bytes": scratch, "homes": homes}
         return _cached(step, machine, folder, progress, {**asked, **changed})
 
-    mine, *rest = _within(limit, planned, lead, len(steps))
+    try:
+        mine, *rest = _within(limit, planned, lead, len(steps))
+    except PlanInfeasible as error:
+        mine, *rest = _least(limit, planned, lead, len(steps), error)
     return Planned(
         dataclasses.replace(mine.plan, others=tuple(other.plan for other in rest)),
         mine.program,
@@ -132,8 +136,48 @@ def _within(limit: int, planned: Callable[[int, int, Homes | None], Planned], le
             if attempt == _TRIES - 1:
                 raise
             more = 2 * less + error.missing_bytes + PAGE_BYTES  # room for the others
-            first, less = leaving(less, min(more, limit - 1))
+            first, less = leaving(less, min(more, max(less, limit - PAGE_BYTES)))
     raise AssertionError("the last try returns or raises")
+
+
+def _least(
+    limit: int, planned: Callable[[int, int, Homes | None], Planned], lead: int, count: int, error: PlanInfeasible
+) -> list[Planned]:
+    """Plan steps over the same values with the lead in the least bytes that it fits into; arguments as of ``_within``.
+
+    Args:
+        error: Error of ``_within``, which is of one step alone, and may be of a budget below the limit.
+
+    Raises:
+        PlanInfeasible: they do not fit even so; says what binds, and the smallest budget for all.
+    """
+    try:
+        needs = [_needs(planned, lead, None)]
+        tight = planned(lead, needs[0][0], None)
+    except (PlanInfeasible, ConfigError):  # a policy that needs as much whatever the budget, or a tier that is full
+        raise error from None
+    homes, others = homes_of(tight.program), [number for number in range(count) if number != lead]
+    needs += [_needs(planned, number, homes) for number in others]
+    least, words = max(needs, key=lambda need: need[0])
+    if least <= limit:
+        return [tight if number == lead else planned(number, limit, homes) for number in range(count)]
+    missing = least - limit
+    lines = [line for line in words.splitlines()[1:] if not line.startswith(SMALLEST)]
+    first = (
+        f"no plan of the step and its {len(others)} others fits a device budget of {format_bytes(limit)}: "
+        f"{format_bytes(missing)} are missing."
+    )
+    text = "\n".join((first, *lines, f"{SMALLEST}{least} bytes ({format_bytes(least)}); less may do."))
+    raise PlanInfeasible(text, missing_bytes=missing, smallest_budget_bytes=least) from error
+
+
+def _needs(planned: Callable[[int, int, Homes | None], Planned], number: int, homes: Homes | None) -> tuple[int, str]:
+    """Smallest budget in bytes that a step has a plan for, and what binds, as the error of a budget of a page says."""
+    try:
+        planned(number, PAGE_BYTES, homes)
+    except PlanInfeasible as error:
+        return error.smallest_budget_bytes, f"{error}"
+    return PAGE_BYTES, ""
 
 
 def _cached(graph: StepGraph, machine: Machine, folder: Path | None, progress: PlanProgress, asked: Asked) -> Planned:

@@ -133,6 +133,8 @@ _RETIMED_OPS = 15_000
 #: Gaps of storages smaller than the first share of the arena are always kept, unless what is alive anyway leaves less
 #: than the second.
 _SMALLEST_SHARE, _LITTLE_ROOM = 1 / 4000, 0.02
+#: How the line of an error begins that says the smallest budget.
+SMALLEST = "The smallest budget a plan was found for is "
 
 
 @dataclass(frozen=True)
@@ -763,7 +765,7 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered | Lowering) ->
         f"Even with everything else moved away or recomputed, {moment} needs at once:",
         *rows,
         f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
-        f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}); less may do.",
+        f"{SMALLEST}{smallest} bytes ({format_bytes(smallest)}); less may do.",
         advice,
         *_full_tiers(step),
     ]

@@ -24,6 +24,7 @@ from lading.report.metrics import read_steps
 from lading.run import built_whole, dataset_of, layers_to_freeze, loss_of
 from lading.train import plain_step, train_run
 from lading.trainer import Trainer
+from lading.units import format_seconds
 from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
@@ -497,6 +498,21 @@ def test_a_run_freezes_layers_by_its_file(tmp_path: Path, capsys: pytest.Capture
     assert [record["frozen"] for record in records] == [0, 0, 1, 1, 2, 2]
     assert len({record["plan"] for record in records}) == 3
     assert "2 of 2 layers are frozen after step 4; planned again" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_that_begins_frozen_is_compared_with_its_own_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its plan of the first step is not the one that it was prepared with."""
+    asked = [*FREEZE[:3], LAYERS_OF_RUN, "optimization.steps=10", "freeze.every_steps=20", "freeze.schedule=[1, 2]"]
+    run = load_run(write_run(tmp_path), asked)
+    done = train_run(run)
+    assert list(done.losses) == frozen_plain(run, [1] * 10)
+    printed = capsys.readouterr()
+    assert "1 of 2 layers are frozen after step 0; planned again" in printed.out
+    predicted = format_seconds(done.predicted_step_s)  # the machine of the tests is made up, so its steps are others
+    assert f"{predicted} were predicted: beside the machine file," in " ".join(printed.err.split())
 
 
 @pytest.mark.slow

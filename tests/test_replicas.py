@@ -28,6 +28,7 @@ from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
 from lading.planner.api import best_buckets
 from lading.runtime.draws import Draws
+from lading.runtime.tiers import tiers_of_rank
 from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
@@ -182,6 +183,29 @@ def _four(rank: int, out: str) -> None:
     folder = Path(out) / str(rank)
     folder.mkdir()
     torch.save(case.train("", 2, 2 * rank, folder), folder / "values")
+
+
+def _in_one_folder(rank: int, out: str) -> None:
+    case = Case(plan=lambda: {"policy": states_on_disk}, layers=1)
+    values = case.train("dp2", 1, rank, Path(out) / "files")
+    torch.save(values, Path(out) / f"values {rank}")
+
+
+@pytest.mark.long
+def test_ranks_that_are_given_one_folder_have_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    run_ranks(_in_one_folder, 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"values {rank}") for rank in range(2))
+    assert first[1] == second[1]
+    assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
+    assert [*(tmp_path / "files").iterdir()] == []
+    tier = machine().tiers[0]
+    located = dataclasses.replace(tier, location="/fast")
+    elsewhere = dataclasses.replace(tier, kind="module:function", location="host:1")
+    tiers = (tier, located, elsewhere)
+    assert tiers_of_rank(tiers, tmp_path, 0) == tiers
+    locations = [each.location for each in tiers_of_rank(tiers, tmp_path, 3)]
+    assert locations == [f"{tmp_path}/rank-3", "/fast/rank-3", "host:1"]
 
 
 @pytest.mark.slow

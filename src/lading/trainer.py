@@ -24,6 +24,7 @@ from lading.captures import (
     captured_step,
     checked_model,
     digest_of,
+    in_folders_of_rank,
     join,
     of_stages,
     of_this_rank,
@@ -172,11 +173,10 @@ class Trainer:
         check_host(plan.request.host_id)
         self.plan = plan
         programs = programs_of(plan, graph, others, program)
-        self.program = programs[0]
         if any(isinstance(rule_of(op), ParameterRule) for step_program in programs for op in step_program.graph.ops):
             check_planned(planned, self.optimizer)
         self._random = any(op.random for captured in (graph, *others, *shapes) for op in captured.ops)
-        values, stages = of_stages(full_plan, graph, plan.choices.rank) or (values_of(self.program.graph), [])
+        values, stages = of_stages(full_plan, graph, plan.choices.rank) or (values_of(programs[0].graph), [])
         if self._paused is not None:
             self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -189,6 +189,8 @@ class Trainer:
         graphs = [step_program.graph for step_program in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
         self._replicas = join(full_plan, programs, self.optimizer, model, self._groups) if full_plan.ranks > 1 else None
+        programs = in_folders_of_rank(programs, self._settings[1], self._replicas)
+        self.program = programs[0]
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
         self._start_executor(programs, (graph, *others), shapes, model)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lading
-from lading.config import RunConfig, load_run
+from lading.config import FreezeConfig, RunConfig, load_run
 from lading.errors import ConfigError, StorageError
 from lading.freezing import by_gradient_norm, by_percentile
 from lading.ir.action import DEVICE
@@ -382,6 +382,13 @@ def test_a_freezing_that_means_nothing_is_refused(asked: dict[str, Any], why: st
     model = build()
     with pytest.raises(ConfigError, match=why):
         lading.Freezing(model, model, **asked)
+
+
+@pytest.mark.parametrize("rule", [{"alpha": 1.0}, {"percentile": 100.0}], ids=str)
+def test_the_largest_numbers_of_the_rules_are_taken_by_a_file_and_by_a_loop(rule: dict[str, float]) -> None:
+    model = build()
+    FreezeConfig(layers=["0"], every_steps=1, **rule)  # type: ignore[arg-type]
+    assert lading.Freezing(model, [model[0]], **rule).frozen == 0  # type: ignore[arg-type]
 
 
 def rest(model: nn.Sequential, hidden: torch.Tensor) -> torch.Tensor:

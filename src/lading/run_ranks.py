@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -53,6 +54,11 @@ class RunRanks:
     def is_first(self) -> bool:
         """Whether this rank is the one that prints and writes."""
         return self.rank == 0
+
+    @property
+    def planning_stream(self) -> StringIO | None:
+        """Stream that shows how the run is planned: standard error (None) of the first rank alone."""
+        return None if self.is_first else StringIO()
 
     def begin(self, what: RunConfig | Plan, *, resume: bool, resume_from: str = "") -> None:
         """Join the other ranks, if all were given the same.

@@ -231,7 +231,7 @@ def _planned(run: RunConfig, ranks: RunRanks, *, cache: bool) -> Prepared:
     """Plan a run whose data can be read: what is wrong with them is told before minutes of planning."""
     from lading.prepare import plan_run  # a saved plan needs no planner
 
-    with planning_progress() as progress:
+    with planning_progress(ranks.planning_stream) as progress:
         progress.update(0.0, "reading the data")
         initial = defer(lambda: build(run.model, run.optimization.precision))
         ranks.by_first(lambda: opened_data(run, initial.model) and "")

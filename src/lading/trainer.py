@@ -287,11 +287,10 @@ class Trainer:
             rules = {} if self._groups is None else self._groups.rules()
             numbers = "" if self._groups is None else repr(self._groups.numbers())
             self._meet(
-                f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1], shape=shape,
-                **{"numbers of the optimizer's groups": numbers}, **self._seeded(),
+                f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1],
+                **{"numbers of the optimizer's groups": numbers}, **self._compared(shape),
             )  # fmt: skip
-            before = self._executor.completed
-            state = generator_state(self._kind) if self._random else None
+            before, state = self._executor.completed, generator_state(self._kind) if self._random else None
             try:
                 losses = self._executor.step(
                     feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape, norms=norms
@@ -316,12 +315,13 @@ class Trainer:
         layout, count = self.plan.parsed_layout, captured.accumulation
         return Draws(captured, layout.replica(self._replicas.rank) * count, layout.dp * count)
 
-    def _seeded(self) -> dict[str, str]:
-        """Numbers that ranks compare before a step that draws random numbers: all go on from one state."""
-        if self._replicas is None or not self._random:
-            return {}
-        advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
-        return {f"random state ({advice})": f"{zlib.crc32(generator_state(self._kind).numpy().data)}"}
+    def _compared(self, shape: int) -> dict[str, float | str]:
+        """Facts that ranks compare before they run a batch: by which capture, and from which random numbers on."""
+        facts: dict[str, float | str] = {"capture of the batch (graph, others, shapes, counted from 0)": shape}
+        if self._random and self._replicas is not None:
+            advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
+            facts[f"random state ({advice})"] = f"{zlib.crc32(generator_state(self._kind).numpy().data)}"
+        return facts
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
         step = self._steps[shape]
@@ -377,7 +377,7 @@ class Trainer:
                 "others=[lading.capture(model, batch, loss, evaluation=True)]"
             )
         with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"evaluate after step {self.steps}", feeds, shape=shape, **self._seeded())
+            self._meet(f"evaluate after step {self.steps}", feeds, **self._compared(shape))
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
 

@@ -542,8 +542,9 @@ class Replicas:
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
                 f"has ended ({_first_line(lost)}; {first}); look at its output, and start the job again"
             )
+        waited = f"waited {self._timeout_s:g} s for" if "imed out" in first else "lost a connection while waiting for"
         return (
-            f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: "
+            f"rank {self.rank} {waited} the others to {self._doing}; missing: "
             f"{', '.join(descriptions[:8]) or 'none, but a connection broke'} ({first}); look at its output, and "
             "start the job again from the last checkpoint"
         )
@@ -577,4 +578,5 @@ class _Mailbox:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """First line of an error, without the advice that gloo adds."""
+    return str(error).strip().partition("\n")[0].partition(". This is typically")[0]

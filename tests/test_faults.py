@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -27,7 +28,7 @@ from lading.prepare import plan_run
 from lading.report.metrics import MetricsLog, read_metrics, read_steps
 from lading.report.promises import room_words
 from lading.train import train_run
-from lading.units import MiB
+from lading.units import MiB, format_bytes
 from tests.power_cuts import DiskLog
 from tests.runs import num_lines, saved_plan, start, wait_until, write_run
 
@@ -99,6 +100,13 @@ def test_memory_that_other_processes_have_is_told_before_the_first_step(made: Pl
     assert not room_words(made, needed)
     assert not room_words(made, None)
     assert re.match(r"expected [\d.]+ MiB of memory for the run, found 1.00 MiB that other", room_words(made, MiB))
+    on_ranks = dataclasses.replace(made, layout="dp2")
+    assert not room_words(on_ranks, needed)  # the other is on another host
+    assert not room_words(on_ranks, 2 * needed, 2)
+    told = room_words(on_ranks, 2 * needed - 1, 2)
+    assert told.startswith(f"expected {format_bytes(2 * needed)} of memory for the 2 ranks here, found")
+    stages = dataclasses.replace(made, layout="pp2", peers=(made,))
+    assert room_words(stages, 2 * needed - 1, 2) == told
 
 
 def test_a_machine_file_of_another_host_is_refused_before_planning(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lading
-from lading.config import RunConfig, load_run
+from lading.config import FreezeConfig, RunConfig, load_run
 from lading.errors import ConfigError, StorageError
 from lading.freezing import by_gradient_norm, by_percentile
 from lading.ir.action import DEVICE
@@ -24,6 +24,7 @@ from lading.report.metrics import read_steps
 from lading.run import built_whole, dataset_of, layers_to_freeze, loss_of
 from lading.train import plain_step, train_run
 from lading.trainer import Trainer
+from lading.units import format_seconds
 from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
@@ -385,6 +386,13 @@ def test_a_freezing_that_means_nothing_is_refused(asked: dict[str, Any], why: st
         lading.Freezing(model, model, **asked)
 
 
+@pytest.mark.parametrize("rule", [{"alpha": 1.0}, {"percentile": 100.0}], ids=str)
+def test_the_largest_numbers_of_the_rules_are_taken_by_a_file_and_by_a_loop(rule: dict[str, float]) -> None:
+    model = build()
+    FreezeConfig(layers=["0"], every_steps=1, **rule)  # type: ignore[arg-type]
+    assert lading.Freezing(model, [model[0]], **rule).frozen == 0  # type: ignore[arg-type]
+
+
 def rest(model: nn.Sequential, hidden: torch.Tensor) -> torch.Tensor:
     return model[2:](hidden).square().mean()
 
@@ -499,6 +507,21 @@ def test_a_run_freezes_layers_by_its_file(tmp_path: Path, capsys: pytest.Capture
     assert [record["frozen"] for record in records] == [0, 0, 1, 1, 2, 2]
     assert len({record["plan"] for record in records}) == 3
     assert "2 of 2 layers are frozen after step 4; planned again" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_that_begins_frozen_is_compared_with_its_own_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its plan of the first step is not the one that it was prepared with."""
+    asked = [*FREEZE[:3], LAYERS_OF_RUN, "optimization.steps=10", "freeze.every_steps=20", "freeze.schedule=[1, 2]"]
+    run = load_run(write_run(tmp_path), asked)
+    done = train_run(run)
+    assert list(done.losses) == frozen_plain(run, [1] * 10)
+    printed = capsys.readouterr()
+    assert "1 of 2 layers are frozen after step 0; planned again" in printed.out
+    predicted = format_seconds(done.predicted_step_s)  # the machine of the tests is made up, so its steps are others
+    assert f"{predicted} were predicted: beside the machine file," in " ".join(printed.err.split())
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from lading.models.reference import build_model
 from lading.optim.registry import optimizer as rule
 from lading.planner.api import best_buckets
 from lading.runtime.draws import Draws
+from lading.runtime.tiers import tiers_of_rank
 from tests.captured import shared_capture
 from tests.machines import small_machine
 from tests.ranks import run_ranks
@@ -184,6 +185,29 @@ def _four(rank: int, out: str) -> None:
     torch.save(case.train("", 2, 2 * rank, folder), folder / "values")
 
 
+def _in_one_folder(rank: int, out: str) -> None:
+    case = Case(plan=lambda: {"policy": states_on_disk}, layers=1)
+    values = case.train("dp2", 1, rank, Path(out) / "files")
+    torch.save(values, Path(out) / f"values {rank}")
+
+
+@pytest.mark.long
+def test_ranks_that_are_given_one_folder_have_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    run_ranks(_in_one_folder, 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"values {rank}") for rank in range(2))
+    assert first[1] == second[1]
+    assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
+    assert [*(tmp_path / "files").iterdir()] == []
+    tier = machine().tiers[0]
+    located = dataclasses.replace(tier, location="/fast")
+    elsewhere = dataclasses.replace(tier, kind="module:function", location="host:1")
+    tiers = (tier, located, elsewhere)
+    assert tiers_of_rank(tiers, tmp_path, 0) == tiers
+    locations = [each.location for each in tiers_of_rank(tiers, tmp_path, 3)]
+    assert locations == [f"{tmp_path}/rank-3", "/fast/rank-3", "host:1"]
+
+
 @pytest.mark.slow
 def test_four_ranks_add_up_in_another_order(tmp_path: Path) -> None:
     run_ranks(_four, 4, str(tmp_path))
@@ -286,6 +310,26 @@ def test_ranks_that_were_given_unlike_things_are_told(tmp_path: Path) -> None:
     assert "expected the same lr on all ranks, got 0.1 on rank 0, 0.2 on rank 1; nothing has run" in told["rates"]
 
 
+def _of_unlike_sizes(rank: int, out: str) -> None:
+    """Give a rank a short batch, for which both have a capture."""
+    model, short = build(), {"tokens": batch(0, 0)["tokens"][:1]}
+    graphs = [lading.capture(model, given, next_byte_loss) for given in (batch(0, 0), short)]
+    asked: dict[str, Any] = {"budget": "100%", "cache": False, "layout": "dp2"}
+    plan = lading.plan(graphs[0], machine(), others=graphs[1:], **asked)
+    with lading.Trainer(plan, graphs[0], model, others=graphs[1:], folder=out) as trainer:
+        said = _refused(lambda: trainer.step(short if rank else batch(0, 0)))
+        trainer.step(short)
+    (Path(out) / f"said {rank}").write_text(said)
+
+
+@pytest.mark.long
+def test_a_rank_with_a_batch_of_another_size_is_told(tmp_path: Path) -> None:
+    run_ranks(_of_unlike_sizes, 2, str(tmp_path))
+    said = (tmp_path / "said 0").read_text()
+    assert said == (tmp_path / "said 1").read_text()
+    assert "expected the same capture of the batch (graph, others, shapes, counted from 0) on all ranks, got 0" in said
+
+
 def _dies(rank: int, out: str) -> None:
     model = build()
     graph = lading.capture(model, batch(0, 0), next_byte_loss)
@@ -306,7 +350,8 @@ def test_a_rank_that_died_is_named(tmp_path: Path) -> None:
     run_ranks(_dies, 2, str(tmp_path))
     seconds, _, said = (tmp_path / "said").read_text().partition(" ")
     assert int(seconds) < 30
-    assert "for the others to run step 2; missing: rank 1 (run step 1)" in said
+    assert "rank 0 lost a connection while waiting for the others to run step 2; missing: rank 1 (run step 1)" in said
+    assert "GLHF" not in said
 
 
 def step(model: nn.Module, given: Any, loss: Any = next_byte_loss) -> StepGraph:

@@ -57,6 +57,19 @@ def test_a_peak_of_before_is_compared_with_the_rank_that_was_to_take_most() -> N
     assert str(peak) == "70.00 MiB of 100.00 MiB (predicted 80.00 MiB)"
 
 
+def test_a_container_holds_all_ranks_of_a_host() -> None:
+    """Of each the process before training, and its budget, or its peak where that was more."""
+    ranks = job_with((90, 80, 100), (51, 40, 50)).ranks
+    local = tuple(dataclasses.replace(each, base_bytes=300 * MiB) for each in ranks)
+    told = dataclasses.replace(result(job_of(*local), 90), base_bytes=300 * MiB)
+    assert "2 ranks together had 600.00 MiB before training" in str(told)
+    assert "741.00 MiB at their peaks" in str(told)
+    assert "--memory=768m" in str(told)  # 600, 100 and 51
+    elsewhere = local[0], dataclasses.replace(local[1], clock_error_s=1e-5)
+    alone = dataclasses.replace(result(job_of(*elsewhere), 90), base_bytes=300 * MiB)
+    assert "the process had 300.00 MiB before training" in str(alone)
+
+
 def test_of_many_ranks_the_fullest_are_told() -> None:
     ranks = [(50 + rank, 80, 100) for rank in range(MOST_RANKS_TOLD + 2)]
     text = str(result(job_with(*ranks), 50 + MOST_RANKS_TOLD + 1))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from lading.optim.registry import name_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.custody import is_held
 from lading.runtime.named import differences, dtype_of, first_few, tensors_of
+from lading.runtime.tiers import tiers_of_rank
 from lading.runtime.value_layout import Value, values_of_ranks
 from lading.tracing.batches import input_leaves
 from lading.tracing.frozen_values import Watch
@@ -264,6 +267,17 @@ def join(
         facts["states of the optimizer"] = {name: digest(state) for name, state in groups.filled().items()}
     agree_on("lading.Trainer", range(plan.ranks), lambda: (None, facts))
     return Replicas(plan.parsed_layout, sequences(programs))
+
+
+def in_folders_of_rank(programs: Sequence[Program], folder: Path, replicas: Replicas | None) -> list[Program]:
+    """Copies of Programs whose files lie in folders of this rank, as ranks share those that all are given.
+
+    Args:
+        folder: Folder of files that have no location.
+    """
+    rank = 0 if replicas is None else replicas.rank
+    tiers = tiers_of_rank(programs[0].tiers, folder, rank)
+    return [dataclasses.replace(program, tiers=tiers) for program in programs] if rank else [*programs]
 
 
 def step_rates(

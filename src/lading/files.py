@@ -239,7 +239,7 @@ def sync_tree(folder: Path) -> None:
 
 def name_aside(path: Path) -> Path:
     """Find a name beside ``path`` that only this call uses, for what is written before it gets that name."""
-    return path.with_name(f"{path.name}.tmp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}.tmp-{this_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def leftovers(folder: Path, name: re.Pattern[str], *, own: bool = False) -> list[Path]:
@@ -270,7 +270,7 @@ def remove_leftover(path: Path) -> None:
         warnings.warn(f"cannot delete {path}: {error}; the next save tries again", stacklevel=2)
 
 
-def _host() -> str:
+def this_host() -> str:
     """Eight digits for this host, or container: processes of another may have the same numbers."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")  # containers may share the name of their host
@@ -281,7 +281,7 @@ def _host() -> str:
 
 def _is_left(path: Path, host: str | None, pid: int, *, own: bool) -> bool:
     """Whether nobody writes a file or folder any more; one without a host's name is of an earlier version."""
-    if host in (None, _host()):
+    if host in (None, this_host()):
         return own if pid == os.getpid() else not _is_alive(pid)
     try:
         newest = max(entry.stat().st_mtime for entry in (path, *path.glob("*")))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from lading import replanning
@@ -47,20 +48,21 @@ class HostWatch:
     Args:
         prepared: The run as it was planned.
         plans: Whether the run may be planned again: it was not given its plan, and this process has all of it.
+        beside: Numbers of the processes of the same job on this host, which are no others.
 
     Attributes:
         prepared: The run by its plan of now.
     """
 
-    def __init__(self, prepared: Prepared, trainer: Trainer, *, plans: bool) -> None:
-        self.prepared, self._trainer = prepared, trainer
+    def __init__(self, prepared: Prepared, trainer: Trainer, *, plans: bool, beside: Sequence[int] = ()) -> None:
+        self.prepared, self._trainer, self._beside = prepared, trainer, beside
         choices = prepared.plan.choices
         self._plans = plans and bool(choices.gaps or choices.deferred or choices.hosted)
         self._fingerprint = trainer.plan.fingerprint
         self._seen, self._timelines = 0, list[Timeline]()
         self._usual_s, self._last = 0.0, deque[bool](maxlen=_AMONG)
         self._rest_steps, self._rests_until = _REST_STEPS, 0
-        self._load = LoadMeter()
+        self._load = LoadMeter(self._beside)
 
     def look(self, step_s: float) -> None:
         """Take the step that has just ended, and its timeline if it is one that is looked at.
@@ -76,7 +78,7 @@ class HostWatch:
             self._look_later(step_s)
             return
         if self._seen == _SKIPPED:
-            self._load = LoadMeter()
+            self._load = LoadMeter(self._beside)
         if _SKIPPED < self._seen <= _SKIPPED + _LOOKED_AT:
             self._timelines.append(self._trainer.rank_timeline().timeline)
 
@@ -89,7 +91,7 @@ class HostWatch:
             self._timelines.clear()
             return
         if not self._timelines:
-            self._load = LoadMeter()
+            self._load = LoadMeter(self._beside)
         self._timelines.append(self._trainer.rank_timeline().timeline)
 
     def advance(self, steps_left: int) -> str:

@@ -480,14 +480,16 @@ def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None
     if spread.pp > 1 and others:
         raise ConfigError(
             "layout: expected one step in a pipeline, whose ranks have parameters of their own, got further steps "
-            f'(others=); train replicas (layout="dp{spread.devices}"), or leave that out'
+            "(others=, or validation with dropout or running statistics); train replicas "
+            f'(layout="dp{spread.devices}"), or leave that out'
         )
 
 
 def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
-        return "further steps (others=), which use parameters in an order of their own"
+        validation = "validation with dropout or running statistics"
+        return f"further steps (others=, or {validation}), which use parameters in an order of their own"
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from lading.alone import agent, launcher, num_ranks, rank_number, restarts
 from lading.checkpoint.lock import agents_of
 from lading.config import RunConfig, run_to_dict
 from lading.errors import BudgetWarning, ConfigError
+from lading.files import this_host
+from lading.ir.action import DEVICE
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.plan import Plan
 from lading.report.metrics import MetricsLog
@@ -51,6 +54,11 @@ class RunRanks:
     def is_first(self) -> bool:
         """Whether this rank is the one that prints and writes."""
         return self.rank == 0
+
+    @property
+    def planning_stream(self) -> StringIO | None:
+        """Stream that shows how the run is planned: standard error (None) of the first rank alone."""
+        return None if self.is_first else StringIO()
 
     def begin(self, what: RunConfig | Plan, *, resume: bool, resume_from: str = "") -> None:
         """Join the other ranks, if all were given the same.
@@ -113,6 +121,16 @@ class RunRanks:
         is_restart = bool(self.by_first(lambda: "again" if not set(agents).isdisjoint(agents_of(out)) else ""))
         return is_restart or any(count for count, _ in restarts_by_rank), is_restart, agents
 
+    def processes_here(self) -> tuple[int, ...]:
+        """Numbers of the processes of the other ranks on this host, as this one sees them; all ranks call this."""
+        if self.count == 1:
+            return ()
+        import torch.distributed as dist  # which takes most of a second
+
+        names = [(this_host(), os.getpid())] * self.count
+        dist.all_gather_object(names, names[0])
+        return tuple(process for host, process in names if host == this_host() and process != os.getpid())
+
     def by_first(self, make: Callable[[], str]) -> str:
         """Let the first rank make a text that all get; what it fails of, all fail of."""
         if self.count == 1:
@@ -153,13 +171,13 @@ class RunRanks:
 
     @contextmanager
     def recording(
-        self, out: Path, budget_bytes: int, first_step: int, steps: int
+        self, out: Path, plan: Plan, first_step: int, steps: int
     ) -> Generator[tuple[MetricsLog | None, Progress, StopRequest], None, None]:
         """Open what records the steps of a run and shows them, which the first rank does, and listen to signals.
 
         Args:
             out: Folder of the run.
-            budget_bytes: Budget of the device.
+            plan: Plan of the run, whose largest budget of a rank is shown beside the largest peak.
             first_step: Steps that were run before.
             steps: Steps of the run in all.
 
@@ -168,6 +186,7 @@ class RunRanks:
         """
         with ExitStack() as stack:
             log = stack.enter_context(MetricsLog(out / "metrics.jsonl")) if self.is_first else None
+            budget_bytes = max(each.budgets[DEVICE] for each in (plan, *plan.peers))
             shown = None if self.is_first else stack.enter_context(open(os.devnull, "w"))
             progress = stack.enter_context(training_progress(steps, budget_bytes, shown, first_step=first_step))
             stop = stack.enter_context(StopRequest(tells=self.is_first))

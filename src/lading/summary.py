@@ -37,16 +37,23 @@ MOST_RANKS_TOLD = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Highest memory of one rank, beside its prediction and its budget, in bytes."""
+    """Highest memory of one rank, beside its prediction and its budget, in bytes.
+
+    Attributes:
+        base_bytes: What its process had before, not counted in these; 0 on another host than the first rank's.
+    """
 
     peak_bytes: int
     predicted_bytes: int
     budget_bytes: int
+    base_bytes: int = 0
 
     @staticmethod
     def of_rank(each: RankTimeline) -> Peak:
         """Peak of a measured rank."""
-        return Peak(peak_bytes=each.peak_bytes, predicted_bytes=each.predicted_bytes, budget_bytes=each.budget_bytes)
+        sizes = {"peak_bytes": each.peak_bytes, "predicted_bytes": each.predicted_bytes}
+        base_bytes = 0 if each.clock_error_s else each.base_bytes
+        return Peak(**sizes, budget_bytes=each.budget_bytes, base_bytes=base_bytes)
 
     @property
     def share(self) -> float:
@@ -100,7 +107,7 @@ class RunResult:
             f"(predicted {format_bytes(self.predicted_peak_bytes)})",
             *self._peaks_by_rank(),
             *([sentence_of(self.slow_rank)] if self.slow_rank else []),
-            *([container_words(self.base_bytes, self.peak_bytes, self.budget_bytes)] if self.base_bytes else []),
+            *filter(None, [_container(self.base_bytes, self.peak_bytes, self.budget_bytes, self.rank_peaks)]),
             f"wrote {self.out}/: metrics.jsonl, plan.json, report.html, timeline.pftrace",
         ]
         if self.validation_losses:
@@ -131,6 +138,15 @@ class RunResult:
         """Words that say whose peak it is, where there are several ranks: " of rank 1"."""
         peak_ranks = [rank for rank, peak in enumerate(self.rank_peaks) if peak.peak_bytes == self.peak_bytes]
         return f" of rank {peak_ranks[0]}" if len(self.rank_peaks) > 1 and peak_ranks else ""
+
+
+def _container(base_bytes: int, peak_bytes: int, budget_bytes: int, ranks: Sequence[Peak]) -> str:
+    """Say what container holds a run, with all ranks of the first one's host; "" where nobody knows."""
+    here = [peak for peak in ranks if peak.base_bytes]
+    if len(here) < 2 or not base_bytes:
+        return container_words(base_bytes, peak_bytes, budget_bytes) if base_bytes else ""
+    base_bytes, peak_bytes = sum(p.base_bytes for p in here), sum(p.peak_bytes for p in here)
+    return container_words(base_bytes, peak_bytes, sum(max(p.peak_bytes, p.budget_bytes) for p in here), len(here))
 
 
 #: Says how long a step takes of which a rank computes so many times as long.
@@ -333,11 +349,11 @@ def run_summary(
     return RunSummary(
         title=Path(run.out).name,
         model=f"{run.model.name}, {format_count(parameters)} parameters, "
-        f"{run.optimization.accumulation} x {run.data} a step",
+        f"{run.optimization.accumulation * prepared.plan.replicas} x {run.data} a step",
         machine=prepared.plan.request.machine,
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),
         budget_bytes=fullest.budget_bytes,
-        keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
+        keep_all_bytes=max(each.predictions.keep_all_bytes for each in (prepared.plan, *prepared.plan.peers)),
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=fullest.predicted_bytes,
         plain_step_s=_steady_s(plain),
@@ -345,7 +361,12 @@ def run_summary(
         measured_step_s=_steady_s(steps) if measured else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
         measured_peak_bytes=fullest.peak_bytes if measured and steps else None,
-        base_bytes=process_base_bytes(prepared.plan, steps),
+        container=_container(
+            process_base_bytes(prepared.plan, steps),
+            fullest.peak_bytes,
+            fullest.budget_bytes,
+            [] if job is None else [Peak.of_rank(timeline) for timeline in job.ranks],
+        ),
         excess=tuple(sentence for r in steps for sentence in r.get("excess", ())),
         identical_to_plain=is_identical,
         plain_losses=tuple((r["step"] + 1, r["loss"]) for r in plain),

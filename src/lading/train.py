@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lading.alone import ranks_here
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import check_free, run_lock
 from lading.checkpoint.store import (
@@ -153,8 +154,7 @@ def begun(
         ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
         with ExitStack() as stack:
             out = Path(prepared.run.out)
-            taking = partial(_taken_over, out, back)
-            ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, taking)) or "")
+            ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, partial(_taken_over, out, back))) or "")
             yield prepared, ranks, resume
 
 
@@ -189,8 +189,8 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     if resume:
         print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
-    plan = prepared.plan
-    for words in filter(None, (limit_words(plan), wear_words(plan), room_words(plan, available_bytes()))):
+    plan, here = prepared.plan, min(ranks_here(), ranks.count)
+    for words in filter(None, (limit_words(plan), wear_words(plan), room_words(plan, available_bytes(), here))):
         print(fitted(words), flush=True)
     if newest is not None and newest.step >= run.optimization.steps:
         return _checked(_told(ranks, partial(_reported, prepared, None, 0, 0)))
@@ -231,7 +231,7 @@ def _planned(run: RunConfig, ranks: RunRanks, *, cache: bool) -> Prepared:
     """Plan a run whose data can be read: what is wrong with them is told before minutes of planning."""
     from lading.prepare import plan_run  # a saved plan needs no planner
 
-    with planning_progress() as progress:
+    with planning_progress(ranks.planning_stream) as progress:
         progress.update(0.0, "reading the data")
         initial = defer(lambda: build(run.model, run.optimization.precision))
         ranks.by_first(lambda: opened_data(run, initial.model) and "")
@@ -284,7 +284,8 @@ def _trained(
         if validation is not None and validation.note:
             print(fitted(validation.note), flush=True)
         plans = plans and freezer is None and ranks.count == 1
-        watch = _watch_over(prepared)(prepared, trainer, plans=plans)
+        now = prepared if freezer is None else freezer.prepared  # planned again if layers freeze before the first step
+        watch = _watch_over(now, trainer, ranks, plans=plans)
         try:
             if prepared.run.checkpoint.in_place:
                 trainer.check_in_place(Path(prepared.run.out) / NEWEST)
@@ -300,19 +301,19 @@ def _trained(
         return prepared, first, trainer.timelines(mine), int(trainer.largest(trainer.peak_bytes)[0])
 
 
-def _watch_over(prepared: Prepared) -> type[Watch]:
+def _watch_over(prepared: Prepared, trainer: Trainer, ranks: RunRanks, *, plans: bool) -> Watch:
     """Watch over a run of this plan; steps that leave out experts differ, so they say little of the host."""
     if prepared.plan.experts:
-        return RoutingWatch
-    return HostWatch if prepared.run.memory.clipped is None else ClippingWatch
+        return RoutingWatch(prepared, trainer, plans=plans)
+    if prepared.run.memory.clipped is not None:
+        return ClippingWatch(prepared, trainer, plans=plans)
+    return HostWatch(prepared, trainer, plans=plans, beside=ranks.processes_here())
 
 
 def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:
     """Make the trainer of a rank of a run, with files in the run's folder."""
     run = prepared.run
-    folder = Path(run.memory.folder or run.out)
-    if not ranks.is_first:
-        make_folder(folder := folder / f"rank-{ranks.rank}")
+    make_folder(folder := Path(run.memory.folder or run.out))
     return Trainer(
         prepared.plan,
         prepared.step.captured,
@@ -398,7 +399,7 @@ def _loop(
     if run.checkpoint.stages and (shortage := trainer.staging_shortage()):
         print(fitted(shortage), flush=True)
     mine, signal_number = None, 0.0
-    with ranks.recording(Path(run.out), trainer.plan.budgets["device"], trainer.steps, total) as (log, progress, stop):
+    with ranks.recording(Path(run.out), trainer.plan, trainer.steps, total) as (log, progress, stop):
         save = partial(_save, trainer, run, meta, log)
         saved, num_reported = trainer.steps, 0
         while trainer.steps < total and not signal_number:
@@ -460,10 +461,7 @@ def _check_room(prepared: Prepared, first: int) -> None:
 
 
 def _plan_again(freezer: _Freezer | None, watch: Watch, steps_left: int, progress: Progress) -> None:
-    """Plan again between two steps where layers froze, the host, chosen experts or clipped steps are others.
-
-    What comes of it is shown.
-    """
+    """Plan again where layers froze, the host, chosen experts or clipped steps are others; shows what comes of it."""
     for words in ("" if freezer is None else freezer.advance(), watch.advance(steps_left)):
         if words:
             progress.note(fitted(words))

@@ -24,6 +24,7 @@ from lading.captures import (
     captured_step,
     checked_model,
     digest_of,
+    in_folders_of_rank,
     join,
     of_stages,
     of_this_rank,
@@ -172,11 +173,10 @@ class Trainer:
         check_host(plan.request.host_id)
         self.plan = plan
         programs = programs_of(plan, graph, others, program)
-        self.program = programs[0]
         if any(isinstance(rule_of(op), ParameterRule) for step_program in programs for op in step_program.graph.ops):
             check_planned(planned, self.optimizer)
         self._random = any(op.random for captured in (graph, *others, *shapes) for op in captured.ops)
-        values, stages = of_stages(full_plan, graph, plan.choices.rank) or (values_of(self.program.graph), [])
+        values, stages = of_stages(full_plan, graph, plan.choices.rank) or (values_of(programs[0].graph), [])
         if self._paused is not None:
             self._paused.check(values)
         self._first_name = {alias: p.names[0] for p in graph.parameters for alias in p.names}
@@ -189,6 +189,8 @@ class Trainer:
         graphs = [step_program.graph for step_program in programs]
         self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
         self._replicas = join(full_plan, programs, self.optimizer, model, self._groups) if full_plan.ranks > 1 else None
+        programs = in_folders_of_rank(programs, self._settings[1], self._replicas)
+        self.program = programs[0]
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
         self._start_executor(programs, (graph, *others), shapes, model)
@@ -285,11 +287,10 @@ class Trainer:
             rules = {} if self._groups is None else self._groups.rules()
             numbers = "" if self._groups is None else repr(self._groups.numbers())
             self._meet(
-                f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1], shape=shape,
-                **{"numbers of the optimizer's groups": numbers}, **self._seeded(),
+                f"run step {self.steps + 1}", feeds, lr=rates[0], matrix_lr=rates[1],
+                **{"numbers of the optimizer's groups": numbers}, **self._compared(shape),
             )  # fmt: skip
-            before = self._executor.completed
-            state = generator_state(self._kind) if self._random else None
+            before, state = self._executor.completed, generator_state(self._kind) if self._random else None
             try:
                 losses = self._executor.step(
                     feeds, lr=rates[0], matrix_lr=rates[1], rules=rules, shape=shape, norms=norms
@@ -314,12 +315,13 @@ class Trainer:
         layout, count = self.plan.parsed_layout, captured.accumulation
         return Draws(captured, layout.replica(self._replicas.rank) * count, layout.dp * count)
 
-    def _seeded(self) -> dict[str, str]:
-        """Numbers that ranks compare before a step that draws random numbers: all go on from one state."""
-        if self._replicas is None or not self._random:
-            return {}
-        advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
-        return {f"random state ({advice})": f"{zlib.crc32(generator_state(self._kind).numpy().data)}"}
+    def _compared(self, shape: int) -> dict[str, float | str]:
+        """Facts that ranks compare before they run a batch: by which capture, and from which random numbers on."""
+        facts: dict[str, float | str] = {"capture of the batch (graph, others, shapes, counted from 0)": shape}
+        if self._random and self._replicas is not None:
+            advice = "call torch.manual_seed alike on all, and draw what is to differ from a torch.Generator"
+            facts[f"random state ({advice})"] = f"{zlib.crc32(generator_state(self._kind).numpy().data)}"
+        return facts
 
     def _told(self, losses: Sequence[float], shape: int) -> float:
         step = self._steps[shape]
@@ -375,7 +377,7 @@ class Trainer:
                 "others=[lading.capture(model, batch, loss, evaluation=True)]"
             )
         with self._lock, HeldInterrupts(self._executor.stop):
-            self._meet(f"evaluate after step {self.steps}", feeds, shape=shape, **self._seeded())
+            self._meet(f"evaluate after step {self.steps}", feeds, **self._compared(shape))
             losses = self._executor.forward(feeds, shape=shape)
         return self._told(losses, shape)
 

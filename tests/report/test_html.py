@@ -19,7 +19,15 @@ from lading.report.charts import memory_figure, metric_figure
 from lading.report.figures import compute_seconds, seconds_by_kind
 from lading.report.gantt import gantt_figure, merge
 from lading.report.html import metric_series, write_report
-from lading.report.promises import Promise, RunSummary, budget_remedy, error_words, remarks, verdict
+from lading.report.promises import (
+    Promise,
+    RunSummary,
+    budget_remedy,
+    container_words,
+    error_words,
+    remarks,
+    verdict,
+)
 from lading.report.svg import Frame, breakable, byte_ticks, second_ticks, ticks, unbroken_options, x_axis
 from lading.summary import reproduction
 from lading.units import GiB, MiB, format_bytes, format_seconds
@@ -245,7 +253,8 @@ def test_a_broken_promise_says_why_and_what_would_do() -> None:
 
 
 def test_the_whole_process_is_said() -> None:
-    words = remarks(summary(base_bytes=300 * MiB, measured_peak_bytes=380 * MiB))[-1]
+    container = container_words(300 * MiB, 380 * MiB, 400 * MiB)
+    words = remarks(summary(container=container, measured_peak_bytes=380 * MiB))[-1]
     assert "had 300.00 MiB before training" in words
     assert "680.00 MiB at the peak" in words
     assert "--memory=704m" in words  # 300 and the budget of 400

@@ -141,6 +141,8 @@ def test_the_limit_of_a_step_is_said_by_resource(run: dict[str, Any]) -> None:
     )
     none = dataclasses.replace(plan, predictions=dataclasses.replace(predictions, limits=()))
     assert limit_words(none) == ""
+    first = dataclasses.replace(none, predictions=dataclasses.replace(predictions, limits=limits[1:]), peers=(plan,))
+    assert limit_words(first) == limit_words(plan)  # of a pipeline that of the rank that is limited most
 
 
 def test_what_disks_take_is_said_for_a_step_and_a_day(run: dict[str, Any]) -> None:
@@ -158,4 +160,9 @@ def test_what_disks_take_is_said_for_a_step_and_a_day(run: dict[str, Any]) -> No
     some = dataclasses.replace(plan, request=request)  # whose experts without tokens are not written
     assert wear_words(some) == words.replace("written:", "written at most:")
     kept = tuple(dataclasses.replace(each, moved_bytes={}) for each in predictions.policies)
-    assert wear_words(dataclasses.replace(plan, predictions=dataclasses.replace(predictions, policies=kept))) == ""
+    none = dataclasses.replace(plan, predictions=dataclasses.replace(predictions, policies=kept))
+    assert wear_words(none) == ""
+    replicas = dataclasses.replace(plan, layout="dp2")
+    assert wear_words(replicas) == words.replace("written:", "written, on each rank:")
+    stages = dataclasses.replace(none, layout="pp2", peers=(plan,))
+    assert wear_words(stages) == words.replace("written:", "written, on the rank that writes most:")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -58,3 +62,42 @@ def test_ranks_of_unlike_collectives_are_told_before_any_runs(
     replicas._layout, replicas._all, replicas._timeout_s, replicas._group = LAYOUT, every, 1.0, None
     with pytest.raises(ConfigError, match="rank 2 has others than rank 0"):
         replicas._join(told[RANK])
+
+
+#: A rank whose job's store is kept by the first one, as where mpirun or srun starts ranks.
+RANK_OF_JOB = """
+import os, sys, time
+from lading.errors import ConfigError
+from lading.runtime.job import by_first_rank, start_job
+
+if start_job(2):
+    time.sleep(1.0)
+elif sys.argv[1] == "fails":
+    os._exit(1)
+try:
+    print(by_first_rank("test", lambda: "made"))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        pytest.param("ends", "made", id="ends"),
+        pytest.param("fails", "test: lost the process group's store while", id="fails", marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_that_keeps_the_store_waits_for_the_others_at_its_end(how: str, told: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}"}
+    here = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")} | job
+    command = [sys.executable, "-c", RANK_OF_JOB, how]
+    ranks = [
+        subprocess.Popen(command, env={**here, "RANK": f"{rank}"}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert ranks[1].communicate(timeout=60)[0].startswith(told)
+    ranks[0].communicate(timeout=60)

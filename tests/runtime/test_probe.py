@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import subprocess
+import sys
 import time
 import tomllib
 from functools import partial
@@ -33,6 +35,7 @@ from lading.runtime.probe import (
     fit_products,
     low_product_cases,
     probe,
+    worked_seconds,
 )
 from lading.runtime.probe_cases import (
     _DISTURBANCE_BYTES,
@@ -376,6 +379,21 @@ def test_load_is_what_others_work() -> None:
         pass
     share = meter.share()
     assert share is None or 0.0 <= share <= 1.0
+
+
+def test_processes_of_the_same_job_are_no_others() -> None:
+    code = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        meter = LoadMeter((process.pid,))
+        before_s = meter._read()
+        end = time.monotonic() + 60
+        while worked_seconds(process.pid) < 0.3 and time.monotonic() < end:
+            time.sleep(0.01)
+        after_s = meter._read()
+        process.communicate(b"\n")
+    if before_s is not None and after_s is not None:  # where the system tells
+        assert after_s[2] - before_s[2] > 0.2
+    assert worked_seconds(process.pid) == 0.0  # it is gone
 
 
 @pytest.mark.parametrize("key", _GPU_MAKERS)

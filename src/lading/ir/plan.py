@@ -376,7 +376,13 @@ class Plan:
     @property
     def lower_bound_s(self) -> float:
         """Seconds of a step that no plan within the budgets takes less than, as modelled; 0.0 where none is known."""
-        return self.predictions.lower_bound_s
+        return max(each.predictions.lower_bound_s for each in (self, *self.peers))
+
+    @property
+    def limits(self) -> tuple[ResourceLimit, ...]:
+        """Least seconds of each resource, the largest first; of a pipeline those of the rank that is limited most."""
+        limits_by_rank = (each.predictions.limits for each in (self, *self.peers))
+        return max(limits_by_rank, key=lambda limits: limits[0].seconds if limits else 0.0)
 
     @property
     def policies(self) -> tuple[PolicyRow, ...]:

@@ -460,7 +460,7 @@ def _policies(plan: Plan) -> str:
 
 def _limits(plan: Plan) -> str:
     """Table of the limit of a step by resource; "" where none is known."""
-    limits = plan.predictions.limits
+    limits = plan.limits
     if not limits:
         return ""
     rows = [

@@ -72,12 +72,12 @@ def policy_cells(row: PolicyRow) -> list[str]:
 def limits_table(plan: Plan) -> Table:
     """Table of what a step takes of each resource at least, the one that binds first, and the planned step beside."""
     table = figures_table("Limit of a step", "resource", "has to move", "at least", "planned above it")
-    for number, limit in enumerate(plan.predictions.limits):
+    for number, limit in enumerate(plan.limits):
         moves = format_bytes(limit.size_bytes) if limit.size_bytes else "-"
         above = f"{plan.step_s / limit.seconds - 1.0:.1%}"
         style = None if number else "bold"
         table.add_row(limit.resource, moves, format_seconds(limit.seconds), above, style=style)
-    binds = plan.predictions.limits[0].resource
+    binds = plan.limits[0].resource
     return _with_caption(table, f"{binds} binds; each by itself, at the rates of this machine, inside this budget")
 
 
@@ -116,7 +116,7 @@ def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
     """Print the whole bill of lading: fit, policies, placement, assumptions."""
     console.print(fit_table(plan.peak_bytes, plan.budgets, plan.predictions.bytes_by_role))
     console.print(policy_table(plan))
-    if plan.predictions.limits:
+    if plan.limits:
         console.print(limits_table(plan))
     console.print(placement_table(plan, graph))
     say_list(console, "Assumed", plan.assumptions)

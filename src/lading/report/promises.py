@@ -36,7 +36,7 @@ class RunSummary:
         predicted_step_s, measured_step_s: Seconds of one step; measured is the median, None if not run.
         measured_step_spread_s: Largest minus smallest measured step.
         predicted_peak_bytes, measured_peak_bytes: Device peak; None for a plan that has not run.
-        base_bytes: Memory that the process had before training; 0 where unknown or not the budget's (a GPU).
+        container: What container holds the run, in words; "" where unknown or not the budget's memory (a GPU).
         excess: Sentences on the first step above the budget and on what had not been predicted.
         identical_to_plain: Whether losses equal the plain run's bit for bit; None if not compared.
         losses: (step, loss) to draw, the first step being 1; empty means those in the metrics.
@@ -58,7 +58,7 @@ class RunSummary:
     measured_step_s: float | None = None
     measured_step_spread_s: float = 0.0
     measured_peak_bytes: int | None = None
-    base_bytes: int = 0
+    container: str = ""
     excess: tuple[str, ...] = ()
     identical_to_plain: bool | None = None
     losses: tuple[tuple[int, float], ...] = ()
@@ -124,7 +124,7 @@ def limit_words(plan: Plan) -> str:
     Returns:
         One sentence; "" where the plan knows no limits.
     """
-    limits = plan.predictions.limits
+    limits = plan.limits
     if not limits:
         return ""
     first, *others = [f"{limit.resource} {format_seconds(limit.seconds)}{_moved(limit.size_bytes)}" for limit in limits]
@@ -135,21 +135,24 @@ def limit_words(plan: Plan) -> str:
     )
 
 
-def room_words(plan: Plan, free_bytes: int | None) -> str:
+def room_words(plan: Plan, free_bytes: int | None, local_ranks: int = 1) -> str:
     """Say that a run will not find the memory that its plan takes on a CPU, as others have it.
 
     Args:
-        free_bytes: Bytes that the process could have now; None where that is not known.
+        free_bytes: Bytes that the processes of the run on this host could have now; None where that is not known.
+        local_ranks: How many there are, the first ranks of the job.
 
     Returns:
         One sentence; "" where there is room.
     """
-    is_host, needed_bytes = plan.request.machine_table["device"]["kind"] == "cpu", plan.peak_bytes[DEVICE]
+    needed_bytes = sum(plan.of_rank(rank).peak_bytes[DEVICE] for rank in range(local_ranks))
+    is_host = plan.request.machine_table["device"]["kind"] == "cpu"
     if free_bytes is None or not is_host or needed_bytes <= free_bytes:
         return ""
+    whose, killed = ("the run", "this one") if local_ranks == 1 else (f"the {local_ranks} ranks here", "one of them")
     return (
-        f"expected {format_bytes(needed_bytes)} of memory for the run, found {format_bytes(free_bytes)} "
-        "that other processes leave: the system may kill this one (--resume then goes on); end others, or plan with a "
+        f"expected {format_bytes(needed_bytes)} of memory for {whose}, found {format_bytes(free_bytes)} "
+        f"that other processes leave: the system may kill {killed} (--resume then goes on); end others, or plan with a "
         "smaller budget"
     )
 
@@ -164,16 +167,23 @@ def wear_words(plan: Plan) -> str:
     Returns:
         One sentence; "" where it writes nothing there. A plan that leaves out experts writes so much at most.
     """
-    files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
-    row = next((policy for policy in plan.policies if policy.policy == plan.request.policy), None)
-    written = {name: row.moved_bytes.get(f"{name}_write", 0) for name in files} if row is not None else {}
+    by_rank = [_written_bytes(rank_plan) for rank_plan in (plan, *plan.peers)]
+    written = max(by_rank, key=lambda sizes: sum(sizes.values()))
     parts = [
         f"{format_bytes(size)} a step to {name}, {format_bytes(int(size * _DAY_S / plan.step_s))} a day"
         for name, size in written.items()
         if size and plan.step_s > 0
     ]
     each = ", on each rank" if plan.ranks > 1 else " at most" if plan.leaves_out_experts else ""
+    each = ", on the rank that writes most" if any(sizes != written for sizes in by_rank) else each
     return f"written{each}: {'; '.join(parts)} of steps as predicted, checkpoints aside" if parts else ""
+
+
+def _written_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes that a rank's plan writes to each disk in a step."""
+    files = [tier["name"] for tier in plan.request.machine_table["tiers"] if tier["kind"] == FILE]
+    row = next((policy for policy in plan.policies if policy.policy == plan.request.policy), None)
+    return {} if row is None else {name: row.moved_bytes.get(f"{name}_write", 0) for name in files}
 
 
 def _moved(size_bytes: int) -> str:
@@ -192,17 +202,19 @@ def budget_remedy(budget_bytes: int, predicted_bytes: int, peak_bytes: int) -> s
     return words
 
 
-def container_words(base_bytes: int, peak_bytes: int, budget_bytes: int) -> str:
+def container_words(base_bytes: int, peak_bytes: int, budget_bytes: int, processes: int = 1) -> str:
     """Say what the whole process takes and the limit of a container that holds it, in steps of 64 MiB.
 
     Args:
         base_bytes: Memory before training: the budget counts from there.
+        processes: Ranks of one host, whose numbers were added up.
     """
     process_bytes = base_bytes + max(peak_bytes, budget_bytes)
     limit = -(-process_bytes // (64 * MiB)) * 64
+    who, peak = ("the process", "the peak") if processes == 1 else (f"{processes} ranks together", "their peaks")
     return (
-        f"the process had {format_bytes(base_bytes)} before training, which the budget does not count, and "
-        f"{format_bytes(base_bytes + peak_bytes)} at the peak; a container to train in needs --memory={limit}m or more "
+        f"{who} had {format_bytes(base_bytes)} before training, which the budget does not count, and "
+        f"{format_bytes(base_bytes + peak_bytes)} at {peak}; a container to train in needs --memory={limit}m or more "
         "(planning may need more: lading train --plan skips it)"
     )
 
@@ -222,8 +234,8 @@ def remarks(summary: RunSummary) -> list[str]:
     if peak is not None and summary.promise is Promise.BROKEN:
         remedy = budget_remedy(summary.budget_bytes, summary.predicted_peak_bytes, peak)
         lines[:0] = [sentence_of(words) for words in (*summary.excess, remedy)]
-    if peak is not None and summary.base_bytes:
-        lines.append(sentence_of(container_words(summary.base_bytes, peak, summary.budget_bytes)))
+    if peak is not None and summary.container:
+        lines.append(sentence_of(summary.container))
     if summary.identical_to_plain is not None:
         lines.append(
             "Losses are identical to the plain run, bit for bit."

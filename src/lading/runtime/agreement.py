@@ -212,9 +212,12 @@ class Meeting:
         """Make the next meeting of these ranks, in the store of the job's process group."""
         rank, everyone = dist.get_rank(), tuple(sorted(ranks))
         named = hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]
-        run = run_number(0)
-        store = distributed_c10d.PrefixStore(f"lading/{run} {named}", distributed_c10d._get_default_store())
-        number = store.add(f"meetings of {rank}", 1)
+        try:
+            run = run_number(0)
+            store = distributed_c10d.PrefixStore(f"lading/{run} {named}", distributed_c10d._get_default_store())
+            number = store.add(f"meetings of {rank}", 1)
+        except dist.DistNetworkError as error:
+            raise lost_store(call, "ranks met") from error
         return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s, run)
 
     def agree(self, prepare: Callable[[], tuple[T, Facts]]) -> T:
@@ -241,10 +244,7 @@ class Meeting:
                 self.store.delete_key(f"facts {self.rank}")  # the first rank has read what it needs
             return verdict
         except dist.DistNetworkError as error:
-            raise ConfigError(
-                f"{self.call}: lost the process group's store while ranks compared what they were given: the process "
-                "that keeps it, mostly that of rank 0, has ended; look at its output"
-            ) from error
+            raise lost_store(self.call, "ranks compared what they were given") from error
 
     def conclude(self, verdict: str) -> str:
         """Write a verdict; returns the one that stands, which is another rank's where that was written before."""
@@ -330,6 +330,14 @@ def _difference(
                 )
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
     return f"{listed(ranks)} in {different[0]}{more}"
+
+
+def lost_store(call: str, while_what: str) -> ConfigError:
+    """Make the error of a rank that cannot reach the store of its job any more."""
+    return ConfigError(
+        f"{call}: lost the process group's store while {while_what}: the process that keeps it, mostly that of rank 0, "
+        "has ended; look at its output"
+    )
 
 
 def listed(ranks: Sequence[int]) -> str:

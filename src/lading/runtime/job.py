@@ -31,7 +31,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.layout import AXES, Layout
 from lading.ir.program import RUNS_OP, Program
 from lading.ir.reduction import TRANSFERS
-from lading.runtime.agreement import Meeting, listed, run_number
+from lading.runtime.agreement import Meeting, listed, lost_store, run_number
 from lading.runtime.batch_threads import batch_threads
 from lading.runtime.binding import Mailbox
 from lading.runtime.interrupts import ending_at_once
@@ -132,8 +132,15 @@ def _start_of(store: distributed_c10d.Store, rank: int, ranks: int) -> str:
 
 
 def _end_job() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the job; the rank that keeps its store, as no torchrun does, waits a while for those that still ask it."""
+    if not dist.is_initialized():
+        return
+    store, ranks = distributed_c10d._get_default_store(), range(dist.get_world_size())
+    with suppress(RuntimeError):  # who keeps the store is gone, or another rank does not come
+        store.set(f"lading/ended {dist.get_rank()}", "")
+        if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            store.wait([f"lading/ended {rank}" for rank in ranks], timedelta(seconds=_CLOSING_S))
+    dist.destroy_process_group()
 
 
 def by_first_rank(
@@ -165,13 +172,12 @@ def by_first_rank(
         store.set("made", text)
         return text
     meanwhile()
-    late = f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
     try:
         if not meeting.wait(["made"], timeout_s):
-            raise ConfigError(late)
+            raise ConfigError(f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output")
         text = bytes(store.get("made")).decode()
     except RuntimeError as error:
-        raise ConfigError(late) from error
+        raise lost_store(call, "this rank waited for rank 0") from error
     if not text:
         raise ConfigError(f"{call}: failed on rank 0: {bytes(store.get('failed')).decode()}")
     return text
@@ -534,8 +540,9 @@ class Replicas:
                 f"lost the other ranks while waiting for them to {self._doing}: the process that keeps the job's store "
                 f"has ended ({_first_line(lost)}; {first}); look at its output, and start the job again"
             )
+        waited = f"waited {self._timeout_s:g} s for" if "imed out" in first else "lost a connection while waiting for"
         return (
-            f"rank {self.rank} waited up to {self._timeout_s:g} s for the others to {self._doing}; missing: "
+            f"rank {self.rank} {waited} the others to {self._doing}; missing: "
             f"{', '.join(descriptions[:8]) or 'none, but a connection broke'} ({first}); look at its output, and "
             "start the job again from the last checkpoint"
         )
@@ -569,4 +576,5 @@ class _Mailbox:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """First line of an error, without the advice that gloo adds."""
+    return str(error).strip().partition("\n")[0].partition(". This is typically")[0]

@@ -473,9 +473,13 @@ class LoadMeter:
     """Measures what share of this process's processors others take, from its creation on.
 
     What a hypervisor gives to other guests counts too, as far as it says so.
+
+    Args:
+        beside: Numbers of processes that are no others either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Sequence[int] = ()) -> None:
+        self._beside = beside
         self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._begun = self._read()
 
@@ -492,13 +496,23 @@ class LoadMeter:
         return min(1.0, max(0.0, busy_s - own_s) / (wall_s * len(self._cpus)))
 
     def _read(self) -> tuple[float, float, float] | None:
-        """Seconds on the clock, of work of the processors, and of this process and its children."""
+        """Seconds on the clock, of work of the processors, and of this process, those beside it, and their children."""
         try:
             lines = _STAT.read_text().splitlines()
         except OSError:
             return None
         busy = busy_seconds(lines, self._cpus)
-        return None if busy is None else (time.monotonic(), busy, sum(os.times()[:4]))
+        own_s = sum(os.times()[:4]) + sum(map(worked_seconds, self._beside))
+        return None if busy is None else (time.monotonic(), busy, own_s)
+
+
+def worked_seconds(process: int) -> float:
+    """Seconds that a process has worked, with its children that have ended; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_seconds(lines: list[str], cpus: list[int]) -> float | None:

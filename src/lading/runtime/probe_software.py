@@ -24,9 +24,9 @@ took half, they were twice as long. So such a case trains again, and of all the 
 
 [Note: one model in a process] Nothing is set that plain PyTorch has not set, and each model trains in processes of its
 own, as in the user's run: its step depends on what else lives in its process, whose heap gives pages back or keeps them
-by what was freed before. One model of 89 ms took 143 beside larger ones. The cases run in order, back and in order again,
-so that a host whose speed drifts is as fast for all of them, and of the three the median counts: with two, one case that
-was 15% slower for two seconds moved predictions of other models on two ranks by 10%.
+by what was freed before. One model of 89 ms took 143 beside larger ones. The cases run in order, back and in order
+again, so that a host whose speed drifts is as fast for all of them, and of the three the median counts: with two, one
+case that was 15% slower for two seconds moved predictions of other models on two ranks by 10%.
 """
 
 from __future__ import annotations

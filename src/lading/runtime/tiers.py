@@ -13,8 +13,9 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -119,6 +120,20 @@ def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int],
     return cast(MakeTier, imported(tier.kind, f"tier {tier.name}"))(size_bytes, location)
 
 
+def tiers_of_rank(tiers: Sequence[Tier], folder: Path, rank: int) -> tuple[Tier, ...]:
+    """Tiers as a rank of a job has them: its files lie in folders of its own, inside of those that all were given.
+
+    Args:
+        folder: Folder of the run.
+    """
+    if rank == 0:
+        return tuple(tiers)
+    return tuple(
+        replace(tier, location=str(Path(tier.location or folder) / f"rank-{rank}")) if tier.kind == FILE else tier
+        for tier in tiers
+    )
+
+
 def imported(kind: str, what: str) -> object:
     """Import the function that a kind "module:function" names.
 
@@ -186,7 +201,7 @@ class FileTier:
         self.capacity_bytes = whole_pages(capacity_bytes)
         self._places: np.ndarray | None = None  # of each page: 0 first, 1 second
         self._kept: np.ndarray | None = None
-        self._is_linked = False
+        self._is_linked, self._made_folder = False, not folder.exists()
         self._lock = _lock_folder(folder)
         try:
             with _swapping(folder):
@@ -413,6 +428,9 @@ class FileTier:
             warnings.warn(f"cannot remove {self.folder / 'lading.lock'}: {error.strerror}", stacklevel=2)
         finally:
             os.close(self._lock)
+        if self._made_folder:
+            with suppress(OSError):  # others have put something there, or made it anew
+                self.folder.rmdir()
 
 
 @contextmanager

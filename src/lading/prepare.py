@@ -83,6 +83,7 @@ _SPREAD = ("dp", "zero", "shard", "bucket_bytes", "pp", "vpp", "schedule", "tp",
 _SENT_BYTES = 1 << 20
 #: Shape of a parameter whose states are kept as those of large ones are.
 _LARGE = (1 << 20,)
+_FURTHER = "others=, or validation with dropout or running statistics"
 
 
 def plan(  # noqa: PLR0913  the public entry spells out all it takes
@@ -480,16 +481,14 @@ def _check_spread(spread: Layout, rule: ParameterRule, matrices: Matrices | None
     if spread.pp > 1 and others:
         raise ConfigError(
             "layout: expected one step in a pipeline, whose ranks have parameters of their own, got further steps "
-            "(others=, or validation with dropout or running statistics); train replicas "
-            f'(layout="dp{spread.devices}"), or leave that out'
+            f'({_FURTHER}); train replicas (layout="dp{spread.devices}"), or leave that out'
         )
 
 
 def _uncut(rule: ParameterRule, others: Sequence[StepGraph]) -> str:
     """Say what of a step cannot be cut into shards; "" where all can."""
     if others:
-        validation = "validation with dropout or running statistics"
-        return f"further steps (others=, or {validation}), which use parameters in an order of their own"
+        return f"further steps ({_FURTHER}), which use parameters in an order of their own"
     return f"{name_of(rule)}, which moves whole parameters" if rule.whole else ""
 
 

@@ -74,7 +74,6 @@ from lading.units import format_bytes, parse_bytes, share_of, share_or_bytes
 #: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
 #: layers, 0.7 for a Llama of 6 that gave no freed scratch back before, torch 2.13.
 _SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
-
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
 #: Settings of a layout that a run may have.

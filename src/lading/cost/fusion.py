@@ -516,7 +516,7 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
 
 
 def draws(segment: RankSegment) -> tuple[Kernel, ...]:
-    """What draws the random numbers of a segment, a kernel for each dropout: its bytes are those of the mask."""
+    """Kernels that draw the random numbers of a segment, one for each dropout: its bytes are those of the mask."""
     numbers = (
         (kernel, kernel.bytes_written - kernel.bytes_read)
         for kernel in segment.kernels

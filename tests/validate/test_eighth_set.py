@@ -99,6 +99,7 @@ def test_flash_attention_that_is_denied_is_not_used(rows: dict[str, Row], attent
         ("a report, 2023-08", "flash attention", "flash2"),
         ("a report, 2022", "flash attention", "flash1"),
         ("a report, 2022-12", "flash attention 2", "flash2"),
+        ("a report, 2022-12", "flash attention (flash-attention 2)", "flash2"),
         ("a report", "flash attention", "flash2"),
     ],
 )

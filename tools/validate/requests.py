@@ -253,8 +253,8 @@ def _before_flash2(row: Row, attention: str, assumed: list[str]) -> dict[str, An
     words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
     month, year = month_of(row), year_of(row)
     older = month <= _FLASH2 if month[0] else 0 < year < _FLASH2[0]
-    named = re.search(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
-    if attention != "flash2" or not older or named is None or named[1]:
+    named = re.findall(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
+    if attention != "flash2" or not older or not named or any(named) or re.search(r"\bfa-?2\b", words):
         return {}
     assumed.append(f"the first FlashAttention: the second is of {_FLASH2[0]}-{_FLASH2[1]:02d}")
     return {"attention": "flash1"}

@@ -135,6 +135,8 @@ def test_the_smallest_budget_is_one_of_all_steps(rows: int) -> None:
         smallest = none.value.smallest_budget_bytes
         assert smallest == budget + none.value.missing_bytes
         assert f"found for is {smallest} bytes" in f"{none.value}"
+    with pytest.raises(PlanInfeasible):  # of fewer bytes than a number without a unit may be
+        plan(graph, small_machine(), budget="0.01%", others=others, cache=False)
     made = plan(graph, small_machine(), budget=smallest, others=others, cache=False)
     assert all(each.peak_bytes <= smallest for each in programs_of(made, graph, others))
 

@@ -352,7 +352,9 @@ def test_one_run_per_folder(tmp_path: Path) -> None:
     program = program_of(graph_of("gpt"), disk_always)
     threads = torch.get_num_threads()
     with executor_of(program, tmp_path, threads=2):
-        with pytest.raises(StorageError, match="in use by process"):
+        with pytest.raises(
+            StorageError, match="in use by another Trainer of this process; close that one, or give this one a folder"
+        ):
             executor_of(program, tmp_path, threads=3)
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == threads

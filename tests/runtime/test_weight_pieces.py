@@ -135,9 +135,12 @@ def test_a_trainer_reads_saves_and_loads_weights_in_pieces(tmp_path: Path) -> No
         assert [trainer.step(batch) for (batch,) in batches[:2]] == losses[:2]
         saved = trainer.save(tmp_path / "saved")
         table = trainer.value("tokens.weight")
-    with Trainer(made, graph, model_of("gpt", **sizes), optimizer=rule, folder=tmp_path) as trainer:
+    short = {name: tokens[:1] for name, tokens in batches[0][0].items()}
+    shapes = [capture(model_of("gpt", **sizes), short, loss_fn)]
+    with Trainer(made, graph, model_of("gpt", **sizes), optimizer=rule, folder=tmp_path, shapes=shapes) as trainer:
         trainer.load(saved)
         assert torch.equal(trainer.value("tokens.weight"), table)
         assert [trainer.step(batch) for (batch,) in batches[2:]] == losses[2:]
+        assert trainer.evaluate(short) == loss_fn(reference, short).item()
         values = dict(trainer.state_dict())
     assert all(torch.equal(values[name], tensor) for name, tensor in reference.state_dict().items())

@@ -289,7 +289,8 @@ def smaller_program(
         )
     step = planned_step(plan, captured)
     graphs = [with_states(step, [planned_step(plan, other) for other in others])]
-    graphs += [numbered_as(programs[0].graph, step)] * len(others)
+    if others:
+        graphs += [numbered_as(programs[0].graph, step)] * len(others)
     refusal: ConfigError | None = None
     for number, (program, graph) in enumerate(zip(programs, graphs, strict=True)):
         try:

@@ -90,8 +90,8 @@ def cached_plan(
 
     def planned(number: int, budget: int, homes: Homes | None) -> Planned:
         step, scratch = steps[number]
-        changed: Asked = {"expansion": expansion, "budget": budget, "workspace_bytes": scratch, "homes": homes}
-        return _cached(step, machine, folder, progress, {**asked, **changed})
+        of_step: Asked = {"expansion": expansion, "budget": f"{budget}B", "workspace_bytes": scratch, "homes": homes}
+        return _cached(step, machine, folder, progress, {**asked, **of_step})
 
     try:
         mine, *rest = _within(limit, planned, lead, len(steps))

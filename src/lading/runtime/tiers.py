@@ -469,9 +469,11 @@ def _is_locked(lock: int, folder: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         owner = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
+        found = f"process {owner}; wait for that run"
+        if owner == f"{os.getpid()}":
+            found = "another Trainer of this process; close that one"
         raise StorageError(
-            f"expected {folder} to be free, found it in use by process {owner}; "
-            "wait for that run or give this one a folder of its own"
+            f"expected {folder} to be free, found it in use by {found}, or give this one a folder of its own"
         ) from error
     if not path.exists() or path.stat().st_ino != os.fstat(lock).st_ino:
         return False

@@ -174,9 +174,7 @@ def by_first_rank(
     meanwhile()
     try:
         if not meeting.wait(["made"], timeout_s):
-            raise ConfigError(
-                f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output"
-            )
+            raise ConfigError(f"{call}: expected rank 0 to come within {timeout_s:g} s, it has not; look at its output")
         text = bytes(store.get("made")).decode()
     except RuntimeError as error:
         raise lost_store(call, "this rank waited for rank 0") from error

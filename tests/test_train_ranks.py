@@ -223,7 +223,7 @@ def _limits(rank: int, root: str) -> None:
     if rank == 1:
         (folder / "blocked").mkdir()
         (folder / "blocked" / "rank-1").write_text("no folder can be here")
-    told["blocked"] = _train(folder, "blocked")
+    told["blocked"] = _train(folder, "blocked", "memory={budget='99%'}")  # which moves something to a disk
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(os, "fsync", failing_after(os.fsync, 3, errno.ENOSPC, STATE))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -278,6 +279,18 @@ def in_folders_of_rank(programs: Sequence[Program], folder: Path, replicas: Repl
     rank = 0 if replicas is None else replicas.rank
     tiers = tiers_of_rank(programs[0].tiers, folder, rank)
     return [dataclasses.replace(program, tiers=tiers) for program in programs] if rank else [*programs]
+
+
+@contextmanager
+def left_if_it_fails(replicas: Replicas | None) -> Generator[None]:
+    """Leave the other ranks where a block fails: they notice at once, though this process may live on."""
+    try:
+        yield
+    except Exception as error:
+        if replicas is not None:
+            replicas.abandon(error)
+            replicas.close()
+        raise
 
 
 def step_rates(

@@ -37,12 +37,14 @@ class RunRanks:
         rank: Number of this one.
         replicas: Groups of ranks that train on batches of their own; the stages of a pipeline are one.
         replica: Number of the one that this rank belongs to.
+        beside: Numbers of the processes of the other ranks on this host, as this one sees them.
     """
 
     count: int = 1
     rank: int = 0
     replicas: int = 1
     replica: int = 0
+    beside: tuple[int, ...] = ()
 
     @staticmethod
     def of_job() -> RunRanks:
@@ -122,7 +124,7 @@ class RunRanks:
         return is_restart or any(count for count, _ in restarts_by_rank), is_restart, agents
 
     def processes_here(self) -> tuple[int, ...]:
-        """Numbers of the processes of the other ranks on this host, as this one sees them; all ranks call this."""
+        """Find the processes of the other ranks on this host; all ranks call this as they begin."""
         if self.count == 1:
             return ()
         import torch.distributed as dist  # which takes most of a second

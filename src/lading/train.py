@@ -136,6 +136,7 @@ def begun(
             check_logging(what.logging)
         ranks.begin(what, resume=resume, resume_from=str(resume_from))
         is_restart, went_back, agents = ranks.started_again(_out_of(what))
+        beside = ranks.processes_here()
         resume, back = resume or is_restart or bool(resume_from), "" if went_back else resume_from
         if isinstance(what, RunConfig):
             run = what = sharing_batches(what, ranks.count)
@@ -151,7 +152,7 @@ def begun(
             prepared = prepare_plan(what, to_run=True)
         check_available(prepared.plan.request.machine_table["device"]["kind"])
         replica = prepared.plan.parsed_layout.replica(ranks.rank)
-        ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica)
+        ranks = dataclasses.replace(ranks, replicas=prepared.plan.replicas, replica=replica, beside=beside)
         with ExitStack() as stack:
             out = Path(prepared.run.out)
             ranks.by_first(lambda: stack.enter_context(run_lock(out, agents, partial(_taken_over, out, back))) or "")
@@ -307,7 +308,7 @@ def _watch_over(prepared: Prepared, trainer: Trainer, ranks: RunRanks, *, plans:
         return RoutingWatch(prepared, trainer, plans=plans)
     if prepared.run.memory.clipped is not None:
         return ClippingWatch(prepared, trainer, plans=plans)
-    return HostWatch(prepared, trainer, plans=plans, beside=ranks.processes_here())
+    return HostWatch(prepared, trainer, plans=plans, beside=ranks.beside)
 
 
 def trainer_of(prepared: Prepared, ranks: RunRanks) -> Trainer:

@@ -26,6 +26,7 @@ from lading.captures import (
     digest_of,
     in_folders_of_rank,
     join,
+    left_if_it_fails,
     of_stages,
     of_this_rank,
     step_for,
@@ -186,14 +187,13 @@ class Trainer:
         self._trained = [p.names[0] for p in graph.parameters if p.gradient is not None]
         self._keys = state_keys(model, [name for name, _ in graph.buffers], self._first_name)
         check_given(stock, self.optimizer)
-        graphs = [step_program.graph for step_program in programs]
-        self._groups = None if stock is None else ParameterGroups(stock, self.optimizer, model, graphs, stages)
+        self._groups = stock and ParameterGroups(stock, self.optimizer, model, [p.graph for p in programs], stages)
         self._replicas = join(full_plan, programs, self.optimizer, model, self._groups) if full_plan.ranks > 1 else None
-        programs = in_folders_of_rank(programs, self._settings[1], self._replicas)
-        self.program = programs[0]
+        self.program = (programs := in_folders_of_rank(programs, self._settings[1], self._replicas))[0]
         self._notes = StepNotes(self._replicas)
         values = values_here(values, self._replicas)
-        self._start_executor(programs, (graph, *others), shapes, model)
+        with left_if_it_fails(self._replicas):
+            self._start_executor(programs, (graph, *others), shapes, model)
         self._values = NamedValues(values, self._first_name, self.program.graph, self._executor, self._replicas)
         self._kind, self._custody = self._executor.kind, Custody()
         self._give_back_at_the_end()

@@ -36,6 +36,8 @@ PIECE_BYTES = 8 * MiB
 #: What a file system says that takes no O_DIRECT, or has no files without a name.
 _NOT_TAKEN = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)
 _SWAP = re.compile(r"lading-swap-\d+(-[0-9a-f]+)?\Z")
+#: Folder of the files of a rank but the first, which goes when they do.
+_OF_RANK = re.compile(r"rank-\d+\Z")
 
 
 @runtime_checkable
@@ -201,7 +203,7 @@ class FileTier:
         self.capacity_bytes = whole_pages(capacity_bytes)
         self._places: np.ndarray | None = None  # of each page: 0 first, 1 second
         self._kept: np.ndarray | None = None
-        self._is_linked, self._made_folder = False, not folder.exists()
+        self._is_linked, self._made_folder = False, bool(_OF_RANK.match(folder.name)) and not folder.exists()
         self._lock = _lock_folder(folder)
         try:
             with _swapping(folder):

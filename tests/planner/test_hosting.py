@@ -180,7 +180,9 @@ def test_what_the_host_wrote_leaves_without_being_written_in_bounds_as_in_plans(
     gaps = [each for each in made.bound_problem.candidates if each.gap.storage in updated]
     assert gaps
     assert all(each.version is None for each in gaps)
-    program = within(made, NO_LIMIT).lower({(each.gap.storage, each.gap.start): Option("host") for each in gaps}).program
+    program = (
+        within(made, NO_LIMIT).lower({(each.gap.storage, each.gap.start): Option("host") for each in gaps}).program
+    )
     assert program is not None
     moved = [a for a in program.actions if a.kind is ActionKind.MOVE and a.storage in updated]
     assert sum(a.target == "device" for a in moved) >= len(gaps) + len(updated)

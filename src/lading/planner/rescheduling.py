@@ -22,8 +22,8 @@ from lading.planner.schedule import item_seconds
 
 #: Share of the bound from which on a plan is worth it.
 _FAR = 0.05
-#: Operations scheduled for a version, but for the first time, and most times; versions.
-_WORK, _MOST, _VERSIONS = 25_000, 8, 2
+#: Operations scheduled in all, but for the first time; most times for a version, and versions.
+_WORK, _MOST, _VERSIONS = 30_000, 8, 2
 #: Part of what was simulated last in the times that are expected, and of the waiting in these.
 _NEW, _WAITING = 0.5, 0.85
 
@@ -37,15 +37,20 @@ def rescheduled(plans: Sequence[Found], bound_s: float) -> Found:
     """
     if plans[0].step_s <= (1 + _FAR) * bound_s or not is_paced(plans[0].step):
         return plans[0]
-    return min(map(_scheduled_on, plans[:_VERSIONS]), key=lambda made: made.step_s)
+    times = max(1, _WORK // len(plans[0].step.graph.ops))
+    made = [plans[0]]
+    for found in plans[:_VERSIONS]:
+        made.append(_scheduled_on(found, min(_MOST, times)))
+        times = max(0, times - _MOST)
+    return min(made, key=lambda each: each.step_s)
 
 
-def _scheduled_on(found: Found) -> Found:
-    """Fastest of a plan and its schedules."""
+def _scheduled_on(found: Found, times: int) -> Found:
+    """Fastest of a plan and of so many schedules of it, one after another."""
     step = found.step
     best = last = found
     expected: Sequence[float] = ()
-    for _ in range(max(1, min(_MOST, _WORK // len(step.graph.ops)))):
+    for _ in range(times):
         took = item_seconds(last.program, *last.times)
         expected = [_NEW * s + (1 - _NEW) * e for s, e in zip(took, expected or took, strict=True)]
         seconds = [max(c, c + _WAITING * (s - c)) for c, s in zip(_computing(last), expected, strict=True)]

@@ -306,8 +306,8 @@ _OVERTAKEN = 0.1
 _FAR_FROM_BOUND = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
 #: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else,
-#: but for 1 to 2% where states move. More than ``_FEW_WINDOWS`` are used where a plan is within a share of its bound, as
-#: many as the work allows.
+#: but for 1 to 2% where states move. More than ``_FEW_WINDOWS`` are used where a plan is within a share of its bound,
+#: as many as the work allows.
 _WINDOWS, _SHARP_WORK, _FEW_WINDOWS, _NEAR_BOUND = (2, 8, 40, 24), 1_200_000, 8, 0.15
 
 

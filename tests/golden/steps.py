@@ -71,7 +71,7 @@ CASES = {
     "keep-all": Case((), "100%", "gpt"),
     "checkpointed": Case(("RECOMPUTE",), "95%", policy="checkpoint-every-block", sizes={"num_layers": 2}),
     "disk": Case(("RECOMPUTE", "to=disk", "from=disk"), "60%", "gpt"),
-    "host": Case(("RECOMPUTE", "to=host", "from=host", "to=disk"), "60%", machine=machine_with_host),
+    "host": Case(("RECOMPUTE", "to=host", "from=host", "to=disk"), "50%", machine=machine_with_host),
     "host-computes": Case(
         ("host_compute", "to=host"),
         "60%",

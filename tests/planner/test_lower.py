@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -205,9 +205,9 @@ def test_choices_that_cannot_be_packed_are_given_up_at_once(monkeypatch: pytest.
     attempts: list[int] = []
     pack = lower.pack
 
-    def packed(items: Sequence[Buffer], limit_bytes: int, fixed: Mapping[int, int], runs: Sequence[Any]) -> Packing:
+    def packed(items: Sequence[Buffer], limit_bytes: int, *others: Any, **orders: bool) -> Packing:
         attempts.append(limit_bytes)
-        return replace(pack(items, limit_bytes, fixed, runs), size_bytes=limit_bytes + 1)
+        return replace(pack(items, limit_bytes, *others, **orders), size_bytes=limit_bytes + 1)
 
     monkeypatch.setattr(lower, "pack", packed)
     lowered = wide.lower(choices)
@@ -229,8 +229,8 @@ def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.
         given.append(soft)
         return stretch(graph, machine, emission, seconds, soft, **others)
 
-    def packed(items: Sequence[Buffer], limit_bytes: int, fixed: Mapping[int, int], runs: Sequence[Any]) -> Packing:
-        made = pack(items, limit_bytes, fixed, runs)
+    def packed(items: Sequence[Buffer], limit_bytes: int, *others: Any, **orders: bool) -> Packing:
+        made = pack(items, limit_bytes, *others, **orders)
         return made if given[-1] < 0.6 * limit_bytes else replace(made, size_bytes=limit_bytes + 1)
 
     monkeypatch.setattr(lower, "stretch", stretched)

@@ -23,14 +23,21 @@ def waiting() -> Found:
 
 
 def test_a_plan_gets_shorter_with_the_same_choices(waiting: Found) -> None:
-    made = rescheduled(waiting, 0.5 * waiting.step_s)
+    made = rescheduled([waiting], 0.5 * waiting.step_s)
     assert made.step_s < waiting.step_s
     assert made.choices == waiting.choices
     assert made.retimed > waiting.retimed
     verify(made.program)
     assert made.program.peak_bytes <= waiting.step.budgets["device"]
-    assert rescheduled(waiting, 0.5 * waiting.step_s).program.text() == made.program.text()
+    assert rescheduled([waiting], 0.5 * waiting.step_s).program.text() == made.program.text()
+
+
+def test_of_two_versions_the_one_that_gets_shortest_is_taken(waiting: Found) -> None:
+    made = rescheduled([waiting], 0.5 * waiting.step_s)
+    assert rescheduled([made, waiting], 0.5 * waiting.step_s).step_s <= made.step_s
+    again = rescheduled([waiting, waiting, waiting], 0.5 * waiting.step_s)
+    assert again.program.text() == made.program.text()
 
 
 def test_a_plan_near_its_bound_stays(waiting: Found) -> None:
-    assert rescheduled(waiting, waiting.step_s / 1.05) is waiting
+    assert rescheduled([waiting], waiting.step_s / 1.05) is waiting

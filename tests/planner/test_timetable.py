@@ -85,14 +85,16 @@ def test_a_step_without_room_comes_to_a_stop() -> None:
 def test_what_moves_is_changed_while_that_makes_the_program_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trips, "_WORK", 30_000)
     found = moved()
-    better = changed_trips(found, 0.0)
+    better, *others = changed_trips(found, 0.0)
+    assert found in others
+    assert min(other.step_s for other in others) >= better.step_s
     assert better.step_s < 0.95 * found.step_s
     assert better.program.peak_bytes <= found.step.budgets["device"]
     verify(better.program)
-    assert changed_trips(moved(), 0.0).choices == better.choices
+    assert changed_trips(moved(), 0.0)[0].choices == better.choices
 
 
 def test_a_plan_near_its_bound_keeps_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = moved()
     monkeypatch.setattr(StepProblem, "lower", lambda *_: pytest.fail("nothing is to be tried"))
-    assert changed_trips(found, found.step_s) is found
+    assert changed_trips(found, found.step_s) == [found]

@@ -60,6 +60,8 @@ def pack(
     limit_bytes: int = 0,
     fixed: Mapping[int, int] = MappingProxyType({}),
     runs: Sequence[Mapping[int, int]] = (),
+    *,
+    by_fullness: bool = True,
 ) -> Packing:
     """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the first of all.
 
@@ -72,6 +74,7 @@ def pack(
         fixed: Offset of each buffer, by its index, that has one already; then every other one is searched for.
         runs: Buffers that lie at given distances behind one place, which is searched for: bytes by index. Of buffers
             of one run none is in another, and none is fixed.
+        by_fullness: Try orders in which what is alive at the fullest moments comes first, after all others.
     """
     sizes = [slot_bytes(item.size_bytes) for item in items]
     end = max((last for item in items for _, last in item.spans), default=0)
@@ -90,7 +93,7 @@ def pack(
     taken = [_Taken(offset, offset + sizes[i], items[i].spans) for i, offset in fixed.items()]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
-    for order in _orders(moving):
+    for order in _orders(moving, by_fullness=by_fullness):
         below = None if best is None else min(best[0], enough + 1) if limit_bytes else best[0]
         placed = _first_fit(order, below, taken, shapes)
         best = placed or best
@@ -120,7 +123,7 @@ def _run_row(run: Mapping[int, int], sizes: Sequence[int], items: Sequence[Buffe
     return min(run), max(low + sizes[index] for index, low in run.items()), ((first, last),)
 
 
-def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
+def _orders(rows: Sequence[_Row], *, by_fullness: bool) -> Iterable[list[_Row]]:
     """Yield orders to place rows in.
 
     By most bytes; by two spans, then most bytes, then most moments; by most bytes, then the first moment; by most bytes
@@ -133,7 +136,8 @@ def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
         yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1], row[2][0][0], row[0]))
         yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1] * _length(row), row[0]))
         yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * _length(row), -row[1], row[0]))
-    yield from islice(_by_fullness(rows), None if len(rows) <= _MANY else _OF_MANY)
+    if by_fullness:
+        yield from islice(_by_fullness(rows), None if len(rows) <= _MANY else _OF_MANY)
 
 
 def _by_fullness(rows: Sequence[_Row]) -> Iterable[list[_Row]]:

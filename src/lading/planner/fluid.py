@@ -15,6 +15,7 @@ bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds
     memory at t             base_t + sum_{g over t} s_g (1 - sum_o x[g, o]
                               + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
     bytes in a tier         sum_i s_i max_g x[g, o] <= its budget                                    _add_capacity
+    the host's operations   x = 1, read or written in the gap beside them                            _add_forced
 
 A storage on its way takes its whole place, so at ``t`` it takes at least the share that was read before the window, and
 at least what will not have been written when the window ends: every plan satisfies the constraints, and the optimum is
@@ -28,7 +29,9 @@ s at most. "Together" is at the same operations, in a large step in the same few
 
 [Note: windows] Inside a window, what is written at its end counts as written all the time. So windows end at the
 moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
-write until then is there, or made again.
+write until then is there, or made again. And what is read in a window takes a place from the next one on only, so they
+also end before and after the moment at which an operation leaves least room: what the next operations read can then not
+have come before it.
 """
 
 from __future__ import annotations

@@ -617,7 +617,7 @@ def _pack(
     items = [Buffer(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
     fixed = {home[storage]: offset for storage, offset in homes.resident.items()} if homes is not None else {}
     runs = _runs(graph, emission, stretched, owners)
-    packing = pack(items, limit_bytes, fixed, runs)
+    packing = pack(items, limit_bytes, fixed, runs, by_fullness=len(graph.ops) >= LEAST_OPS)
     together = {buffer for run in runs for buffer in run}
     slots = tuple(map(slot_bytes, sizes))
     return BufferPlaces(packing.offsets, slots, tuple(owners), frozenset(together | fixed.keys()), packing.size_bytes)

@@ -305,8 +305,10 @@ _OVERTAKEN = 0.1
 #: Share of its bound above which a plan is tried with its largest weights in pieces, and within which these are taken.
 _FAR_FROM_BOUND = 0.1
 #: Windows of the flows that sharpen a bound, and their work in all: windows times the operations to the power of 1.5.
-#: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else.
-_WINDOWS, _SHARP_WORK = (2, 8), 1_000_000
+#: Two windows, the forward and the rest, know what has to be written by the end of the forward; more say little else,
+#: but for 1 to 2% where states move. More than ``_FEW_WINDOWS`` are used where a plan is within a share of its bound,
+#: as many as the work allows.
+_WINDOWS, _SHARP_WORK, _FEW_WINDOWS, _NEAR_BOUND = (2, 8, 40, 24), 1_200_000, 8, 0.15
 
 
 @dataclass(frozen=True)
@@ -670,7 +672,9 @@ def sharpened(chosen: Ordered) -> Ordered:
         at = min(bounds, key=lambda each: (bounds[each], each))
         step = chosen.orders[at]
         work_of_a_window = int(len(step.graph.ops) ** 1.5)
-        more = next((k for k in _WINDOWS if k > windows[at] and k * work_of_a_window <= work), 0)
+        near = chosen.found.step_s <= (1 + _NEAR_BOUND) * bounds[at]
+        counts = (k for k in _WINDOWS if k > windows[at] and (near or k <= _FEW_WINDOWS))
+        more = next((k for k in counts if k * work_of_a_window <= work), 0)
         if not more or good_enough(chosen.found, bounds[at]):
             return dataclasses.replace(chosen, bound_s=max(chosen.bound_s, bounds[at]))
         work, windows[at] = work - more * work_of_a_window, more

@@ -12,7 +12,7 @@ and not addresses. So they are changed once more:
     until       no change helps, or so many were scheduled
 
 All changes together are lowered, the first half of them, and the first one, as packing loses more than a change gains
-in some; the fastest plan is taken.
+in some.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class _Timed:
     needed_bytes: int
 
 
-def changed_trips(found: Found, bound_s: float) -> Found:
-    """Improve a plan by changing what moves, as its timetable says; returns the fastest version.
+def changed_trips(found: Found, bound_s: float) -> list[Found]:
+    """Improve a plan by changing what moves, as its timetable says; returns all versions, the fastest first.
 
     Args:
         bound_s: Seconds that no plan is below: near it there is nothing to gain.
     """
     step = found.step
     if good_enough(found, bound_s) or found.step_s <= (1 + _FAR) * bound_s or not is_paced(step):
-        return found
+        return [found]
     search = _TripSearch(found)
     search.run()
-    return min((found, *search.lowered()), key=lambda made: made.step_s)
+    return sorted((found, *search.lowered()), key=lambda made: made.step_s)
 
 
 class _TripSearch:

@@ -27,6 +27,7 @@ from lading.ir.program import Program
 from lading.memory.restore import program_of
 from lading.memory.verify import verify
 from lading.optim.adamw import AdamW
+from lading.planner.api import make_plan
 from lading.planner.host_balance import hosted_step
 from lading.planner.residency import ResidencySearch, flow_bound_s, lower_bound_s
 from lading.prepare import plan
@@ -330,6 +331,17 @@ def test_a_bound_knows_a_shared_wire(seed: int, share: float) -> None:
     best = min(found.step_s for found in every_choice(steps[0]))
     assert bounds[0] <= best + 1e-12
     assert flow_bound_s(steps[0], 4) <= best + 1e-9
+
+
+def test_a_disk_behind_a_link_is_used_where_the_host_has_no_room() -> None:
+    machine = machine_with_host()
+    near, far = machine.tiers
+    rates = {key: 0.25 * getattr(far, key) for key in TIER_SPEEDS if key.endswith("bytes_per_s")}
+    for wire, host_bytes, used in (("link", "1GB", {"host"}), ("link", "1MB", {"host", "disk"})):
+        tiers = (dataclasses.replace(near, wire=wire), dataclasses.replace(far, wire=wire, **rates))
+        wired = dataclasses.replace(machine, tiers=tiers)
+        made = make_plan(captured().graph, wired, budget="60%", budgets={"host": host_bytes})
+        assert {name for name, places in made.program.slots.items() if places} == used
 
 
 def test_storages_begin_where_a_tier_wants_them() -> None:

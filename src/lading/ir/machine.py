@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -230,8 +230,9 @@ class Tier:
         persistent: Whether what lies there outlives the process, so that checkpoints take room of it too.
         alignment_bytes: Multiple at which each storage begins there: whole pages of 4096 bytes.
         wire: Name of a wire that several tiers share, as a GPU's link carries the bytes of the host's memory and those
-            of a disk behind it. Each way it carries what the fastest of them moves alone; those that move the same way
-            at once have equal parts, and what slower ones leave of theirs (``fair_share``). "" for a wire of its own.
+            of a disk behind it. Each way it carries what the fastest of them moves, alone or in both directions; those
+            that move the same way at once have equal parts, and what slower ones leave of theirs (``fair_share``). ""
+            for a wire of its own.
     """
 
     name: str
@@ -329,9 +330,20 @@ def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
     return tuple(tuple(shared) for wire, shared in by_wire.items() if wire and len(shared) > 1)
 
 
-def wire_bytes_per_s(tiers: Iterable[Tier], *, read: bool) -> float:
-    """Bytes/s that the wire of some tiers carries in a direction: what the fastest of them moves alone."""
-    return max(tier.alone_bytes_per_s(read=read) for tier in tiers)
+def wire_of(tiers: Sequence[Tier]) -> Tier:
+    """Wire of some tiers, as a tier with the rates of the fastest of them: alone, and while it carries both ways."""
+    return dataclasses.replace(tiers[0], **{key: max(getattr(tier, key) for tier in tiers) for key in _TIER_RATES}, turn_bytes=0)
+
+
+def outdoes(near: Tier, far: Tier) -> bool:
+    """Whether a tier moves every byte over the same wire as another one at least as fast, and takes no more for it."""
+    costs = ("latency_s", *_TIER_SLOWDOWNS)
+    return (
+        bool(near.wire)
+        and near.wire == far.wire
+        and all(getattr(near, key) >= getattr(far, key) for key in _TIER_RATES)
+        and all(getattr(near, key) <= getattr(far, key) for key in costs)
+    )
 
 
 def fair_share(rate: float, others: Iterable[float], total: float) -> float:

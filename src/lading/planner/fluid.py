@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from lading.ir.machine import Tier, wire_bytes_per_s, wires
+from lading.ir.machine import Tier, wire_of, wires
 from lading.ir.plan import Option
 from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem, spans
@@ -274,9 +274,9 @@ class FlowProgram:
         for tier in self.problem.tiers:
             self._add_tier(tier)
         for tiers in wires(self.problem.tiers):
-            read_s, write_s = (1.0 / wire_bytes_per_s(tiers, read=read) for read in (True, False))
-            self._add_limit([(tier, read_s, 0.0) for tier in tiers])
-            self._add_limit([(tier, 0.0, write_s) for tier in tiers])
+            wire = wire_of(tiers)
+            for read_s, write_s in ((1.0 / wire.read_bytes_per_s, 0.0), (0.0, 1.0 / wire.write_bytes_per_s), *facets(wire)):
+                self._add_limit([(tier, read_s, write_s) for tier in tiers])
 
     def flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:
         """List the classes that may move to a tier, with the columns of that."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.machine import Tier, wire_bytes_per_s, wires
+from lading.ir.machine import Tier, wire_of, wires
 from lading.ir.plan import Option
 from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, spans
 
@@ -198,9 +198,9 @@ class Relaxation:
 
     def _add_wire(self, tiers: Sequence[Tier]) -> None:
         windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
-        reads = (0.0, 1.0 / wire_bytes_per_s(tiers, read=True), 0.0, 0.0)
-        writes = (0.0, 0.0, 0.0, 1.0 / wire_bytes_per_s(tiers, read=False))
-        for limit in (reads, writes):
+        wire = wire_of(tiers)
+        reads, writes = (0.0, 1.0 / wire.read_bytes_per_s, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0 / wire.write_bytes_per_s)
+        for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in facets(wire))):
             terms: list[_Terms] = [windows_s]
             fixed_s = np.zeros(self.windows)
             for tier in tiers:

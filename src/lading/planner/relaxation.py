@@ -13,7 +13,7 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
     compute in window k     T_k >= sum_ops c + sum_g r_g x[g, recompute]                             _add_time
     network in window k     T_k >= sum_collectives n + sum_g n_g x[g, recompute]                     _add_time
     tiers in window k       T_k >= time its reads and writes take, alone and side by side            _add_tier
-    wires in window k       T_k >= bytes of all reads over a shared wire / its rate; writes           _add_wire
+    wires in window k       as a tier's, of the bytes of all tiers on a shared wire                  _add_wire
 
 ``base_t`` is what operation ``t`` touches plus what is never a candidate. A recomputed storage comes back when the
 backward pass enters its block, not only at its use, so it is "held" from there on. The bound leaves this out, has one

@@ -33,7 +33,7 @@ import numpy as np
 from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine, wire_bytes_per_s
+from lading.ir.machine import Machine, wire_of
 from lading.ir.program import COMPUTE_STREAM, Program, slot_sizes
 from lading.ir.sharding import UNSHARD
 from lading.planner.emission import Emission, Residency
@@ -252,8 +252,8 @@ class _Stretcher:
         served = self.tiers[tier]
         if not served.wire:
             return tier, 1.0
-        total = wire_bytes_per_s((each for each in self.tiers.values() if each.wire == served.wire), read=read)
-        return served.wire, served.alone_bytes_per_s(read=read) / total
+        wire = wire_of([each for each in self.tiers.values() if each.wire == served.wire])
+        return served.wire, served.alone_bytes_per_s(read=read) / wire.alone_bytes_per_s(read=read)
 
     def _comes_early(self, index: int) -> bool:
         """Whether the fetch of a residency may begin in the step before."""

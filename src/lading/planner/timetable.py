@@ -16,10 +16,10 @@ from computing is left out, and so is what transfers of the host take from its p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lading.ir.machine import fair_share, wire_bytes_per_s, wires
+from lading.ir.machine import Tier, fair_share, wire_of, wires
 from lading.ir.program import slot_sizes
 from lading.planner.emission import Emission
 from lading.planner.residency import StepProblem
@@ -80,6 +80,27 @@ class _Lane:
         return moved
 
 
+@dataclass(frozen=True)
+class _Wire:
+    """Wire that several tiers share, and their directions."""
+
+    tier: Tier
+    reads: list[_Lane]
+    writes: list[_Lane]
+
+    @classmethod
+    def of(cls, tiers: Sequence[Tier], reads: Mapping[str, _Lane], writes: Mapping[str, _Lane]) -> _Wire:
+        return cls(wire_of(tiers), [reads[tier.name] for tier in tiers], [writes[tier.name] for tier in tiers])
+
+    def totals(self) -> Iterator[tuple[list[_Lane], float]]:
+        """Yield each way's directions, with the bytes a second that it carries at the moment."""
+        tier, ways = self.tier, [any(lane.transfers for lane in lanes) for lanes in (self.reads, self.writes)]
+        read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
+        both = all(ways)
+        yield self.reads, min(read, tier.mixed_read_bytes_per_s) if both else read
+        yield self.writes, min(write, tier.mixed_write_bytes_per_s) if both else write
+
+
 def timetable(step: StepProblem, emission: Emission, seconds: Sequence[float], room_bytes: int) -> Timetable:
     """Schedule an emission.
 
@@ -107,11 +128,7 @@ class _Player:
         tiers = step.machine.tiers
         self.reads = {t.name: _Lane(t.read_bytes_per_s, t.mixed_read_bytes_per_s, t.latency_s) for t in tiers}
         self.writes = {t.name: _Lane(t.write_bytes_per_s, t.mixed_write_bytes_per_s, t.latency_s) for t in tiers}
-        self.wires = [
-            ([lanes[t.name] for t in shared], wire_bytes_per_s(shared, read=read))
-            for shared in wires(tiers)
-            for lanes, read in ((self.reads, True), (self.writes, False))
-        ]
+        self.wires = [_Wire.of(shared, self.reads, self.writes) for shared in wires(tiers)]
         self.before: dict[int, int] = {}  # the stay of the same storage before each
         self.there = [stay.initial for stay in self.stays]
         self.gone = [False] * len(self.stays)
@@ -238,11 +255,12 @@ class _Player:
         """Lower the rates of directions that share a wire."""
         own = {id(lane): rate for lane, rate in rates if lane.transfers}
         shared = dict(own)
-        for lanes, total in self.wires:
-            for lane in lanes:
-                others = [own[id(each)] for each in lanes if each is not lane and id(each) in own]
-                if id(lane) in own and others:
-                    shared[id(lane)] = fair_share(own[id(lane)], others, total)
+        for wire in self.wires:
+            for lanes, total in wire.totals():
+                for lane in lanes:
+                    others = [own[id(each)] for each in lanes if each is not lane and id(each) in own]
+                    if id(lane) in own:
+                        shared[id(lane)] = fair_share(own[id(lane)], others, total)
         return [(lane, shared.get(id(lane), rate)) for lane, rate in rates]
 
     def _pass_time(self, seconds: float, rates: Sequence[tuple[_Lane, float]]) -> None:

@@ -32,7 +32,7 @@ from lading.cost.compute import crowding, placed_costs, slower_beside
 from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
-from lading.ir.machine import Machine, Tier, fair_share
+from lading.ir.machine import Machine, Tier, fair_share, wire_of, wires
 from lading.ir.opkinds import PRODUCT_KINDS
 from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, RUNS_OP, Program, operation_streams
 from lading.ir.timeline import Event, Timeline
@@ -270,6 +270,7 @@ class _Costs:
         self.actions, self.graph = program.ranks[0], program.graph
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
+        self._wires = {tier.name: wire_of(shared) for shared in wires(machine.tiers) for tier in shared}
         self._storages = program.graph.storages
         #: Share by which computing, and each collective of the same processors, take longer beside each other.
         self.beside_collective = slower_beside(program.graph, machine)
@@ -345,9 +346,11 @@ class _Costs:
         wire = self._tiers[tier].wire
         return tuple(name for name, other in self._tiers.items() if other.wire == wire) if wire else (tier,)
 
-    def fastest(self, tiers: Sequence[str], *, read: bool) -> Tier:
-        """Fastest of some tiers in a direction."""
-        return max((self._tiers[name] for name in tiers), key=lambda tier: tier.alone_bytes_per_s(read=read))
+    def wire_bytes_per_s(self, tier: str, *, read: bool, both: bool) -> float:
+        """Bytes/s that the wire of a tier carries in a direction, alone or beside the other direction."""
+        wire = self._wires[tier]
+        mixed = wire.mixed_read_bytes_per_s if read else wire.mixed_write_bytes_per_s
+        return min(mixed, wire.alone_bytes_per_s(read=read)) if both else wire.alone_bytes_per_s(read=read)
 
     def host_share(self, tier: str) -> float:
         """Share of the host's memory bandwidth that a byte/s moved from or to a tier takes."""
@@ -561,13 +564,11 @@ class _TierResources:
         """Bytes/s of a transfer beside the others of this moment."""
         rate = self._rate_of_tier(tier, read)
         wired = self._transfers[tier, read].wired
-        others = [self._rate_of_tier(name, read) for name in wired if name != tier and (name, read) in self._transfers]
-        if not others:
+        if len(wired) == 1:
             return rate
-        fastest = self._costs.fastest(wired, read=read)
-        is_moving = (fastest.name, read) in self._transfers
-        total = self._rate_of_tier(fastest.name, read) if is_moving else fastest.alone_bytes_per_s(read=read)
-        return fair_share(rate, others, total)
+        others = [self._rate_of_tier(name, read) for name in wired if name != tier and (name, read) in self._transfers]
+        both = any((name, not read) in self._transfers for name in wired)
+        return fair_share(rate, others, self._costs.wire_bytes_per_s(tier, read=read, both=both))
 
     def _rate_of_tier(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the other direction of its tier."""

@@ -317,8 +317,8 @@ class FreezeConfig:
             )
         if not self.layers or not all(layer.split() for layer in self.layers):
             raise ConfigError(f"layers: expected names of modules, such as ['layers.0'], got {self.layers}")
-        check_number("alpha", self.alpha or 0.0, 0, math.nextafter(1, 2))
-        check_number("percentile", self.percentile or 0.0, 0, math.nextafter(100, 101))
+        check_number("alpha", self.alpha or 0.0, 0, 1, closed=True)
+        check_number("percentile", self.percentile or 0.0, 0, 100, closed=True)
         counts = self.schedule or [0]
         if counts != sorted(counts) or counts[0] < 0 or counts[-1] > len(self.layers) or self.schedule == []:
             raise ConfigError(
@@ -657,10 +657,11 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
         raise ConfigError(f"{where}: {name}expected a table, got {data!r}")
     table = cast("dict[str, object]", data)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
+    section = (*fields, "rule") if issubclass(cls, ParameterRule) else fields
     for key in [key for key in table if key not in fields]:
         short = key[:60]
         raise ConfigError(
-            f"{origin.of(prefix + key)}: unknown key {prefix + short!r}{_nearest_key(prefix, short, fields)}"
+            f"{origin.of(prefix + key)}: unknown key {prefix + short!r}{_nearest_key(prefix, short, section)}"
         )
     hints = get_type_hints(cls)
     values = {key: _convert(hints[key], value, prefix + key, origin) for key, value in table.items()}
@@ -715,7 +716,7 @@ def _rule(value: object, prefix: str, origin: _Origin) -> ParameterRule:
         if key in usual - known:
             raise ConfigError(
                 f"{origin.of(prefix + key)}: unknown key {prefix + key!r}, which {DEFAULT} has and {name} has not; "
-                f"expected one of {', '.join(sorted(known))}"
+                f"expected one of {', '.join(sorted({*known, 'rule'}))}"
             )
     return _build(kind, settings, prefix, origin)
 

@@ -159,15 +159,23 @@ def check_clip_norm(value: object) -> None:
 LARGEST = (1 << 63) - 1
 
 
-def check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Refuse a value that is no finite number with ``low <= value < high``, or ``low < value < high`` when ``above``.
+def check_number(
+    name: str, value: object, low: float, high: float = math.inf, *, above: bool = False, closed: bool = False
+) -> None:
+    """Refuse a value that is no finite number with ``low <= value < high``.
+
+    Args:
+        above: ``low`` itself is refused.
+        closed: ``high`` itself is taken.
 
     Raises:
         ConfigError: it is none.
     """
-    good = type(value) in (int, float) and low <= cast(float, value) < min(high, LARGEST)
+    good = type(value) in (int, float) and low <= cast(float, value) < LARGEST
+    good = good and (cast(float, value) < high or (closed and value == high))
     if not good or (above and value == low):
-        limits = f"{'>' if above else '>='} {low:g}" + (f" and < {high:g}" if high < math.inf else "")
+        most = f" and {'<=' if closed else '<'} {high:g}" if high < math.inf else ""
+        limits = f"{'>' if above else '>='} {low:g}{most}"
         raise ConfigError(f"{name}: expected a number {limits}, got {short_repr(value)}")
 
 

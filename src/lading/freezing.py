@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from math import hypot, nextafter
+from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +106,8 @@ class Freezing:
             )
         self._layers = [[layer] if isinstance(layer, torch.nn.Module) else [*layer] for layer in layers]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        check_number("alpha", alpha or 0.0, 0, nextafter(1, 2))
-        check_number("percentile", percentile or 0.0, 0, nextafter(100, 101))
+        check_number("alpha", alpha or 0.0, 0, 1, closed=True)
+        check_number("percentile", percentile or 0.0, 0, 100, closed=True)
         counts = [count for _, count in sorted((epochs or {}).items())]
         if [*sorted({0, *counts})] != [*dict.fromkeys((0, *counts))] or max((0, *counts)) > len(self._layers):
             raise ConfigError(

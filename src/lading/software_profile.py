@@ -11,7 +11,7 @@ A step is linear in what is sought, and the simulator says how much of each a st
     on several ranks      measured beyond one rank = reduction * seconds + reduced_parameter_s * tensors
 
 What several ranks take beyond one is what was measured among them less what was measured alone, the latter longer by as
-much as the simulator says that processes beside each other are. So what the fit of one rank leaves of a case is not
+much as the simulator says that processes beside each other are (what they gather, of ZeRO-3, is in that). So what the fit of one rank leaves of a case is not
 taken for an exchange: of three cases it was 5 to 20% of a step, and predictions on two ranks were 10 to 15% too long.
 A factor of exchanges is fitted for each number of ranks that was measured (1, 2, 4, ... up to --ranks), as what the
 machine file says of each number errs by itself.
@@ -381,15 +381,17 @@ def _of_ranks(
         fit_hooks: Fit the host's seconds of a reduced tensor too; else they are known from fewer processes.
     """
     stack = _with_gathers(bench, _with_fresh(stack, measured, ranks), measured, ranks)
-    op = "all_reduce" if bench.software.layout == "zero0" else "reduce_scatter"
+    zero = 0 if bench.software.layout == "zero0" else 3  # as processes of one host are priced
+    op = "all_reduce" if zero <= stack.reduces_whole else "reduce_scatter"
     key = f"{_CPU}.{op}.{ranks}"
     once, twice = (replace(stack, in_situ=stack.in_situ | {key: factor}) for factor in (1.0, 2.0))
     hooked = replace(once, reduced_parameter_s=stack.reduced_parameter_s + _UNIT_S)
     beyond_s, columns = [], []
     for number, (own, timing) in enumerate(zip(alone.timings, measured.timings, strict=True)):
         once_s, two, hooks = (bench.simulated(number, variant, ranks).step.step_s for variant in (once, twice, hooked))
-        slower = (2 * once_s - two) / bench.simulated(number, stack).step.step_s
-        beyond_s.append(timing.step_s - own.step_s * slower)
+        known_s = stack.reduced_parameter_s / _UNIT_S * (hooks - once_s)
+        slower = (2 * once_s - two - known_s) / bench.simulated(number, stack).step.step_s
+        beyond_s.append(timing.step_s - known_s - own.step_s * slower)
         columns.append([two - once_s, hooks - once_s][: 2 if fit_hooks else 1])
     drawn = (True, False)[: 2 if fit_hooks else 1]
     factor, *tensor_units = _solved(columns, np.array(beyond_s), _weights(measured.timings), drawn=drawn)

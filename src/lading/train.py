@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lading.alone import ranks_here
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import check_free, run_lock
 from lading.checkpoint.store import (
@@ -190,7 +189,7 @@ def _run(prepared: Prepared, ranks: RunRanks, *, resume: bool, plans: bool) -> R
     if resume:
         print(fitted(resuming_words(run, newest, ranks)), flush=True)
     ranks.by_first(lambda: str(prepared.plan.save(out / "plan.json")))
-    plan, here = prepared.plan, min(ranks_here(), ranks.count)
+    plan, here = prepared.plan, len(ranks.beside) + 1
     for words in filter(None, (limit_words(plan), wear_words(plan), room_words(plan, available_bytes(), here))):
         print(fitted(words), flush=True)
     if newest is not None and newest.step >= run.optimization.steps:

@@ -331,13 +331,14 @@ class Stack:
     def in_situ_among(self, architecture: str, op: str, ranks: int) -> float:
         """Factor by which a collective among some ranks takes longer in a running step.
 
-        Where it was measured among several numbers of ranks, that of the next smaller one holds.
+        Where it was measured among several numbers of ranks, that of the next smaller one holds, without one that of
+        any ranks, and without that of the smallest.
         """
         head = f"{architecture}.{op}"
-        measured = {int(key.rpartition(".")[2]): key for key in self.in_situ if key.startswith(f"{head}.")}
-        fewer = [count for count in measured if count <= ranks]
-        key = measured[max(fewer) if fewer else min(measured)] if measured else head
-        return self.in_situ.get(key, 1.0)
+        measured = {int(key.rpartition(".")[2]): factor for key, factor in self.in_situ.items() if key.startswith(f"{head}.")}
+        if fewer := [count for count in measured if count <= ranks]:
+            return measured[max(fewer)]
+        return self.in_situ.get(head, measured[min(measured)] if measured else 1.0)
 
     def sentence(self) -> str:
         """Name the stack, and say what of its communication runs beside computing and what computing waits for."""

@@ -303,17 +303,18 @@ def smaller_program(
 
 def _smaller(of: Program, graph: StepGraph, choices: Choices) -> Program:
     """Program of a step that is that of another on smaller tensors; raises as ``smaller_program``."""
+    refused: ConfigError | None = None
     try:
         made = apply_choices(graph, choices)
-    except ConfigError:  # it has no such operations
-        made = graph
+    except ConfigError as error:  # it has no such operations
+        made, refused = graph, error
     if len(made.ops) != len(of.graph.ops):
         parts = choices.head_parts
         few = f", or it has too few tokens for the {parts} parts of the plan's head" if parts else ""
         raise ConfigError(
             f"shapes: expected the {len(of.graph.ops)} operations of the step that was planned, found "
             f"{len(made.ops)}; the model computes this batch in another way{few}: plan for it as one of others"
-        )
+        ) from refused
     _check_same_step(of.graph, made)
     other = dataclasses.replace(of, graph=made)
     verify(other)

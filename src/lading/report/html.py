@@ -448,10 +448,10 @@ def _policies(plan: Plan) -> str:
     chosen = next((i for i, row in enumerate(predictions.policies) if row.policy == policy), None)
     head = ("policy", "fits", "step", "peak", "recompute", "stall", "moved", "note")
     bound = (
-        f"No plan within the budgets takes less than {format_seconds(predictions.lower_bound_s)} (lower bound, as "
+        f"No plan within the budgets takes less than {format_seconds(plan.lower_bound_s)} (lower bound, as "
         f"modelled); this one takes {format_seconds(plan.step_s)}, {plan.gap:.1%} above it."
     )
-    if not predictions.lower_bound_s:
+    if not plan.lower_bound_s:
         bound = f"This plan takes {format_seconds(plan.step_s)}; no lower bound is known."
     body = table(head, rows, chosen=chosen, left=(0, 6, 7))
     body += el("p", text(f"Chosen: {policy}. {bound}"), class_="under")

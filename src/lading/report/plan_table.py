@@ -50,8 +50,8 @@ def policy_table(plan: Plan) -> Table:
         cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved_bytes) if moved_bytes else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
     lines = [f"{row.policy}: {escape(row.note)}" for row in predictions.policies if row.note and row.fits]
-    bound = f"no plan takes less than {format_seconds(predictions.lower_bound_s)}; this one is {plan.gap:.1%} above"
-    lines.append(bound if predictions.lower_bound_s else "no bound on the step time is known")
+    bound = f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above"
+    lines.append(bound if plan.lower_bound_s else "no bound on the step time is known")
     return _with_caption(table, "\n".join(lines))
 
 

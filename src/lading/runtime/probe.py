@@ -502,8 +502,15 @@ class LoadMeter:
         except OSError:
             return None
         busy = busy_seconds(lines, self._cpus)
-        own_s = sum(os.times()[:4]) + sum(map(worked_seconds, self._beside))
+        own_s = sum(os.times()[:4]) + sum(map(worked_seconds, filter(self._is_on_them, self._beside)))
         return None if busy is None else (time.monotonic(), busy, own_s)
+
+    def _is_on_them(self, process: int) -> bool:
+        """Whether a process runs on no other processors than this one's."""
+        try:
+            return set(self._cpus).issuperset(os.sched_getaffinity(process))
+        except OSError:  # it is gone
+            return False
 
 
 def worked_seconds(process: int) -> float:

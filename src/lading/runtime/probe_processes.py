@@ -39,7 +39,7 @@ def in_processes(run: Callable[..., None], ranks: int, *given: object, advice: s
             ended = error  # gloo may abort a rank that is done, at its end
         measured = Path(folder) / _MEASURED
         if not measured.exists():
-            how = f"{ended or 'exit code 0'!s:.300}"
+            how = str(ended or "exit code 0").strip().splitlines()[-1][:300]  # of a traceback what was raised
             raise ConfigError(f"expected a measurement, but a process ended before that ({how}); {advice}") from ended
         return measured.read_text()
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lading.errors import ConfigError, StorageError
+from lading.files import this_host
 from lading.ir.machine import FILE, MEMORY, Tier
 from lading.ir.program import PAGE_BYTES, whole_pages
 from lading.permissions import check_code, check_path
@@ -126,14 +127,17 @@ def tiers_of_rank(tiers: Sequence[Tier], folder: Path, rank: int) -> tuple[Tier,
     """Tiers as a rank of a job has them: its files lie in folders of its own, inside of those that all were given.
 
     Args:
-        folder: Folder of the run.
+        folder: Folder of the run, which tiers that name no location are given, of any kind.
     """
     if rank == 0:
         return tuple(tiers)
-    return tuple(
-        replace(tier, location=str(Path(tier.location or folder) / f"rank-{rank}")) if tier.kind == FILE else tier
-        for tier in tiers
-    )
+
+    def of_rank(tier: Tier) -> Tier:
+        if tier.kind == FILE or (tier.kind != MEMORY and not tier.location):
+            return replace(tier, location=str(Path(tier.location or folder) / f"rank-{rank}"))
+        return tier
+
+    return tuple(map(of_rank, tiers))
 
 
 def imported(kind: str, what: str) -> object:
@@ -218,6 +222,7 @@ class FileTier:
             with suppress(OSError):  # of a folder that cannot be written
                 (folder / "lading.lock").unlink()
             os.close(self._lock)
+            self._remove_folder()
             raise
         if not self.direct:
             warnings.warn(f"{folder} does not take O_DIRECT: transfers go through the page cache", stacklevel=2)
@@ -430,6 +435,10 @@ class FileTier:
             warnings.warn(f"cannot remove {self.folder / 'lading.lock'}: {error.strerror}", stacklevel=2)
         finally:
             os.close(self._lock)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Remove the folder of a rank that this file made."""
         if self._made_folder:
             with suppress(OSError):  # others have put something there, or made it anew
                 self.folder.rmdir()
@@ -470,9 +479,9 @@ def _is_locked(lock: int, folder: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-        found = f"process {owner}; wait for that run"
-        if owner == f"{os.getpid()}":
+        owner = os.pread(lock, 32, 0).decode(errors="replace")
+        found = f"process {owner.partition(' ')[0] or 'unknown'}; wait for that run"
+        if owner == _process():
             found = "another Trainer of this process; close that one"
         raise StorageError(
             f"expected {folder} to be free, found it in use by {found}, or give this one a folder of its own"
@@ -480,8 +489,13 @@ def _is_locked(lock: int, folder: Path) -> bool:
     if not path.exists() or path.stat().st_ino != os.fstat(lock).st_ino:
         return False
     os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    os.pwrite(lock, _process().encode(), 0)
     return True
+
+
+def _process() -> str:
+    """Number of this process, and its host: those of other containers may have the same number."""
+    return f"{os.getpid()} {this_host()}"
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool, bool]:

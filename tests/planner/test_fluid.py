@@ -26,7 +26,7 @@ from tests.programs import chain
 from lading.ir.defer import updates
 from lading.ir.program import PAGE_BYTES
 from lading.planner import fluid
-from lading.planner.fluid import FlowProgram, cut_windows, flow
+from lading.planner.fluid import FlowProgram, cut_windows
 from lading.planner.lower import StepCosts, fixed_bytes
 from lading.planner.orders import deferred_step
 from lading.planner.relaxation import RelaxedResidency, build
@@ -35,7 +35,7 @@ from lading.planner.residency import StepProblem, lower_bound_s
 
 def flowing(step: StepProblem, windows: int) -> RelaxedResidency | None:
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=True)
-    return flow(problem, step.arena_bytes, windows)
+    return FlowProgram(problem, step.arena_bytes, windows).solve()
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, step_
 from lading.cost.compute import host_processors, op_seconds, placed_costs
 from lading.errors import ConfigError
 from lading.ir.action import ActionKind
-from lading.ir.graph import Role
+from lading.ir.graph import Phase, Role
 from lading.ir.guess import speculated, with_guess
 from lading.ir.host_ops import light_groups
 from lading.ir.plan import Option, Plan
@@ -24,7 +24,7 @@ from lading.planner.fluid import FlowProgram
 from lading.planner.forms import lesser_forms
 from lading.planner.host_balance import hosted_alike, hosted_step, with_host
 from lading.planner.orders import Ordered, sharpened, sharpened_with_host
-from lading.planner.residency import Found, StepProblem, lower_bound_s
+from lading.planner.residency import Found, StepProblem, flow_bound_s, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
 from lading.sim.device_step import simulate
@@ -187,6 +187,19 @@ def test_what_the_host_wrote_leaves_without_being_written_in_bounds_as_in_plans(
     moved = [a for a in program.actions if a.kind is ActionKind.MOVE and a.storage in updated]
     assert sum(a.target == "device" for a in moved) >= len(gaps) + len(updated)
     assert not [a for a in moved if a.target == "host"]
+
+
+def test_a_bound_lets_the_host_run_behind_the_operations_that_stand_beside_it() -> None:
+    """All gradients are made at once, and go to the host beside the last operation of the backward."""
+    whole = step()
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    last = max(i for i, op in enumerate(made.graph.ops) if op.phase is Phase.BACKWARD)
+    seconds = [1.0 if i == last else 1e-6 for i in range(len(made.graph.ops))]
+    made = within(dataclasses.replace(made, costs=dataclasses.replace(made.costs, op_seconds=tuple(seconds))), NO_LIMIT)
+    program = made.lower({}).program
+    assert program is not None
+    for windows in (4, 16):
+        assert flow_bound_s(made, windows) <= made.simulate(program).duration_s * (1 + 1e-6)
 
 
 def test_windows_know_when_gradients_can_go_to_the_host_and_their_bound_is_below_all_plans() -> None:

@@ -16,7 +16,7 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES
 from lading.memory.verify import verify
 from lading.planner import pacing
-from lading.planner.fluid import flow
+from lading.planner.fluid import FlowProgram
 from lading.planner.lower import Lowered, Lowering, fixed_bytes
 from lading.planner.pacing import PacedFlow, PacedResidency, paced
 from lading.planner.relaxation import Candidate, RelaxedResidency, build, seated
@@ -32,7 +32,7 @@ def half() -> StepProblem:
 def test_a_paced_flow_takes_longer_than_the_bound_and_its_pace_adds_up() -> None:
     step = half()
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    solved, bound = PacedFlow(problem, step.arena_bytes, 16).solved(), flow(problem, step.arena_bytes, 16)
+    solved, bound = PacedFlow(problem, step.arena_bytes, 16).solved(), FlowProgram(problem, step.arena_bytes, 16).solve()
     assert solved is not None
     assert bound is not None
     assert solved.relaxed.step_s >= bound.step_s * (1 - 1e-6)

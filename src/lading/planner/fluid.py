@@ -110,21 +110,14 @@ class FlowPieces:
     starts: np.ndarray
 
 
-def flow(problem: ResidencyProblem, budget_bytes: int, windows: int) -> RelaxedResidency | None:
-    """Solve the flow of a step: a lower bound that knows when bytes move.
+class FlowProgram:
+    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once.
+
+    Its value is a lower bound of a step that knows when bytes move.
 
     Args:
         budget_bytes: Bytes of the arena.
         windows: K, >= 1.
-
-    Returns:
-        Shares of each option and seconds; None if not even the flow fits.
-    """
-    return FlowProgram(problem, budget_bytes, windows).solve()
-
-
-class FlowProgram:
-    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once.
 
     Attributes:
         most_writes: Windows in which a gap may be written, the first ones; 0 is all, as a bound needs.
@@ -137,6 +130,7 @@ class FlowProgram:
         self.window = self.cut_windows(windows)
         self.windows = windows = int(self.window[-1]) + 1
         self.candidates = (*problem.candidates, *self.forced())
+        self.is_unsolved = False  # the solver has ended without an answer
         self.begins: list[int] = np.searchsorted(self.window, np.arange(windows + 1)).tolist()  # ends with num_ops
         self.classes = self._classes()
         self.costs: list[float] = [1.0] * windows
@@ -248,14 +242,20 @@ class FlowProgram:
         return GapColumns(share, first, first_read, reads, writes)
 
     def _add_forced(self, index: int, candidate: Candidate) -> None:
-        """Add what is read, or written, whatever is chosen."""
-        gap = candidate.gap
-        first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
+        """Add what is read, or written, whatever is chosen.
+
+        The host's operation has a position in the step, and a stream of its own: it may run later than what stands
+        beside it, as what is written for it may come later, and earlier, so what it wrote may be read earlier.
+        """
+        gap, around = candidate.gap, self.windows if candidate.gap.wraps else 0
+        reads_only = candidate.version is None
+        first = 0 if reads_only else int(self.window[gap.start])
+        last = (int(self.window[gap.end]) if reads_only else self.windows - 1) + around
         share, moves = self._column(), self._columns(last - first + 1)
         for columns in ([share], moves):
             self.add_row(1.0, 1.0, columns, [1.0] * len(columns))
-        reads, writes = (moves, range(0)) if candidate.version is None else (range(0), moves)
-        first_read = first if len(reads) else last + 1
+        reads, writes = (moves, range(0)) if reads_only else (range(0), moves)
+        first_read = first if reads_only else last + 1
         self.flows[index][candidate.options[0]] = GapColumns(share, first, first_read, reads, writes)
 
     def add_times(self) -> None:
@@ -358,7 +358,8 @@ class FlowProgram:
             self.rows.clear()
             self.model.run()
             self.iterations += self.model.getInfo().simplex_iteration_count
-            if self.model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            if (status := self.model.getModelStatus()) != highspy.HighsModelStatus.kOptimal:
+                self.is_unsolved = status != highspy.HighsModelStatus.kInfeasible
                 return None
             values = np.array(self.model.getSolution().col_value)
             worst = self._worst(values)

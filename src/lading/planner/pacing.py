@@ -90,7 +90,7 @@ class PacedFlow(FlowProgram):
         parts: int = 4,
         products: np.ndarray | None = None,
     ) -> None:
-        """Collect all columns and rows but those of memory; the other arguments are those of ``planner.fluid.flow``.
+        """Collect all columns and rows but those of memory; the other arguments are those of ``FlowProgram``.
 
         Args:
             parts: Parts of a window that memory is counted in; with one, all takes its place all through a window.

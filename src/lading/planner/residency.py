@@ -32,7 +32,7 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
-from lading.planner.fluid import flow
+from lading.planner.fluid import FlowProgram
 from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
@@ -425,10 +425,13 @@ def lower_bound_s(step: StepProblem) -> float:
 def flow_bound_s(step: StepProblem, windows: int) -> float:
     """Lower bound in seconds over all plans within the budget, sharper than ``lower_bound_s`` with windows enough.
 
-    0.0 where there is none.
+    0.0 where no plan fits; the bound without windows where the solver gives no answer.
     """
-    flowing = flow(step.bound_problem, step.arena_bytes, windows)
-    return flowing.step_s if flowing is not None else 0.0
+    program = FlowProgram(step.bound_problem, step.arena_bytes, windows)
+    flowing = program.solve()
+    if flowing is None:
+        return step.bound_s if program.is_unsolved else 0.0
+    return flowing.step_s
 
 
 def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowering]:

@@ -295,9 +295,10 @@ class _Stretcher:
         """Seconds at which a residency's write-back should have ended; moves the time from which its tier is free."""
         stay = self.stays[index]
         wire, share = self._wire(stay.to_tier, read=False)
-        begin = max(free_at.get(wire, 0.0), free_at.get(stay.to_tier, 0.0), float(self.start[stay.last + 1]))
         duration = self._duration(index, stay.to_tier, "write")
-        free_at[wire] = begin + share * duration
+        wired = max(free_at.get(wire, 0.0), float(self.start[stay.last + 1]))
+        begin = max(wired, free_at.get(stay.to_tier, 0.0))
+        free_at[wire] = wired + share * duration  # while it waits for its tier, the wire has room for others
         free_at[stay.to_tier] = begin + duration
         return begin + duration
 
@@ -322,11 +323,11 @@ class _Stretcher:
         """Seconds at which a residency's fetch should begin; moves the time from which its tier is taken."""
         stay = self.stays[index]
         wire, share = self._wire(stay.tier, read=True)
-        finish = min(float(self.start[self.first[index]]), latest.get(wire, np.inf), latest.get(stay.tier, np.inf))
         duration = self._duration(index, stay.tier, "read")
-        begin = finish - duration
+        wired = min(float(self.start[self.first[index]]), latest.get(wire, np.inf))
+        begin = min(wired, latest.get(stay.tier, np.inf)) - duration
         is_whole = begin >= 0.0 or self._comes_early(index)
-        latest[wire] = finish - share * duration if is_whole else 0.0
+        latest[wire] = wired - share * duration if is_whole else 0.0
         latest[stay.tier] = begin if is_whole else 0.0
         return begin
 

@@ -32,7 +32,10 @@ def half() -> StepProblem:
 def test_a_paced_flow_takes_longer_than_the_bound_and_its_pace_adds_up() -> None:
     step = half()
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    solved, bound = PacedFlow(problem, step.arena_bytes, 16).solved(), FlowProgram(problem, step.arena_bytes, 16).solve()
+    solved, bound = (
+        PacedFlow(problem, step.arena_bytes, 16).solved(),
+        FlowProgram(problem, step.arena_bytes, 16).solve(),
+    )
     assert solved is not None
     assert bound is not None
     assert solved.relaxed.step_s >= bound.step_s * (1 - 1e-6)

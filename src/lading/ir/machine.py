@@ -332,7 +332,9 @@ def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
 
 def wire_of(tiers: Sequence[Tier]) -> Tier:
     """Wire of some tiers, as a tier with the rates of the fastest of them: alone, and while it carries both ways."""
-    return dataclasses.replace(tiers[0], **{key: max(getattr(tier, key) for tier in tiers) for key in _TIER_RATES}, turn_bytes=0)
+    return dataclasses.replace(
+        tiers[0], **{key: max(getattr(tier, key) for tier in tiers) for key in _TIER_RATES}, turn_bytes=0
+    )
 
 
 def outdoes(near: Tier, far: Tier) -> bool:

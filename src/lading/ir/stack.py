@@ -335,7 +335,9 @@ class Stack:
         any ranks, and without that of the smallest.
         """
         head = f"{architecture}.{op}"
-        measured = {int(key.rpartition(".")[2]): factor for key, factor in self.in_situ.items() if key.startswith(f"{head}.")}
+        measured = {
+            int(key.rpartition(".")[2]): factor for key, factor in self.in_situ.items() if key.startswith(f"{head}.")
+        }
         if fewer := [count for count in measured if count <= ranks]:
             return measured[max(fewer)]
         return self.in_situ.get(head, measured[min(measured)] if measured else 1.0)

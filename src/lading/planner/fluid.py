@@ -275,7 +275,11 @@ class FlowProgram:
             self._add_tier(tier)
         for tiers in wires(self.problem.tiers):
             wire = wire_of(tiers)
-            for read_s, write_s in ((1.0 / wire.read_bytes_per_s, 0.0), (0.0, 1.0 / wire.write_bytes_per_s), *facets(wire)):
+            for read_s, write_s in (
+                (1.0 / wire.read_bytes_per_s, 0.0),
+                (0.0, 1.0 / wire.write_bytes_per_s),
+                *facets(wire),
+            ):
                 self._add_limit([(tier, read_s, write_s) for tier in tiers])
 
     def flows_to(self, tier: Tier) -> list[tuple[FlowClass, GapColumns]]:

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tools.validate.fields import attention_of
 from tools.validate.requests import request_of
 from tools.validate.rows import Row, read_rows
+from tools.validate.software import month_of
 
 from lading.catalog.networks import parse_network
 from lading.sim.simulate import simulate
@@ -213,3 +215,153 @@ def test_bert_has_its_dropout_where_nobody_says_it(rows: dict[str, Row], name: s
     row = dataclasses.replace(rows["dletf2-a100-1-128-amp"], notes="")
     assert asked(row, model={"name": name}).dropout == dropout
     assert asked(row, model={"name": name}, notes="no dropout").dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("words", "links", "gbits"),
+    [
+        ("25 Gb/s Ethernet link", 1, 25),
+        ("ConnectX 7 NDR 400 Gb/s", 8, 3200),
+        ("4x ConnectX 7 adapters", 4, 1600),
+        ("50 GB/s link a node", 4, 400),
+        ("Slingshot 11 NIC, 200 Gb/s a node", 2, 200),
+        ("RoCE v2 NICs, 400 Gb/s a node", 4, 400),
+        ("4 400 Gb/s NICs a node", 4, 1600),
+        ("InfiniBand x8 400 Gb/s node-to-node", 8, 3200),
+    ],
+)
+def test_rates_and_generations_are_no_counts(words: str, links: int, gbits: float) -> None:
+    """A link of 25 Gb/s was 25 NICs."""
+    link = parse_network(words, 8).link
+    assert link is not None
+    assert (link.nics, link.nics * link.bandwidth_bytes_per_s * 8 / 1e9) == (links, pytest.approx(gbits))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_measured"),
+    [
+        ("InfiniBand, around 660 Gb/s measured a node", True),
+        ("InfiniBand 660 Gb/s a node measured", True),
+        ("InfiniBand 660 Gb/s (measured by nccl-tests)", True),
+        ("measured 660 Gb/s a node", True),
+        ("reached: ~660 Gb/s", True),
+        ("4x Omni-Path 100 Gb/s (135 Gb/s measured)", False),
+        ("400 Gb/s (measured 300 Gb/s)", False),
+        ("400 Gb/s (measured: 300)", False),
+        ("400 Gb/s, not measured", False),
+        ("400 Gb/s not measured", False),
+        ("400 Gb/s (not measured)", False),
+        ("400 Gb/s a node, 300 Gb/s reached", False),
+        ("reached 54 of 400 Gb/s", False),
+    ],
+)
+def test_only_the_rate_beside_the_word_was_measured(words: str, is_measured: bool) -> None:
+    """Any rate was reached in full where a word of a measurement stood anywhere."""
+    link = parse_network(words, 8).link
+    assert link is not None
+    assert (link.efficiency == 1.0) is is_measured
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "kernel"),
+    [
+        ("PyTorch SDPA, no FlashAttention", "flash2", None),
+        ("PyTorch SDPA, no FlashAttention", "unfused", "flash2"),
+        ("cuDNN fused attention, not flash", "flash2", "cudnn"),
+        ("FlashAttention-3, not FlashAttention-2", "flash2", "flash3"),
+        ("FlashAttention-1 (not FlashAttention-2)", "flash2", "flash1"),
+        ("no FlashAttention-3", "flash2", None),
+        ("xformers, no FlashAttention", "unfused", "flash1"),
+        ("without SDPA or FlashAttention", "flash2", "unfused"),
+        ("no flash attention, fused softmax", "flash2", "unfused"),
+        ("eager, no flash_attn", "flash2", "unfused"),
+        ("flash_attn==2.0.4", "unfused", "flash2"),
+        ("flash attention (v2)", "flash1", "flash2"),
+        ("flash attention (2 of 4 layers)", "flash1", None),
+    ],
+)
+def test_a_kernel_that_is_named_beside_one_that_is_denied_is_used(words: str, own: str, kernel: str | None) -> None:
+    """Attention was in parts wherever a FlashAttention was denied."""
+    assert attention_of(words, own) == ({"attention": kernel} if kernel else {})
+
+
+@pytest.mark.parametrize(
+    ("words", "network"),
+    [
+        ("Omni-Path 100 Gb/s, 4 links a node", "Omni-Path, 54 Gb/s measured a node"),
+        ("Omni-Path, 1 x 100 Gb/s", "Omni-Path, 1 x 100 Gb/s"),
+        ("Omni-Path, 60 Gb/s measured a node", "Omni-Path, 60 Gb/s measured a node"),
+        ("Omni-Path, 20 Gb/s measured a node", "Omni-Path, 20 Gb/s measured a node"),
+    ],
+)
+def test_omni_path_of_another_rate_keeps_it(rows: dict[str, Row], words: str, network: str) -> None:
+    """Every Omni-Path until 2021 was four links at 54 Gb/s, and the interval of a slower one held a faster."""
+    request = asked(rows["jz-z3-52b-64-tp4"], hardware={"inter_node_link": words})
+    assert request.network == network
+    assert request.otherwise >= 1.0
+    if words.startswith(("Omni-Path, 1 x", "Omni-Path, 20")):
+        assert request.otherwise == 1.0, "40 Gb/s are faster"
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [
+        *((name, 0.0) for name in ("nomic-bert", "modern-bert-base", "neo bert", "mosaic-bert", "ModernBERT")),
+        *((name, 0.1) for name in ("BERT-base", "bert_large", "bert-base-uncased", "BERT pretraining")),
+        *((name, 0.1) for name in ("google-bert/bert-base-uncased", "FacebookAI/xlm-roberta-base", "distilbert")),
+    ],
+)
+def test_a_word_before_bert_names_another_model(rows: dict[str, Row], name: str, dropout: float) -> None:
+    row = dataclasses.replace(rows["dletf2-a100-1-128-amp"], notes="")
+    assert asked(row, model={"name": name}).dropout == dropout
+
+
+@pytest.mark.parametrize(
+    ("notes", "dropout"),
+    [
+        ("dropout off", 0.0),
+        ("dropout is disabled", 0.0),
+        ("hidden_dropout: none", 0.0),
+        ("no dropout", 0.0),
+        ("lora_dropout off", 0.1),
+        ("no fusion of bias and dropout", 0.1),
+    ],
+)
+def test_dropout_that_is_off_is_none(rows: dict[str, Row], notes: str, dropout: float) -> None:
+    assert asked(rows["dletf2-a100-1-128-amp"], notes=notes).dropout == dropout
+
+
+@pytest.mark.parametrize(
+    ("source", "attention", "kernel"),
+    [
+        ("a report, 2022-12", "flash_attn==2.0.4", "flash2"),
+        ("a report, 2022-12", "flash attention (v2)", "flash2"),
+        ("a report, 2022-12", "flash_attn==1.0.4", "flash1"),
+        ("arXiv 2306.12345", "flash attention", "flash1"),
+        ("arXiv 2308.12345", "flash attention", "flash2"),
+        ("arXiv 2306.12345, 2024", "flash attention", "flash2"),
+    ],
+)
+def test_versions_in_all_ways_and_months_of_arxiv_tell_which_flash_attention(
+    rows: dict[str, Row], source: str, attention: str, kernel: str
+) -> None:
+    row = dataclasses.replace(rows["pythia-1b"], source=source)
+    framework = {"framework": "GPT-NeoX (DeepSpeed)"}
+    assert asked(row, layout=framework, model={"attention": attention}, notes="").stack.attention == kernel
+    assert month_of(dataclasses.replace(row, source="arXiv 2306.12345")) == (2023, 6)
+
+
+def test_words_of_software_that_are_denied_or_alone(rows: dict[str, Row]) -> None:
+    """A container alone is what ran; what is denied or compared with is not."""
+    row = dataclasses.replace(rows["idris-fsdp-h100-14b-64"], notes="")
+    assert asked(row, layout={"framework": "NGC container nvcr.io/nvidia/nemo:24.07"}).stack.name == "nemo"
+    assert asked(row, model={"attention": "PyTorch SDPA, not left-padded"}).stack.attention == "flash2"
+    lucie = rows["lucie-2k-8-tp1-pp1-z1"]
+    for notes, waits in (
+        ("without CUDA_LAUNCH_BLOCKING=1", False),
+        ("CUDA_LAUNCH_BLOCKING=1 is not set", False),
+        ("no biases. CUDA_LAUNCH_BLOCKING=1", True),
+    ):
+        assert asked(lucie, notes=notes).stack.launch_blocking is waits
+    faster = {"framework": "Megatron-LM 2021, faster than DeepSpeed"}
+    assert asked(dataclasses.replace(lucie, source="a report", notes=""), layout=faster).stack.name == "megatron-2021"

@@ -390,6 +390,22 @@ def optimizer_of(stated: Mapping[str, Any], unread: list[str]) -> tuple[str, dic
     return named, settings
 
 
+#: Version of a FlashAttention, behind its name: "FlashAttention-2", "flash_attn==2.0.4", "flash attention (v2)".
+FLASH_VERSION = r"(?:[-_ ]?| ?[=~>]=? ?| ?\((?=v|[1-4](?:\.\d+)*\)))(?:v(?:ersion)? ?)?([1-4])(?:\.\d+)*\b"
+#: Kernels of fused attention, and those that words deny: "no FlashAttention", "without SDPA or FlashAttention".
+_KERNEL = (
+    rf"(?:flash(?:[- ]?att(?:entio)?n)?(?:{FLASH_VERSION}|\w*)|\bfa-?[1-4]\b|\bsdpa\b|"
+    r"scaled dot\w*|\bcudnn\b|xformers|\btriton\b|memory[- ]efficient|\bflex[- ]?att\w*|(?<![a-z-])fused att\w*)"
+)
+_DENIED_KERNELS = re.compile(rf"\b(?:no|not|without|w/o)(?: using)? {_KERNEL}(?:(?:,? n?or |/| and ){_KERNEL})*")
+#: Attention that is no kernel of its own.
+_IN_PARTS = re.compile(
+    r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b"
+)
+#: A denied third or fourth FlashAttention may be another kernel.
+_NO_KERNEL = re.compile(r"\b(?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])|fused att)")
+
+
 def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
     """Kernel of attention, where words name one: "eager", "unfused", "flash-attention 2", ...
 
@@ -397,20 +413,18 @@ def attention_of(words: str, stack_attention: str) -> dict[str, Any]:
         stack_attention: Kernel that the software has by itself; where it is fused, "flash" alone says no more.
     """
     lowered = words.lower().replace("_", " ")
-    fused = re.search(r"flash|\bfa-?[1-4]\b|\bsdpa\b|scaled_dot|cudnn|xformers|triton", words.lower())
-    if re.search(
-        r"\b(?:no|not|without|w/o)(?: using)? (?:flash(?![- ]?(?:att\w*)?[- ]?v?[34])|fused att)|"
-        r"(?<!\bnot )(?<!\bno )\b(?:unfused|non-?fused|eager|naive|vanilla|math|in parts|einsum|masked fill|bmm)\b",
-        lowered,
-    ) or ("fused softmax" in lowered and not fused):
+    denied = [match[0] for match in _DENIED_KERNELS.finditer(lowered)]
+    left = _DENIED_KERNELS.sub(" ", lowered)
+    fused = re.search(_KERNEL, left)
+    if _IN_PARTS.search(left) or (not fused and ("fused softmax" in left or any(map(_NO_KERNEL.search, denied)))):
         return {"attention": "unfused"}
-    if numbered := re.search(r"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa)[- ]?v?([1234])(?:\.\d+)*\b", lowered):
+    if numbered := re.search(rf"\b(?:flash[- ]?(?:att(?:entio)?n)?|fa){FLASH_VERSION}", left):
         return {"attention": f"flash{numbered[1]}"}
-    if re.search(r"\bcudnn\b", lowered):
+    if re.search(r"\bcudnn\b", left):
         return {} if stack_attention.startswith("cudnn") else {"attention": "cudnn"}
-    if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", lowered):
-        return {"attention": "triton" if "triton" in lowered else "flash1"}
-    if stack_attention == "unfused" and (fused or "fused" in lowered):
+    if stack_attention == "unfused" and re.search(r"xformers|memory[- ]efficient|\btriton\b", left):
+        return {"attention": "triton" if "triton" in left else "flash1"}
+    if stack_attention == "unfused" and (fused or "fused" in left):
         return {"attention": "flash2"}
     return {}
 

@@ -11,6 +11,7 @@ from lading.catalog.load import load_machine
 from lading.catalog.networks import node_size, parse_network, parse_node
 from lading.errors import ConfigError, LadingError
 from lading.ir.layout import Layout
+from lading.ir.machine import Link
 from lading.ir.request import StepRequest
 from lading.ir.schedules import V_SHAPED
 from lading.ir.stack import Stack
@@ -18,6 +19,7 @@ from lading.sim.simulate import simulate
 from tools.validate.architecture import architecture_of, unread_of_model
 from tools.validate.fields import (
     DUALPIPE,
+    FLASH_VERSION,
     adapted_of,
     attention_of,
     cp_comm_of,
@@ -253,7 +255,7 @@ def _before_flash2(row: Row, attention: str, assumed: list[str]) -> dict[str, An
     words = affirmed(f"{row.model.get('attention', '')} | {row.layout.get('framework', '')} | {row.notes}")
     month, year = month_of(row), year_of(row)
     older = month <= _FLASH2 if month[0] else 0 < year < _FLASH2[0]
-    named = re.findall(r"flash[- _]?att(?:entio)?n(?:[- _]?v?(\d))?", words)
+    named = re.findall(rf"flash[- _]?att(?:entio)?n(?:{FLASH_VERSION})?", words)
     if attention != "flash2" or not older or not named or any(named) or re.search(r"\bfa-?2\b", words):
         return {}
     assumed.append(f"the first FlashAttention: the second is of {_FLASH2[0]}-{_FLASH2[1]:02d}")
@@ -347,10 +349,15 @@ _DROPOUT = (
     r"(attention[ _-])?(?<!lora[ _-])(?<!adapter[ _-])dropout[ =:]*(0(?:\.\d+)?)(?![\w.]*\d)"
     r"(?! (?:before|of|in|on) (?:lora|adapters))"
 )
+_NO_DROPOUT = (
+    r"\b(?:no|without|w/o) (?:any )?dropout\b|"
+    r"(?<![a-z])(?<!lora[ _-])(?<!adapter[ _-])dropout(?: is| was|:|=)* ?(?:off|disabled|none|false)\b"
+)
 
 
-#: BERT and what differs from it in data or depth alone; later encoders ("ModernBERT") drop nothing out.
-_BERT = r"(?<![a-z])(?:ro|distil)?bert(?:a)?(?![a-z])"
+#: BERT and what differs from it in data or depth alone. Another word before it names another model, as ModernBERT and
+#: NeoBERT, which drop nothing out.
+_BERT = r"(?:^|[/(,:]) ?(?:(?:google|nvidia|megatron|mlperf|hf)[-_ ])?(?:xlm-)?(?:ro|distil)?bert(?:a)?(?![a-z])"
 
 
 def _dropout(row: Row, stack: Stack, family: str, text: str, assumed: list[str], unread: list[str]) -> float:
@@ -362,7 +369,7 @@ def _dropout(row: Row, stack: Stack, family: str, text: str, assumed: list[str],
         unread.append(f"attention's dropout of {by_attention[True]:g}: that of all is taken as {by_attention[False]:g}")
     if by_attention:
         return by_attention.get(False, by_attention.get(True, 0.0))
-    if re.search(r"\b(?:no|without|w/o) (?:any )?dropout\b", text, re.IGNORECASE):
+    if re.search(_NO_DROPOUT, text, re.IGNORECASE):
         return 0.0
     if family == "gpt" and "mlperf" in text.lower():
         assumed.append("no dropout: MLPerf's GPT-3 (mlcommons/training large_language_model/megatron-lm/run_gpt3.sh)")
@@ -408,7 +415,7 @@ def _links(row: Row, machine: str, assumed: list[str], unread: list[str]) -> tup
         words = rate
         assumed.append(f"EFA of AWS's instances with this GPU: {rate}")
         network = parse_network(words, slots)
-    if network.link and network.link.kind == "omnipath" and 0 < year_of(row) <= _OMNIPATH_OF[0]:
+    if network.link and _is_untold_omnipath(network.link) and 0 < year_of(row) <= _OMNIPATH_OF[0]:
         words = _OMNIPATH_OF[1]
         network = parse_network(words, slots)
         assumed.append(f"Omni-Path until {_OMNIPATH_OF[0]}: {_OMNIPATH_OF[2]}")
@@ -622,6 +629,12 @@ _OMNIPATH_OF = (
 _SLOW_OMNIPATH = "Omni-Path, 40 Gb/s measured a node"
 
 
+def _is_untold_omnipath(link: Link) -> bool:
+    """Whether a link is Omni-Path of 400 Gb/s a node, of which nobody says what was measured."""
+    gigabits = link.nics * link.bandwidth_bytes_per_s * 8 / 1e9
+    return link.kind == "omnipath" and link.efficiency < 1.0 and abs(gigabits / 400 - 1) < 0.01
+
+
 def _on_slow_omnipath(request: StepRequest, row: Row, assumed: list[str]) -> StepRequest:
     """The request whose interval holds the slowest Omni-Path of 100 Gb/s links that was measured, if no run tells."""
     words = str(row.hardware.get("inter_node_link") or "")
@@ -631,6 +644,8 @@ def _on_slow_omnipath(request: StepRequest, row: Row, assumed: list[str]) -> Ste
         return request
     slow = dataclasses.replace(request, network=_SLOW_OMNIPATH)
     times = simulate(slow).step.step_s / simulate(request).step.step_s
+    if times <= 1.0:
+        return request
     assumed.append(f"on {_SLOW_OMNIPATH}, which the interval holds too, {times:.2f} times as long")
     return dataclasses.replace(request, otherwise=times)
 

@@ -16,7 +16,7 @@ from typing import Any
 from lading.catalog.stacks import stack_by_name, stack_names
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.stack import Stack
-from tools.validate.fields import rounds_to_tf32, stage_of
+from tools.validate.fields import FLASH_VERSION, rounds_to_tf32, stage_of
 from tools.validate.pretrained import activation_part, pretrained_of
 from tools.validate.prose import clauses_of
 from tools.validate.rows import Row
@@ -48,8 +48,9 @@ _UNFUSED_UNTIL, _MASKED = (2023, 11), ((2024, 3), (2024, 5))
 #: Year and month of a release of DeepSpeed where a source has no month, as PyPI has them.
 _RELEASED = ((r"deepspeed[ =]*v?0\.14\.[0-2]\b", (2024, 4)), (r"deepspeed[ =]*v?0\.1[0-2]\.", (2023, 11)))
 _PADDED = (
-    r"(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|"
-    r"(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max)"
+    r"(?<!\bno )(?<!\bnot )(?<!\bnever )(?<!\bneither )(?<!\bwithout )"
+    r"(?:(?:batch\w*|examples?|sequences?|samples?|inputs?) (?:are |is |were )?padded|"
+    r"(?:left|right)[- ]padded|padding to (?:the )?(?:longest|max))"
 )
 #: Software that runs models of transformers.
 _TRANSFORMERS = r"transformers|\bhf\b|hugging ?face|\bpeft\b|\btrl\b|accelerate|xtuner|ms-swift|llama-?factory|axolotl"
@@ -76,6 +77,8 @@ _CONTAINER = r"\bpytorch[:/ -](2\d)\.(?:0[1-9]|1[0-2])\b"
 _CONTAINER_NAME = re.compile(
     r"(?<=[\w,(] )(?:in )?(?:the )?(?:ngc |nvidia )?container(?: image)?[ :]+[\w./-]*nemo[-:_][\w.]+", re.IGNORECASE
 )
+#: What may stand around the name of a container and names no software.
+_NO_NAMES = r"\b(?:ngc|nvidia|docker|image|official|in|the|on|from)\b|[\W\d]"
 _JAX = r"\bjax\b|\bflax\b|\bxla\b|maxtext|paxml|\bt5x\b|easylm|\balpa\b|axlearn|levanter"
 _COMPILED = (
     r"compile=true|torch[._]compile(?![_=: ]+false)|\binductor\b|max-autotune|\bthunder\b|nvfuser|"
@@ -87,6 +90,8 @@ CODE = r"\bllm\.c\b|\bllmq\b|\bc(?:\+\+)?(?:/| and )cuda\b|\bcuda(?:/| and )c(?:
 #: and gelu among what AMP runs so (NVIDIA/DeepLearningExamples run_squad.py, PaddleNLP: custom_white_list); OneFlow's
 #: AMP lists no operation to keep in fp32 (oneflow/core/job_rewriter/auto_mixed_precision_lists.cpp, BlackList).
 OUTSIDE = rf"{_JAX}|{CODE}|paddle|\boneflow\b(?!-inc)"
+#: Year and month of an arXiv number.
+_ARXIV = r"\b(\d\d)(0[1-9]|1[0-2])\.\d{5}\b"
 _DEEPSPEED = r"deepspeed|gpt-?neox"
 #: PyTorch's own operations, also where tensors are cut; and words of PyTorch's own ways to share a model.
 _NATIVE = (
@@ -163,8 +168,6 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
         r"use_amp[ =:]*false)",
         {"adapter_dtype": "float32", "adapter_autocast": False},
     ),
-    # Each launch waits for its kernel (CUDA programming guide, environment variables).
-    (r"cuda_launch_blocking[ =:]+(?:1|true)", {"launch_blocking": True}),
     (r"cross-entropy fusion", {"fused_loss": True}),
     # flash_attn/models/gpt.py: one kernel for dropout, residual and norm, products with bias and GELU.
     (r"fused_dropout_add_ln|fused dropout ?\+ ?residual|fused_mlp|fused mlp", {"fusion": "fused"}),
@@ -215,6 +218,8 @@ _STATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (r"liger(?! loss)|unsloth(?! off)", {"fusion": "fused", "eager_norms": False, "fused_loss": True}),
 )
+#: Each launch waits for its kernel (CUDA programming guide, environment variables).
+_BLOCKING = r"cuda_launch_blocking[ =:]+(?:1|true)"
 #: Megatron-LM's arguments.py: --bf16 sets the flag, with --fp16 gradients are added up and reduced as they are.
 _IN_FP32 = r"accumulate[-_]allreduce[-_]grads[-_]in[-_]fp32"
 #: Words of transfers of experts' tokens beside computing (Megatron-Core's --overlap-moe-expert-parallel-comm).
@@ -298,16 +303,18 @@ def framework_of(row: Row, text: str) -> str:
 def _rule_of(row: Row, text: str) -> StackRule | None:
     """Rule of the named set: what the field of the framework names counts before all that the row says besides."""
     compiled = "true" if row.layout.get("compile") else "false"
-    named, text = (_CONTAINER_NAME.sub(" ", words) for words in (str(row.layout.get("framework", "")), text))
+    named = affirmed(str(row.layout.get("framework", "")))
+    if not named or re.sub(_NO_NAMES, "", _CONTAINER_NAME.sub(" ", named)):  # else the container's own software ran
+        named, text = (_CONTAINER_NAME.sub(" ", words) for words in (named, text))
     rule = stack_rule_of(f"{named} | compile={compiled}" if named else "")
-    if re.search(rf"{_DEEPSPEED}|{_TRANSFORMERS}", named.lower()):  # BigScience ran more than its fork of Megatron
+    if re.search(rf"{_DEEPSPEED}|{_TRANSFORMERS}", named):  # BigScience ran more than its fork of Megatron
         text = re.sub(r"bigscience", " ", text, flags=re.IGNORECASE)
     return rule or (None if has_own_runtime(row) else stack_rule_of(text))
 
 
 def class_of(row: Row, text: str) -> str:
     """Name of the class defaults of a row ([Note: software that is not known])."""
-    named = " ".join(str(row.layout.get(name, "")) for name in ("framework", "sharding")).strip().lower()
+    named = f"{affirmed(str(row.layout.get('framework', '')))} {row.layout.get('sharding', '')}".strip().lower()
     if named and re.search(rf"{_DEEPSPEED}|{_MEGATRON}|{_NATIVE}|{_PLAIN}", named) and "compile=true" not in text:
         text = named if row.layout.get("compile") is False or not re.search(_COMPILED, text.lower()) else text
     if is_compiled(text) or re.search(CODE, named or text.lower()):
@@ -345,7 +352,7 @@ def year_of(row: Row) -> int:
         return 2000 + int(held[1])
     years = [int(year) for year in re.findall(r"\b(20[12]\d)(?:\b|-)", row.source)]
     years += [2000 + int(year) for year in re.findall(r"(?:release |\bv|NeMo |container )(\d\d)\.\d\d\b", row.source)]
-    years += [2000 + int(year) for year in re.findall(r"\b(\d\d)(?:0[1-9]|1[0-2])\.\d{5}\b", row.source)]
+    years += [2000 + int(year) for year, _ in re.findall(_ARXIV, row.source)]
     return max(years, default=0)
 
 
@@ -416,7 +423,8 @@ def _named_otherwise(row: Row, text: str, stack: Stack, assumed: list[str]) -> d
     settings |= _older_nemo(row, stack, assumed)
     if stack.framework == "transformers":
         settings |= _attention_of_transformers(row, text.lower(), assumed)
-    if stack.attention == "unfused" and (named := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])?\b", stated)):
+    named = re.search(rf"flash[- _]?att(?:ention|n)?(?:{FLASH_VERSION}|\b)", stated)
+    if stack.attention == "unfused" and named:
         settings["attention"] = f"flash{named[1] or 2}"
         assumed.append(f"attention {settings['attention']}: the notes say {named[0]!r}")
     return settings
@@ -459,10 +467,11 @@ def _trains_transformers(row: Row, lowered: str, stack: Stack) -> bool:
 
 
 def month_of(row: Row, lowered: str = "") -> tuple[int, int]:
-    """Year and month of a row's source, or of a release that it names; (0, 0) where neither tells both."""
+    """Year and month of a row's source, of its arXiv number or of a release; (0, 0) where none tells both."""
     months = [(int(year), int(month)) for year, month in re.findall(r"\b(20[12]\d)-(\d\d)\b", row.source)]
-    months += [month for words, month in _RELEASED if re.search(words, lowered) and month[0] == year_of(row)]
-    return max(months, default=(0, 0))
+    others = [month for words, month in _RELEASED if re.search(words, lowered)]
+    others += [(2000 + int(year), int(month)) for year, month in re.findall(_ARXIV, row.source)]
+    return max([*months, *(month for month in others if month[0] == year_of(row))], default=(0, 0))
 
 
 #: Repositories by name, in a source, and their code: "Dao-AILab/flash-attention", "flash-attention's training code".
@@ -535,7 +544,7 @@ def _attention(row: Row, text: str, stack: Stack, assumed: list[str]) -> dict[st
         return {"attention": "cudnn"}
     if re.search(r"flex[- _]?attention", lowered):
         return {"attention": "flex"}
-    if numbered := re.search(r"flash[- _]?att(?:ention|n)?[- _]?v?([1234])\b", affirmed(text)):
+    if numbered := re.search(rf"flash[- _]?att(?:ention|n)?{FLASH_VERSION}", affirmed(text)):
         return {"attention": f"flash{numbered[1]}"}
     if stack.attention == "unfused" and re.search(r"xformers|memory[- _]efficient[- _]attention", lowered):
         return {"attention": "flash1"}
@@ -585,6 +594,8 @@ def stated_switches(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     for switches in (*found, switches_of_runtime(row, text)):
         apart = (*settings.get("unfused", stack.unfused), *switches.get("unfused", ()))
         settings |= {**switches, **({"unfused": tuple(dict.fromkeys(apart))} if "unfused" in switches else {})}
+    if any(re.search(_BLOCKING, clause) for clause in clauses_of(text)):
+        settings["launch_blocking"] = True
     settings |= _megatron_in_fp16(row, lowered)
     rounds = rounds_to_tf32(lowered)
     if rounds is None and rounds_by_default(row):

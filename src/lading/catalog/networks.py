@@ -25,14 +25,14 @@ from lading.ir.machine import Link, Machine
 _GENERATIONS = (
     *((r"hdr-?100", 100), (r"ndr-?200", 200), (r"hdr(?:-?200)?", 200), (r"ndr(?:-?400)?", 400)),
     *((r"xdr(?:-?800)?", 800), (r"edr(?:-?100)?", 100), (r"fdr", 56), (r"qdr", 32)),
-    *((r"(?:connectx|cx)-?5", 100), (r"(?:connectx|cx)-?6", 200), (r"(?:connectx|cx)-?7", 400)),
-    *((r"(?:connectx|cx)-?8", 800), (r"slingshot[- ]?11", 200), (r"slingshot[- ]?10", 100)),
+    *((r"(?:connectx|cx)[- ]?5", 100), (r"(?:connectx|cx)[- ]?6", 200), (r"(?:connectx|cx)[- ]?7", 400)),
+    *((r"(?:connectx|cx)[- ]?8", 800), (r"slingshot[- ]?11", 200), (r"slingshot[- ]?10", 100)),
 )
 _EFA = r"\befa(?:v\d)?\b|elastic fabric"
 _KINDS = (
     ("omnipath", r"omni-?path|\bopa\b"),
     ("ethernet", _EFA + r"|roce|ethernet|gbe\b|tcpx|slingshot|\beth\b|\brnic\b|\d\s?g(?:ig)?e\b"),
-    ("infiniband", r"infiniband|\bib\b|\b[fehnxq]dr|rdma|cx-?[5678]|connectx"),
+    ("infiniband", r"infiniband|\bib\b|\b[fehnxq]dr|rdma|cx[- ]?[5678]|connectx"),
 )
 #: Of the line rate, what a long ring over all NICs of the nodes reaches, and a hop's latency.
 _REACHED = {
@@ -50,7 +50,11 @@ _REACHED = {
         "@744d01e1); assumption: a hop of 5 us, as the host's processors move its packets",
     ),
 }
-_MEASURED = re.compile(r"\b(?:measured|achieved|reached)\b")
+#: A word that says that a rate was measured stands up to three words from it; no number and no denial is between.
+_MEASURED = r"\b(?:measured|achieved|reached)\b"
+_FEW_WORDS = r"(?:(?!(?:not|never|no|than)\b|\S*n't\b)[^\s\d;,()]+\s+){0,3}?"
+_MEASURED_BEHIND = re.compile(rf"\s*(?P<bracket>\(\s*)?{_FEW_WORDS}{_MEASURED}(?P<rest>[^;,()]*)")
+_MEASURED_AHEAD = re.compile(rf"(?<!not )(?<!never )(?<!no ){_MEASURED}:?\s+{_FEW_WORDS}~?$")
 _NONE = re.compile(
     r"^\s*(n/?a\b.*|none\b.*|not (?:stated|told|given|known)\b.*|unknown.*|unspecified.*|single[- ]node.*|"
     r"(?:a )?single (?:gpu|device|host|machine).*|-)?\s*$",
@@ -124,7 +128,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     if parsed is None:
         return NamedNetwork(None, f"network {words!r} has no rate: the machine's own", unread_words)
     efficiency, latency, reached = _REACHED["efa" if re.search(_EFA, text) else kind or "infiniband"]
-    if _MEASURED.search(text):
+    if _is_measured(between):
         efficiency, reached = 1.0, "a rate that was measured is what is reached"
     link = Link(
         name="network",
@@ -142,6 +146,18 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
         f"{parsed.count} x {parsed.gigabits:g} Gb/s for {node_ranks} devices of a node{guess}{assumptions}; {reached}"
     )
     return NamedNetwork(link, reading, (*parsed.doubts, *unread_words))
+
+
+def _is_measured(text: str) -> bool:
+    """Whether words right at the first rate say that it was measured; a number behind them is what was measured."""
+    rate = next(iter(find_rates(text, bits=True)), None)
+    if rate is None:
+        return False
+    lowered = text.lower()
+    if behind := _MEASURED_BEHIND.match(lowered, rate.end):
+        number = re.match(r"\W*(?:(?:at|as|around|about)\b)?\W*\d", behind["rest"])
+        return not number and not (behind["bracket"] and find_rates(behind["rest"], bits=True))
+    return _MEASURED_AHEAD.search(lowered[: rate.start]) is not None
 
 
 #: NICs and their rate without a unit: "8x400".
@@ -214,7 +230,7 @@ def _nics(text: str, node_ranks: int) -> _Nics | None:
         return _Nics(max(1, node_ranks // ranks), speed or generation, assumed)
     if re.search(r"per[- ]gpu|per[- ]device|/\s?gpu|per[- ]rank|each gpu", lowered):
         return _Nics(node_ranks, speed or generation, assumed)
-    count = _count(lowered)
+    count = _count(text)
     if count:
         return _counted(count, rates, lowered, speed, generation, assumed)
     if re.search(r"per[- ](?:nic|port|hca|link|rail)", lowered):
@@ -243,13 +259,20 @@ def _speed(rates: tuple[NamedRate, ...], text: str) -> tuple[float, str]:
     return speed, ""
 
 
-def _count(lowered: str) -> int:
-    """Number of NICs of a node that words give; 0 where they give none. Numbers of nodes and devices are not NICs."""
-    plain = re.sub(r"\d+\s*(?:x\s*\d+\s*)?(?:nodes?|servers?|machines?|hosts?|gpus?|devices?)\b", " ", lowered)
+def _count(text: str) -> int:
+    """Number of NICs of a node that words give; 0 where they give none.
+
+    Numbers of nodes and devices, of rates and of generations ("ConnectX 7") are not NICs.
+    """
+    plain = text
+    for rate in reversed(find_rates(text, bits=True)):
+        plain = f"{plain[: rate.start]} rate {plain[rate.end :]}"
+    plain = re.sub(r"\b(?:connectx|cx|slingshot)[- ]?\d+\b", " ", plain.lower())
+    plain = re.sub(r"\d+\s*(?:x\s*\d+\s*)?(?:nodes?|servers?|machines?|hosts?|gpus?|devices?)\b", " ", plain)
     plain = re.sub(r"x\s*\d+\s*(?:gpus?|devices?)\b", " ", plain)
     match = re.search(
         r"(?<![\d.-])(\d{1,2})\s*[x*](?![a-z])|\bx\s*(\d{1,2})\b|"
-        rf"(?<![\d.-])(\d{{1,2}})\s+(?:\S+\s+){{0,3}}(?:{_COUNTED})\b|(?<![\d.-])(\d{{1,2}})\s+[efhnxq]dr(?:-?\d+)?\b",
+        rf"(?<![\w.-])(\d{{1,2}})\s+(?:\S+\s+){{0,3}}(?:{_COUNTED})\b|(?<![\w.-])(\d{{1,2}})\s+[efhnxq]dr(?:-?\d+)?\b",
         plain,
     )
     if match:

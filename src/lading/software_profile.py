@@ -13,7 +13,7 @@ A step is linear in what is sought, and the simulator says how much of each a st
 What several ranks take beyond one is what was measured among them less what was measured alone, the latter longer by as
 much as the simulator says that processes beside each other are; what they gather, of ZeRO-3, is in that. So what the
 fit of one rank leaves of a case is not taken for an exchange: of three cases it was 5 to 20% of a step, and predictions
-on two ranks were 10 to 15% too long. A factor of exchanges is fitted for each number of ranks that was measured (1, 2, 4,
+on two ranks were 10 to 15% too long. A factor of exchanges is fitted for each number of ranks that was measured (2, 4,
 ... up to --ranks), as what the machine file says of each number errs by itself.
 
 Products come from steps that the profiler looked at, the pass from others between these, and a host that is slower now

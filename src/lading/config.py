@@ -657,7 +657,8 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
         raise ConfigError(f"{where}: {name}expected a table, got {data!r}")
     table = cast("dict[str, object]", data)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
-    section = (*fields, "rule") if issubclass(cls, ParameterRule) else fields
+    is_rule = issubclass(cast(type, cls), ParameterRule)
+    section = (*fields, "rule") if is_rule else fields
     for key in [key for key in table if key not in fields]:
         short = key[:60]
         raise ConfigError(

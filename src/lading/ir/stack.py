@@ -288,16 +288,7 @@ class Stack:
             value = getattr(self, key)
             if value not in DTYPE_BYTES and (value or key in _STORED):
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
-        for key in self.in_situ:
-            architecture, dot, factor_name = key.partition(".")
-            if architecture not in (*ARCHITECTURES, "cpu") or (dot and not _is_factor(factor_name)):
-                known_keys = (
-                    f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}, a collective "
-                    "with its number of ranks behind, as in .all_reduce.4"
-                )
-                raise ConfigError(f"stack {self.name}: in_situ has factors for {known_keys}; got {key[:60]!r}")
-        if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
-            raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
+        self._check_in_situ()
         if type(self.moments) is not int or self.moments < 0:
             raise ConfigError(f"stack {self.name}: moments must be 0, 1, 2, ..., got {self.moments}")
         if self.reduces_whole not in (0, 1, 2, 3):
@@ -310,6 +301,18 @@ class Stack:
             raise ConfigError(f"stack {self.name}: hidden: expected axes of tp, cp, ep and pp, got {unknown[0]!r:.60}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
+
+    def _check_in_situ(self) -> None:
+        for key in self.in_situ:
+            architecture, dot, factor_name = key.partition(".")
+            if architecture not in (*ARCHITECTURES, "cpu") or (dot and not _is_factor(factor_name)):
+                known_keys = (
+                    f"{', '.join((*ARCHITECTURES, 'cpu'))}, or one of these with .{', .'.join(FACTORS)}, a collective "
+                    "with its number of ranks behind, as in .all_reduce.4"
+                )
+                raise ConfigError(f"stack {self.name}: in_situ has factors for {known_keys}; got {key[:60]!r}")
+        if any(not 0.1 < factor < 10 for factor in self.in_situ.values()):
+            raise ConfigError(f"stack {self.name}: each of in_situ must be in (0.1, 10), got {self.in_situ}")
 
     def in_precision(self, precision: str) -> Stack:
         """Adapt the stack to products in ``precision``: in fp32 all is fp32, and no parameter has a master."""

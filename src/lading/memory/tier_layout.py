@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lading.errors import ProgramError
 from lading.ir.action import DEVICE
-from lading.ir.graph import PERSISTENT
-from lading.ir.machine import Tier
+from lading.ir.graph import PERSISTENT, StepGraph
+from lading.ir.machine import Tier, outdoes
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Homes, Program, slot_bytes
 
 
@@ -123,3 +124,34 @@ def _check_slots(program: Program, tier: Tier, slots: tuple[tuple[int, int], ...
             shared_end = max(shared_end, behind)
         else:
             end, owner = behind, storage
+
+
+def usable_tiers(
+    tiers: Sequence[Tier], limits: Mapping[str, int], graph: StepGraph, homes: Homes | None, *, searched: bool
+) -> tuple[Tier, ...]:
+    """Tiers that a plan may use: those with room that no nearer one with room for everything outdoes.
+
+    A disk behind a GPU's link is no faster than the host's memory on the same link, and adds nothing to it.
+
+    Args:
+        limits: Bytes by tier.
+        searched: Whether the plan is searched; a policy may name any tier with room.
+    """
+    usable = [tier for tier in tiers if limits[tier.name]]
+    if not searched:
+        return tuple(usable)
+    wanted = homes.slots.keys() if homes else frozenset[str]()
+
+    def is_needless(far: Tier) -> bool:
+        nearer = usable[: usable.index(far)]
+        return far.name not in wanted and any(
+            outdoes(near, far) and _slots_bytes(graph, near) <= limits[near.name] for near in nearer
+        )
+
+    return tuple(tier for tier in usable if not is_needless(tier))
+
+
+def _slots_bytes(graph: StepGraph, tier: Tier) -> int:
+    """Bytes that all storages of a step would take in a tier, each in a place of its own."""
+    unit = tier.alignment_bytes
+    return sum(-(-storage.size_bytes // unit) * unit for storage in graph.storages)

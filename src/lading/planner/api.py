@@ -29,7 +29,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.layout import Layout
-from lading.ir.machine import KERNEL_BYTES, Machine, Tier, outdoes
+from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions, ResourceLimit
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Homes, Program, slot_sizes
 from lading.ir.reduction import RECEIVE, TRANSFERS, joined_ranks
@@ -39,6 +39,7 @@ from lading.ir.sharding import units_of
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
+from lading.memory.tier_layout import usable_tiers
 from lading.memory.verify import verify
 from lading.planner.critical import relieved
 from lading.planner.first_plans import first_plan_s, first_plans_s
@@ -172,9 +173,9 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     settings = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, settings)
     limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
-    usable = dataclasses.replace(machine, tiers=_usable(machine.tiers, limits, graph, homes, policy))
-    guesses = guess_of(graph) is not None
-    free = StepProblem(graph, lives, usable, costs, limits, defers=bool(settings.get(DEFERS, 1.0)) and not guesses)
+    tiers = usable_tiers(machine.tiers, limits, graph, homes, searched=policy == "residency")
+    defers = bool(settings.get(DEFERS, 1.0)) and guess_of(graph) is None
+    free = StepProblem(graph, lives, dataclasses.replace(machine, tiers=tiers), costs, limits, defers=defers)
     whole_bytes = free.needs({})
     allowed = {**limits, DEVICE: share_or_bytes(budget, whole_bytes)}
     _check_device(machine, allowed[DEVICE])
@@ -204,37 +205,6 @@ def make_plan(  # noqa: PLR0913  all that decides a plan
     request = _request(graph, machine, policy, allowed, settings)
     said = (*_assumptions(graph, machine, workspace_bytes, settings), *filter(None, [shortage, _inexact(plan)]))
     return _planned(plan, request, predictions, said, deferred=chosen.deferred)
-
-
-def _usable(
-    tiers: Sequence[Tier], limits: Mapping[str, int], graph: StepGraph, homes: Homes | None, policy: str
-) -> tuple[Tier, ...]:
-    """Tiers that a plan may use: those with room that no nearer one with room for everything outdoes.
-
-    A disk behind a GPU's link is no faster than the host's memory on the same link, and adds nothing to it.
-
-    Args:
-        limits: Bytes by tier.
-        policy: Only plans that are searched leave such tiers out; a policy may name any.
-    """
-    usable = [tier for tier in tiers if limits[tier.name]]
-    if policy != "residency":
-        return tuple(usable)
-    wanted = homes.slots.keys() if homes else frozenset[str]()
-
-    def is_needless(far: Tier) -> bool:
-        nearer = usable[: usable.index(far)]
-        return far.name not in wanted and any(
-            outdoes(near, far) and _slots_bytes(graph, near) <= limits[near.name] for near in nearer
-        )
-
-    return tuple(tier for tier in usable if not is_needless(tier))
-
-
-def _slots_bytes(graph: StepGraph, tier: Tier) -> int:
-    """Bytes that all storages of a step would take in a tier, each in a place of its own."""
-    unit = tier.alignment_bytes
-    return sum(-(-storage.size_bytes // unit) * unit for storage in graph.storages)
 
 
 def _improved(chosen: Ordered, step: StepProblem, progress: PlanProgress, *, on_device: bool) -> Ordered:

@@ -33,7 +33,7 @@ import numpy as np
 from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine, wire_of
+from lading.ir.machine import Machine, Tier, wire_of
 from lading.ir.program import COMPUTE_STREAM, Program, slot_sizes
 from lading.ir.sharding import UNSHARD
 from lading.planner.emission import Emission, Residency
@@ -145,6 +145,8 @@ class _Stretcher:
     ) -> None:
         self.graph, self.items, self.stays, self.repeats = graph, emission.items, emission.residencies, repeats
         self.tiers = {tier.name: tier for tier in machine.tiers}
+        ways = ((tier, read) for tier in machine.tiers for read in (True, False))
+        self.wires = {(tier.name, read): _wire(tier, machine.tiers, read) for tier, read in ways}
         sizes = slot_sizes(graph)
         self.sizes = [sizes[stay.storage] for stay in self.stays]
         self.start = np.concatenate([[0.0], np.cumsum(np.asarray(item_seconds, dtype=np.float64))])
@@ -247,14 +249,6 @@ class _Stretcher:
         both = served.mixed_read_bytes_per_s if direction == "read" else served.mixed_write_bytes_per_s
         return max(MARGIN * move_seconds(size, served, direction), served.latency_s + size / both)
 
-    def _wire(self, tier: str, *, read: bool) -> tuple[str, float]:
-        """Name the wire of a tier, itself where it has none, and the share of the wire's rate that the tier reaches."""
-        served = self.tiers[tier]
-        if not served.wire:
-            return tier, 1.0
-        wire = wire_of([each for each in self.tiers.values() if each.wire == served.wire])
-        return served.wire, served.alone_bytes_per_s(read=read) / wire.alone_bytes_per_s(read=read)
-
     def _comes_early(self, index: int) -> bool:
         """Whether the fetch of a residency may begin in the step before."""
         indices = self.of_storage[self.stays[index].storage]
@@ -294,7 +288,7 @@ class _Stretcher:
     def _write(self, index: int, free_at: dict[str, float]) -> float:
         """Seconds at which a residency's write-back should have ended; moves the time from which its tier is free."""
         stay = self.stays[index]
-        wire, share = self._wire(stay.to_tier, read=False)
+        wire, share = self.wires[stay.to_tier, False]
         duration = self._duration(index, stay.to_tier, "write")
         wired = max(free_at.get(wire, 0.0), float(self.start[stay.last + 1]))
         begin = max(wired, free_at.get(stay.to_tier, 0.0))
@@ -322,7 +316,7 @@ class _Stretcher:
     def _fetch(self, index: int, latest: dict[str, float]) -> float:
         """Seconds at which a residency's fetch should begin; moves the time from which its tier is taken."""
         stay = self.stays[index]
-        wire, share = self._wire(stay.tier, read=True)
+        wire, share = self.wires[stay.tier, True]
         duration = self._duration(index, stay.tier, "read")
         wired = min(float(self.start[self.first[index]]), latest.get(wire, np.inf))
         begin = min(wired, latest.get(stay.tier, np.inf)) - duration
@@ -366,3 +360,11 @@ class _Stretcher:
             low = low + int(full[-1]) + 1
         self.profile[low : high + 1] += size
         return high if forward else low
+
+
+def _wire(tier: Tier, tiers: Sequence[Tier], read: bool) -> tuple[str, float]:
+    """Name the wire of a tier, itself where it has none, and the share of the wire's rate that the tier reaches."""
+    if not tier.wire:
+        return tier.name, 1.0
+    wire = wire_of([each for each in tiers if each.wire == tier.wire])
+    return tier.wire, tier.alone_bytes_per_s(read=read) / wire.alone_bytes_per_s(read=read)

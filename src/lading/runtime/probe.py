@@ -64,17 +64,14 @@ _SHORTEST_S = 0.2
 Progress = Callable[[str], None]
 #: A rate counts at most this often the bytes of a launch: below it the clock sees only the overhead.
 _LEAST_SHARE = 0.1
-#: Share of the time for the disk before and again after the kernels: what shares the host's memory and disk changes
-#: within a minute.
+#: Share of the time for the disk before and again after the kernels, as what shares it changes within a minute.
 _DISK_SHARE = 0.15
 _SCRATCH_TIMEOUT_S = 120
 #: Share of the processors that others may take before the kernels are measured again, and how often they are at most.
 QUIET = 0.1
 _TRIES = 3
-#: Wire of a GPU: what a disk moves reaches it through the host's memory, over the same link.
-_HOST_LINK = "host_link"
-#: Share of the time for the processors beside a device.
-_BESIDE_SHARE = 0.1
+#: Wire of a GPU, over which a disk's bytes come too, by way of the host's memory; share of the time for its processors.
+_HOST_LINK, _BESIDE_SHARE = "host_link", 0.1
 #: Share of the kernels' time for operands from memory; products so large take them at no time that stands out.
 _COLD_SHARE = 0.25
 _COLD_FLOPS = 3e8

@@ -87,8 +87,8 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
         number = times.program.bounds[-1] + place
         labels[number] = WAITING
         events.append(Event(rank, COMPUTE, number, equal_s, step_s))
-    memory = tuple(sample for one in occupancies for sample in one.samples(f"rank {one.rank}"))
-    peak = max(one.peak_bytes for one in occupancies)
+    memory = tuple(sample for memory in occupancies for sample in memory.samples(f"rank {memory.rank}"))
+    peak = max(memory.peak_bytes for memory in occupancies)
     return dataclasses.replace(drawn, events=tuple(events), labels=labels, memory=memory, peak_bytes=peak)
 
 

@@ -431,8 +431,8 @@ def _asked_request(asked: PlanCommand, pins: dict[str, Any]) -> Request:
 def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
     """Group similar layouts into at most ``most`` rows, each with its fastest layout first.
 
-    Layouts of one mesh form a row. If these are fewer than ``most``, layouts of a row also save memory in the same ways.
-    Finer choices count only if that leaves a single row.
+    Layouts of one mesh form a row. If there are fewer than ``most`` such rows, layouts of a row also save memory in the
+    same ways. Finer choices count only if that leaves a single row.
 
     Args:
         best: Layouts, the fastest first.

@@ -488,12 +488,14 @@ def _sharing(
     for index, again in enumerate(reruns):
         for op in again:
             users.setdefault(op, []).append(index)
-    least_s = [0.0] * len(candidates)
+    starts = np.array([each.gap.start for each in candidates], dtype=np.int64)
+    ends = np.array([each.gap.end for each in candidates], dtype=np.int64)
+    least_s = np.zeros(len(candidates))
     for op, indices in users.items():
-        spans_of = [(candidates[index].gap.start, candidates[index].gap.end) for index in indices]
-        for index, (start, end) in zip(indices, spans_of, strict=True):
-            least_s[index] += seconds[op] / sum(first < end and start < last for first, last in spans_of)
-    return [replace(each, own_recompute_s=own_s) for each, own_s in zip(candidates, least_s, strict=True)]
+        start, end = starts[indices], ends[indices]
+        begun, over = np.sort(start).searchsorted(end, "left"), np.sort(end).searchsorted(start, "right")
+        least_s[indices] += seconds[op] / (begun - over)  # of those begun before its end, but over by its start
+    return [replace(each, own_recompute_s=own_s) for each, own_s in zip(candidates, least_s.tolist(), strict=True)]
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:

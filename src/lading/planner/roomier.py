@@ -171,8 +171,8 @@ class _Mover:
         begin, end = int(self.first[index]), int(self.last[index])
         max_growth = max(begin - first, last - end)
         grown, low = 0, -1
-        while grown < max_growth:  # by items next to its own
-            more = (grown + max_growth + 1) // 2
+        while grown < max_growth:  # by items next to its own; most stays cannot grow by a single one
+            more = (grown + max_growth + 1) // 2 if grown else 1
             place = self._place(buffer, [(max(first, begin - more), min(last, end + more)), *others])
             grown, max_growth, low = (more, max_growth, place) if place >= 0 else (grown, more - 1, low)
         if grown:

@@ -42,6 +42,17 @@ def home_tiers(program: Program) -> dict[int, str]:
     return {index: homes[index] for index in persistent}
 
 
+def passing_on_host(program: Program) -> frozenset[int]:
+    """Storages that are in the host's memory only to be worked on there: their slots may lie over each other.
+
+    That is what does not outlive the step, and what is at home in a tier behind the host.
+    """
+    if not program.host_tier:
+        return frozenset()
+    homes, at_rest = home_tiers(program), (DEVICE, program.host_tier)
+    return frozenset(s for s in program.graph.host_storages if homes.get(s) not in at_rest)
+
+
 def homes_of(program: Program) -> Homes:
     """Places of what lasts from step to step, whichever step is run; gradients of deferred updates do not."""
     roles = [storage.role for storage in program.graph.storages]
@@ -110,7 +121,7 @@ def _check_ids(program: Program, what: str, pairs: tuple[tuple[int, int], ...]) 
 def _check_slots(program: Program, tier: Tier, slots: tuple[tuple[int, int], ...]) -> None:
     end, owner, shared_end = 0, -1, 0
     hosts = tier.name == program.host_tier
-    staged = program.graph.host_storages - program.graph.persistent if hosts else frozenset[int]()
+    staged = passing_on_host(program) if hosts else frozenset[int]()
     for storage, offset in sorted(slots, key=lambda pair: pair[1]):
         if offset < 0 or offset % tier.alignment_bytes:
             raise ProgramError(

@@ -160,7 +160,8 @@ def test_rejections_of_moves_past_the_device() -> None:
     assert_rejects(drop_wait(program, taken.id, taken.waits[0]), taken.id, "need not have ended")
     assert_rejects(edit(program, load.id, stream="host_write"), load.id, "expected stream 'disk_read'")
     assert_rejects(drop_wait(program, store.id, worked.id), store.id, "may still be writing")
+    last = find(program, lambda a: (a.source, a.target) == ("host", "disk"), -1)
     with pytest.raises(ProgramError, match="in disk, its home, is old at the end of the step"):
-        verify(drop_action(drop_action(program, store.id), store.id))
+        verify(drop_action(drop_action(program, last.id), last.id))
     kept = edit(program, store.id + 1, source="disk")
     assert_rejects(kept, store.id + 1, "lower tiers keep all but what passes through the host to be worked on")

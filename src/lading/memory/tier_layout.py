@@ -47,10 +47,12 @@ def passing_on_host(program: Program) -> frozenset[int]:
 
     That is what does not outlive the step, and what is at home in a tier behind the host.
     """
-    if not program.host_tier:
+    graph, names = program.graph, [tier.name for tier in program.tiers]
+    if not program.host_tier or not graph.hosted:
         return frozenset()
-    homes, at_rest = home_tiers(program), (DEVICE, program.host_tier)
-    return frozenset(s for s in program.graph.host_storages if homes.get(s) not in at_rest)
+    far = {s for tier in names[names.index(program.host_tier) + 1 :] for s, _ in program.slots.get(tier, ())}
+    lasting = graph.persistent - (far - {s for s, _ in program.resident})
+    return graph.host_storages - lasting
 
 
 def homes_of(program: Program) -> Homes:

@@ -221,6 +221,7 @@ class _Verifier:
         self.on_host: dict[int, AddressedResidency] = {}
         self.reads, self.writes, self.final = _versions(self.graph)
         self.version = [0] * len(self.graph.storages)
+        self.changed: dict[int, int] = {}  # storage -> the last operation on the host that wrote it
         self.done: dict[int, int] = {}
         self.results_due = {self.graph.storage_of(t) for t in self.graph.results}
         self.all_results = frozenset(self.results_due)
@@ -424,7 +425,7 @@ class _Verifier:
             if self.version[storage] != version - 1:
                 _fail(action, f"expected {version - 1} writes of {self._name(storage)}, found {self.version[storage]}")
             self._write_copy(action, self.host_tier, storage, version)
-            self.version[storage] = version
+            self.version[storage], self.changed[storage] = version, action.id
 
     def _copy(self, action: Action, tier: str, storage: int) -> _Copy:
         copy = self.copies.get((tier, storage))
@@ -600,8 +601,9 @@ class _Verifier:
                 )
         for storage, home in self.homes.items():
             if home != DEVICE and self.copies[home, storage].version != self.version[storage]:
+                past = self.last.get(storage)  # None where the host alone had it
                 self._fail_end(
-                    self.last[storage].uses.written,
+                    past.uses.written if past is not None else self.changed[storage],
                     f"the value of {self._name(storage)} in {home}, its home, is old at the end of the step; "
                     f"store it after its last write",
                 )

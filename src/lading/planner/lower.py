@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import PACKED_COLUMNS, Machine
+from lading.ir.machine import PACKED_COLUMNS, Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import (
     COMPUTE_STREAM,
@@ -35,7 +34,7 @@ from lading.memory.packing import Buffer, pack
 from lading.planner.emission import UNUSED, Choices, Emission, HostStay, Item, emit
 from lading.planner.roomier import LEAST_OPS, BufferPlaces, roomier
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
-from lading.planner.staging import Staging, staging
+from lading.planner.staging import staging
 
 
 def connect(
@@ -706,8 +705,14 @@ def _program(
     emission, stretched = placed.emission, placed.stretched
     offsets = [placed.placed.offsets[owner] for owner in placed.placed.owners]
     seconds = expected if emission.host_stays else [_item_seconds(graph, machine, costs, i) for i in emission.items]
-    stage = partial(staging, graph, machine, costs.op_seconds, seconds)
-    slots, emission = _tier_slots(graph, machine, emission, stage, budgets, homes)
+    slots = _tier_slots(graph, machine, emission, homes)
+    if emission.staged or emission.host_stays:
+        host = emission.host_tier
+        end = _end_of(graph, machine.tiers, host, slots.get(host, ()))
+        made = staging(graph, machine, costs.op_seconds, seconds, emission, budgets[host] - end)
+        staged = ((storage, end + offset) for storage, offset in made.offsets.items())
+        slots[host] = (*slots.get(host, ()), *staged)
+        emission = dataclasses.replace(emission, host_stays=made.host_stays)
     return Program(
         graph=graph,
         ranks=(connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),),
@@ -727,35 +732,26 @@ def _program(
 
 
 def _tier_slots(
-    graph: StepGraph,
-    machine: Machine,
-    emission: Emission,
-    stage: Callable[[Emission, int], Staging],
-    budgets: Mapping[str, int],
-    homes: Homes | None,
-) -> tuple[dict[str, tuple[tuple[int, int], ...]], Emission]:
-    """Give every storage that is ever in a lower tier a place there, one after another; behind them what is staged.
-
-    Returns:
-        Places by tier, and the emission with the items before which what lies behind the host comes to it.
-    """
+    graph: StepGraph, machine: Machine, emission: Emission, homes: Homes | None
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Give every storage that is ever in a lower tier a place there, one after another, but for what is staged."""
     sizes = slot_sizes(graph)
     units = {tier.name: tier.alignment_bytes for tier in machine.tiers}
     slots: dict[str, list[tuple[int, int]]] = {}
     ends: dict[str, int] = {}
     for tier, places in homes.slots.items() if homes is not None else ():
         slots[tier] = list(places.items())
-        ends[tier] = max(offset + -(-sizes[s] // units[tier]) * units[tier] for s, offset in places.items())
+        ends[tier] = _end_of(graph, machine.tiers, tier, slots[tier])
     fixed = {storage for rows in slots.values() for storage, _ in rows}
     for storage, tier in sorted(emission.tiers.items()):
         if storage in emission.staged or storage in fixed:
             continue
         slots.setdefault(tier, []).append((storage, ends.get(tier, 0)))
         ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // units[tier]) * units[tier]
-    if emission.staged or emission.host_stays:
-        tier = emission.host_tier
-        end = ends.get(tier, 0)
-        made = stage(emission, budgets[tier] - end)
-        slots.setdefault(tier, []).extend((storage, end + offset) for storage, offset in made.offsets.items())
-        emission = dataclasses.replace(emission, host_stays=made.host_stays)
-    return {tier: tuple(rows) for tier, rows in slots.items()}, emission
+    return {tier: tuple(rows) for tier, rows in slots.items()}
+
+
+def _end_of(graph: StepGraph, tiers: Sequence[Tier], name: str, slots: Sequence[tuple[int, int]]) -> int:
+    """First byte behind all slots of a tier."""
+    unit = next(tier.alignment_bytes for tier in tiers if tier.name == name)
+    return max((offset + -(-slot_bytes(graph.storages[s].size_bytes) // unit) * unit for s, offset in slots), default=0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,16 @@ import numpy as np
 from lading.cost.hosting import move_seconds
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
+from lading.ir.program import slot_sizes
+from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, pack, peak_bytes
 from lading.planner.emission import Emission, HostStay
 from lading.planner.schedule import MARGIN
 
 #: Parts of the room that stays may fill, in turn.
 _PARTS = (1.0, 0.85, 0.7, 0.5, 0.3, 0.0)
+#: Share of the host's memory left to what passes through it.
+_STAGED = 0.05
 
 
 @dataclass(frozen=True)
@@ -178,3 +182,37 @@ class _Stager:
                     gone_s = max(gone_s, free_at[stay.tier])
             ended[index] = self._item_at(gone_s)
         return ended
+
+
+def taken_by_host(graph: StepGraph, lives: Lifetimes, budgets: Mapping[str, int], host_tier: str) -> dict[str, int]:
+    """Bytes of each lower tier that operands of operations on the host take.
+
+    Where some lie behind the host's memory, what passes through it shares a room there (``staged_bytes``).
+
+    Args:
+        budgets: Bytes by tier.
+    """
+    sizes, behind = slot_sizes(graph), lives.behind_host
+    near = graph.host_storages - behind.keys()
+    taken = {host_tier: sum(sizes[s] for s in near)} if near or behind else dict[str, int]()
+    for storage, tier in behind.items():
+        taken[tier] = taken.get(tier, 0) + sizes[storage]
+    if behind:
+        passing = sum(sizes[s] for s in near - graph.persistent)
+        taken[host_tier] += staged_bytes(graph, lives, budgets[host_tier]) - passing
+    return taken
+
+
+def staged_bytes(graph: StepGraph, lives: Lifetimes, host_bytes: int) -> int:
+    """Bytes of the host's memory left to what passes through it for its processors, no more than all of it takes.
+
+    That is room for two gradients, the largest, or a share of the memory if that is more. What lies behind the host's
+    memory comes with all of its operation's operands, of which two operations have room: one is worked on while those
+    of the next come.
+    """
+    sizes, behind = slot_sizes(graph), lives.behind_host
+    passing = (graph.host_storages - graph.persistent) | behind.keys()
+    largest = max((sizes[s] for s in passing), default=0)
+    if behind:
+        largest = max(sum(sizes[s] for s in passing.intersection(graph.op_reads[op])) for op in graph.hosted)
+    return min(sum(sizes[s] for s in passing), max(2 * largest, int(_STAGED * host_bytes)))

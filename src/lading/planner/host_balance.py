@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from lading.cost.compute import hosted_costs
@@ -30,11 +31,12 @@ from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.guess import guess_of
 from lading.ir.host_ops import hosted, light_groups
+from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, slot_sizes, write_stream
 from lading.memory.lifetime import lifetimes
 from lading.memory.tier_layout import home_tiers
 from lading.planner.residency import Found, StepProblem
-from lading.planner.staging import staged_bytes
+from lading.planner.staging import least_staged_bytes, staged_bytes, taken_by_host
 
 _PARTS = 8
 #: Shares of the groups that are planned at most, the first guess included, and operations of these plans together.
@@ -123,41 +125,78 @@ def _with_behind(found: Found, best: Found, plan: Callable[[StepProblem], Found 
     host_s, busy = sum(group.host_s for group in groups), max(_busy_s(found).values())
     if len(groups) == len(near):
         return best
-    first = max(1, min(_PARTS, int(_PARTS * busy / host_s)) if host_s else _PARTS)
-    for part in dict.fromkeys((first, max(1, first // 2))):
-        chosen = _spread(groups, part)
-        ops = [op for group in chosen for op in group.ops]
-        made = plan(hosted_step(found.step, ops, _behind(found, ops)))
+    part, last_s = max(1, min(_PARTS, int(_PARTS * busy / host_s)) if host_s else _PARTS), inf
+    while part:  # the half, as long as that is faster
+        ops, behind = _behind(found, _spread(groups, part))
+        made = plan(hosted_step(found.step, ops, behind)) if behind else None
+        if made is not None and made.step_s >= last_s:
+            break
         if made is not None and made.step_s < (1 - _LEAST_GAIN) * best.step_s:
             best = made
+        part, last_s = part // 2, last_s if made is None else made.step_s
     return best
 
 
-def _behind(found: Found, ops: Sequence[int]) -> dict[int, str]:
-    """Tier of what hosted operations work on and that lies behind the host's memory.
+def _behind(found: Found, groups: Sequence[_HostedOps]) -> tuple[list[int], dict[int, str]]:
+    """Operations of groups for which the host's memory has room, and the tiers behind it of what they work on.
 
-    That is where it lies in a plan that hosts nothing. If what passes through the host's memory has no room then, more
-    of the states go where others lie, the last updated first.
+    That is where it lies in a plan that hosts nothing. What lies on the device there comes to lie in the host's memory.
+    If that has too little room beside what passes through it, states there go where others lie, the last updated
+    first, then what no hosted operation works on (``with_room``). If it has none for one operation's operands even
+    then, the groups that bring most to it are left out.
     """
-    program, host, storages = found.program, found.program.host_tier, found.step.graph.storages
-    homes = {s: tier for s, tier in home_tiers(program).items() if storages[s].role in PERSISTENT}
-    hosting = hosted_step(found.step, ops)
-    touched = [s for op in ops for s in hosting.graph.op_reads[op] if s in homes]
-    behind = {s: homes[s] for s in touched if homes[s] not in (DEVICE, host)}
+    program, host, graph = found.program, found.program.host_tier, found.step.graph
+    homes = {s: tier for s, tier in home_tiers(program).items() if graph.storages[s].role in PERSISTENT}
+    sizes, names = slot_sizes(graph), [tier.name for tier in program.tiers]
+    touched = {
+        group: dict.fromkeys(s for op in group.ops for s in graph.op_reads[op] if s in homes) for group in groups
+    }
+    of_all = [s for group in groups for s in touched[group]]
+    behind = {s: homes[s] for s in of_all if homes[s] not in (DEVICE, host)}
     if not behind:
-        return {}
-    passing = hosting.graph.host_storages - hosting.graph.persistent
-    lasting = ({s for s, _ in program.slots.get(host, ())} | set(touched)) - passing - behind.keys()
-    sizes, farthest = slot_sizes(found.step.graph), max(behind.values(), key=[*program.slots].index)
-    left = found.step.budgets[host] - sum(map(sizes.__getitem__, lasting))
-    movable = [s for s in dict.fromkeys(touched) if s in lasting and storages[s].role is Role.OPTIMIZER_STATE]
-    while movable:
-        lives = dataclasses.replace(hosting.lives, behind_host=behind)
-        if left >= staged_bytes(hosting.graph, lives, found.step.budgets[host]):
+        return [], {}
+    near = [s for s in of_all if homes[s] == host and graph.storages[s].role is Role.OPTIMIZER_STATE]
+    farthest = max(behind.values(), key=names.index)
+    ops = [op for group in groups for op in group.ops]
+    step = hosted_step(found.step, ops, behind | dict.fromkeys(near, farthest))
+    staged = staged_bytes(step.graph, step.lives, step.budgets[host])
+    lasting = {s for s, _ in program.slots.get(host, ())} - (step.graph.host_storages - step.graph.persistent)
+    left = step.budgets[host] - staged - sum(sizes[s] for s in lasting - behind.keys())
+    brought = {group: sum(sizes[s] for s in touched[group] if homes[s] == DEVICE) for group in groups}
+    left -= sum(brought.values())
+    while left < 0 and near:
+        behind[near[-1]] = farthest
+        left += sizes[near.pop()]
+    left += staged - least_staged_bytes(step.graph, step.lives)
+    left += sum(sizes[s] for s in lasting - step.graph.host_storages)
+    kept = sorted(groups, key=brought.__getitem__)
+    while left < 0 and kept:
+        left += brought[kept.pop()]
+    ops = sorted(op for group in kept for op in group.ops)
+    return ops, {s: tier for s, tier in behind.items() if any(s in touched[group] for group in kept)}
+
+
+def with_room(step: StepProblem, choices: Mapping[tuple[int, int], Option]) -> dict[tuple[int, int], Option]:
+    """Change choices so that the host's memory has room for what passes through it from tiers behind it.
+
+    What else lies there goes to the last tier, what is there over fewest gaps first.
+    """
+    host, last = step.machine.host_tier, step.machine.tiers[-1].name
+    if not step.lives.behind_host:
+        return dict(choices)
+    sizes, gaps_of = slot_sizes(step.graph), dict[int, int]()
+    for (storage, _), option in choices.items():
+        if option == host and storage not in step.graph.host_storages:
+            gaps_of[storage] = gaps_of.get(storage, 0) + 1
+    taken = taken_by_host(step.graph, step.lives, step.budgets, host)[host]
+    left = step.budgets[host] - taken - sum(map(sizes.__getitem__, gaps_of))
+    away = set[int]()
+    for storage in sorted(gaps_of, key=lambda s: (gaps_of[s], -sizes[s], s)):
+        if left >= 0:
             break
-        behind[movable[-1]] = farthest
-        left += sizes[movable.pop()]
-    return behind
+        away.add(storage)
+        left += sizes[storage]
+    return {key: Option(last) if key[0] in away and option == host else option for key, option in choices.items()}
 
 
 def _spared_s(found: Found, groups: Sequence[_HostedOps]) -> float:

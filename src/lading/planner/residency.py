@@ -476,7 +476,7 @@ def residency_problem(
     if problem.base.max(initial=0) > (1 - _LITTLE_ROOM) * step.arena_bytes:  # then small storages are much of the rest
         problem = build(graph, step.lives, step.machine, costs, PAGE_BYTES, every=every, moving=moving, across=across)
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
-    taken = taken_by_host(step.graph, step.lives, step.budgets, step.machine.host_tier)
+    taken = taken_by_host(step.graph, step.lives, step.budgets, step.machine.host_tier, least=every)
     capacity = {tier: size - taken.get(tier, 0) for tier, size in step.budgets.items()}
     return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 

@@ -184,22 +184,27 @@ class _Stager:
         return ended
 
 
-def taken_by_host(graph: StepGraph, lives: Lifetimes, budgets: Mapping[str, int], host_tier: str) -> dict[str, int]:
+def taken_by_host(
+    graph: StepGraph, lives: Lifetimes, budgets: Mapping[str, int], host_tier: str, *, least: bool = False
+) -> dict[str, int]:
     """Bytes of each lower tier that operands of operations on the host take.
 
-    Where some lie behind the host's memory, what passes through it shares a room there (``staged_bytes``).
+    Where some lie behind the host's memory, what passes through it shares a room there (``staged_bytes``); elsewhere
+    each is given its own.
 
     Args:
         budgets: Bytes by tier.
+        least: Count no more than what every plan takes: what lasts.
     """
     sizes, behind = slot_sizes(graph), lives.behind_host
     near = graph.host_storages - behind.keys()
-    taken = {host_tier: sum(sizes[s] for s in near)} if near or behind else dict[str, int]()
+    passing = near - graph.persistent
+    taken = {host_tier: sum(sizes[s] for s in near - passing)} if near or behind else dict[str, int]()
     for storage, tier in behind.items():
         taken[tier] = taken.get(tier, 0) + sizes[storage]
-    if behind:
-        passing = sum(sizes[s] for s in near - graph.persistent)
-        taken[host_tier] += staged_bytes(graph, lives, budgets[host_tier]) - passing
+    if taken and not least:
+        alone = sum(sizes[s] for s in passing)
+        taken[host_tier] += staged_bytes(graph, lives, budgets[host_tier]) if behind else alone
     return taken
 
 
@@ -210,9 +215,15 @@ def staged_bytes(graph: StepGraph, lives: Lifetimes, host_bytes: int) -> int:
     memory comes with all of its operation's operands, of which two operations have room: one is worked on while those
     of the next come.
     """
-    sizes, behind = slot_sizes(graph), lives.behind_host
-    passing = (graph.host_storages - graph.persistent) | behind.keys()
+    passing = (graph.host_storages - graph.persistent) | lives.behind_host.keys()
+    sizes = slot_sizes(graph)
     largest = max((sizes[s] for s in passing), default=0)
-    if behind:
-        largest = max(sum(sizes[s] for s in passing.intersection(graph.op_reads[op])) for op in graph.hosted)
+    if lives.behind_host:
+        largest = least_staged_bytes(graph, lives)
     return min(sum(sizes[s] for s in passing), max(2 * largest, int(_STAGED * host_bytes)))
+
+
+def least_staged_bytes(graph: StepGraph, lives: Lifetimes) -> int:
+    """Bytes of the operands of one operation on the host that pass through its memory, of that with most."""
+    passing, sizes = (graph.host_storages - graph.persistent) | lives.behind_host.keys(), slot_sizes(graph)
+    return max((sum(sizes[s] for s in passing.intersection(graph.op_reads[op])) for op in graph.hosted), default=0)

@@ -1,4 +1,4 @@
-"""What ranks hold: torch's own reader takes the snapshot, and chart and snapshot say what the staircase says."""
+"""What ranks hold: torch's own reader takes the snapshot, and chart and snapshot say what `bytes_over_time` says."""
 
 from __future__ import annotations
 

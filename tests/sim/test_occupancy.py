@@ -41,7 +41,7 @@ def test_the_most_is_what_is_reported(layout: str) -> None:
     simulated = step(layout)
     for rank, roles in enumerate(simulated.memory):
         found = occupancy(simulated, rank)
-        times, by_role = found.staircase
+        times, by_role = found.bytes_over_time
         assert found.peak_bytes == sum(roles.values())
         assert times[0] >= 0.0
         assert times[-1] <= simulated.step.step_s * (1 + 1e-12)
@@ -62,14 +62,14 @@ def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest
     assert len(coarse.spans) < len(fine.spans) / 3
     assert coarse.peak_bytes == fine.peak_bytes
     for role in (Role.GRADIENT, Role.PARAMETER):
-        assert coarse.staircase[1][role].max() == fine.staircase[1][role].max()
+        assert coarse.bytes_over_time[1][role].max() == fine.bytes_over_time[1][role].max()
 
 
 def test_gathered_parameters_come_and_go_with_their_units() -> None:
     simulated = step("dp64,zero3")
     found = occupancy(simulated, 0)
     assert found.peak_bytes == simulated.peak_bytes
-    sizes = found.staircase[1]
+    sizes = found.bytes_over_time[1]
     own = 4 * sum(simulated.step.stages[0].elements.values()) // 64
     assert sizes[Role.GRADIENT][0] == 0
     assert sizes[Role.GRADIENT].max() == pytest.approx(own, rel=1e-6)
@@ -81,7 +81,7 @@ def test_micro_batches_under_way_are_what_the_first_rank_keeps() -> None:
     simulated = step("tp8,pp4,gb16")
     kept = [stage.saved_bytes for stage in simulated.step.stages]
     for rank, number in ((0, 4), (3, 1)):
-        sizes = occupancy(simulated, rank).staircase[1][Role.ACTIVATION]
+        sizes = occupancy(simulated, rank).bytes_over_time[1][Role.ACTIVATION]
         assert number * kept[rank] <= sizes.max() < (number + 1) * kept[rank]
 
 

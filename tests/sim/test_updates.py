@@ -28,7 +28,7 @@ from lading.planner.owners import Matrix, assign
 from lading.planner.search import LayoutSearch
 from lading.sim.modules import modules_of
 from lading.sim.simulate import Simulated, simulate
-from lading.sim.storage import held_stages
+from lading.sim.storage import stages_of_ranks
 from lading.sim.updates import block_matrices, rank_update
 
 QWEN3_8B = {"q": (4096, 4096), "kv": (1024, 4096), "up": (12288, 4096), "down": (4096, 12288)}
@@ -62,7 +62,7 @@ def test_a_pipeline_updates_as_long_as_its_slowest_rank() -> None:
     """The first and the last have an embedding and a head beside their blocks."""
     after = step("muon", "dp4,tp2,pp4,zero1,gb32")
     of_segment = block_matrices(after.request, after.table)
-    stages = held_stages(after.step.stages, after.step)
+    stages = stages_of_ranks(after.step.stages, after.step)
     seconds = [rank_update(own, of_segment, after.request, after.machine).seconds for own in stages]
     assert len(seconds) == 4
     assert max(seconds) > 1.001 * min(seconds)

@@ -137,7 +137,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _check_ranks(command: Command) -> None:
-    """Refuse to do on every rank of a job what one process does.
+    """Refuse a command for one process that torchrun has started on several ranks.
 
     Raises:
         ConfigError: torchrun has started several for a command that knows nothing of ranks.
@@ -158,7 +158,7 @@ _ENDED: dict[object, str] = {128 + signal.SIGTERM: "terminated", 128 + signal.SI
 
 
 def _stop_printing(*streams: TextIO) -> None:
-    """Drop what is still to be printed: nobody takes it, and Python would try again at its end."""
+    """Drop output that nobody reads any more; Python would try to print it again at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
@@ -220,7 +220,7 @@ def parse(argv: Sequence[str] | None = None) -> Command:
 
 
 def _join_overrides(command: type[Command], arguments: list[str]) -> list[str]:
-    """Move settings of a run to the first of them: they may stand on both sides of a flag, where argparse reads one."""
+    """Gather the settings of a run in one place, as argparse takes them only on one side of a flag."""
     if "overrides" not in command.__annotations__:
         return arguments
     flags = _flags_of(command)

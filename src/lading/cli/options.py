@@ -1,4 +1,4 @@
-"""Options that several commands share: what is asked (a run, or a model on devices), and files to write.
+"""Options that several commands share: the input (a run, or a model on devices), and files to write.
 
 A command is a frozen dataclass whose fields are its arguments and whose ``run`` does the work. Options that go together
 are a dataclass of their own, which the help shows as a group. Whatever is slow to import is imported inside ``run``, so
@@ -123,7 +123,7 @@ class ModelOptions:
 
 
 def check_asked(source: Path | None, expected: str, model: ModelOptions) -> None:
-    """Refuse to be asked for nothing, or for a run and a model at once.
+    """Refuse a command line without input, or with both a run and a model.
 
     Args:
         source: The file that was given.
@@ -144,7 +144,7 @@ def first_given(*groups: Any, but: tuple[str, ...] = ()) -> str | None:
 
     Args:
         groups: Dataclasses whose fields are options.
-        but: Fields that are not looked at.
+        but: Fields to skip.
     """
     for group in groups:
         for option in dataclasses.fields(group):

@@ -287,7 +287,7 @@ def _hand_over(framework: str, layouts: Layouts, out: Path, console: Console) ->
 def _document(
     layouts: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
 ) -> dict[str, Any]:
-    """Make the document that ``--json`` writes."""
+    """Make the JSON document that ``--json`` writes."""
     from lading.report.layout_table import layout_figures
 
     space = layouts.space
@@ -313,7 +313,7 @@ def _document(
 
 
 def _buckets(layouts: Layouts) -> dict[str, Any] | None:
-    """Bytes of gradients that the winner reduces together, and what the best size saves against a block at a time."""
+    """Describe the buckets of the winner's gradients, and what the best size saves against a block at a time."""
     bucket = layouts.bucket
     if bucket is None:
         return None
@@ -429,10 +429,10 @@ def _asked_request(asked: PlanCommand, pins: dict[str, Any]) -> Request:
 
 
 def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
-    """Group layouts that are alike into at most ``most`` rows, each with the fastest first.
+    """Group similar layouts into at most ``most`` rows, each with its fastest layout first.
 
-    Alike are those of one mesh; if these are too few rows, those that also save memory in the same ways; and only where
-    all of them are alike so, what is finer counts.
+    Layouts of one mesh form a row. If there are fewer than ``most`` such rows, layouts of a row also save memory in the
+    same ways. Finer choices count only if that leaves a single row.
 
     Args:
         best: Layouts, the fastest first.
@@ -449,7 +449,7 @@ def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
 
 
 def like_text(one: Refined, *others: Refined) -> str:
-    """Say how many layouts are shown by one, how much slower they are, and by what they differ."""
+    """Say how many layouts a row stands for, how much slower they are, and in which choices they differ."""
     if not others:
         return ""
     names = [field.name for field in dataclasses.fields(one.layout)]

@@ -161,10 +161,10 @@ def _simulate_run(asked: SimulateCommand, source: Path) -> None:
 
 
 def _straggler_text(prepared: Prepared, factor: float) -> str:
-    """Say how long a step of a planned run takes if one of its ranks computes so many times as long.
+    """Say how long a step of a planned run takes if one of its ranks is slower by a factor.
 
     Raises:
-        ConfigError: nobody waits for it, or it would compute in no time.
+        ConfigError: the plan is for one rank, or the factor is not above 0.
     """
     from lading.stragglers import straggler_steps_s
 
@@ -234,7 +234,7 @@ def _simulate_model(asked: SimulateCommand) -> None:
 
 
 def _check_batch(layout: str | None, global_batch: int | None) -> None:
-    """Refuse two numbers of sequences of a step."""
+    """Refuse two settings of the number of sequences in a step."""
     if global_batch is None or layout is None:
         return
     if re.search(r"(^|,)\s*(gb|global_batch)\s*=?\s*\d", layout):
@@ -261,7 +261,7 @@ def _write_files(asked: SimulateCommand, simulated: Simulated, figures: dict[str
 
 
 def _scaled(simulated: Simulated, asked: ScaleOptions, price: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Simulate what was asked of unequal ranks and long runs; returns figures by name, and sentences that say them.
+    """Simulate unequal ranks and long runs as asked; returns figures by name, and sentences that state them.
 
     Raises:
         ConfigError: a setting that another one needs is missing.
@@ -317,7 +317,7 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
 
 
 def _growth_table(growth: Sequence[tuple[int, float, float]]) -> Any:
-    """Table for the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
+    """Table for the terminal, with a bar for a device's tokens a second relative to the smallest number of devices."""
     from lading.report.plan_table import figures_table
 
     table = figures_table(
@@ -375,7 +375,7 @@ def _cluster_page(
 
 
 def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any], str]:
-    """Simulate all ranks one by one; what is slow is on the pipeline rank that computes most, where it costs most."""
+    """Simulate all ranks one by one, with stragglers on the pipeline rank that computes most, where they cost most."""
     from lading.sim.cluster import simulate_cluster
     from lading.sim.jobs import job_of
     from lading.sim.noise import Noise

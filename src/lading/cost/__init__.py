@@ -1,1 +1,1 @@
-"""Seconds: of operations on a device, of transfers and of collectives."""
+"""Cost models: seconds of operations on a device, of transfers and of collectives."""

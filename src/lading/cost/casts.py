@@ -1,22 +1,23 @@
-"""Casts: bytes moved to make operands of 8 and 4 bits out of 16-bit ones, by how they are scaled and by what kernels.
+"""Casts: bytes moved to convert 16-bit operands to 8 and 4 bits, by scaling and by implementation.
 
 [Note: casts of operands]
-Each operand of the three products of a matrix is read along its rows in one and along its columns in another: inputs in
-forward and for the weight's gradient, gradients of outputs for both backward products, weights in forward and
-backward. A scale has to be known before an element is cast.
+Each operand of the three products of a matrix is read along its rows in one product and along its columns in another:
+inputs in forward and for the weight's gradient, gradients of outputs for both backward products, weights in forward
+and backward. A scale has to be known before an element is cast.
 
-    delayed      one scale a tensor, of the steps before: nothing is looked for first
-    tensorwise   one scale a tensor, of its own largest element: it is read once more before, unless the kernel that
-                 made it found that
-    rowwise      one scale a row or column: each of the two casts looks for its own
-    block        one scale for 128 elements of a row or column (weights: for 128 x 128): found while it is cast
-    (mxfp8 and nvfp4 have blocks of 32 and 16, whatever the scaling; nvfp4 a scale of the tensor besides)
+    delayed      one scale a tensor, from the steps before: the tensor is not read for it
+    tensorwise   one scale a tensor, from its own largest element: the tensor is read once more before the cast, unless
+                 the kernel that made it found that element
+    rowwise      one scale a row or column: each of the two casts finds its own
+    block        one scale for 128 elements of a row or column (weights: for 128 x 128), found during the cast
+    (mxfp8 and nvfp4 have blocks of 32 and 16, whatever the scaling; nvfp4 also has a scale of the tensor)
 
-Kernels written for it (Transformer Engine: cast and transpose) read an operand once and write it both ways; weights are
-cast in a step's first micro-batch alone, or kept so, and count nothing. What torch.compile makes (torchao) is a pass
-for each way, and weights are cast in every use, on each rank, unless they were gathered in 8 bits. Bytes of an element
-as torchao's own model of them has it (pytorch/ao torchao/testing/training/roofline_utils.py @05980129:
-get_tensor_memory_traffic_ovhd_s), where two bytes are a 16-bit read or write:
+Dedicated kernels (Transformer Engine: cast and transpose) read an operand once and write it both ways. They cast
+weights in a step's first micro-batch alone, or the weights are kept cast, so weights count nothing. Kernels of
+torch.compile (torchao) are one pass for each way, and weights are cast in every use, on each rank, unless they were
+gathered in 8 bits. Bytes of an element are those of torchao's own model (pytorch/ao
+torchao/testing/training/roofline_utils.py @05980129: get_tensor_memory_traffic_ovhd_s), where two bytes are a 16-bit
+read or write:
 
     tensorwise   inputs, gradients 2 + (2 + 1 + 1); weights 2 + (2 + 1) forward, 2 + 1 backward
     rowwise      inputs (2 + 1) forward, (2 + 2 + 1) for the weight's gradient; gradients (2 + 1 + 2) + (2 + 1);
@@ -42,13 +43,13 @@ _HALF, _BLOCK_SCALE = 2.0, 4.0 / 128
 
 @dataclass(frozen=True, slots=True)
 class CastBytes:
-    """Bytes moved for an element of each operand, by when.
+    """Bytes moved to cast an element of each operand of a product.
 
     Attributes:
-        inputs, inputs_again: Of a product's input, in forward and for the gradient of its weight.
-        gradients: Bytes for the gradient of its output, of both backward products.
-        weights, weights_back: Of its weight, in forward and for the gradient of the input.
-        looks: Bytes among these for finding the largest element of inputs and gradients.
+        inputs, inputs_again: Bytes for the input, in forward and for the gradient of the weight.
+        gradients: Bytes for the gradient of the output, for both backward products.
+        weights, weights_back: Bytes for the weight, in forward and for the gradient of the input.
+        looks: Bytes among these that are read to find the largest element of inputs and gradients.
     """
 
     inputs: float
@@ -83,7 +84,7 @@ def cast_bytes(precision: str, stack: Stack) -> CastBytes:
 
 
 def _where_weights_are_cast(moved: CastBytes, stack: Stack) -> CastBytes:
-    """Weights that are gathered in 8 bits were cast before: each rank its shard alone, which is not counted."""
+    """Drop the casts of weights if these are gathered in 8 bits: each rank has cast its shard, which is not counted."""
     if not stack.gather_dtype.startswith("float8"):
         return moved
     return replace(moved, weights=0.0, weights_back=0.0)
@@ -95,8 +96,8 @@ def product_casts(
     """Bytes moved to cast the operands of one product.
 
     Args:
-        was_cast: Its input was cast by the kernel before, or for another product of the stretch.
-        looked: The kernel that made its operand found the largest element.
+        was_cast: Whether its input was cast by the kernel before, or for another product of the stretch.
+        looked: Whether the kernel that made its operand found the largest element.
     """
     cast_rows = cast_bytes(precision, stack)
     saved_looks = cast_rows.looks if looked else 0.0

@@ -1,13 +1,17 @@
 """Seconds of a collective: what NCCL's algorithms take on a machine's links, the fastest of those it would consider.
 
 [Note: time of a collective]
-An algorithm takes ``latency + size * rate + fill(size)``. Latency: a launch, and one wait per hop of its longest path.
-Rate: what the narrowest link carries for each byte of the tensor: a ring of n ranks sends every byte 2 (n-1) / n times
-for an all-reduce, half of that for a gather or a scatter, over each link between neighbours; a tree twice over each;
-a switch that adds takes it once. Fill: chunks are sent through a pipeline; the best chunk makes the time of filling it
-2 sqrt(size * rate * depth) with the rate inside a domain, at most a largest chunk's. Protocols trade hops against
-bandwidth: LL sends a flag with every four bytes (half the rate, short hops), LL128 with every 120, Simple none (long
-hops).
+An algorithm takes ``latency + size * rate + fill(size)``.
+
+- Latency: a launch, and one wait per hop of the longest path.
+- Rate: seconds per byte of the tensor on the narrowest link. A ring of n ranks sends every byte 2 (n-1) / n times over
+  each link between neighbours for an all-reduce, half of that for a gather or a scatter. A tree sends it twice over
+  each link. A switch that adds takes it once.
+- Fill: chunks go through a pipeline. With the best chunk size, filling it takes 2 sqrt(size * rate * depth), with the
+  rate inside a domain, and at most the time of the largest chunk.
+
+Protocols trade the latency of hops for bandwidth: LL sends a flag with every four bytes (half the rate, short hops),
+LL128 with every 120, Simple none (long hops).
 Structure, hops and launches are those of NCCL's own tuning model (NVIDIA/nccl src/graph/tuning.cc @5067397c); what it
 does not know (fill, what NVSwitch reaches, all-to-all) is fitted in benchmarks/calibrate/collectives.py.
 
@@ -63,15 +67,16 @@ class Tuning:
         ll_cap: Highest rate of LL, as a share of the nearest link's bandwidth, within a domain and across.
         nvls_s, nvls_tree_s: Latency of an all-reduce in the switch; of each hop of the tree between such.
         nvls_ranks: Ranks from which the switch is used.
-        nvls_loss: Ranks of the switch's bandwidth lost to the ranks' own sends.
+        nvls_loss: Bandwidth of the switch, in ranks, that is lost to the ranks' own sends.
         nvls_tree_share: Share of the switch's rate that is left where a tree joins domains.
         net_overhead_s: Least time of a hop inside a node when the ring leaves it (a proxy posts every send).
         ring_plateau: Factor on a ring's latency across nodes with the Simple protocol.
         depth_s: Hops in flight times the cost of a chunk, by algorithm (ring, tree, switch, tree of switches) ([Note:
             time of a collective]).
-        fill_bytes: Bytes in flight at which filling the pipeline takes no longer.
-        fills: How much of that each protocol has: LL and LL128 send small chunks.
-        p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
+        fill_bytes: Bytes in flight beyond which filling the pipeline takes no longer.
+        fills: Share of ``fill_bytes`` by protocol: LL and LL128 send small chunks.
+        p2p_s: Seconds to launch sends and receives.
+        peer_s: Seconds for each further peer of an all-to-all, by medium.
         all_to_all_share: Share of a ring's bandwidth that pairwise sends reach, inside a domain; of the NICs'
             across domains of several ranks (between 0.53, two nodes of B200 with NCCL's defaults, and 0.9, six nodes of
             H100 of NVIDIA/nccl-tests issue 267), and of one each.
@@ -141,7 +146,7 @@ class Line:
         return seconds
 
     def many(self, sizes: Floats) -> Floats:
-        """Seconds of many sizes, as ``at`` has them."""
+        """Seconds of many sizes at once, each as of ``at``."""
         seconds = self.latency_s + sizes * self.rate_s
         if self.slower_s:
             first = np.minimum(sizes, self.slower_bytes)
@@ -169,10 +174,10 @@ def collective_s(op: str, size_bytes: float, group: Group, machine: Machine, *, 
 
     Args:
         op: One of ``OPS``.
-        size_bytes: As ``lading.ir.work.Collective.size_bytes``: the whole tensor; for an all-to-all what one rank sends
-            in all, its own part included; for a send what is sent.
-        group: From ``lading.cost.topology.group_of``.
-        machine: What was measured among its processes (``collectives``), else its ``links``.
+        size_bytes: Bytes of the whole tensor, as ``lading.ir.work.Collective.size_bytes``; for an all-to-all the bytes
+            that one rank sends in all, its own part included; for a send the bytes sent.
+        group: Ranks that take part, from ``lading.cost.topology.group_of``.
+        machine: Machine whose ``collectives`` were measured among processes, else whose ``links`` count.
         nvls: Whether NVSwitch may add for an all-reduce (NCCL since 2.17; not before Hopper).
 
     Returns:
@@ -205,13 +210,13 @@ def algorithm(op: str, size_bytes: float, group: Group, machine: Machine, *, nvl
 
 
 def bus_rate(group: Group, machine: Machine) -> float:
-    """Bytes/s each direction that a rank of a long ring sends, as reached; ``inf`` for one rank."""
+    """Achieved bytes/s in each direction of a rank in a long ring; ``inf`` for one rank."""
     return float("inf") if group.ranks == 1 else _Paths.of(group, machine.links, NCCL).bus_rate
 
 
 @lru_cache(maxsize=4096)
 def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tuning: Tuning = NCCL) -> tuple[Line, ...]:
-    """Times against size of all algorithms that ``op`` may use; the fastest counts."""
+    """Lines (seconds against size) of all algorithms that ``op`` may use; the fastest counts."""
     if op not in OPS:
         raise ConfigError(f"collective: expected one of {', '.join(OPS)}, got {op!r}")
     if not links:
@@ -231,11 +236,11 @@ def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tun
 
 @dataclass(frozen=True)
 class _Paths:
-    """Shares of the links that a group has.
+    """Bandwidth of a group on the links that it uses.
 
     Attributes:
-        link_rate, net_rate: Bytes/s each direction that a rank has in its domain, and that all its ranks of a domain
-            have to other domains, both as reached.
+        link_rate: Achieved bytes/s in each direction of one rank inside its domain.
+        net_rate: Achieved bytes/s in each direction of all the group's ranks of a domain to other domains.
     """
 
     group: Group
@@ -273,7 +278,7 @@ class _Paths:
         return self.net_rate if self.group.domain_ranks == 1 else min(self.link_rate, self.net_rate)
 
     def capped(self, rate: float, protocol: int) -> float:
-        """LL is limited by what a GPU can poll."""
+        """Rate of a protocol; that of LL is limited by how fast a GPU can poll."""
         cap = self.tuning.ll_cap[self.group.domains > 1] * self.link.bandwidth_bytes_per_s
         return min(rate, cap) if protocol == 0 else rate
 
@@ -284,21 +289,21 @@ class _Paths:
         return hop_s if protocol == 2 else hop_s + self.link_extra_s
 
     def depth(self, algorithm: int, protocol: int, rate: float) -> float:
-        """``Line.depth_s``: links that are slower than what a GPU's kernels move hide the filling."""
+        """Depth of the pipeline (``Line.depth_s``); links slower than a GPU's copy kernels hide the filling."""
         if self.link.kind != "nvswitch":
             return 0.0
         slower = min(1.0, rate / self.link_rate)
         return self.tuning.depth_s[algorithm] * self.tuning.fills[protocol] * slower
 
     def net_hop(self, protocol: int, *, tree: bool) -> float:
-        """Seconds of a hop between domains; alone in its domain a rank waits for it in full."""
+        """Seconds of a hop between domains; a rank that is alone in its domain waits for all of it."""
         full = tree or self.group.domain_ranks == 1
         hops = self.tuning.tree_net_hop if full else self.tuning.ring_net_hop
         return hops[protocol] + self.net_extra_s
 
 
 def nic_share(network: Link, busy: int) -> float:
-    """Bytes/s each direction that one rank has of its node's NICs while ``busy`` ranks of the node send (0: all)."""
+    """Bytes/s in each direction of one rank on its node's NICs while ``busy`` ranks of the node send (0: all)."""
     users = busy or network.nic_ranks
     num_nics = ceil(network.nics / network.nic_ranks)
     return network.bandwidth_bytes_per_s * min(num_nics, network.nics / users)
@@ -339,7 +344,7 @@ _TREE_GAIN = {2: 1.4, 3: 1.15}
 
 
 def _tree(paths: _Paths, protocol: int) -> Line:
-    """A chain in each domain, two binary trees between domains: half of the bytes goes up and down each."""
+    """Tree: a chain in each domain, and two binary trees between domains, each for half of the bytes."""
     group, tuning = paths.group, paths.tuning
     latency = 2 * (group.domain_ranks - 1) * paths.hop(protocol, tree=True)
     rate = paths.link_rate if group.domain_ranks > 1 else float("inf")
@@ -359,7 +364,7 @@ def _tree(paths: _Paths, protocol: int) -> Line:
 
 
 def _nvls(paths: _Paths) -> Line:
-    """The switch of each domain adds; between domains a tree."""
+    """Addition in the switch of each domain, with a tree between domains."""
     group, tuning, link = paths.group, paths.tuning, paths.link
     latency = tuning.nvls_s
     usable_share = (group.domain_ranks - tuning.nvls_loss) / group.domain_ranks
@@ -392,7 +397,7 @@ def _all_to_all(paths: _Paths) -> Line:
 
 
 def _send(paths: _Paths) -> Line:
-    """One channel sends up to so many bytes; larger sends take as many channels as there are such pieces."""
+    """Send over one channel up to a size; a larger send takes one channel for each piece of that size."""
     group, tuning = paths.group, paths.tuning
     if group.domains > 1:
         rate = paths.net_rate / group.domain_ranks * tuning.send_share[1]
@@ -416,12 +421,12 @@ def dispatch_s(
     """Seconds to bring tokens to their experts, or (``combine``) results back.
 
     Args:
-        size_bytes: Bytes of a rank's tokens, once for each expert of each: what its all-to-all sends, own part too.
+        size_bytes: Bytes that a rank's all-to-all sends, own part included: each token once for each of its experts.
         group: Ranks of the axis "ep".
         dispatcher: "alltoall" (NCCL), "allgather" or "deepep" ([Note: what is sent]).
-        active: Experts of a token.
-        combine: For "allgather": a reduce-scatter instead; the others take as long both ways.
-        most_nodes: Nodes that the experts of a token lie on at most; 0: any (DeepSeek-V3: 4).
+        active: Number of experts of a token.
+        combine: Whether results go back: "allgather" then is a reduce-scatter; the others take as long both ways.
+        most_nodes: Largest number of nodes on which the experts of a token lie; 0: any (DeepSeek-V3: 4).
 
     Raises:
         ConfigError: an unknown dispatcher, or ``active`` < 1.
@@ -457,12 +462,12 @@ def _deepep(token_bytes: float, active: int, group: Group, machine: Machine, mos
 
 
 def _places(places: int, active: int) -> float:
-    """Different places, of so many, that the experts of a token lie at."""
+    """Expected number of different places, of ``places``, at which the experts of a token lie."""
     return places * (1 - (1 - 1 / places) ** active)
 
 
 def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) -> tuple[str, ...]:
-    """Say what the links that a job of ``layout`` uses, and the rates over them, assume without a measurement.
+    """List what is assumed, not measured, of the links that a job of ``layout`` uses and of the rates over them.
 
     Raises:
         ConfigError: the layout has several ranks and the machine neither links nor measured collectives.
@@ -489,7 +494,7 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
 
 
 def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
-    """Yield what a machine's sources for a key, and for those below it, say is assumed, each after a name."""
+    """Yield what the machine's sources for a key, and for the keys below it, name as assumed, each behind ``name``."""
     for source_key, text in machine.sources.items():
         if source_key == key or source_key.startswith(f"{key}."):
             yield from (f"{name}: {assumption.strip()}" for assumption in _ASSUMED.findall(text))

@@ -7,11 +7,11 @@
     cold         between the price with operands in cache and from memory, by when they were last touched
                  (``lading.cost.reuse``), where the machine file has ``cold_rates``
 
-Rates that are not known, and the memory bandwidth in their place, are guesses, and ``missing_rates`` says where they
-were made; contention with moves is the simulator's affair.
+If a rate is not known, the memory bandwidth is assumed in its place, and ``missing_rates`` says where. Contention with
+moves is not counted here but in the simulator.
 
-[Note: bytes] An operation moves the bytes of its tensors, but for those it leaves where they are (``op_bytes``), in
-rows that may be scattered (``walk``).
+[Note: bytes] An operation moves the bytes of its tensors, except those that it does not touch (``op_bytes``), in rows
+that may be scattered (``walk``).
 
 [Note: copies of what may not count] An update on the host by a guess (``lading.ir.guess``) changes copies.
 A byte of a copy is read, and its place is fetched and written. With AdamW's update of 48 million elements in float32,
@@ -56,11 +56,11 @@ _FILLS = ("new_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_li
 
 
 class Walk(NamedTuple):
-    """Way in which an operation goes through a tensor's memory.
+    """Order in which an operation goes through its tensors' memory.
 
     Attributes:
         runs: Number of pieces of contiguous rows; 1 for a dense tensor.
-        strided: Whether the rows lie scattered.
+        strided: Whether the rows are scattered.
     """
 
     runs: int
@@ -68,10 +68,10 @@ class Walk(NamedTuple):
 
 
 def op_bytes(graph: StepGraph, op: Op) -> int:
-    """Bytes an operation moves between memory and the core.
+    """Bytes that an operation moves between memory and the processor.
 
-    The captured bytes, except that a lookup reads only the rows it returns, an update in place of some rows touches
-    only those, a copy or fill does not read what it overwrites, and ``zeros_like`` does not read its model.
+    These are the captured bytes, except that a lookup reads only the rows it returns, an in-place update of some rows
+    touches only those, a copy or fill does not read what it overwrites, and ``zeros_like`` does not read its argument.
     """
 
     def touched(tensor: int) -> int:
@@ -94,7 +94,7 @@ def op_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def walk(graph: StepGraph, op: Op) -> Walk:
-    """Find in how many pieces, and whether against the order of memory, an operation goes through its operands.
+    """Find how many contiguous pieces an operation goes through, and whether it goes against the order of memory.
 
     Pointwise operations and copies are walked in the order of their result's memory, merging dims that are contiguous
     in every operand, as ATen's iterator does. A reduction over dims before the last, and any other operation that has
@@ -111,7 +111,7 @@ def walk(graph: StepGraph, op: Op) -> Walk:
 
 
 def _broadcast(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor expanded to ``shape``."""
+    """Strides of a tensor that is broadcast to ``shape``."""
     missing = len(shape) - len(tensor.shape)
     strides = (s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride, strict=True))
     return (*(0,) * missing, *strides)
@@ -130,7 +130,7 @@ def _iterate(result: Tensor, strides: list[tuple[int, ...]]) -> Walk:
 
 
 def _merge(shape: tuple[int, ...], dims: list[int], strides: list[tuple[int, ...]]) -> list[int]:
-    """The dims left over once those around the innermost that continue it in every operand are merged into it."""
+    """Dims that remain after merging into the innermost dim those that are contiguous with it in every operand."""
     for position, inner in enumerate(dims):
         outer = dims[position + 1] if position + 1 < len(dims) else None
         if outer is None or any(s[outer] != s[inner] * shape[inner] for s in strides):
@@ -165,7 +165,7 @@ _PACKED_ROWS, _SHALLOW = 200, 256
 
 
 def op_costs(graph: StepGraph, device: Device) -> list[float]:
-    """Seconds of each operation, in program order, its operands where the step left them; equals are worked out once.
+    """Seconds of each operation in program order, with its operands in cache or memory as the step left them.
 
     Raises:
         ConfigError: a product's dtype has no peak on this device.
@@ -185,7 +185,7 @@ def op_costs(graph: StepGraph, device: Device) -> list[float]:
 
 
 def _fetch_s(graph: StepGraph, op: Op, device: Device, cold: int) -> float:
-    """Seconds that an operation takes longer as so many of the bytes that it touches are not in cache.
+    """Seconds that an operation takes longer because some of the bytes that it touches are not in cache.
 
     Ignores: attention and updates of matrices, which use each byte many times.
     """
@@ -203,8 +203,8 @@ def _fetch_s(graph: StepGraph, op: Op, device: Device, cold: int) -> float:
 def fused_costs(graph: StepGraph, device: Device) -> list[float]:
     """Seconds of each operation where runs of light ones are compiled into one call each (``lading.ir.fusing``).
 
-    A run is launched once, and each of its operations takes the share of its time that its share of the bytes still
-    read or written is.
+    A run is launched once. Each of its operations takes a share of its own time: that of its bytes which the run still
+    reads or writes.
 
     Raises:
         ConfigError: a product's dtype has no peak on this device.
@@ -244,10 +244,10 @@ def device_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> 
 
 
 def crowding(machine: Machine) -> dict[bool, tuple[float, ...]]:
-    """Factors on seconds of kernels while 1, 2, ... of the host's processes compute, where all of them are priced at 1.
+    """Factors on seconds of kernels while 1, 2, ... of the host's processes compute; 1 while all of them do.
 
     Returns:
-        Factors by whether a kernel is a product; none where the machine is not what one of several processes has.
+        {whether a kernel is a product: factors}; {} if the machine is not the share of one of several processes.
     """
     shared = machine.processes
     if shared is None or shared.computing == 1 or machine.device.kind != "cpu":
@@ -265,9 +265,9 @@ def send_s(size_bytes: int, machine: Machine) -> float:
 
 
 def _collective_of(op: Op, machine: Machine) -> tuple[str, int]:
-    """Name a collective as its speed is looked up, and its ranks.
+    """Name under which the speed of a collective is looked up, and number of its ranks.
 
-    As Lading does it over gloo, or like it where none measured that.
+    It is the first of the operation's candidates that was measured on the machine, else the last candidate.
     """
     if op.name in TRANSFERS:
         return "send", 2
@@ -332,7 +332,7 @@ def hosted_costs(graph: StepGraph, ops: Iterable[int], machine: Machine) -> dict
 
 
 def host_processors(machine: Machine) -> Device:
-    """The processors beside the device, to be costed as one: bandwidth, and the least time of an operation as there.
+    """Device that stands for the host's processors, for pricing: their bandwidth and minimum time of an operation.
 
     Raises:
         ConfigError: the machine says nothing of them, or has no memory of the host to work in.
@@ -376,7 +376,7 @@ def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:
 
 
 def kernel_of(graph: StepGraph, op: Op) -> Kernel:
-    """An operation of a step as the kernel of a rank that is alone, with its walk through memory."""
+    """Convert an operation of a step to the kernel of a rank that is alone, with its walk through memory."""
     size, path = op_bytes(graph, op), walk(graph, op)
     written = sum(graph.tensors[t].touched_bytes for t in dict.fromkeys((*op.outputs, *op.mutates)))
     if op.kind is OpKind.SCATTER and op.mutates:
@@ -400,7 +400,7 @@ def kernel_of(graph: StepGraph, op: Op) -> Kernel:
 
 
 def _form(graph: StepGraph, op: Op, detail: Product | Attention | None) -> str:
-    """Name the form of an operation that takes another time than the plain one.
+    """Name of the form of an operation whose price is not that of the plain operation; "" for the plain one.
 
     A GELU through a tanh took three times as long as through erf (an AMD EPYC). Attention without a mask takes less for
     each of its FLOP, as kernels compute part of what a causal mask leaves out. A product has its layout, "N" for an
@@ -436,7 +436,7 @@ def _is_contiguous(tensor: Tensor) -> bool:
 
 
 def _attention(graph: StepGraph, op: Op) -> Attention | None:
-    """Shape of an attention; None where its operands do not tell it, and it goes by its bytes."""
+    """Shape of an attention; None if its operands do not tell it, so that it is priced by its bytes."""
     backward = "backward" in op.name
     shapes = [graph.tensors[a.tensor].shape for a in op.args if isinstance(a, Ref)][1 if backward else 0 :][:3]
     if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes):

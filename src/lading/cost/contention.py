@@ -1,10 +1,10 @@
-"""Computing beside a collective: both are slower, as they share processors and memory.
+"""Contention of computing with a collective: both are slower, as they share processors and memory.
 
 [Note: what is shared]
 NCCL runs a block on one streaming multiprocessor per channel as long as the collective lasts, so a matrix product has
-that many fewer; and each byte on the wire is stored and read again, two to three times its size in memory traffic
+that many fewer. Each byte on the wire is stored and read again, two to three times its size in memory traffic
 (NVIDIA/nccl issue 1428, a maintainer). What remains of computing's rate is ``1 - channels / processors - share * memory
-traffic / memory bandwidth``; ``share`` says how much a kernel minds: one that itself lives of memory minds most.
+traffic / memory bandwidth``, where ``share`` is largest for kernels that are themselves bound by memory.
 Measured: on A100 beside an all-gather products take 1.76, attention 1.83 and elementwise kernels 2.5 times as long
 (issue 1428); on H100 products 1.3 to 1.4 times (pytorch/pytorch #179937). Copy engines take no processors.
 """
@@ -38,7 +38,7 @@ _PER_NIC, _PCIE = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Shares left of either's rate while both run.
+    """Shares that remain of the rates of computing and of a collective while both run.
 
     Attributes:
         compute: Share of computing, in (0, 1].
@@ -60,7 +60,7 @@ class Contention:
 
 
 def channels(op: str, group: Group, machine: Machine, *, nvls: bool = True) -> int:
-    """Streaming multiprocessors that a collective takes.
+    """Number of streaming multiprocessors that a collective takes.
 
     Raises:
         ConfigError: the group has more than one rank and the machine no links.

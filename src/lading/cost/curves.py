@@ -1,4 +1,4 @@
-"""Seconds of one operation alone on a device by the rates that were measured there, launch not included.
+"""Seconds of one operation alone on a device by the rates that were measured there, without its launch.
 
     product      flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k); of many
                  matrices on a GPU no less than these take to come and go; "product.float32" is a GPU's rate in the
@@ -70,7 +70,7 @@ def low_of(kernel: Kernel) -> str:
 
 
 def _runs_s(runs: int, device: Device) -> float:
-    """Least time of going through many small pieces of memory, at ``rates["runs"]`` pieces a second."""
+    """Minimum time of going through many small pieces of memory, at ``rates["runs"]`` pieces a second."""
     return runs / device.rates[RUNS].at(runs) if runs > 1 and RUNS in device.rates else 0.0
 
 
@@ -118,10 +118,10 @@ def product_curve_s(
 
 
 def _wide_skinny(device: Device) -> float:
-    """Share of ``skinny_dim`` that products of fp32 have on GPUs known by a data sheet alone.
+    """Share of ``skinny_dim`` that applies to products of fp32 on GPUs known by a data sheet alone.
 
-    Catalog machines have it in proportion to the FLOP a clock of their tensor cores, as operands come at the same bytes
-    a clock. Units of fp32 do fewer, on operands that are twice as wide: a quarter of it on a V100.
+    On catalog machines ``skinny_dim`` is proportional to the FLOP per clock of the tensor cores, as operands arrive at
+    the same bytes per clock. Units of fp32 do fewer FLOP, on operands twice as wide: a quarter of it on a V100.
     """
     peaks = device.peak_flops_per_s
     low = peaks.get("bfloat16") or peaks.get("float16")
@@ -131,7 +131,7 @@ def _wide_skinny(device: Device) -> float:
 
 
 def _whole_rate(flops: float, dtype: str, device: Device) -> float:
-    """FLOP/s of a product of so much work whose dims are all large."""
+    """FLOP/s of a product whose dims are all large, by its FLOP."""
     if dtype == "float32" and WIDE_PRODUCTS in device.rates:
         return device.rates[WIDE_PRODUCTS].at(flops)
     share = device.product_efficiency.at(flops) if device.product_efficiency else 1.0
@@ -139,7 +139,7 @@ def _whole_rate(flops: float, dtype: str, device: Device) -> float:
 
 
 def _operands_s(product: Product, dtype: str, device: Device) -> float:
-    """Least time of reading operands and writing results: a product of every head has few FLOP for its bytes."""
+    """Minimum time of reading operands and writing results: products of single heads have few FLOP for their bytes."""
     m, n, k = product.m, product.n, product.k
     size = DTYPE_BYTES[dtype] * product.groups * (m * k + k * n + m * n)
     rate = device.rates.get(OpKind.ELEMENTWISE.value)
@@ -174,7 +174,7 @@ def _peak_ratio(device: Device, dtype: str) -> float:
 
 
 def measured(name: str, kind: str, low: str, device: Device, form: str = "") -> tuple[Curve, bool] | None:
-    """The rate of a product, and whether it was measured in the product's own dtype.
+    """Measured rate of a product, and whether it was measured in the product's own dtype.
 
     Args:
         name: Base name of the product.
@@ -189,7 +189,7 @@ def measured(name: str, kind: str, low: str, device: Device, form: str = "") -> 
 
 
 def rate_of(kernel: Kernel, device: Device, low: str | None = None) -> Curve | None:
-    """The most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
+    """Most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
     name, kind = base_name(kernel.name), (kernel.kind or OpKind.COPY).value
     names = [name, kind + BACKWARD, kind] if "backward" in name else [name, kind]
     if kernel.form:

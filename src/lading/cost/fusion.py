@@ -1,13 +1,15 @@
 """Fusion by software stacks: kernels of a segment as they are launched, with the bytes they still move.
 
-Products, attention, collectives, gathers and sorts are as captured. Between them, operations that only move bytes are
-put into groups that are one kernel each. What a group makes and nobody outside reads is never written, and what several
-of its operations read is read once.
+Products, attention, collectives, gathers and sorts are kernels as captured. Between them, operations that only move
+bytes form groups, each of which is one kernel. A tensor that only its group reads is never written, and a tensor that
+several operations of a group read is read once.
 
     eager      every operation is a kernel
-    fused      those of one module that feed each other (a norm, a SwiGLU, a rotary embedding, a masked softmax, a
-               loss), dropout with the addition behind it, and casts with what they feed: as Megatron and Apex have
-    compiled   all that feed each other or read the same tensor, as Inductor does; sums over tokens are kernels apart
+    fused      groups of operations of one module that feed each other (a norm, a SwiGLU, a rotary embedding, a masked
+               softmax, a loss), of dropout and the addition behind it, and of casts and what they feed, as Megatron and
+               Apex have them
+    compiled   groups of all operations that feed each other or read the same tensor, as Inductor makes them; sums over
+               tokens are separate kernels
 
 Unfused attention is products and a softmax with dropout over the whole square of scores, masked or not.
 
@@ -98,7 +100,7 @@ _SMALL_BYTES = 1 << 16
 
 
 def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
-    """The kernels that a stack launches for a segment, in order: ``fuse`` by its settings."""
+    """List the kernels that a stack launches for a segment, in order: ``fuse`` with the stack's settings."""
     kernels = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss, unfused_parts=stack.unfused)
     if stack.fusion == "fused":
         kernels = by_libraries(kernels, segment, stack)
@@ -125,7 +127,7 @@ def fuse(
     fused_loss: bool = False,
     unfused_parts: Sequence[str] = (),
 ) -> tuple[Kernel, ...]:
-    """The kernels of a segment at a level of fusion, in order, stages apart.
+    """List the kernels of a segment at a level of fusion, in order; kernels of different stages are not fused.
 
     Args:
         level: "eager", "fused" or "compiled".
@@ -185,9 +187,9 @@ def _compiled_loss(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
 
 
 def _fused(segment: RankSegment, level: str, fused_loss: bool, unfused_parts: Sequence[str]) -> list[Kernel]:
-    """Kernels with groups in place of what is fused, in an order in which each finds what it reads.
+    """Replace fused kernels by one kernel for each group, in an order in which each kernel's inputs are made before it.
 
-    Sizes decide no more than what adds up tokens and which tensors are small: all else is done once for a form.
+    Sizes decide only which kernels add up tokens and which tensors are small; all else is done once for a form.
     """
     form, tensors = segment.form, segment.tensors
     never_fused: frozenset[int] = frozenset()
@@ -220,12 +222,12 @@ _Pair = tuple[int, int, tuple[int, ...]]
 
 @lru_cache(maxsize=4096)
 def _read_twice(form: Form, level: str, never_fused: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-    """Tensors, of one storage each, for whose sake two kernels may be one if the tensors are large."""
+    """Tensors, one for each storage, that two kernels read and that may join these into one if they are large."""
     return tuple(views for _, _, views in _pairs(form, level, True, never_fused) if views)
 
 
 def _pairs(form: Form, level: str, fused_loss: bool, never_fused: frozenset[int]) -> Iterator[_Pair]:
-    """Yield pairs that may be one kernel, in order."""
+    """Yield pairs of kernels that may be joined into one, in order."""
     kernels, made_by = form.segment.kernels, _makers(form.segment)
     runs = _runs(kernels)
     last_reader: dict[int, int] = {}
@@ -269,7 +271,7 @@ def _groups(
 
 
 def _makers(segment: RankSegment) -> list[set[int]]:
-    """Kernels that made what each kernel reads."""
+    """Kernels that made the inputs of each kernel."""
     makers: list[set[int]] = []
     made_by: dict[int, int] = {}
     for index, kernel in enumerate(segment.kernels):
@@ -280,7 +282,7 @@ def _makers(segment: RankSegment) -> list[set[int]]:
 
 
 class _Flow:
-    """Graph of which kernels need which, while groups of them become one."""
+    """Graph of the dependences between kernels while groups of them are joined."""
 
     def __init__(self, segment: RankSegment) -> None:
         self.kernels = segment.kernels
@@ -342,7 +344,7 @@ def _runs(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def _one_kernel(one: Kernel, two: Kernel, fused_loss: bool) -> bool:
-    """Whether libraries have one kernel for an operation and one that it feeds."""
+    """Whether libraries have one kernel for an operation and another that it feeds."""
     if not fused_loss and (is_loss(one) or is_loss(two)):
         return False
     if one.module == two.module:
@@ -377,12 +379,12 @@ def _views(segment: RankSegment, tensors: Iterable[int]) -> dict[int, tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Kernels that become one, without sizes; one alone stays as it is.
+    """Group of kernels that become one, without sizes; a kernel alone stays as it is.
 
     Attributes:
-        members: Kernels.
-        inputs, outputs: What it reads from outside, and writes for others.
-        read, written: Those, by storage.
+        members: Kernels of the group.
+        inputs, outputs: Tensors that it reads from outside, and that it writes for kernels outside.
+        read, written: Storages of these.
     """
 
     members: tuple[int, ...]
@@ -394,7 +396,7 @@ class _Group:
     written: tuple[tuple[int, ...], ...] = ()
 
     def kernel(self, segment: RankSegment, whole: Mapping[int, int]) -> Kernel:
-        """The one kernel in place of a group: it reads what comes from outside and writes what is needed outside.
+        """Make the one kernel of a group: it reads the tensors from outside and writes those that are needed outside.
 
         Args:
             whole: Bytes of storages.
@@ -426,8 +428,8 @@ def _bytes(segment: RankSegment, storages: Iterable[tuple[int, ...]], whole: Map
 class _Moved:
     """Bytes that groups of kernels read from and write to memory.
 
-    What forward makes within a group and only fused operations of backward read is not saved if they read all that it
-    was made of anyway: a SwiGLU's kernels keep gate and value, and compute the rest again.
+    A tensor that forward makes within a group, and that only fused operations of backward read, is not saved if these
+    read its inputs anyway: a SwiGLU's kernels keep gate and value, and compute the rest again.
     """
 
     def __init__(self, segment: RankSegment, groups: Sequence[Sequence[int]]) -> None:
@@ -491,7 +493,7 @@ class _Moved:
 
 
 def _norm_like(members: Sequence[Kernel], kind: OpKind) -> OpKind:
-    """A norm written in operations is a norm: a mean along rows and a reciprocal root, and backward of them."""
+    """Kind of a group: NORM if its operations are a mean along rows and a reciprocal root, or their backward."""
     names = {_base(kernel.name) for kernel in members}
     forward = kind is OpKind.REDUCTION and "rsqrt" in names
     backward = kind is OpKind.REDUCTION and members[0].stage is not Stage.FORWARD and "pow" in names
@@ -504,7 +506,7 @@ def _base(name: str) -> str:
 
 
 def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
-    """The operations of an RMSNorm written in Python in fp32, and of their backward; any other kernel is itself."""
+    """Split an RMSNorm into the operations of its Python form in fp32, or of their backward; keep any other kernel."""
     if "rms_norm" not in kernel.name:
         return (kernel,)
     backward, wide = kernel.stage is not Stage.FORWARD, kernel.dtype == "float32"
@@ -516,7 +518,7 @@ def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
 
 
 def draws(segment: RankSegment) -> tuple[Kernel, ...]:
-    """Kernels that draw the random numbers of a segment, one for each dropout: its bytes are those of the mask."""
+    """List kernels that draw the random numbers of a segment, one for each dropout, with the bytes of its mask."""
     numbers = (
         (kernel, kernel.bytes_written - kernel.bytes_read)
         for kernel in segment.kernels
@@ -530,11 +532,11 @@ def draws(segment: RankSegment) -> tuple[Kernel, ...]:
 
 
 def eager_gelu(kernel: Kernel, *, wide: bool, erf: bool = False) -> tuple[Kernel, ...]:
-    """The operations of a GELU written in Python, and of its backward; any other kernel is itself.
+    """Split a GELU into the operations of its Python form, or of their backward; keep any other kernel.
 
     Args:
-        wide: Most are in fp32, as under autocast (``lading.parallel.autocast``); what comes and goes has 16 bits.
-        erf: It is written by erf, of whose operations autocast has none in fp32, else by its tanh.
+        wide: Whether most run in fp32 on 16-bit inputs and outputs, as under autocast (``lading.parallel.autocast``).
+        erf: Whether it is written by erf, of which autocast runs nothing in fp32, else by tanh.
     """
     if not kernel.name.startswith("aten.gelu"):
         return (kernel,)
@@ -548,7 +550,7 @@ def eager_gelu(kernel: Kernel, *, wide: bool, erf: bool = False) -> tuple[Kernel
 def _split_into_passes(
     kernel: Kernel, name: str, elements: float, passes: Sequence[tuple[int, int]]
 ) -> tuple[Kernel, ...]:
-    """A kernel as operations that read and write so many bytes of each of its elements."""
+    """Split a kernel into operations that read and write given bytes of each of its elements."""
 
     def of(index: int, moved: tuple[int, int]) -> Kernel:
         read, written = (round(elements * size) for size in moved)
@@ -559,13 +561,13 @@ def _split_into_passes(
 
 
 def unfused(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:
-    """The kernels of attention that is not fused: products of every head, and passes over the square of scores.
+    """List the kernels of attention that is not fused: products of every head, and passes over the square of scores.
 
     Forward the scores are scaled, masked and normalized in one pass and dropped out in a second, whose mask takes a
     byte; backward goes the same way back.
 
     Args:
-        wide: Each is an operation of its own, nothing is dropped out, and softmax is in fp32 (``_WIDE``).
+        wide: Whether each pass is an operation of its own, without dropout, and softmax runs in fp32 (``_WIDE``).
     """
     attention = kernel.detail
     assert isinstance(attention, Attention)
@@ -598,10 +600,10 @@ def unfused(kernel: Kernel, *, wide: bool = False) -> tuple[Kernel, ...]:
 
 
 def merge_siblings(segment: RankSegment, modules: Sequence[str] = ()) -> RankSegment:
-    """The segment with sibling products merged; what is saved and the tensors stay.
+    """Merge sibling products of a segment ([Note: siblings]); its tensors and what is saved stay.
 
     Args:
-        modules: Where products are merged; () for everywhere.
+        modules: Modules in which products are merged; () for all.
     """
     kernels = list(segment.kernels)
     kernels = _share_input(kernels, segment.tensors, Stage.FORWARD, modules)
@@ -617,7 +619,7 @@ def _is_plain(kernel: Kernel, stage: Stage, modules: Sequence[str]) -> bool:
 
 
 def _shared(kernel: Kernel, tensors: Sequence[LocalTensor], stage: Stage) -> object:
-    """Key that siblings have in common: the input that is no parameter, and the dims that it gives."""
+    """Key that siblings have in common: their input that is no parameter, and the dims that come from it."""
     product = kernel.detail
     assert isinstance(product, Product)
     if stage is Stage.FORWARD:
@@ -687,7 +689,7 @@ def _product(kernel: Kernel) -> Product:
 def _merged(
     parts: Sequence[Kernel], product: Product, tensors: Sequence[LocalTensor], outputs: tuple[int, ...] = ()
 ) -> Kernel:
-    """One kernel for all of them."""
+    """Merge products into one kernel."""
     inputs = tuple(dict.fromkeys(t for part in parts for t in part.inputs))
     outputs = outputs or tuple(t for part in parts for t in part.outputs)
     input_bytes = {tensors[t].storage: tensors[t].size_bytes for t in inputs}

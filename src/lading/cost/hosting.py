@@ -1,4 +1,4 @@
-"""Seconds of what lies behind a device of a cluster: copies to a tier and back, and updates on the host.
+"""Seconds of offloading on a cluster: copies from a device to a lower tier and back, and updates on the host.
 
 [Note: what lies on the host]
 ZeRO-Offload keeps the optimizer's states in the host's memory: gradients go down, the host's processors update, the new
@@ -7,14 +7,14 @@ each before it is gathered. A machine's tiers and host processors are those of o
 copy and update at once (``Machine.with_job``).
 
 [Note: an update on the host]
-Its bytes follow from what is kept: value and moments are read and written, a gradient is read, and where the value is
-a master of 16-bit parameters it is read again and their copy is written. Of AdamW all in fp32 these are 28 bytes, of a
-master with 16-bit parameters 34. The host's memory bounds it, and software reaches a share of that, by implementation
-unless ``Stack.host_optimizer`` says which. Offload by DeepSpeed and Megatron-Core, with its norms, scales and copies
-within the host, reaches 0.145: the median of six published runs, which lie between 0.05 and 0.22
-(benchmarks/calibrate/offload.py, which asks ``update_s``). torch's fused kernel alone reaches 0.7, as the published run
-with threads bound to their memory does; on two cores of an EPYC it moves 0.6 to 1.7 times what a copy does. torch's
-operations one after another, as its AdamW runs on tensors on the host by itself (torch/optim/optimizer.py,
+Its bytes follow from what is kept: value and moments are read and written, a gradient is read, and if the value is a
+master of 16-bit parameters it is read again and their copy is written. For AdamW in fp32 these are 28 bytes, for a
+master with 16-bit parameters 34. The bandwidth of the host's memory bounds the update, and software reaches a share of
+it that depends on the implementation (``Stack.host_optimizer``). Offload by DeepSpeed and Megatron-Core, with its
+norms, scales and copies within the host, reaches 0.145: the median of six published runs, which lie between 0.05 and
+0.22 (benchmarks/calibrate/offload.py, which asks ``update_s``). torch's fused kernel alone reaches 0.7, as the
+published run with threads bound to their memory does; on two cores of an EPYC it moves 0.6 to 1.7 times what a copy
+does. torch's operations one after another, as its AdamW runs on host tensors by default (torch/optim/optimizer.py,
 ``_default_to_fused_or_foreach``), take 4.7 times as long as fused: 5.9 and 6.8 times on one and two threads of a
 Cascade Lake (20 million elements), 3.8 and 3.3 times of the EPYC, there 2.2 and 2.4 times in bfloat16 (40 million
 elements; benchmarks/calibrate/host_updates.py). Over lists of tensors ("foreach") they take 1.5 to 1.9 times as long
@@ -47,11 +47,11 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
     """Seconds of copying from the device to a tier behind it, or back.
 
     Args:
-        size_bytes: A number, or an array of them.
-        tier: Name of one, as in ``Layout.offload_to``; what the host's processors do not work on goes through the
-            host's memory, where there is one.
-        out: Away from the device.
-        both: Copies the other way run at the same time.
+        size_bytes: Bytes copied, a number or an array.
+        tier: Name of the tier, as in ``Layout.offload_to``; copies to a tier on which the host's processors do not work
+            go through the host's memory, if there is one.
+        out: Whether the copy goes away from the device.
+        both: Whether copies the other way run at the same time.
     Raises:
         ConfigError: the machine has no such tier.
     """
@@ -77,7 +77,7 @@ def _tier_s(size_bytes: Any, tier: Tier, out: bool, both: bool) -> Any:
 
 
 def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, stack: Stack) -> float:
-    """Seconds in which the host updates so many elements of each device.
+    """Seconds in which the host updates ``elements`` elements of each device.
 
     Args:
         state_bytes: Bytes of an element's optimizer states; on another tier than the host's memory they are read and
@@ -95,7 +95,7 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
 
 
 def host_share(stack: Stack) -> float:
-    """Share of what the host's memory allows that an update of a software reaches ([Note: an update on the host])."""
+    """Share of the host's memory bandwidth that a software's update reaches ([Note: an update on the host])."""
     return stack.host_optimizer or _REACH[stack.host_update]
 
 
@@ -137,7 +137,7 @@ def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine,
 
 
 def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[str, ...]:
-    """Say what moving to a tier behind the device takes for granted."""
+    """List what is assumed of moves to a lower tier."""
     if not layout.offload:
         return ()
     tier = machine.offload_tier(layout.offload_to).name
@@ -159,7 +159,7 @@ def move_seconds(size_bytes: int, tier: Tier, direction: Literal["read", "write"
         Latency plus bytes over bandwidth.
 
     Raises:
-        ConfigError: negative size or another direction.
+        ConfigError: the size is negative, or the direction is unknown.
     Ignores: the other direction; while both run each gets the tier's ``mixed_*`` rate, which the simulator applies.
     """
     if size_bytes < 0:

@@ -3,17 +3,18 @@
     kernels = launched(segment, stack)                                lading.cost.fusion
     seconds = [kernel_s(kernel, device, stack, layout.precision) for kernel in kernels]
 
-Products and attention go by shape (``lading.cost.product``, ``attention_s``), the rest by bytes.
-Launches are not in here: who adds up a stretch of kernels compares with what the host needs to issue them.
+Products and attention are priced by shape (``lading.cost.product``, ``attention_s``), other kernels by bytes. Launches
+are not counted here: ``lading.sim.parts`` compares the kernels of a stretch with the time that the host takes to issue
+them.
 
 [Note: memory]
-Moving bytes takes ``class * (fixed_s + bytes / (share * bandwidth))``, where the class says how much longer such a
-kernel takes than a copy. Where all bytes fit the part of the last cache that still holds what the kernel before wrote,
-they move ``cache_speed`` times as fast; half as much as that part is half there.
+Moving bytes takes ``class * (fixed_s + bytes / (share * bandwidth))``, where the factor of the class says how much
+longer such a kernel takes than a copy. Part of the last cache still holds what the kernel before wrote. Bytes that are
+there move ``cache_speed`` times as fast; their share is 1 / (1 + (bytes / size of that part)^2).
 
 [Note: attention]
-A block of ``block`` queries of one head goes over its keys, and starting and ending it costs as much as
-``prologue_keys`` keys more. With P multiprocessors at ``reach * peak / P`` FLOP/s each,
+A block of ``block`` queries of one head goes over its keys. Starting and ending it costs as much as ``prologue_keys``
+further keys. With P multiprocessors at ``reach * peak / P`` FLOP/s each,
 
     block_s = block (keys + prologue_keys) FLOP of a pair / (reach * peak / P)
     busy_s  = sum of all blocks / P + tail * the longest block
@@ -118,8 +119,7 @@ def attention_s(
 
     Args:
         dtype: Dtype of queries, keys and values; products run at its peak.
-        kernel: "flash1", "triton", "flash2", "flash3", "cudnn", ...; where an architecture has no such kernel, the one
-            used there.
+        kernel: "flash1", "triton", "flash2", "flash3", "cudnn", ...; an architecture without it takes its own kernel.
         sustained: As of ``product_s``.
     Raises:
         ConfigError: nothing is known of the kernel, or of the device's kernels.
@@ -158,7 +158,7 @@ def seconds(
 
 
 def _in_fp32(device: Device) -> Device:
-    """The device with the 16-bit peak that attention in fp32 has."""
+    """Return the device with the peak of attention in fp32 in the place of its 16-bit peak."""
     peaks = device.peak_flops_per_s
     return replace(device, peak_flops_per_s={**peaks, "bfloat16": peaks["bfloat16"] / _WIDE_S})
 
@@ -175,7 +175,7 @@ def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
 
 
 def _in_tiles(attention: Attention) -> Attention:
-    """Attention as the memory-efficient kernel computes it: products that make rows of a head fill whole tiles.
+    """Return an attention with head sizes as the memory-efficient kernel computes them, in whole tiles.
 
     Heads of more than 64 columns and at most 128 have tiles of 128 (PyTorch mem_eff_attention/kernels/cutlassF.h,
     64x128_rf), which the sum over columns alone does not fill: one product of two forward, three of five backward do.
@@ -189,7 +189,7 @@ def _in_tiles(attention: Attention) -> Attention:
 
 
 def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
-    """FLOP of all blocks, and of the longest one, extra work included."""
+    """FLOP of all blocks, and of the longest block, with the work of starting and ending them."""
     if attention.window and not rates.skips:
         attention = replace(attention, window=0)
     width = 3 * attention.qk_dim + 2 * attention.v_dim if attention.backward else attention.qk_dim + attention.v_dim
@@ -203,7 +203,7 @@ def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
 
 
 def _bytes(attention: Attention, dtype: str) -> float:
-    """Queries, keys, values and output, read or written once; backward reads all and writes as many."""
+    """Bytes of queries, keys, values and output, once in forward; backward reads all and writes as many."""
     queries = attention.batch * attention.heads * attention.query_tokens * (attention.qk_dim + attention.v_dim)
     keys = attention.batch * attention.kv_heads * attention.key_tokens * (attention.qk_dim + attention.v_dim)
     return max(2.0, DTYPE_BYTES[dtype]) * (queries + keys) * (2.5 if attention.backward else 1.0)
@@ -308,7 +308,7 @@ def before_ampere(device: Device) -> bool:
 
 
 def assumed_of_attention(attention: str, device: Device) -> tuple[str, ...]:
-    """Sentence on the kernel that stands for one that a device does not run.
+    """Say which attention kernel stands for one that the device does not run.
 
     Args:
         attention: Kernel of the software, as of ``Stack.attention``.
@@ -328,11 +328,11 @@ def _has_tf32(device: Device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KernelFloor:
-    """Least seconds of a kernel with a share r of its tokens: r * linear_s + fixed_s, and moving r times the bytes.
+    """Lower bound on a kernel with a share r of its tokens: r * linear_s + fixed_s, and moving r times the bytes.
 
     Attributes:
-        moved: (class, bytes) as of ``memory_s``, which is not linear: what fits the cache moves faster.
-        groups: Number of groups that the host launches one by one (``groups_launch_s``); 1 where it does not.
+        moved: (class, bytes) for ``memory_s``, which is not linear, as bytes that fit the cache move faster.
+        groups: Number of groups that the host launches one by one (``groups_launch_s``); 1 if it launches one kernel.
     """
 
     linear_s: float = 0.0
@@ -342,9 +342,10 @@ class KernelFloor:
 
 
 def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") -> KernelFloor:
-    """Least seconds of a computing kernel with fewer tokens; arguments and errors as ``kernel_s``.
+    """Lower bound on the seconds of a computing kernel with fewer tokens; arguments and errors as ``kernel_s``.
 
-    Bytes and FLOP are sums of products of lengths, at most one of which are tokens: they fall no faster than these.
+    Bytes and FLOP are sums of products of lengths, at most one of which counts tokens, so they fall no faster than the
+    number of tokens does.
     """
     detail = kernel.detail
     if kernel.name.startswith((SCAN, STRIDED)):
@@ -368,7 +369,7 @@ def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 
 def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> float:
-    """Seconds of making operands of 8 bits: queries, keys and values in forward, the output's gradient in backward."""
+    """Seconds of casting operands to 8 bits: queries, keys and values in forward, the output's gradient in backward."""
     if stack.attention != "cudnn9-mxfp8" or device.gpu is None or device.gpu.architecture != "blackwell":
         return 0.0
     queries = attention.batch * attention.heads * attention.query_tokens
@@ -389,13 +390,13 @@ def runs_low(kernel: Kernel, precision: str) -> bool:
 
 
 def operand_share(precision: str, stack: Stack) -> float:
-    """Bytes in which a 16-bit operand of products is kept for backward, for each that it has in forward."""
+    """Bytes that a 16-bit operand of products keeps for backward, as a share of its bytes in forward."""
     low = stack.keeps_low and precision in LOW_PRECISIONS
     return OPERAND_BYTES[precision] / DTYPE_BYTES["bfloat16"] if low else 1.0
 
 
 def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> tuple[Product, str, float]:
-    """A product as the stack runs it, the precision of its operands, and bytes of an element of its output."""
+    """Product as the stack runs it, precision of its operands, and bytes of an element of its output."""
     if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT and "gradients" not in stack.unfused:
         product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
     used = precision if runs_low(kernel, precision) else kernel.dtype
@@ -405,7 +406,7 @@ def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> t
 
 
 def _casts_bytes(kernel: Kernel, product: Product, stack: Stack, precision: str) -> float:
-    """Moved to cast a product's operands ([Note: casts of operands] in ``lading.cost.casts``)."""
+    """Bytes moved to cast a product's operands ([Note: casts of operands] in ``lading.cost.casts``)."""
     if not runs_low(kernel, precision):
         return 0.0
     was_cast, looked = (kernel.name.endswith(end) for end in (QUANTIZED, LOOKED))
@@ -437,7 +438,7 @@ def _product_floor(kernel: Kernel, product: Product, device: Device, stack: Stac
 
 
 def memory_class(kernel: Kernel, fusion: str) -> str:
-    """Key of the class of a kernel that only moves bytes: its kind, backward norms apart, other kernels where fused."""
+    """Class of a kernel that only moves bytes: its kind, "norm_backward" for norms, and ".fused" unless eager."""
     kind = (kernel.kind or OpKind.COPY).value
     if kernel.kind is OpKind.NORM and kernel.stage is not Stage.FORWARD:
         kind = "norm_backward"
@@ -471,8 +472,8 @@ def step_s(elements: float, bytes_per_element: float, device: Device, kernels: i
     """Seconds of an optimizer's step over ``elements`` parameters in fused kernels over many tensors.
 
     Args:
-        bytes_per_element: Read and written of each (``adam_bytes``).
-        kernels: In which it is launched.
+        bytes_per_element: Bytes read and written for each parameter (``adam_bytes``).
+        kernels: Number of kernels in which it is launched.
     """
     return sum(memory_s(elements * bytes_per_element / kernels, "step", device) for _ in range(kernels))
 
@@ -492,6 +493,6 @@ def adam_bytes(stack: Stack) -> float:
 
 
 def clip_s(elements: float, stack: Stack, device: Device) -> float:
-    """Seconds of the gradients' norm (read) and of scaling them (read and written)."""
+    """Seconds of the norm of gradients, which reads them, and of scaling them, which reads and writes them."""
     size = elements * (4.0 if stack.gradient_dtype == "float32" else 2.0)
     return memory_s(size, "reduction", device) + memory_s(2 * size, "elementwise", device)

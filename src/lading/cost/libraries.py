@@ -1,9 +1,9 @@
-"""Kernels that Megatron's libraries have in the place of captured operations, where a stack is "fused".
+"""Kernels of Megatron's libraries in the place of captured operations, for stacks whose fusion is "fused".
 
 - Rows go to their experts' order and back in one kernel each way: nothing is cleared, no sum is scattered.
 - A state-space scan is a few kernels in Triton, which are bound by multiprocessors, not by memory.
 - An expert's activation and casts may be inside the grouped products before and behind it (``Stack.fused_experts``).
-- Biases of experts and clamps of their gates are not: eager operations, some of them in fp32 ([Note: biased experts]).
+- Biases of experts and clamps of their gates are eager operations, some of them in fp32 ([Note: biased experts]).
 
 [Note: biased experts]
 Megatron-Core's TEGroupedMLP (megatron/core/transformer/moe/experts.py @d98e8a64) adds an expert's bias behind the
@@ -52,7 +52,7 @@ _POINTWISE = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.REDUCTION, OpKin
 
 
 def by_libraries(kernels: Sequence[Kernel], segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
-    """The kernels of a fused segment as libraries launch them; biases' kernels of backward follow those of forward."""
+    """List the kernels of a fused segment as libraries launch them; biases' backward kernels follow forward ones."""
     if any(kernel.is_experts for kernel in kernels):
         if stack.fused_permute:
             kernels = _permuted(kernels, segment)
@@ -78,7 +78,7 @@ def _storages(tensors: Iterable[int], segment: RankSegment) -> set[int]:
 
 
 def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
-    """Sums of rows at their tokens as one kernel that gathers them, in the place of clearing and scattering."""
+    """Replace clearing and scattering of rows to their tokens by one kernel that gathers and sums them."""
     cleared = {
         storage: index
         for index, kernel in enumerate(kernels)
@@ -101,7 +101,7 @@ def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
 
 
 def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
-    """Leave out pointwise kernels between two grouped products, whose second gets its operand cast."""
+    """Leave out pointwise kernels between two grouped products; the second product gets its operand already cast."""
     grouped = [kernel for kernel in kernels if kernel.is_experts]
     outputs, read = (
         {s for k in grouped for s in _storages(getattr(k, side), segment)} for side in ("outputs", "inputs")
@@ -124,7 +124,7 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
 
 
 def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, ...]:
-    """Products of which several read one activation: it is cast for the first of a stage.
+    """Mark products whose operand was cast before, for another product of the stage that reads the same activation.
 
     A compiler finds equal casts; where tensors are cut, torchao's PrepareFloat8ModuleInput casts before a module.
     """
@@ -140,7 +140,7 @@ def cast_once(kernels: Sequence[Kernel], segment: RankSegment) -> tuple[Kernel, 
 
 
 def looked_for(kernels: Sequence[Kernel], segment: RankSegment, *, compiled: bool) -> tuple[Kernel, ...]:
-    """Products whose operand comes from a kernel that finds its largest element, a collective between them or not."""
+    """Mark products whose operand was made by a kernel that finds its largest element; collectives may lie between."""
     weights = _storages((tensor for tensor, _ in segment.parameters), segment)
     makers: dict[int, Kernel] = {}
     rewritten: list[Kernel] = []
@@ -183,7 +183,7 @@ def _with_biases(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
 
 
 def _passes(kernel: Kernel, elements: int, passes: Sequence[tuple[int, int]], stage: Stage) -> Iterable[Kernel]:
-    """Operations over so many elements, so many bytes of each read and written."""
+    """Make operations that read and write given bytes for each of ``elements`` elements."""
     for index, (read, written) in enumerate(passes):
         yield replace(
             kernel,

@@ -45,10 +45,10 @@ def precision_of(rule: MatrixRule) -> str:
 
 
 def shared_s(rule: MatrixRule, rows: int, columns: int, machine: Machine, launch_s: float) -> tuple[float, ...]:
-    """Seconds of one direction on each of 2, 4, 8 and 16 neighbouring ranks that share it; () where none can.
+    """Seconds of one direction on 2, 4, 8 and 16 neighbouring ranks that share it; () if it cannot be shared.
 
-    The first tells the others the matrix; of each round's products every rank has some rows, and gets the others'
-    (``lading.runtime.gangs``). Rows are shared in blocks of 64 at least.
+    The first rank sends the matrix to the others. Each rank computes some rows of every product and receives the others
+    (``lading.runtime.gangs``). Rows are shared in blocks of at least 64.
     """
     short, long = sorted((rows, columns))
     precision, width = precision_of(rule), DTYPE_BYTES[rule.product_dtype]

@@ -1,16 +1,16 @@
 """Seconds and bytes of a step of a matrix optimizer, on ranks that share a model's matrices.
 
 [Note: step of owners]
-Every rank makes what travels of its own pieces (``pre``), owners compute directions, and every rank moves its pieces
-along them (``post``). Matrices travel in G groups that overlap: the first comes in and the last goes out alone, and
-between them the longer of computing and both ways counts. With c seconds of directions on the fullest rank and w for
-one way of all matrices,
+Every rank prepares its pieces of matrices for sending (``pre``), owners compute directions, and every rank updates its
+pieces with them (``post``). Matrices travel in G groups that overlap: the first comes in alone and the last goes out
+alone, and between them the longer of computing and of both ways counts. With c seconds of directions on the fullest
+rank and w for one way of all matrices,
 
     seconds = pre and post + w / G + (G - 1) max(c / G, 2 w / G) + c / G + w / G
 
-Owners are those of ``lading.cost.patterns.spread``. States that are cut (zero 1 to 3) travel as pieces: each rank sends
-and gets its part of all matrices. Without, all replicas have every gradient: in goes only what tensor-parallel ranks
-hold apart, and a direction goes to all replicas.
+``lading.cost.patterns.spread`` chooses the owners. With sharded states (zero 1 to 3) pieces travel: each rank sends and
+gets its part of all matrices. Without, every replica has every gradient: only the shards of tensor-parallel ranks
+travel to owners, and a direction goes to all replicas.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Update:
     """A step of a matrix optimizer on the ranks that share a pipeline stage.
 
     Attributes:
-        seconds: Seconds of it all; ``exposed_s``: those of them while what travels keeps everyone waiting.
+        seconds: Seconds of the update.
+        exposed_s: Seconds among these in which ranks wait for matrices that travel.
         directions: Spread of the matrices over owners.
-        ranks: Number of ranks that share the matrices; ``matrices``: how many there are.
-        moved_bytes: Bytes that one rank gets, to owners and back.
-        cut_elements: Elements of matrices on one rank whose states are cut.
+        ranks: Number of ranks that share the matrices.
+        matrices: Number of matrices.
+        moved_bytes: Bytes that one rank receives, to owners and back.
+        cut_elements: Elements of matrices on one rank whose states are sharded.
     """
 
     seconds: float
@@ -65,7 +67,7 @@ class Update:
 
     @property
     def gap(self) -> float:
-        """Share by which the busiest owner takes longer than the least possible; 0.05 for 5%."""
+        """Share by which the busiest owner takes longer than the bound; 0.05 for 5%."""
         return max(0.0, self.directions.seconds / self.directions.bound_s - 1)
 
 
@@ -77,11 +79,11 @@ def update_of(
     stack: Stack,
     machine: Machine,
 ) -> Update:
-    """Cost of a step on the matrices of a pipeline rank ([Note: step of owners]).
+    """Price a step on the matrices of a pipeline rank ([Note: step of owners]).
 
     Args:
-        matrices: Matrices of blocks, each as often as its block stands on the rank.
-        num_elements: Elements of them that one device updates.
+        matrices: Matrices of blocks, each as often as the rank has its block.
+        num_elements: Number of their elements that one device updates.
     Raises:
         ConfigError: the machine has no rate or no link that it takes.
     """
@@ -124,18 +126,18 @@ def _kinds(
 
 @lru_cache(maxsize=4096)
 def _spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
-    """Pipeline ranks and layouts often share the same matrices among as many ranks."""
+    """Spread matrices over owners; cached, as pipeline ranks and layouts often have the same matrices and ranks."""
     return spread(kinds, ranks)
 
 
 def _elementwise_bytes(rule: MatrixRule, stack: Stack) -> float:
-    """Bytes of ``pre`` and ``post`` for each element: Adam's with its cut states, and what travels both ways."""
+    """Bytes that ``pre`` and ``post`` touch for each element: those of Adam with its sharded states, and of sends."""
     cut_stack = replace(stack, moments=rule.cut_states)
     return adam_bytes(cut_stack) + 2 * _width(rule, stack)
 
 
 def _width(rule: MatrixRule, stack: Stack) -> int:
-    """Bytes of an element on the way."""
+    """Bytes of an element that travels."""
     return DTYPE_BYTES[rule.travels or stack.gradient_dtype]
 
 
@@ -149,7 +151,7 @@ def _group(layout: Layout, machine: Machine) -> Group:
 def _ways_s(
     matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of one way to owners and of one back, were all matrices one group; with the starts of all groups."""
+    """Seconds to owners and seconds back if all matrices were one group, with the launches of all groups."""
     ranks = layout.devices // layout.pp
     if ranks == 1:
         return 0.0, 0.0
@@ -168,7 +170,7 @@ def _ways_s(
 
 
 def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack) -> float:
-    """Bytes that one rank gets in a step: pieces of what it owns, and directions of its pieces."""
+    """Bytes that one rank receives in a step: pieces of matrices that it owns, and directions of its own pieces."""
     ranks = layout.devices // layout.pp
     size = sum(m.elements * n for m, n in matrices.items()) * _width(rule, stack)
     if layout.zero or layout.dp * layout.cp == 1:
@@ -177,7 +179,7 @@ def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: 
 
 
 def assumed_of_updates(name: str, rule: MatrixRule, parameters: Sequence[str], device: Device) -> tuple[str, ...]:
-    """Say what is taken for granted of an optimizer of whole matrices.
+    """List what is assumed of an optimizer of whole matrices.
 
     Args:
         parameters: Parameters that are matrices, by name within their block.

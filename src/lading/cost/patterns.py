@@ -1,4 +1,4 @@
-"""Kinds of equal matrices on equal ranks: a model has a few shapes, so that what one rank may own can be listed whole.
+"""Assignment of equal matrices to equal ranks: a model has a few shapes, so all that one rank may own can be listed.
 
 [Note: patterns]
 Matrices of equal seconds and state are of one kind j, of which there are n_j. A pattern x says how many of each kind a
@@ -40,7 +40,7 @@ _NEAR, _CLOSE = 0.004, 1e-3
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal matrices: their number, seconds of each alone and on 2, 4, 8, 16 ranks, and bytes of its whole state."""
+    """Equal matrices: their number, seconds of one alone and on 2, 4, 8, 16 ranks, and bytes of one's whole state."""
 
     seconds: float
     state_bytes: int
@@ -53,8 +53,8 @@ class Pattern:
     """Matrices that one rank works on.
 
     Attributes:
-        shared: (kind, place in ``GANGS``) of each matrix it works on with others, largest gang first.
-        unshared: Matrices of each kind that it owns alone.
+        shared: (kind, position in ``GANGS``) of each matrix on which it works with others, largest gang first.
+        unshared: Number of matrices of each kind that it owns alone.
     """
 
     shared: tuple[tuple[int, int], ...]
@@ -71,9 +71,9 @@ class Spread:
 
     Attributes:
         seconds: Seconds of the fullest rank.
-        bound_s: Seconds that no assignment is below.
+        bound_s: Lower bound on the seconds of any assignment.
         mean_s: Mean seconds of all ranks.
-        state_bytes: Most bytes of whole states on one rank.
+        state_bytes: Largest bytes of whole states on one rank.
     """
 
     seconds: float
@@ -83,10 +83,10 @@ class Spread:
 
 
 def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
-    """The shortest assignment of whole matrices that is found: as many of each kind on every rank, then the rest.
+    """Find a short assignment of whole matrices: equally many of each kind on every rank, then the rest.
 
     Args:
-        kinds: Longest first.
+        kinds: Kinds of matrices, the longest update first.
     """
     mean_s = sum(kind.seconds * kind.count for kind in kinds) / ranks
     bound = max([mean_s, *(kind.seconds for kind in kinds if kind.count)])
@@ -110,7 +110,7 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
 
 
 def _on_every(kinds: Sequence[Kind], ranks: int, bound: float) -> list[int]:
-    """Number of each kind that all ranks have: as many as leave room for the longest that some have more of."""
+    """Number of each kind that every rank gets, so that one more matrix still fits the bound on some ranks."""
     for share in (1.0, 0.75, 0.5, 0.25):
         base = [max(0, int(kind.count * share) // ranks - _HELD_BACK) for kind in kinds]
         even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
@@ -142,9 +142,9 @@ def shortest(
     """Find a bound that no assignment is below, and the shortest assignment ([Note: patterns]).
 
     Args:
-        low_s, high_s: Seconds known before: no assignment is below the one, and one takes the other.
+        low_s, high_s: Known lower bound, and seconds of a known assignment.
     Returns:
-        A bound, ``low_s`` or more; patterns shorter than ``high_s``, if there are.
+        A lower bound, ``low_s`` or more; an assignment shorter than ``high_s``, None if none is found.
     """
     levels = _levels(kinds, cap_bytes, low_s, high_s)
     if levels is None:
@@ -166,7 +166,7 @@ def shortest(
 def shortest_shared(
     kinds: Sequence[Kind], ranks: int, cap_bytes: int | None, low_s: float, high_s: float
 ) -> Packing | None:
-    """Patterns with gangs, as much shorter than ``high_s`` as bisection finds them; None if none are."""
+    """Find by bisection an assignment with gangs that is shorter than ``high_s``; None if there is none."""
     best_packing: Packing | None = None
     while high_s > low_s * (1 + _NEAR):
         level = (low_s + high_s) / 2 if high_s < 1.2 * low_s else (low_s * 2 + high_s) / 3
@@ -180,13 +180,13 @@ def shortest_shared(
 
 
 def seconds_of(kinds: Sequence[Kind], pattern: Pattern) -> float:
-    """Seconds that a rank of a pattern works."""
+    """Seconds that a rank with this pattern works."""
     shared = sum(kinds[kind].shared_s[place] for kind, place in pattern.shared)
     return shared + sum(kind.seconds * count for kind, count in zip(kinds, pattern.unshared, strict=True))
 
 
 def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: float) -> list[float] | None:
-    """Seconds of patterns from ``low_s`` to below ``high_s``, each once; None if there are too many."""
+    """Distinct seconds of patterns from ``low_s`` to below ``high_s``, ascending; None if there are too many."""
     counts = [min(kind.count, int(high_s / kind.seconds)) + 1 for kind in kinds]
     if math.prod(counts) > 50 * _MOST_PATTERNS:
         return None
@@ -205,7 +205,7 @@ def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: 
 def _patterns_within(
     kinds: Sequence[Kind], cap_bytes: int | None, level: float, shared: tuple[tuple[int, int], ...]
 ) -> Iterator[Pattern]:
-    """Patterns of at most ``level`` seconds with what is shared; as many of the shortest kind as fit."""
+    """Patterns of at most ``level`` seconds with the given shared matrices and as many of the shortest kind as fit."""
     level -= sum(kinds[kind].shared_s[place] for kind, place in shared)
     room = np.inf if cap_bytes is None else cap_bytes - sum(kinds[kind].state_bytes for kind, _ in shared)
     if level < 0 or room < 0:
@@ -225,7 +225,7 @@ def _patterns_within(
 
 
 def _sharing(kinds: Sequence[Kind], cap_bytes: int | None, level: float, ranks: int) -> Iterator[Pattern]:
-    """Patterns with and without gangs; what takes a small part of the level alone is not shared."""
+    """Patterns with and without gangs; kinds whose matrices take a small part of the level alone are not shared."""
     pieces = [
         (kind, place)
         for place in reversed(range(len(GANGS)))
@@ -240,9 +240,9 @@ def _sharing(kinds: Sequence[Kind], cap_bytes: int | None, level: float, ranks: 
 
 
 def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> tuple[bool, Packing | None]:
-    """Whether so many ranks may be enough, and which patterns they then have, if they are found.
+    """Whether ``ranks`` may be enough for all matrices, and the patterns of the ranks if an assignment was found.
 
-    More patterns than are listed stay open.
+    If there are more patterns than the list may have, the first answer is True.
     """
     import highspy
 

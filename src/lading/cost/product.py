@@ -61,7 +61,7 @@ _OUT_BYTES, _SUM_BYTES = 2.0, 4.0
 
 
 def peak_flops(device: Device, precision: str) -> float:
-    """Dense peak for operands of a precision or dtype, FLOP/s.
+    """Dense peak of a device for operands of a precision or dtype, FLOP/s.
 
     Raises:
         ConfigError: the device has none.
@@ -120,7 +120,7 @@ def product_s(
 def floor_s(
     product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, of_weight: bool = False
 ) -> tuple[float, float]:
-    """Least seconds of a product: for each share of its rows or sum that is left, and besides.
+    """Lower bound on the seconds of a product: a part in proportion to its rows or sum, and a fixed part.
 
     Arguments and errors as ``product_s``; [Note: product of fewer rows].
     """
@@ -149,7 +149,7 @@ def floor_s(
 def _terms(
     product: Product, precision: str, device: Device, rates: KernelRates, out_bytes: float, of_weight: bool
 ) -> tuple[float, float, float, tuple[float, float]]:
-    """Peak, bytes of an operand's and of the output's element, and slowdowns at the power limit and by addresses."""
+    """Peak, bytes of an element of operands and of the output, slowdown at the power limit, and by addresses."""
     peak, gpu = peak_flops(device, precision), device.gpu
     assert gpu is not None
     operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
@@ -167,15 +167,15 @@ def _cached_product_s(
     num_sms: int,
     architecture: str,
 ) -> float:
-    """Layers have equal products, and so have layouts that are compared."""
+    """Seconds of a product; cached, as layers and compared layouts have equal products."""
     return seconds(product, element_bytes, peak, bandwidth, num_sms, _rates_of(architecture, element_bytes[0]))
 
 
 @lru_cache(maxsize=64)
 def _rates_of(architecture: str, operand_bytes: float) -> ProductRates:
-    """Rates of an architecture's products: those of fp32, without tensor cores, reach another share of their peak.
+    """Rates of an architecture's products; those of fp32, without tensor cores, reach another share of their peak.
 
-    Assumption: smaller tiles lose as much as in 16 bits beside the largest, of which ``float32_reach`` is.
+    Assumption: ``float32_reach`` is that of the largest tile, and smaller tiles lose as much as they do in 16 bits.
     """
     rates = kernel_rates(architecture).product
     if operand_bytes < _SUM_BYTES:
@@ -245,7 +245,7 @@ def seconds(
 
 
 def _tiled(product: Product, tile: tuple[int, int], splits: int, rates: ProductRates, num_sms: int) -> float:
-    """FLOP that the device could have done in the time the tiles take."""
+    """FLOP that the device could do in the time that the tiles take."""
     rows, columns = tile
     tiles = product.groups * ceil(product.m / rows) * ceil(product.n / columns) * splits
     waves = tiles / num_sms

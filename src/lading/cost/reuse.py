@@ -1,9 +1,9 @@
-"""Reuse: how much of what an operation touches comes from memory, as too much was touched since it was last in cache.
+"""Reuse: how many of the bytes that an operation touches come from memory, because they are no longer in cache.
 
-[Note: cache] The last level of cache is taken to keep the storages touched last, least recently used first out, over
+[Note: cache] The last level of cache is assumed to keep the storages touched last, least recently used first out, over
 one step after another. A result is a storage like others: memory last touched a step ago, fetched before it is written.
-What is there already costs what the probe measured with operands in cache, the rest what it measured once more than the
-cache was overwritten.
+Bytes in cache cost what the probe measured with operands in cache. Other bytes cost what it measured after more than
+the cache had been overwritten.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lading.ir.graph import Op, OpKind, StepGraph
 
 
 def cold_bytes(graph: StepGraph, cache_bytes: int) -> list[int]:
-    """Bytes that each operation touches and that are not in a cache of so many bytes, in program order of the graph.
+    """Bytes that each operation touches and that are not in cache, in program order of the graph.
 
     Args:
         cache_bytes: Bytes that the cache keeps, > 0.
     Returns:
-        [operation]: bytes of storages last touched too long ago; the first use in a step looks back to the step before.
-    Ignores: what else shares the cache, and what recomputation, moves and addresses of a plan change.
+        [operation]: bytes of storages that the cache has dropped since their last use, if need be in the step before.
+    Ignores: what else shares the cache, and how recomputation, moves and addresses of a plan change the order.
     """
     cache = _Cache(cache_bytes)
     touched = [touched_bytes(graph, op) for op in graph.ops]
@@ -51,7 +51,7 @@ class _Cache:
         self._taken = 0
 
     def touch(self, sizes: Mapping[int, int]) -> int:
-        """Touch so many bytes of each storage; returns those that were not there."""
+        """Touch bytes of storages; returns how many of them were not in cache."""
         missed = 0
         for storage, size in sizes.items():
             cached_bytes = self._sizes.pop(storage, 0)

@@ -1,4 +1,4 @@
-"""Group: which ranks of a layout take part in a collective, and what of the machine's links is theirs.
+"""Group: which ranks of a layout take part in a collective, and which share of the machine's links they have.
 
 [Note: order of ranks]
 Ranks are numbered as Megatron, DeepSpeed and torchtitan number them: tensor-parallel ranks are neighbours, then come
@@ -46,12 +46,12 @@ class Group:
 
     @property
     def domains(self) -> int:
-        """Domains of the nearest link that it spans."""
+        """Number of domains of the nearest link that the group spans."""
         return -(-self.ranks // self.domain_ranks)
 
 
 def group_of(layout: Layout, axis: str, machine: Machine, order: str = "tp-cp-dp-pp") -> Group:
-    """The ranks of ``layout`` that take part in a collective over ``axis`` ([Note: order of ranks]).
+    """Find the ranks of ``layout`` that take part in a collective over ``axis`` ([Note: order of ranks]).
 
     Args:
         axis: "tp", "cp", "tp/cp" (both), "dp" (every rank with the same dense parameters: dp * cp of them), "shard" and
@@ -71,10 +71,10 @@ def group_of(layout: Layout, axis: str, machine: Machine, order: str = "tp-cp-dp
 
 
 def group_of_ranks(ranks: int, machine: Machine, stride: int = 1, devices: int = 0) -> Group:
-    """``ranks`` ranks whose numbers are ``stride`` from each other, in a job of ``devices`` (at least they).
+    """Make a group of ranks whose numbers are ``stride`` apart, in a job of ``devices`` ranks (at least the group's).
 
     Raises:
-        ConfigError: no rank or no distance, or the machine has no links.
+        ConfigError: ``ranks`` or ``stride`` is below 1, or the machine has no links.
     """
     if ranks < 1 or stride < 1:
         raise ConfigError(f"group: expected ranks >= 1 and a distance >= 1, got {ranks} and {stride}")
@@ -107,7 +107,7 @@ def _group(layout: Layout, axis: str, links: tuple[Link, ...], order: str, name:
 
 
 def _extent(layout: Layout, axis: str) -> tuple[int, int]:
-    """Ranks of an axis, and the distance of neighbours among the ranks of a stage."""
+    """Number of ranks of an axis, and the distance of neighbours in the numbering of a stage's ranks."""
     data = layout.dp * layout.cp
     expert = layout.expert_tp * layout.ep
     extents = {
@@ -129,7 +129,7 @@ def _extent(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 def _links(links: tuple[Link, ...], ranks: int, name: str) -> int:
-    """Ranks of a domain of the nearest link."""
+    """Number of ranks in a domain of the nearest link."""
     if not links:
         raise ConfigError(
             f"machine {name} has no links, so what {ranks} ranks send to each other has no price: add [[links]] to its "
@@ -139,13 +139,13 @@ def _links(links: tuple[Link, ...], ranks: int, name: str) -> int:
 
 
 def _even(ranks: int, inside: int, busy: int) -> Group:
-    """Spread ranks over as few domains as can be, as many in each."""
+    """Spread ranks evenly over as few domains as possible."""
     domains = -(-ranks // max(1, inside))
     return Group(ranks, -(-ranks // domains), busy)
 
 
 def _domain(devices: int, domain: int) -> int:
-    """Ranks that a job has in each domain: as many in each as can be (64 of 72 where 128 are needed)."""
+    """Number of a job's ranks in each domain if they are spread evenly (64 of a domain's 72 for 128 ranks)."""
     if not domain or devices <= domain:
         return devices
     return -(-devices // -(-devices // domain))

@@ -1,1 +1,1 @@
-"""Says when everything in a step would begin and end."""
+"""Simulation: when each action of a step begins and ends, and how many bytes each rank holds meanwhile."""

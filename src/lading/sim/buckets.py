@@ -20,8 +20,8 @@ class Bucket:
     """Atoms in a row that are gathered together.
 
     Attributes:
-        first, last: By number in ``Modules.atoms``.
-        keep, gather_again, ahead_forward, ahead_backward: As in ``ShardedUnit``.
+        first, last: Positions of its first and last atom in ``Modules.atoms``.
+        keep, gather_again, ahead_forward, ahead_backward: When it is gathered and released, as in ``ShardedUnit``.
     """
 
     first: int
@@ -37,13 +37,14 @@ class Run:
     """Work between two moments at which a bucket begins or ends.
 
     Attributes:
-        region: Pieces of a block that it is.
-        seconds: With the copies of gradients into the buffers in which they are reduced behind it.
-        kept_bytes: Activations that blocks before keep.
-        most_bytes: Most activations of its own block at once, with the gradients made on the way.
-        left_bytes: Activations of its block while its last kernel runs, without gradients.
-        next_bytes: Activations that are there until the next run, without ``kept_bytes``.
-        made_bytes: Gradients made in it; ``gradients`` has them by bucket.
+        region: Pieces of the block that make up the run.
+        seconds: Seconds of these pieces, and of copying the gradients of buckets that end here into their buffers.
+        kept_bytes: Bytes of activations that earlier blocks keep for backward.
+        most_bytes: Largest bytes of activations of its own block at once, with the gradients made until then.
+        left_bytes: Bytes of activations of its block while its last kernel runs, without gradients.
+        next_bytes: Bytes of activations that stay until the next run, without ``kept_bytes``.
+        gradients: Bucket and bytes of the gradients that the run makes.
+        made_bytes: Sum of the bytes of ``gradients``.
     """
 
     region: Region
@@ -61,6 +62,9 @@ class Cost:
     """Cost of one bucket: seconds of the network and of copies, and bytes.
 
     Attributes:
+        gather_s, reduce_s: Seconds of gathering its parameters, and of reducing its gradients.
+        copy_s, reduce_copy_s: Seconds of copying out of the gathered buffer, and into the buffer that is reduced.
+        gathered: Bytes of its gathered parameters.
         reduced, shard: Bytes of its gradients in the buffer that is reduced, and of this rank's shard of them.
         cast: Bytes of this rank's shard in the dtype that travels, if it is cast to it.
         gradient_bytes: Bytes of its gradients as backward makes them.
@@ -83,19 +87,19 @@ class Cost:
 
 
 class Turn(NamedTuple):
-    """Run of work, and the buckets by number that begin before it and that end behind it."""
+    """Run of work, and the numbers of the buckets that begin before it and of those that end behind it."""
 
     begins: tuple[int, ...]
     run: Run
     ends: tuple[int, ...]
 
 
-#: One pass of a micro-batch.
+#: Forward or backward of a micro-batch, as runs in their order.
 Course = tuple[Turn, ...]
 
 
 def names_of(modules: Modules, bucket: Bucket) -> tuple[str, ...]:
-    """Paths of the fewest modules that have the parameters of a bucket, and nobody else's, in the order of forward."""
+    """Paths of the smallest set of modules that together have exactly the parameters of a bucket, in forward order."""
     inner: dict[int, set[int]] = {}
     for number in range(bucket.first, bucket.last + 1):
         place, atom = modules.atoms[number]
@@ -110,7 +114,7 @@ def names_of(modules: Modules, bucket: Bucket) -> tuple[str, ...]:
 
 
 def _cover(atom_modules: Sequence[str], atoms_to_cover: set[int], outer: str, may_name_outer: bool) -> list[str]:
-    """Modules below ``outer`` that make up the atoms ``atoms_to_cover``; ``may_name_outer``: it may be named itself."""
+    """Modules in ``outer`` whose atoms are exactly ``atoms_to_cover``; ``outer`` itself if ``may_name_outer``."""
     below = [n for n, module in enumerate(atom_modules) if is_in(module, outer)]
     if not atoms_to_cover & set(below):
         return []
@@ -169,7 +173,7 @@ class Costs:
         return self.modules.request.stack.gathers - 1 if again else 1
 
     def courses(self, buckets: Sequence[Bucket]) -> tuple[Course, Course]:
-        """Forward and backward.
+        """Lay out forward and backward as runs, each with the buckets that begin before it and end behind it.
 
         Raises:
             ConfigError: the buckets are not all atoms in order, each once.
@@ -185,11 +189,11 @@ class Costs:
         return self._course(buckets, backward=False), self._course(buckets, backward=True)
 
     def shape(self, buckets: Sequence[Bucket], courses: tuple[Course, Course], listed: int) -> GroupedShape:
-        """Facts that the list of a step with such buckets follows from.
+        """Describe the buckets and their passes to the emitter of the rank's list of actions.
 
         Args:
-            courses: What ``courses`` gave for them.
-            listed: Micro-batches that are listed at most, from 4 on.
+            courses: Result of ``courses`` for these buckets.
+            listed: Most micro-batches that the list has one by one, at least 4; the others are repeats.
         """
         request = self.modules.request
         count = request.layout.micro_batches
@@ -249,7 +253,7 @@ class Costs:
         return block.backward if backward else block.forward
 
     def _run(self, region: Region, home: Sequence[int], copies_s: float) -> Run:
-        """Work of some pieces of a block, with such copies behind; ``home``: the bucket of each atom."""
+        """Make a region's run, with ``copies_s`` seconds of copies behind it; ``home``: the bucket of each atom."""
         _, place, work, start, stop = region
         backward = work is not Work.FORWARD
         seconds, peak_bytes, end_bytes, gradient_sizes = self._stretch(place, start, stop, backward)
@@ -290,7 +294,7 @@ class Costs:
     def _stretch(
         self, place: int, start: int, stop: int, backward: bool
     ) -> tuple[float, int, int, tuple[tuple[int, int], ...]]:
-        """Seconds, most activations with gradients made, activations at the end, and the gradients by atom."""
+        """Sum up pieces: seconds, peak bytes, bytes of activations at the end, and (atom, bytes) of each gradient."""
         number = self.modules.order[place][0]
         key = (number, start, stop, backward)
         if key not in self._stretches:

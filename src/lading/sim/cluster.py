@@ -1,12 +1,12 @@
-"""Cluster: every rank of a job on its own, each with its own jitter, stragglers and slow links.
+"""Cluster: every rank of a job simulated on its own, each with its own jitter, stragglers and slow links.
 
-The lists are those of ``lading.sim.rank_step``, in the order in which the rank engine comes to their actions; here each
-action is run by all ranks of its class at once: arrays of (member of the group, replica). A group are the ranks that
-work on one micro-batch together (tensor and context parallel). A region is a row of stretches of computing; after a
-stretch with a collective the whole group meets. A gather or reduction is met by all replicas of a class, an all-reduce
-of the world by all ranks. Rank numbers run over the group first, then replicas, then the pipeline, as Megatron's do.
+The lists of actions are those of ``lading.sim.rank_step``, in the order in which the rank engine runs them. Each action
+runs on all ranks of its class at once, as arrays of (member of the group, replica). A group is the ranks that work on
+one micro-batch together (tensor and context parallel). A region consists of stretches of computing; the whole group
+meets after a stretch that has a collective. All replicas of a class meet in a gather or a reduction, all ranks in an
+all-reduce of the world. Ranks are numbered over the group first, then replicas, then the pipeline, as Megatron's are.
 
-What is recorded is what each rank has computed in all, and a digest of every event's end.
+Recorded are the seconds that each rank computes in all, and a digest of the end of every event.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stretches:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all on equal ranks."""
+        """Seconds of the stretches and their collectives on equal ranks."""
         return sum(self.seconds) + sum(self.collective_s)
 
 
@@ -64,8 +64,8 @@ class Job:
         program: Lists of all classes of ranks, every micro-batch in them.
         seconds: Seconds of every action on equal ranks, of all classes one after the other.
         stretches: How a region's seconds are made up: they count as shares of its action's.
-        group: Ranks that work on one micro-batch together.
-        replicas: Copies of the pipeline.
+        group: Number of ranks that work on one micro-batch together.
+        replicas: Number of copies of the pipeline.
         steps: Number of steps in a row.
     """
 
@@ -100,7 +100,7 @@ class ClusterRun:
 
     @property
     def waiting(self) -> Floats:
-        """Share of the time that each rank does not compute."""
+        """Share of the time in which each rank does not compute."""
         return 1.0 - self.busy_s / float(np.sum(self.step_s))
 
 
@@ -108,10 +108,10 @@ def simulate_cluster(job: Job, noise: Noise) -> ClusterRun:
     """Run the lists on every rank.
 
     Args:
-        noise: What makes ranks unequal.
+        noise: Jitter, spread, stragglers and slow links.
     Raises:
         SimulationError: actions wait for each other.
-        ConfigError: a slow rank that there is not.
+        ConfigError: ``noise`` slows a rank that the job does not have.
     """
     with Jitter(noise.jitter, noise.seed, max(1 << 17, job.ranks)) as jitter:
         state = _State(job, noise, jitter)
@@ -182,7 +182,7 @@ class _State:
             self._ends[action] = clock_s.copy()
 
     def _region(self, rank: int, region: Region, seconds: float, clock_s: Floats) -> None:
-        """Compute a region's stretches from ``clock_s`` on, which is changed."""
+        """Run a region's stretches from ``clock_s`` on, which is updated in place."""
         stretches, device, mixed = self._job.stretches[region], self._device[rank], self.mixed[rank]
         scale = seconds / total if (total := stretches.total_s) else 0.0
         begun, waited = clock_s.copy(), 0.0
@@ -200,7 +200,7 @@ class _State:
         self.busy[rank] += clock_s - begun - waited
 
     def _note(self, mixed: npt.NDArray[np.uint64], clock_s: Floats) -> None:
-        """Count an event of all ranks of a class, and mix its end into their digest."""
+        """Count an event of all ranks of a class, and add its end to their digest."""
         mixed *= _MIX
         mixed += clock_s.view(np.uint64)
         self.events += clock_s.size

@@ -1,9 +1,9 @@
 """A step whose parameters are gathered in chosen groups: seconds and bytes of its list.
 
-The list is ``lading.program.groups.emit_groups``'s, the times are the rank engine's, the bytes the memory trace's; here
-are the seconds and the bytes of what is in the list. What is gathered is copied out of its buffer, and gradients into
-theirs, by the compute stream: the seconds count with the region behind, and with the one before. Activations and
-gradients of one piece ([Note: pieces of a block]) are counted together.
+``lading.program.groups.emit_groups`` makes the list, the rank engine times it, and the memory trace counts its bytes;
+this file gives the seconds of each action and the bytes of each storage. The compute stream copies gathered parameters
+out of their buffer, which counts with the region behind, and gradients into theirs, which counts with the region
+before. Activations and gradients of one piece ([Note: pieces of a block]) are counted together.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Gathered:
     Attributes:
         program: List of a rank.
         step_s: Seconds of the whole step.
-        exposed_s: Seconds of the step in which the device waited for the network.
-        network_s: Seconds in which the network was busy.
-        peak_bytes: Most bytes at once.
-        forward, backward: Gathers of each bucket in a step.
-        peak: The moment of the peak.
+        exposed_s: Seconds of the step in which the device waits for the network.
+        network_s: Seconds in which the network is busy.
+        peak_bytes: Largest bytes at one moment.
+        forward, backward: Number of gathers of each bucket in the forwards and the backwards of a step.
+        peak: Memory at the moment of the peak.
     """
 
     program: Program
@@ -57,10 +57,10 @@ class Moment:
     """Memory at one moment of a step.
 
     Attributes:
-        micro_batch, is_backward, place: The place is that of the block in the order of forward.
-        gathered, coming, gradients, reduced: Buckets that are gathered, in a flat buffer, have gradients, or have these
-            in the buffer that is reduced; with their bytes.
-        activation_bytes, state_bytes: Bytes of activations, and of what stays, shards of gradients among it.
+        micro_batch, is_backward, place: When it is; ``place`` is the block's position in the order of forward.
+        gathered, coming, gradients, reduced: (bucket, bytes) of gathered parameters, of flat buffers of gathers, of
+            gradients, and of gradients in the buffer that is reduced.
+        activation_bytes, state_bytes: Bytes of activations, and of what stays all step, shards of gradients included.
     """
 
     micro_batch: int = 0
@@ -75,12 +75,12 @@ class Moment:
 
 
 def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, listed: int = LISTED) -> Gathered:
-    """Time and count a step whose parameters are gathered in such buckets.
+    """Predict the seconds and the bytes of a step whose parameters are gathered in the given buckets.
 
     Args:
         costs: Costs of the model's buckets.
-        buckets: All atoms, in the order of forward.
-        listed: Micro-batches that are listed one by one, the last among them; 4 or more.
+        buckets: Buckets that together hold every atom once, in the order of forward.
+        listed: Most micro-batches that the list has one by one, the last among them; 4 or more.
     Raises:
         ConfigError: the buckets are not all atoms in order, each once.
     """
@@ -103,14 +103,14 @@ def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, listed: int = LIST
 
 
 def rest_s(costs: Costs) -> float:
-    """Seconds of a step behind its last backward: the optimizer, the host, and waiting for slower devices."""
+    """Seconds of a step after its last backward: the optimizer, the host, and waiting for slower devices."""
     modules = costs.modules
     count = modules.request.layout.micro_batches
     return modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits
 
 
 class _Priced:
-    """Seconds and bytes of what is in the list of a step with such buckets."""
+    """Seconds of the actions, and bytes of the storages, in the list of a step with the given buckets."""
 
     def __init__(self, costs: Costs, buckets: Sequence[Bucket], courses: tuple[Course, Course]) -> None:
         self.costs, self.modules = [costs.of(bucket) for bucket in buckets], costs.modules
@@ -118,7 +118,7 @@ class _Priced:
         self.rest_s = rest_s(costs)
 
     def seconds(self, program: Program) -> list[float]:
-        """Seconds of every action alone; what is copied out of a gathered buffer counts with the next region."""
+        """Seconds of every action alone; copies out of a gathered buffer count with the next region."""
         seconds, actions = action_seconds(program, self._alone_s), program.ranks[0]
         coming: Counter[int] = Counter()
         for number, (kind, storage) in enumerate(zip(actions.kind, actions.storage, strict=True)):
@@ -143,7 +143,7 @@ class _Priced:
         return self.costs[group.bucket]
 
     def size_of(self, thing: Thing) -> int:
-        """Bytes of what comes and goes."""
+        """Bytes of a storage that comes and goes."""
         what, of = thing
         if isinstance(of, ParameterGroup):
             cost = self.costs[of.bucket]

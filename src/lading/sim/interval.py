@@ -1,4 +1,4 @@
-"""Interval of a predicted step: how far nine of ten measured steps are from it, by what is known.
+"""Interval of a predicted step: the range that holds nine of ten measured steps, given how well the step is known.
 
 [Note: interval]
 Errors multiply, so the interval is formed in logarithms: from ``step_s / exp(h)`` to ``step_s * exp(h)``. Software of
@@ -89,8 +89,8 @@ def half_width(
         evidence: How the software is known on the device's architecture, as of ``Stack.evidence_on``.
         shares: Shares of the step by cause.
         measured: Whether kernels of the device were measured by shape.
-        untold: Number of words or fields of a source that were not understood, and of what it does not say.
-        columns: Width of the model; 0 where that is not to count.
+        untold: Number of words or fields of a source that were not understood, plus number of facts that it leaves out.
+        columns: Width of the model; 0 to leave it out.
     """
     causes = (_longer(_LEFT[evidence] * _uncertain(cause), share) for cause, share in shares.items())
     machine = 0.0 if measured else DATA_SHEET
@@ -100,7 +100,7 @@ def half_width(
 
 
 def either_way(evidence: str, shares: Mapping[str, float]) -> float:
-    """Half width that updates on the host have on either side; arguments as ``half_width``."""
+    """Half width, on both sides, due to updates on the host; arguments as ``half_width``."""
     return _longer(_LEFT[evidence] * _CAUSES[_ON_HOST], shares.get(_ON_HOST, 0.0))
 
 
@@ -117,8 +117,8 @@ def bounds(
     Args:
         evidence: How the software is known.
         half: Half width, as of ``half_width``.
-        either_way: What of it is of causes that err as often one way as the other, as of ``either_way``.
-        clocks_untold: Whether the board's power is limited, nobody says to what.
+        either_way: Part of it due to causes that err as often one way as the other, as of ``either_way``.
+        clocks_untold: Whether the board's power is limited, but the source does not say to what.
         first_reading: Whether no row of the step's source was compared with a prediction before.
     """
     below, above = _SIDES.get(evidence, (1.0, 1.0))
@@ -128,7 +128,7 @@ def bounds(
 
 
 def causes_of(shares: Mapping[str, float], *, updates_on_host: bool) -> dict[str, float]:
-    """Shares of a step by cause, as intervals know them: an optimizer on the host is another cause than on a device."""
+    """Shares of a step by the causes of intervals, where an optimizer on the host is another cause than on a device."""
     causes = dict(shares)
     if updates_on_host:
         causes[_ON_HOST] = causes.pop("optimizer", 0.0)
@@ -136,7 +136,7 @@ def causes_of(shares: Mapping[str, float], *, updates_on_host: bool) -> dict[str
 
 
 def cause_spreads(shares: Mapping[str, float], evidence: str = GUESSED) -> dict[str, float]:
-    """Standard deviation, in logarithms, that each cause gives a step; products in few bits have kernels of their own.
+    """Standard deviation of a step's logarithm due to each cause; products in few bits are a cause of their own.
 
     Args:
         shares: Shares of the step by cause; a bubble is left out, as it lasts as long as the others make it.

@@ -19,7 +19,7 @@ from lading.sim.step import SimulatedStage
 
 
 def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
-    """Work of all ranks of a simulated step, for ``simulate_cluster``; equal ones take as long as the step.
+    """Make the work of all ranks of a simulated step, for ``simulate_cluster``; equal ranks take as long as the step.
 
     A region's computing is cut into equal stretches, and its collectives are spread over their ends.
 
@@ -86,14 +86,14 @@ def failures_of(
     storage_bytes_per_s: float,
     standstill_s: float | None = None,
 ) -> Failures:
-    """Cost of failures to a job of this step, for ``lading.sim.goodput``.
+    """Describe the failures of a job that repeats this step, for ``lading.sim.goodput``.
 
     Args:
         storage_bytes_per_s: Bytes a second at which all ranks together write checkpoints.
-        standstill_s: Seconds that training stands still for one, which is then written beside it; None where it stands
-            still until it is written.
+        standstill_s: Seconds that training waits for a checkpoint, which is then written beside training; None if it
+            waits until the checkpoint is written.
     Raises:
-        ConfigError: storage that takes no bytes, or as ``Failures``.
+        ConfigError: ``storage_bytes_per_s`` is not above 0, or as ``Failures``.
     """
     if not storage_bytes_per_s > 0:
         raise ConfigError(f"expected storage of more than 0 bytes a second, got {storage_bytes_per_s}")

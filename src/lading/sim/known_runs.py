@@ -1,4 +1,4 @@
-"""Known runs: what measured steps of a software say of its other steps.
+"""Known runs: correction of a prediction by measured steps of the same software.
 
 [Note: known runs] The logarithm of measured over predicted is, to first order, a sum over the causes of a step: each
 cause's share of it times the logarithm of how much longer that cause takes than was predicted. Such a logarithm is
@@ -60,15 +60,15 @@ _FREEDOM, _ABOVE = 1.0, {GUESSED: 1.4}
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run that was measured.
+    """A run whose step was measured.
 
     Attributes:
         ratio: Measured seconds of its step over predicted ones.
         shares: Shares of the predicted step by cause.
-        elsewhere: Ways in which it differs from what is asked for: those of ``differences``, "source" where another
-            published it, "traced" where every kernel of one was traced and none of the other.
-        untold: Number of words or fields of its source that were not understood, and of what it does not say.
-        data_sheet: No kernel of its machine was measured.
+        elsewhere: Ways in which it differs from the predicted step: those of ``differences``; "source" if another one
+            published it; "traced" if every kernel of one of the two was traced and none of the other.
+        untold: Number of words or fields of its source that were not understood, plus that of facts left out.
+        data_sheet: Whether no kernel of its machine was measured.
     """
 
     ratio: float
@@ -80,13 +80,13 @@ class KnownRun:
 
 @dataclass(frozen=True)
 class Shift:
-    """Correction of a predicted step by runs that are known.
+    """Correction of a predicted step by known runs.
 
     Attributes:
-        factor: Times as long as predicted that it is to be expected to take.
-        explained: Variance of the logarithm that is known now.
-        surprise: Times as wide as by its variance alone that the interval is: above 1 where the known runs were further
-            off than such runs are, below where they were less.
+        factor: Expected seconds of the step over predicted ones.
+        explained: Variance of the logarithm that the known runs remove.
+        surprise: Factor on the width of the interval: above 1 if the known runs are further off than such runs are on
+            average, below 1 if they are less far off.
     """
 
     factor: float
@@ -94,7 +94,7 @@ class Shift:
     surprise: float = 1.0
 
     def half_width(self, before: float) -> float:
-        """Half width of an interval, in logarithms, that had ``before`` when no run was known."""
+        """Half width of an interval, in logarithms, that was ``before`` without known runs."""
         variance = (before / NINE_OF_TEN) ** 2
         left = max(min(variance, _OWN**2), variance - self.explained)
         return sqrt(left) * NINE_OF_TEN * self.surprise
@@ -111,7 +111,7 @@ class Shift:
 
 
 def differences(one: StepRequest, other: StepRequest) -> frozenset[str]:
-    """Ways in which two steps are unlike, as far as their requests tell ([Note: known runs])."""
+    """Name the ways in which two steps differ, as far as their requests tell ([Note: known runs])."""
     sides = (
         {
             "machine": request.machine,
@@ -134,13 +134,13 @@ def shift_of(
     untold: int = 0,
     data_sheet: bool = False,
 ) -> Shift:
-    """Share what known runs are off by over causes, and add up those of a step ([Note: known runs]).
+    """Share the errors of known runs over their causes, and add up those of a step's causes ([Note: known runs]).
 
     Args:
         shares: Shares of the predicted step by cause.
         known: Runs of the same software.
-        evidence: How it was known before (``Stack.evidence_on``).
-        untold: Number of words or fields of the step's source that were not understood, and of what it does not say.
+        evidence: Evidence for the software without these runs (``Stack.evidence_on``).
+        untold: As ``KnownRun.untold``, of the step's source.
         data_sheet: Whether no kernel of its machine was measured.
     """
     if not known:
@@ -148,8 +148,8 @@ def shift_of(
     step = _parts(shares, evidence, untold, data_sheet)
     runs = [_parts(run.shares, evidence, run.untold, run.data_sheet) for run in known]
     among = _OWN**2 * np.eye(len(runs)) + [
-        [_covariance(one, two, here.elsewhere ^ there.elsewhere) for two, there in zip(runs, known, strict=True)]
-        for one, here in zip(runs, known, strict=True)
+        [_covariance(a, b, run.elsewhere ^ other.elsewhere) for b, other in zip(runs, known, strict=True)]
+        for a, run in zip(runs, known, strict=True)
     ]
     shared = np.array([_covariance(step, run, source.elsewhere) for run, source in zip(runs, known, strict=True)])
     off = np.array([log(run.ratio) for run in known])
@@ -171,13 +171,13 @@ def _parts(shares: Mapping[str, float], evidence: str, untold: int, data_sheet: 
 
 
 def _covariance(one: Mapping[str, float], other: Mapping[str, float], unlike: frozenset[str]) -> float:
-    """Covariance of two steps' logarithms that are unlike in some ways."""
+    """Covariance of the logarithms of two steps that differ in the ways ``elsewhere``."""
     alike = {part: spread * other.get(part, 0.0) for part, spread in one.items()}
     alike[_NOT_TOLD] = min(one[_NOT_TOLD], other[_NOT_TOLD]) ** 2  # what neither of them says
     return sum(variance * _kept_of(part, unlike) for part, variance in alike.items())
 
 
 def _kept_of(part: str, unlike: frozenset[str]) -> float:
-    """Share that is left of the covariance of a part."""
+    """Share of a part's covariance that is left between steps that differ in some ways."""
     ends = _ENDS.get(part)
     return _KEPT ** len(unlike) if ends is None else float(not unlike & ends)

@@ -1,9 +1,9 @@
 """A model as modules in the order of their work: seconds, bytes alive and parameters, of one rank and micro-batch.
 
 [Note: pieces of a block]
-What a segment takes as a whole is what ``simulate`` says; its kernels share it in proportion to what each takes alone.
-Kernels of one module in a row are a piece. A module lasts from the first to the last piece of its own or below it, in
-forward and in backward alike; what is recomputed comes first in backward.
+A segment as a whole takes the seconds that ``simulate`` gives it; its kernels share them in proportion to what each
+takes alone. Kernels of one module in a row are a piece. A module lasts from the first to the last piece of itself or of
+a module in it, in forward and in backward alike. Recomputed kernels come first in backward.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lading.sim.updates import block_matrices, rank_update
 
 @dataclass(frozen=True)
 class Atom:
-    """Parameters of one module, without those of modules in it.
+    """Parameters of one module, without those of its submodules: the smallest unit that a bucket may gather.
 
     Attributes:
         module: Path within its block.
         elements: Number of elements, by the axes over which they are replicated.
-        read_again: Backward, or what is recomputed for it, reads them.
+        read_again: Whether backward, or a kernel recomputed for it, reads them.
     """
 
     module: str
@@ -59,9 +59,9 @@ class Piece:
     """Kernels of one module in a row.
 
     Attributes:
-        alive_bytes: Most activations of this block that are there meanwhile.
-        left_bytes: Activations of them that are there while its last kernel runs.
-        gradients: Atoms whose gradients are there when it ends, by number in the block.
+        alive_bytes: Largest bytes of the block's activations while the piece runs.
+        left_bytes: Bytes of the block's activations while the last kernel of the piece runs.
+        gradients: Positions in ``Block.atoms`` of the atoms whose gradients are complete when it ends.
     """
 
     module: str
@@ -73,14 +73,14 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A distinct block, or what is before or after the blocks.
+    """A distinct block, or a segment before or after the blocks.
 
     Attributes:
-        atoms: In the order of forward.
-        forward, backward: In the order in which they run; what is recomputed is in ``backward``.
-        saved_bytes: Kept from forward to backward.
-        enters_bytes: Size of what enters it.
-        is_recomputed: Its forward runs again in backward.
+        atoms: Atoms in the order of forward.
+        forward, backward: Pieces in the order in which they run; recomputed ones are in ``backward``.
+        saved_bytes: Bytes kept from forward to backward.
+        enters_bytes: Bytes of the block's inputs.
+        is_recomputed: Whether its forward runs again in backward.
     """
 
     atoms: tuple[Atom, ...]
@@ -91,7 +91,7 @@ class Block:
     is_recomputed: bool
 
     def lasts(self, module: str, *, backward: bool) -> tuple[int, int]:
-        """First and last piece of a module; of one without a kernel those of the module it is in."""
+        """First and last piece of a module; for a module without kernels, those of the module that contains it."""
         pieces = self.backward if backward else self.forward
         while True:
             places = [place for place, piece in enumerate(pieces) if is_in(piece.module, module)]
@@ -108,13 +108,13 @@ class Modules:
 
     Attributes:
         blocks: Distinct blocks.
-        order: Place among ``blocks`` of each in the order of forward, and the path of the module that it is.
+        order: (position in ``blocks``, path of the module) of every block in the order of forward.
         slowdown: Share by which computing takes longer while the network's kernels run beside it.
-        rest_s: Seconds of a step besides: the optimizer, the host.
-        waits: Share by which work takes longer as devices are not equal.
-        states: Bytes on the device of sharded parameters, of the optimizer's states, and of what is kept for good;
-            gradients come as backward makes them.
-        summed_bytes: Bytes of the shard of all gradients, if micro-batches add them up on the device.
+        rest_s: Seconds of a step outside of forward and backward: the optimizer and the host.
+        waits: Share by which work takes longer because devices are not equal.
+        states: Bytes on the device of sharded parameters, optimizer states and permanent buffers, by role; gradients
+            are not in it, as backward makes them.
+        summed_bytes: Bytes of this rank's shard of all gradients if micro-batches add them up on the device, else 0.
     """
 
     request: StepRequest
@@ -130,7 +130,7 @@ class Modules:
 
     @cached_property
     def atoms(self) -> tuple[tuple[int, int], ...]:
-        """Place in ``order`` and number in its block of every atom, in the order of forward."""
+        """(Position in ``order``, position in ``Block.atoms``) of every atom, in the order of forward."""
         return tuple((place, n) for place, (block, _) in enumerate(self.order) for n in range(self._count(block)))
 
     @property
@@ -140,12 +140,12 @@ class Modules:
 
     @cached_property
     def computing_s(self) -> float:
-        """Seconds of a micro-batch's forward and backward with nothing beside them."""
+        """Seconds of a micro-batch's forward and backward with no collective beside them."""
         blocks = [self.blocks[block] for block, _ in self.order]
         return sum(piece.seconds for block in blocks for piece in (*block.forward, *block.backward))
 
     def atom(self, number: int) -> Atom:
-        """An atom by its place in ``atoms``."""
+        """Atom at a position of ``atoms``."""
         place, inner = self.atoms[number]
         return self.blocks[self.order[place][0]].atoms[inner]
 
@@ -168,11 +168,11 @@ class Modules:
         return by_axes
 
     def gathered(self, elements: Mapping[str, int]) -> int:
-        """Bytes of such parameters as they are gathered."""
+        """Bytes of ``elements`` parameters in the buffer into which they are gathered."""
         return gathered_bytes(elements, self.request.layout, self.request.stack)
 
     def shard_elements(self, elements: Mapping[str, int]) -> int:
-        """Elements of such parameters that one rank keeps."""
+        """Number of ``elements`` that one rank keeps as its shards."""
         return sum(-(-count // shards(axes, self.request.layout)) for axes, count in elements.items())
 
     def _count(self, block: int) -> int:
@@ -180,12 +180,12 @@ class Modules:
 
 
 def is_in(module: str, outer: str) -> bool:
-    """Whether a module is another, or in it; all are in ""."""
+    """Whether ``module`` is ``outer`` or one of its submodules; every module is in ""."""
     return not outer or module == outer or module.startswith(outer + ".")
 
 
 def unfit(request: StepRequest, machine: Machine) -> str:
-    """Why groups of a request's parameters are not chosen; "" where they are."""
+    """Reason why no groups of parameters can be chosen for a request; "" if they can."""
     layout = request.layout
     if layout.zero != 3 or layout.is_pipeline:
         return f"expected a layout with zero3 and without pp, got {layout}"
@@ -200,13 +200,13 @@ def unfit(request: StepRequest, machine: Machine) -> str:
 
 
 def modules_of(request: StepRequest, table: ModelTable, parts: Priced | None = None) -> Modules:
-    """The model of a request as modules.
+    """Split the model of a request into modules.
 
     Args:
-        parts: What ``priced`` gave for it, if it is there.
+        parts: Result of ``priced`` for the request; None to price it here.
     Raises:
-        ConfigError: parameters are not cut, there is a pipeline, or weights are frozen: groups of parameters are chosen
-            for none of these.
+        ConfigError: parameters are not sharded, there is a pipeline, or weights are frozen: groups of parameters are
+            chosen for none of these.
     """
     layout, stack = request.layout, request.stack
     if reason := unfit(request, parts.machine if parts else machine_of(request)):
@@ -266,11 +266,11 @@ def _updates(
 def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:
     half = len(parts.segments) // 2
     phases = [parts.segments[place + (0 if again else half)] for place, again in made]
-    return [dataclasses.replace(held, tied=0) for held in phases]  # groups are gathered each by itself
+    return [dataclasses.replace(segment, tied=0) for segment in phases]  # groups are gathered each by itself
 
 
 def _path(name: str, numbers: dict[str, int]) -> str:
-    """Path of the next block of a list: segments of one list are called by it, the later ones with a number behind."""
+    """Path of the next block of a list, such as "layers.3"; ``numbers``: number of the last block of each list."""
     base = re.sub(r"\.\d+$", "", name)
     number = numbers[base] = numbers.get(base, -1) + 1
     return f"{base}.{number}"
@@ -305,10 +305,10 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: S
 
 
 def _atoms(ranked: RankSegment, again: Sequence[int]) -> tuple[tuple[Atom, ...], dict[int, int]]:
-    """Atoms in the order in which forward comes to them, and the atom of each parameter by its local tensor.
+    """Atoms in the order in which forward reads them, and {local tensor of a parameter: position of its atom}.
 
     Args:
-        again: Kernels of forward that are run again.
+        again: Kernels of forward that are recomputed.
     """
     elements: dict[str, dict[str, int]] = {}
     modules: dict[int, str] = {}
@@ -336,7 +336,7 @@ def _atoms(ranked: RankSegment, again: Sequence[int]) -> tuple[tuple[Atom, ...],
 
 
 def _ends(ranked: RankSegment, alive: AliveBytes, homes: Mapping[int, int]) -> dict[int, list[int]]:
-    """Kernel -> atoms all of whose gradients are there behind it."""
+    """{Kernel: atoms whose last gradient it makes}."""
     last: dict[int, int] = {}
     for tensor, place in alive.gradients.items():
         atom = homes[tensor]

@@ -1,8 +1,8 @@
 """Noise: how much longer equal work takes on unequal devices, and what meeting at barriers makes of it.
 
-Jitter is a lognormal factor of mean 1 on each stretch of computing; ``spread`` is what devices differ by throughout a
-run (clocks, temperature, silicon), a normal factor around 1. Who meets waits for the slowest, so the expected loss is
-that of the largest of N.
+Jitter is a lognormal factor of mean 1 on each stretch of computing. ``spread`` is a normal factor around 1 that a
+device keeps throughout a run (clocks, temperature, silicon). Ranks that meet wait for the slowest of them, so the
+expected loss is that of the largest of N factors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Noise:
         """Factors on each rank's seconds of computing.
 
         Raises:
-            ConfigError: a slow rank that there is not.
+            ConfigError: a slow rank is not in the job.
         """
         drawn = 1.0 + self.spread * np.random.Generator(np.random.SFC64([self.seed, 1])).standard_normal(ranks)
         return np.maximum(drawn, _SLOWEST) * _placed(self.slow_ranks, ranks, "slow_ranks")
@@ -63,7 +63,7 @@ class Noise:
         """Factors on each rank's seconds of communication.
 
         Raises:
-            ConfigError: a slow link that there is not.
+            ConfigError: a slow link is of a rank that is not in the job.
         """
         return _placed(self.slow_links, ranks, "slow_links")
 
@@ -114,7 +114,7 @@ class Jitter:
 
 @lru_cache(maxsize=256)
 def largest_of(count: int) -> float:
-    """Expected largest of so many standard normal numbers: 0 of one, 1.42 of 8, 3.85 of 10,240."""
+    """Expected largest of ``count`` standard normal numbers: 0 of one, 1.42 of 8, 3.85 of 10,240."""
     if count < 1:
         raise ConfigError(f"expected at least one number to take the largest of, got {count}")
     normal, points = NormalDist(), 4000
@@ -131,10 +131,10 @@ _NODE = 8  # what a node's devices lose to each other is in the factors of a run
 
 
 def waiting_share(devices: int, *, every_block: bool) -> float:
-    """Share by which work takes longer on so many devices than on one node's, for waiting for the slowest.
+    """Share by which work takes longer than on the devices of one node, because all wait for the slowest device.
 
     Args:
-        every_block: Whether all meet in every block, as where parameters are cut, and not only at the end of a step.
+        every_block: Whether devices meet in every block (sharded parameters), and not only at the end of a step.
     Ignores: congestion, which grows with devices too and cannot be told apart in whole steps.
     """
     lag = largest_of(max(devices, _NODE)) - largest_of(_NODE)

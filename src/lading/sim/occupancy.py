@@ -1,9 +1,9 @@
 """Memory over time: what a pipeline rank holds while a step runs, by role and by the action that brought it.
 
-The memory trace of the lists (``lading.program.memory_trace``) with the times of their actions. What a region of
-kernels takes is there while it runs. What the host asks for between two regions takes no time on the device; it is
-drawn in the order asked, within the first hundredth of the second region, so that the most at one moment is what
-``Simulated.memory`` says (tests compare).
+Combines the memory trace of the lists (``lading.program.memory_trace``) with the times of their actions. Memory of a
+region's kernels is there while the region runs. Memory that the host asks for between two regions takes no time on the
+device: it is drawn in the order asked, within the first hundredth of the second region, so that the peak is that of
+``Simulated.memory`` (tests compare).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lading.sim.storage import device_traces, listed_of
 
 #: Where a step has more passes through units than this, a stage is drawn as one, and micro-batches that are alike once.
 _MANY = 8192
-#: Share of a region in which what the host asked for before it is drawn.
+#: Share of a region within which memory that the host asked for before it is drawn.
 _ASKING = 0.01
 _UNIT = re.compile(r"stage \d+, unit \d+")
-#: What things are to the action that brought them.
+#: Words for a storage, put before the name of the action that brought it.
 _WORDS = {
     What.LEAVES: "left by ",
     What.SAVED: "kept by ",
@@ -52,7 +52,7 @@ class Occupancy:
     """Memory of one pipeline rank over a step.
 
     Attributes:
-        spans: Things in memory, in the order in which they come.
+        spans: Storages in memory, in the order in which they come.
         duration_s: Seconds of the step.
     """
 
@@ -61,14 +61,14 @@ class Occupancy:
     duration_s: float
 
     @cached_property
-    def staircase(self) -> tuple[npt.NDArray[np.float64], dict[Role, npt.NDArray[np.int64]]]:
-        """Moments (s), ascending, and bytes by role from each until the next."""
+    def bytes_over_time(self) -> tuple[npt.NDArray[np.float64], dict[Role, npt.NDArray[np.int64]]]:
+        """Moments in ascending order (s), and the bytes of each role from one moment until the next."""
         count = len(self.spans)
         times = np.array([h.start_s for h in self.spans] + [h.end_s for h in self.spans])
         sizes = np.array([h.size_bytes for h in self.spans], np.int64)
         change = np.concatenate([sizes, -sizes])
         comes = np.arange(2 * count) < count
-        order = np.lexsort((comes, times))  # what goes at a moment goes before what comes
+        order = np.lexsort((comes, times))  # at one moment, frees come before allocations
         moments = times[order]
         last = np.append(moments[1:] > moments[:-1], True)
         by_role: dict[Role, npt.NDArray[np.int64]] = {}
@@ -79,8 +79,8 @@ class Occupancy:
 
     @cached_property
     def total(self) -> npt.NDArray[np.int64]:
-        """Bytes of all roles at each moment of ``staircase``."""
-        return np.sum(list(self.staircase[1].values()), axis=0)
+        """Bytes of all roles together at each moment of ``bytes_over_time``."""
+        return np.sum(list(self.bytes_over_time[1].values()), axis=0)
 
     @property
     def peak_bytes(self) -> int:
@@ -88,8 +88,8 @@ class Occupancy:
         return int(self.total.max())
 
     def samples(self, tier: str) -> tuple[MemorySample, ...]:
-        """The staircase for a Timeline."""
-        times, roles = self.staircase
+        """Memory samples of a Timeline, one for each moment."""
+        times, roles = self.bytes_over_time
         rows = np.stack(list(roles.values()), axis=1).tolist()
         names = [role.value for role in roles]
         return tuple(
@@ -99,10 +99,10 @@ class Occupancy:
 
 
 def occupancy(simulated: Simulated, rank: int) -> Occupancy:
-    """Memory of a pipeline rank over a simulated step.
+    """Compute the memory of a pipeline rank over a simulated step.
 
     Raises:
-        ConfigError: a rank that the pipeline has not.
+        ConfigError: the pipeline has no such rank.
     """
     ranks = len(simulated.memory)
     if not 0 <= rank < ranks:
@@ -115,7 +115,7 @@ def occupancy(simulated: Simulated, rank: int) -> Occupancy:
 
 
 def _times(simulated: Simulated) -> RankTimes:
-    """Times of all actions, at the finest grain that can be looked at."""
+    """Times of all actions: by unit and micro-batch, unless there are too many to draw."""
     step = simulated.step
     if step.times is not None:
         return step.times
@@ -125,7 +125,7 @@ def _times(simulated: Simulated) -> RankTimes:
 
 
 def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[MemorySpan]:
-    """Yield what is there all the time: with what an update adds, or the layout moves away, beside the lists."""
+    """Yield spans of the whole step: fixed storages, and what ``Simulated.memory`` counts beside the lists."""
     for role, size in simulated.memory[rank].items():
         size_bytes = size - trace.peak.get(role, 0) + trace.fixed.get(role, 0)
         name = "buffers that stay" if role is Role.WORKSPACE else role.value.replace("_", " ")
@@ -134,7 +134,7 @@ def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[Memo
 
 
 def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
-    """Words for each action of a rank, with the names of the model's segments."""
+    """Label each action of a rank, with the names of the model's segments."""
     segments = [segment.name for segment in simulated.table.segments]
     names: dict[str, str] = {}
     for number, stage in enumerate(simulated.step.stages):
@@ -151,7 +151,7 @@ def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
 def _drawn(
     trace: MemoryTrace, times: RankTimes, rank: int, labels: Sequence[str], until_s: float
 ) -> Iterator[MemorySpan]:
-    """Yield what comes and goes; what goes is what came first of that thing, or of its stage where grains differ."""
+    """Yield spans of storages that come and go; a free ends the oldest span of its storage, else of its stage."""
     changes = trace.changes
     present: dict[tuple[What, int], list[_Coming]] = {}
     rows: list[list[int]] = np.stack([changes.number, changes.sign, changes.action], axis=1).tolist()
@@ -178,7 +178,7 @@ def _drawn(
 
 @dataclass
 class _Coming:
-    """Bytes that have come and not gone."""
+    """Bytes that were allocated and are not yet freed."""
 
     number: int
     start_s: float
@@ -188,7 +188,7 @@ class _Coming:
 
 
 def _moments(trace: MemoryTrace, times: RankTimes, rank: int) -> list[float]:
-    """Seconds at which each change is drawn."""
+    """Seconds at which each change of the trace is drawn."""
     program, base = times.program, times.program.bounds[rank]
     moments: list[float] = []
     before_s, num_requests = 0.0, 0
@@ -213,5 +213,5 @@ def _moments(trace: MemoryTrace, times: RankTimes, rank: int) -> list[float]:
 
 
 def _between(start_s: float, end_s: float, count: int) -> list[float]:
-    """Spread moments evenly behind a start, the last of them at the end, in seconds."""
+    """Spread ``count`` moments evenly over (start, end], in seconds."""
     return [start_s + (end_s - start_s) * (place + 1) / count for place in range(count)]

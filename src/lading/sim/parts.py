@@ -1,10 +1,10 @@
 """Parts: seconds of a stretch of kernels on one rank, by cause, before and after what overlaps.
 
 [Note: one stretch of kernels]
-The device runs the kernels of a stretch one after another while the host issues them; the stretch takes the longer of
-both, as the host runs ahead within it, and what both wait for besides. Collectives inside a block stand between kernels
-that need each other; a stack hides a share of them under computing, which is slowed meanwhile as they take some of the
-device's processors.
+The device runs the kernels of a stretch one after another while the host issues them. The host runs ahead within a
+stretch, so the stretch takes the longer of both, plus the time for which both wait. Collectives inside a block stand
+between kernels that need each other. A stack hides a share of them under computing, which is slowed meanwhile because
+they take some of the device's processors.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Part:
     Attributes:
         busy_s: Seconds of the device by cause, of kernels alone.
         comm_s: Seconds of collectives by axis, alone.
-        issued: What the host does for it, counted: kernels, collectives, modules, passes of blocks, passes of experts;
-            and how late the last rank comes to its collectives, summed up.
+        issued: Counts of what the host does for it (kernels, collectives, modules, passes of blocks, of experts), and
+            the sum of how late the last rank comes to its collectives.
         flops: FLOP of products and attention.
     """
 
@@ -96,7 +96,7 @@ class Part:
 
 
 def total(parts: Iterable[tuple[Part, float]]) -> Part:
-    """Sum of parts, each so many times."""
+    """Sum parts up, each as often as its count says."""
     sums: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
     flops = 0.0
     for part, count in parts:
@@ -108,7 +108,7 @@ def total(parts: Iterable[tuple[Part, float]]) -> Part:
 
 
 def cause_of(kernel: Kernel, precision: str) -> str:
-    """Cause that a computing kernel's seconds are summed up under, where products are to run in ``precision``."""
+    """Cause under which a computing kernel's seconds are summed up, if products are to run in ``precision``."""
     cause = _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
     return LOW if cause == PRODUCTS and runs_low(kernel, precision) else cause
 
@@ -140,7 +140,7 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds that a part takes, and of what.
+    """Seconds that a part takes, and what they are spent on.
 
     Attributes:
         shares_s: Seconds by cause; they add up to ``seconds``.

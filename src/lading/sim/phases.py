@@ -30,21 +30,21 @@ _STAGES = (Stage.FORWARD, Stage.BACKWARD_INPUT, Stage.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Phases:
-    """Work and memory of one segment of one rank.
+    """Work and memory of one segment on one rank.
 
     Attributes:
-        again: Work that is run again before backward.
-        backward_input, backward_weight: Gradients of activations and those of parameters.
+        again: Work that is recomputed before backward.
+        backward_input, backward_weight: Work for gradients of activations, and for those of parameters.
         saved_bytes: Bytes kept from forward to backward by one micro-batch, on the device.
-        transients: Most bytes that forward has alive besides, and backward, recomputed tensors included.
+        transients: Largest bytes alive beside the saved ones in forward, and in backward with recomputed tensors.
         sent_bytes: Bytes of the activations on its border, which a pipeline sends.
-        elements: Parameters by the axes over which they are replicated.
-        trained: Trained parameters among them.
-        trained_bytes, frozen_bytes: Bytes of what is trained beside frozen weights, and of these.
-        placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
-        segment, recomputed_parts: Segment that it is of, and what is run again and kept.
-        moved_bytes: Bytes kept behind the device instead.
-        tied: Elements among ``elements["dp"]`` of a weight that is one with one of the first segment.
+        elements: Number of parameters, by the axes over which they are replicated.
+        trained: Number of trained parameters among them, likewise.
+        trained_bytes, frozen_bytes: With adapters, bytes of the trained parameters, and of the frozen weights.
+        placeholders: Bytes of gradients that are tensors in name only, by shape; each shape counts once for a rank.
+        segment, recomputed_parts: The segment itself, and which of its kernels are recomputed.
+        moved_bytes: Bytes kept on a lower tier instead of the device.
+        tied: Elements among ``elements["dp"]`` of a weight that is tied to one of the first segment.
     """
 
     forward: Part
@@ -66,17 +66,17 @@ class Phases:
 
     @property
     def parts(self) -> tuple[Part, Part, Part, Part]:
-        """Forward, what runs again, gradients of activations and of weights."""
+        """Parts of forward, recomputation, gradients of activations and gradients of weights."""
         return self.forward, self.again, self.backward_input, self.backward_weight
 
     @property
     def model_flops(self) -> float:
-        """FLOP of a micro-batch, without what is recomputed."""
+        """FLOP of a micro-batch without recomputation."""
         return self.forward.flops + self.backward_input.flops + self.backward_weight.flops
 
     @cached_property
     def without_tied(self) -> Phases:
-        """Costs beside the first segment, which has what is tied to it ([Note: tied weights])."""
+        """Phases on a rank that also has the first segment, which counts the tied weight ([Note: tied weights])."""
         if not self.tied:
             return self
         share = 1 - self.tied / sum(self.elements.values())
@@ -92,23 +92,24 @@ class Phases:
 
 
 def groups_apart(layout: Layout, stack: Stack) -> bool:
-    """Whether the first and the last segment have a weight each, though it is tied ([Note: tied weights])."""
+    """Whether a tied weight is simulated as two, of the first and the last segment ([Note: tied weights])."""
     return not layout.is_pipeline and layout.zero >= (2 if stack.drops_gradients else 3)
 
 
-def as_held(segments: Sequence[Phases], layout: Layout, stack: Stack) -> tuple[Phases, ...]:
-    """Segments, with nothing tied where a layout has groups apart."""
-    has_groups_apart = groups_apart(layout, stack)
-    return tuple(dataclasses.replace(held, tied=0) if has_groups_apart and held.tied else held for held in segments)
+def untied_if_apart(segments: Sequence[Phases], layout: Layout, stack: Stack) -> tuple[Phases, ...]:
+    """Segments as they are, or with no weight tied where ``groups_apart``."""
+    if not groups_apart(layout, stack):
+        return tuple(segments)
+    return tuple(dataclasses.replace(segment, tied=0) if segment.tied else segment for segment in segments)
 
 
 def without_tied_elements(elements: Mapping[str, int], tied: int) -> dict[str, int]:
-    """Parameters without so many that are whole on every data-parallel rank."""
+    """Numbers of parameters by axes, less ``tied`` of those that every data-parallel rank replicates."""
     return {axes: number - tied if axes == DENSE else number for axes, number in elements.items()}
 
 
 def stretches(segment: RankSegment, recompute: Recomputed, stack: Stack) -> list[list[Kernel]]:
-    """Kernels of forward, of what runs again, and of gradients of activations and of weights."""
+    """Kernels of forward, of recomputation, of gradients of activations and of gradients of weights."""
     issued = launched(segment, stack)
     again: tuple[Kernel, ...] = ()
     if recompute.kernels:
@@ -120,10 +121,10 @@ def stretches(segment: RankSegment, recompute: Recomputed, stack: Stack) -> list
 
 
 def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Prices, stack: Stack) -> Phases:
-    """Sum up a segment.
+    """Sum up the work and the memory of a segment.
 
     Args:
-        mode, modules: What is recomputed (``lading.parallel.recompute.recomputed``).
+        mode, modules: Recompute mode and modules (``lading.parallel.recompute.recomputed``).
     """
     recompute = recomputed(segment, mode, modules, early_stop=stack.early_stop)
     in_place = stack.gradient_placeholders and bool(segment.enters and segment.leaves)

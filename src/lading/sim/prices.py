@@ -50,11 +50,11 @@ class MachinePrices:
     """
 
     def __init__(self, machine: Machine, layout: Layout, stack: Stack, active: int = 1, computing: int = 0) -> None:
-        """Prices of one request.
+        """Set up the prices of one request.
 
         Args:
-            active: Experts of a token.
-            computing: Processes of a host that compute at once, where ranks are such; 0 for all of the layout's.
+            active: Number of experts that a token is sent to.
+            computing: Processes of a host that compute at once, if ranks are processes; 0 for all of the layout.
         """
         self.computing = computing or layout.devices
         self.active = active
@@ -64,7 +64,7 @@ class MachinePrices:
         self._order = "tp-cp-dp-pp"
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Seconds of a kernel alone, without its launch; the rank with the busiest experts is waited for."""
+        """Seconds of a kernel alone, without its launch; for experts, on the rank whose experts have most tokens."""
         seconds = kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
         if is_loss(kernel):
             seconds *= self._measured("loss")
@@ -77,7 +77,7 @@ class MachinePrices:
         return seconds * self.stack.imbalance if kernel.is_experts else seconds
 
     def _measured(self, what: str) -> float:
-        """Factor that a profile of the software found on this device for something that is no cause of kernels."""
+        """Factor that a profile of the software measured on this device for something other than a kernel's cause."""
         return self.stack.in_situ.get(f"{self.architecture}.{what}", 1.0)
 
     def in_situ(self, cause: str) -> float:
@@ -85,7 +85,7 @@ class MachinePrices:
         return self._slower(_SHARED.get(cause, "memory-bound")) * self.stack.in_situ_of(self.architecture, cause)
 
     def _slower(self, cause: str) -> float:
-        """Factor by which processes of one host take longer because others compute too; 1 where ranks are none."""
+        """Factor by which processes of one host take longer because others compute, too; 1 for ranks with devices."""
         shared = self.machine.processes
         return shared.slower(cause, self.computing) if shared else 1.0
 
@@ -95,7 +95,7 @@ class MachinePrices:
         return self.layout.precision
 
     def collective_s(self, collective: Collective) -> float:
-        """Seconds of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""
+        """Seconds of a collective among the ranks of its axis; the stack's dispatcher brings tokens to experts."""
         if collective.op == "all_to_all" and collective.axis == "ep":
             return dispatch_s(
                 collective.size_bytes * self.stack.imbalance,
@@ -120,7 +120,7 @@ class MachinePrices:
         return largest_of(self._group(axis).ranks)
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
-        """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
+        """Seconds that computing loses for each second of a collective of this axis, as of ``Prices.lost_beside``."""
         return self._lost(_overlapped_collective(axis), axis, memory_bound)
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
@@ -133,7 +133,7 @@ class MachinePrices:
         return seconds
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
-        """Seconds of gathering ``elements`` of cut parameters; 0 where they are not cut."""
+        """Seconds of gathering ``elements`` of sharded parameters; 0 if parameters are not sharded."""
         if self.layout.zero == 0:
             return 0.0
         pieces, width = self.stack.pieces, gathered_width(self.layout, self.stack)
@@ -151,7 +151,7 @@ class MachinePrices:
         return seconds
 
     def _broadcasts_s(self, size_bytes: int, axis: str) -> float:
-        """Seconds in which each rank of an axis sends its part of ``size_bytes`` to all, one after the other."""
+        """Seconds of one broadcast after another, in which each rank of an axis sends its part of ``size_bytes``."""
         ranks = self._group(axis).ranks
         return ranks * self._collective_s("broadcast", size_bytes // ranks, axis) if ranks > 1 else 0.0
 
@@ -175,7 +175,7 @@ class MachinePrices:
         return self._collective_s("all_reduce", int(num_elements * DTYPE_BYTES[self.stack.gradient_dtype]), "pp")
 
     def send_s(self, size_bytes: int) -> float:
-        """Seconds of handing the activations on a stage's border, ``size_bytes`` in all, to the next stage."""
+        """Seconds of sending the activations on a stage's border, ``size_bytes`` in all, to the next stage."""
         ranks = self.layout.tp
         if ranks == 1 or self.layout.sp or not self.stack.scatter_sends:
             return self._collective_s("send", size_bytes, "pp")
@@ -200,9 +200,9 @@ class MachinePrices:
 
     @property
     def _fresh_bytes_per_s(self) -> float:
-        """Rate at which each of the processes that compute gets memory anew; beyond the processors they take turns.
+        """Bytes a second of new memory that each computing process gets; more processes than processors take turns.
 
-        Ranks of a machine without processes of one host have hosts of their own, whose systems are asked by one.
+        Ranks that are not processes of one host each have a host of their own.
         """
         rates = {int(processes): rate for processes, rate in self.stack.fresh_bytes_per_s.items()}
         if self.machine.processes is None:
@@ -222,14 +222,14 @@ class MachinePrices:
         return alone * self._slower("memory-bound") * self._measured("optimizer")
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
-        """Seconds of copying what blocks keep to where the layout moves it, and seconds back."""
+        """Seconds of copying the activations that blocks keep to the layout's lower tier, and of copying them back."""
         both = self.layout.pp > 1
         tier = self.layout.offload_to
         out, back = (copy_s(size_bytes, self.machine, tier, out=out, both=both) for out in (True, False))
         return out, back
 
     def slowdown(self, memory_bound: float) -> float:
-        """Share by which computing takes longer while gradients are reduced or parameters gathered beside it."""
+        """Share by which computing takes longer while gradients are reduced, or parameters gathered, beside it."""
         return 1 / (1 - self._lost("all_gather", "dp", memory_bound)) - 1
 
     @cached_property
@@ -238,7 +238,7 @@ class MachinePrices:
         return self.machine.device.architecture
 
     def _updated_elements(self, elements: Mapping[str, int]) -> float:
-        """Number of ``elements`` that a rank updates itself."""
+        """Number of ``elements`` that one rank updates."""
         return sum(number / shards(axes, self.layout) for axes, number in elements.items())
 
     def _shard_axis(self, axes: str) -> str:
@@ -264,9 +264,9 @@ class MachinePrices:
         return alone * max(1.0, self.processor_share(op, axis)) * slower
 
     def processor_share(self, op: str, axis: str) -> float:
-        """Share of a host's processors that a collective takes in all groups of an axis at once, above 1 if they wait.
+        """Share of a host's processors that a collective takes in all groups of an axis at once; above 1 if they wait.
 
-        0 where ranks are no processes of one host.
+        It is 0 if ranks are not processes of one host.
         """
         shared = self.machine.processes
         if shared is None:
@@ -278,7 +278,7 @@ class MachinePrices:
         return group_of(self.layout, axis, self.machine, self._order)
 
     def rates_beside(self, axis: str) -> tuple[float, float, float]:
-        """Shares left beside each other: of computing bound by products, by memory, and of this axis' collectives."""
+        """Shares of their rates left beside each other: product-bound and memory-bound computing, and a collective."""
         group, gpu = self._group(axis), self.machine.device.gpu
         if group.ranks == 1 or gpu is None:
             return 1.0, 1.0, 1.0

@@ -3,13 +3,13 @@
 [Note: processors]
 Ranks share the host's processors, so how long a kernel takes depends on how many ranks compute at the moment: all of
 them where they do the same, fewer in a pipeline, whose stages wait (``Processes.slowdown``). A collective is the work
-of the same processors: computing waits for it. What DistributedDataParallel reduces beside backward takes from it what
-the collective keeps busy.
+of the same processors, so computing waits for it. Reductions of DistributedDataParallel run beside backward and take
+from it the processors that they keep busy.
 
-Beside kernels there is what PyTorch does to gradients and parameters: a gradient is added to that of the micro-batch
-before (12 bytes an element in fp32); DDP divides it into its bucket (8: csrc/distributed/c10d/reducer.cpp,
-mark_variable_ready_dense); FSDP2 copies gathered parameters out of their buffer (8) and gradients into another (8), of
-which gloo takes the mean (fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13).
+Beside kernels, PyTorch copies gradients and parameters: a gradient is added to that of the micro-batch before (12 bytes
+an element in fp32); DDP divides it into its bucket (8: csrc/distributed/c10d/reducer.cpp, mark_variable_ready_dense);
+FSDP2 copies gathered parameters out of their buffer (8) and gradients into another (8), of which gloo takes the mean
+(fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def processes_step(request: StepRequest, machine: Machine, segments: Sequence[Ph
 
     Args:
         segments: Segments of one rank.
-        runs: Segments of each stage, and how often each stands.
+        runs: (segment, number of repeats) in a row, for each stage.
     Raises:
-        ConfigError: nothing was measured of this host's processes, or ZeRO-1.
+        ConfigError: nothing was measured of this host's processes, or the layout has ZeRO-1.
     """
     shared, layout = machine.processes, request.layout
     if shared is None:
@@ -99,7 +99,7 @@ class _HostStep:
         return self.busiest.program
 
     def step(self) -> Step:
-        """Run the lists; seconds by cause of the rank that computes longest."""
+        """Run the lists, and sum up seconds by cause of the rank that computes longest."""
         layout, program, listed = self.request.layout, self.program, self.busiest
         times = run_sharing(program, [self._seconds(one) for one in self.listed])
         spent = [_spent_s(times, rank) for rank in range(len(program.ranks))]
@@ -122,7 +122,7 @@ class _HostStep:
         return Step(times.step_s, shares, tuple(listed.stages), plan, rank, flops, times=times)
 
     def _seconds(self, listed: ListedStep) -> list[float]:
-        """Seconds of all actions, with what PyTorch does beside kernels."""
+        """Seconds of all actions, with the copies that PyTorch makes beside kernels ([Note: processors])."""
         seconds = action_seconds(self.program, lambda key: self._action_s(listed, key))
         for rank, base in enumerate(self.program.bounds[:-1]):
             for number, more in self._adds_s(rank).items():
@@ -136,7 +136,7 @@ class _HostStep:
         return listed.seconds(key) + (self.hooks_s if kind is ActionKind.STEP else 0.0)
 
     def _adds_s(self, rank: int) -> dict[int, float]:
-        """Seconds of adding gradients to those of the micro-batches before, by the rank's action that makes them."""
+        """{Action of the rank that makes gradients: seconds of adding them to those of earlier micro-batches}."""
         layout, actions = self.request.layout, self.program.ranks[rank]
         whole = layout.is_pipeline or not layout.cuts_parameters
         adds: dict[int, float] = {}
@@ -155,7 +155,7 @@ class _HostStep:
         return self.busiest.prices.copies_s(elements, _ADD)
 
     def _buckets_s(self, elements: Mapping[str, int]) -> float:
-        """Seconds that DDP's reductions take from backward, which hides what leaves processors idle."""
+        """Seconds by which DDP's reductions make backward longer; what they leave of the processors is hidden."""
         prices, seconds = self.busiest.prices, 0.0
         for axes, number in elements.items():
             buckets = max(1, round(number * DTYPE_BYTES[self.request.stack.gradient_dtype] / _BUCKET_BYTES))
@@ -165,30 +165,30 @@ class _HostStep:
 
     @cached_property
     def hooks_s(self) -> float:
-        """Seconds of a step that a rank's host works beyond launching kernels: hooks of FSDP2 and DDP, and DTensors."""
+        """Seconds of a step that a rank's host spends on hooks of FSDP2 and DDP and on DTensors."""
         layout, each = self.request.layout, self.shared.overhead_s
         passes = 1 if layout.is_pipeline else layout.micro_batches
         longest = 0.0
-        for held in self.busiest.ranks:
-            run = [entry for stage in held for entry in stage.run]
+        for rank_stages in self.busiest.ranks:
+            run = [entry for stage in rank_stages for entry in stage.run]
             units = sum(count for _, count in run) if layout.zero else 0
             cut = sum(count * _cut_modules(self.segments[s], layout.sp) for s, count in run) if layout.tp > 1 else 0
             seconds = passes * (units * each.get("unit", 0.0) + cut * each.get("tensor-parallel", 0.0))
             if layout.dp > 1:
-                seconds += sum(stage.parameters for stage in held) * self.request.stack.reduced_parameter_s
+                seconds += sum(stage.parameters for stage in rank_stages) * self.request.stack.reduced_parameter_s
             longest = max(longest, seconds)
         return longest * self.shared.slower("products", layout.devices)
 
 
 def _cut_modules(segment: Phases, sp: bool) -> int:
-    """Modules that work on DTensors: those with a matrix, with sequence parallel also those with vectors (norms)."""
+    """Number of modules on DTensors: those with a matrix; with sequence parallel also those with vectors (norms)."""
     tensors = segment.segment.tensors
     named = [tensors[t] for t, _ in segment.segment.parameters]
     return len({t.name.rpartition(".")[0] for t in named if sp or len(t.shape) > 1})
 
 
 def _spent_s(times: RankTimes, rank: int) -> dict[str, float]:
-    """Seconds of a rank's compute stream by cause; "" for regions. What else it does and waits for is left out."""
+    """Seconds of a rank's compute stream by cause, "" for regions; waits and other actions are left out."""
     base, actions = times.program.bounds[rank], times.program.ranks[rank]
     spent = {"": 0.0, DATA_PARALLEL: 0.0}
     for number, (kind, group) in enumerate(zip(actions.kind, actions.group, strict=True)):

@@ -38,20 +38,21 @@ T = TypeVar("T", Region, ParameterGroup, Border, UnitStorage)
 
 #: Share of an action that is left at its end for rounding's sake.
 _DONE = 1e-12
-#: What an action's seconds follow from: its kind, its region or storage, of the first unit that is like its own (None
-#: for neither), and its group.
+#: Key of an action's seconds: its kind, its region or storage (None if it has neither; that of the first unit that is
+#: like its own), and its group.
 Priced = tuple[ActionKind, Region | UnitStorage | None, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Wired:
-    """Lists as the engine takes them; actions of all ranks are numbered one rank after the other.
+    """Lists in the form that the engine takes; actions of all ranks are numbered one rank after the other.
 
     Attributes:
         queues: Actions of each stream, ``len(STREAMS)`` streams a rank.
-        waits: For each action those that must have ended.
-        priced: Distinct keys of seconds; ``price`` has the number of each action's.
-        computing: Whether an action is a region that computes.
+        waits: For each action, the actions that must have ended before it starts.
+        priced: Distinct keys of seconds.
+        price: For each action, the position of its key in ``priced``.
+        computing: For each action, whether it is a region that computes.
     """
 
     queues: tuple[tuple[int, ...], ...]
@@ -66,9 +67,9 @@ class RankTimes:
     """Times of the actions of all ranks, numbered one rank after the other.
 
     Attributes:
-        start_s, end_s: Seconds, by action; of a RESHARD or RECV, which no stream runs, 0 and -1.
-        slowed_s: Seconds that regions lasted longer as collectives ran beside them, by rank.
-        step_s: Seconds of the step, with micro-batches that stand for others counted as often.
+        start_s, end_s: Seconds, by action; 0 and -1 for a RESHARD or RECV, which no stream runs.
+        slowed_s: For each rank, seconds by which regions lasted longer because collectives ran beside them.
+        step_s: Seconds of the step; a listed micro-batch that stands for several counts as that many.
     """
 
     program: Program
@@ -78,7 +79,7 @@ class RankTimes:
     step_s: float
 
     def network_wait_s(self, rank: int) -> float:
-        """Seconds that a rank's compute stream waited for its own network's alone."""
+        """Seconds that a rank's compute stream waited for the rank's own network stream and for nothing else."""
         wires, base, actions = wired(self.program), self.program.bounds[rank], self.program.ranks[rank]
         network = {base + number for number, stream in enumerate(actions.stream) if stream == NETWORK}
         waited = free_s = 0.0
@@ -103,7 +104,7 @@ def busiest_rank(times: RankTimes, schedule: Schedule) -> int:
 
 @lru_cache(maxsize=256)
 def wired(program: Program) -> Wired:
-    """The lists of a program, wired up once.
+    """Connect the lists of a program: queues, waits and keys of seconds; cached.
 
     Raises:
         SimulationError: a RECV without the SEND of its peer.
@@ -148,7 +149,7 @@ def _numbers(lists: Iterable[Iterable[int]]) -> Ints:
 
 
 def _prices(program: Program, columns: tuple[Ints, Ints, Ints, Ints]) -> tuple[tuple[Priced, ...], tuple[int, ...]]:
-    """Distinct keys of seconds, and which is each action's."""
+    """Distinct keys of seconds, and for each action the position of its key."""
     regions = [_first_alike(region, program.alike) for region in program.regions]
     storages = [_first_alike(storage, program.alike) for storage in program.storages]
     code = np.zeros_like(columns[0])
@@ -168,7 +169,7 @@ def _prices(program: Program, columns: tuple[Ints, Ints, Ints, Ints]) -> tuple[t
 
 
 def _waits(program: Program, kind: Ints, storage: Ints, rank: Ints) -> list[tuple[int, ...]]:
-    """List for each action those that must have ended: of a RECV the SEND of its peer.
+    """List for each action the actions that must have ended before it; for a RECV, the SEND of its peer among them.
 
     Raises:
         SimulationError: a RECV without the SEND of its peer.
@@ -191,14 +192,14 @@ def _waits(program: Program, kind: Ints, storage: Ints, rank: Ints) -> list[tupl
 
 
 def _first_alike(what: T, run_starts: Sequence[Sequence[int]]) -> T:
-    """A region or storage with the first unit of its stage that is like its own, where that is known."""
+    """Replace the unit of a region or storage by the first unit of its stage that is like it, if there is one."""
     if isinstance(what, Border) or what.unit < 0 or not run_starts:
         return what
     return what._replace(unit=run_starts[what.stage][what.unit])
 
 
 def _meetings(program: Program, kind: Ints, rank: Ints) -> list[list[tuple[int, int]]]:
-    """Find all-reduces that ranks with lists of their own take part in: (rank, number) of each, by group."""
+    """Find all-reduces between ranks that have lists of their own: (rank, action) of each participant."""
     meetings: dict[str, list[tuple[int, int]]] = {}
     for action in np.flatnonzero(kind == _KIND[ActionKind.ALL_REDUCE]).tolist() if len(program.ranks) > 1 else ():
         member = int(rank[action])
@@ -214,7 +215,7 @@ def _meet(
     waits: list[tuple[int, ...]],
     program: Program,
 ) -> None:
-    """Let each of an all-reduce's ranks wait for what the others wait for."""
+    """Let each participant of an all-reduce wait for all that the others wait for."""
     before: list[int] = []
     for rank, number in meeting:
         action = program.bounds[rank] + number
@@ -233,11 +234,11 @@ def action_seconds(program: Program, seconds_of: Callable[[Priced], float]) -> l
 
 
 def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[float] = ()) -> RankTimes:
-    """Times of every action.
+    """Run the lists of ranks that have a device each.
 
     Args:
         seconds: Seconds of every action alone, of all ranks one after the other.
-        slowdown: Share by which regions take longer while the network is busy, by rank; () for not at all.
+        slowdown: For each rank, share by which regions take longer while its network is busy; () for none.
     Raises:
         SimulationError: actions wait for each other.
     """
@@ -252,7 +253,7 @@ def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[flo
 def run_order(program: Program) -> list[tuple[int, int]]:
     """Order the actions of all streams so that each comes behind what it waits for, as (stream, action).
 
-    It is that in which the engine ends them where each takes a second.
+    It is the order in which the engine ends them if each takes one second.
 
     Raises:
         SimulationError: actions wait for each other.
@@ -263,11 +264,11 @@ def run_order(program: Program) -> list[tuple[int, int]]:
 
 
 def run_sharing(program: Program, levels: Sequence[Sequence[float]]) -> RankTimes:
-    """Times of every action of ranks that share processors: regions last the longer the more ranks compute.
+    """Run the lists of ranks that share processors: the more ranks compute, the longer regions last.
 
     Args:
-        levels: Seconds of every action, of all ranks one after the other, while 1, 2, ... ranks compute; of actions
-            that are no region the last count.
+        levels: Seconds of every action, of all ranks one after the other, while 1, 2, ... ranks compute; actions other
+            than regions take those of the last level.
     Raises:
         SimulationError: actions wait for each other.
     """
@@ -315,7 +316,7 @@ class _BesideNetwork:
         return ()
 
     def _see(self, spans: list[tuple[float, float]], rank: int) -> None:
-        """Add what the network has run since."""
+        """Add the spans of the collectives that the network has run since the last call."""
         run, network = self._run, len(STREAMS) * rank + NETWORK
         queue, seen, at = run.queues[network], self._seen[rank], run.at[network]
         for place in range(seen, at):
@@ -328,10 +329,10 @@ class _BesideNetwork:
 
 
 def end_beside(spans: list[tuple[float, float]], start_s: float, seconds: float, slowdown: float) -> float:
-    """End of computing of so many seconds, slower while the network is busy; spans that are over are dropped.
+    """End of a region that takes ``seconds`` alone and longer beside the network; drops spans that are over.
 
     Args:
-        spans: When the network is busy, as (start, end) in order; at least one.
+        spans: Times in which the network is busy, as (start, end) in ascending order; at least one.
     """
     clock_s, remaining_s, factor = start_s, seconds, 1 + slowdown
     if spans[0][1] <= clock_s:

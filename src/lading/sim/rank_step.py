@@ -47,9 +47,9 @@ _SHARDS = {0: "", 1: "optimizer", 2: "gradients", 3: "parameters"}
 def units_of_runs(
     request: StepRequest, runs: Sequence[Run], segments: Sequence[Phases]
 ) -> list[list[tuple[Unit, int]]]:
-    """Units of each stage, and how often each stands."""
+    """(Unit, number of repeats) of each run of equal units, for each stage."""
     early_stop = request.stack.early_stop
-    units = [Unit(one.segment, one.recomputed_parts, early_stop, not one.segment.leaves) for one in segments]
+    units = [Unit(s.segment, s.recomputed_parts, early_stop, not s.segment.leaves) for s in segments]
     return [[(units[variant], count) for variant, count in run] for run in runs]
 
 
@@ -63,15 +63,15 @@ def list_shape(
     keep: UnitResidency = UnitResidency.RELEASE,
     by_unit: bool = False,
 ) -> ListShape:
-    """Collect what the lists of a request follow from.
+    """Collect the facts that determine the lists of a request.
 
     Args:
-        stages: Units of each stage, and how often each stands.
-        buckets: Buckets of gradients of each stage, where the layout has such.
-        tied: Two pipeline ranks have a copy each of one weight.
-        every: List every micro-batch where there is no pipeline, though those in the middle are alike.
-        keep: How long unsharded parameters stay, where there is no pipeline.
-        by_unit: Forward and backward are a region for each unit, also where nothing happens between.
+        stages: (unit, number of repeats) in a row, for each stage.
+        buckets: Number of buckets of gradients of each stage; () for a layout without buckets.
+        tied: Whether two pipeline ranks have a copy each of one weight.
+        every: Whether every micro-batch is listed without a pipeline, though those in the middle are alike.
+        keep: How long unsharded parameters stay, without a pipeline.
+        by_unit: Whether each unit is a region of its own in forward and backward, even if nothing happens between.
     """
     layout, stack = request.layout, request.stack
     torch_order = not stack.megatron_order
@@ -111,15 +111,15 @@ def list_shape(
 
 @dataclass(frozen=True)
 class ListedStep:
-    """A step as lists, and what each of their actions costs.
+    """A step as lists of actions, and the seconds of each action.
 
     Attributes:
-        stages: In the order of forward, each with all its units.
-        runs: Segments of each stage, and how often each stands.
-        segments: What each costs; ``runs`` count in them.
-        every_micro_batch: List every micro-batch.
-        keep: How long unsharded parameters stay, where there is no pipeline.
-        by_unit: Forward and backward are a region for each unit, also where nothing happens between.
+        stages: Chunks of the model in the order of forward.
+        runs: (position in ``segments``, number of repeats) in a row, for each stage.
+        segments: Work and memory of each segment.
+        every_micro_batch: Whether every micro-batch is listed, though those in the middle are alike.
+        keep: How long unsharded parameters stay, without a pipeline.
+        by_unit: Whether each unit is a region of its own in forward and backward, even if nothing happens between.
     """
 
     request: StepRequest
@@ -138,7 +138,7 @@ class ListedStep:
 
     @cached_property
     def shape(self) -> ListShape:
-        """Numbers from which the ranks' action lists follow: equal shapes have equal lists, so these are made once."""
+        """Facts that determine the ranks' lists: steps of equal shape share their lists, which are made once."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
         return list_shape(
@@ -158,7 +158,7 @@ class ListedStep:
 
     @property
     def _copies_apart(self) -> bool:
-        """Whether computing waits for what is copied out of and into the buffers of collectives with these."""
+        """Whether copies out of and into the buffers of collectives count with these, not with the regions beside."""
         return self.layout.is_pipeline or not self.request.stack.overlap_param_gather
 
     def _num_buckets(self, stage: SimulatedStage) -> int:
@@ -182,11 +182,11 @@ class ListedStep:
 
     @cached_property
     def slowdowns(self) -> list[float]:
-        """Share by which regions take longer while the network is busy, by rank."""
+        """For each rank, share by which its regions take longer while the network is busy."""
         slower: list[float] = []
-        for held in self.ranks:
-            seconds = sum(stage.forward.seconds for stage in held)
-            memory_s = sum(stage.forward.shares_s.get(MEMORY, 0.0) for stage in held)
+        for rank_stages in self.ranks:
+            seconds = sum(stage.forward.seconds for stage in rank_stages)
+            memory_s = sum(stage.forward.shares_s.get(MEMORY, 0.0) for stage in rank_stages)
             slower.append(self.prices.slowdown(min(1.0, memory_s / seconds) if seconds else 0.0))
         return slower
 
@@ -208,7 +208,7 @@ class ListedStep:
 
     @property
     def pipeline_s(self) -> float:
-        """Seconds of stages and sends alone: a lower bound on what the pipeline takes, whoever keeps what."""
+        """Seconds of stages and sends alone: a lower bound on the pipeline's step, however states are sharded."""
         shape, plan = self.shape, self.shape.plan
         bare = ListShape(
             plan, ((),) * plan.stages, pipelined=True, overlap_send=shape.overlap_send, whole_first=shape.whole_first
@@ -223,11 +223,11 @@ class ListedStep:
         return run_ranks(program, action_seconds(program, seconds)).step_s
 
     def times(self) -> RankTimes:
-        """Run the lists: times of every action."""
+        """Run the lists and return the times of every action."""
         return run_ranks(self.program, action_seconds(self.program, self.seconds), self.slowdowns)
 
     def _cached_seconds(self, kind: ActionKind, what: Region | ParameterGroup) -> float:
-        """Seconds of a region, or of a gather or reduction: worked out once for units that are alike."""
+        """Seconds of a region, a gather or a reduction, computed once for units that are alike."""
         segment = self._order[what.stage][what.unit] if what.unit >= 0 else -1
         key = (kind, id(self.stages[what.stage]), segment, what[2:])
         if (seconds := self._prices.get(key)) is None:
@@ -249,20 +249,20 @@ class ListedStep:
     @cached_property
     def optimizer_s(self) -> float:
         """Seconds of the optimizer on the rank that has most to update."""
-        return max(self.prices.optimizer_s(trained_of(held)) for held in self.ranks)
+        return max(self.prices.optimizer_s(trained_of(rank_stages)) for rank_stages in self.ranks)
 
     @cached_property
     def host_s(self) -> float:
-        """Seconds of a step that the host takes besides, likewise."""
+        """Seconds that the host takes in a step beside micro-batches, on the rank where they are longest."""
         stack, prices, seconds = self.request.stack, self.prices, list[float]()
-        for held in self.ranks:
-            trained = trained_of(held)
-            seconds.append(host_s(held, stack, prices.optimizer_s(trained)) + prices.gradient_copies_s(trained))
+        for rank_stages in self.ranks:
+            trained = trained_of(rank_stages)
+            seconds.append(host_s(rank_stages, stack, prices.optimizer_s(trained)) + prices.gradient_copies_s(trained))
         return max(seconds)
 
     def _sums_s(self, group: Region | UnitStorage | None = None) -> float:
         if not isinstance(group, ParameterGroup):
-            return max(sum(self.prices.sums_s(stage.summed) for stage in held) for held in self.ranks)
+            return max(sum(self.prices.sums_s(stage.summed) for stage in rank_stages) for rank_stages in self.ranks)
         return self.prices.sums_s(self._unit(group.stage, group.unit).summed)
 
     @cached_property
@@ -308,7 +308,7 @@ class ListedStep:
         return sum(_work_s(self._stage_by_segment[variant], work) for variant in self._order[stage])
 
     def _part(self, region: Region) -> float:
-        """Share of a region in its unit's pass: 1 but where groups begin or end within the pass."""
+        """Share of a region in the seconds of its unit's pass: 1 unless groups begin or end within the pass."""
         if not region.stop:
             return 1.0
         segment = self.segments[self._order[region.stage][region.unit]]
@@ -341,7 +341,7 @@ class ListedStep:
             units = [self._stage_by_segment[variant] for variant in reversed(self._order[number])]
             seconds, reduces = buckets_s(units, size, self.prices)
             scale = (_work_s(stage, Work.BACKWARD) + stage.copies_s[1]) / sum(seconds) if sum(seconds) else 0.0
-            bucket_times.append(([scale * one for one in seconds], reduces))
+            bucket_times.append(([scale * bucket_s for bucket_s in seconds], reduces))
         return bucket_times
 
     def _unshard_s(self, group: ParameterGroup) -> float:
@@ -374,12 +374,12 @@ class ListedStep:
         return self._of_group(self._unit(group.stage, group.unit).trained, group.axes)
 
     def _of_group(self, elements: Mapping[str, int], axes: str) -> dict[str, int]:
-        """Parameters of a unit that are gathered over these axes."""
+        """Parameters of a unit that belong to the group: those that are gathered over its axes."""
         ranks = replicas(axes, self.layout)
         return {name: count for name, count in elements.items() if replicas(name, self.layout) == ranks}
 
     def step(self, times: RankTimes) -> Step:
-        """Seconds by cause of the rank that computes longest; the others wait for it."""
+        """Sum up a run of the lists: seconds by cause of the rank that computes longest, for which the others wait."""
         layout = self.layout
         plan = self.shape.plan if layout.is_pipeline else None
         busiest = busiest_rank(times, plan) if plan else 0
@@ -409,7 +409,7 @@ class ListedStep:
         return times * sum(self.prices.sums_s(unit.summed) for unit in units)
 
     def _exposed_s(self, times: RankTimes, rank: int) -> float:
-        """Seconds of a pipeline's step that gathers and reductions make it longer, as the busiest rank sees it."""
+        """Seconds by which gathers and reductions make a pipeline's step longer, on the busiest rank."""
         program, computed = self.program, 0.0
         for base, actions in zip(program.bounds, program.ranks, strict=False):
             computed = max(computed, times.end_s[base + actions.rows[-1][1]])

@@ -1,4 +1,4 @@
-"""A StepRequest, answered: its table cut for a rank, priced, put in order, and what it needs of memory.
+"""Simulate a StepRequest: cut its table for a rank, price the kernels, run the lists of ranks, and count memory.
 
 >>> simulate(request).step.step_s
 """
@@ -36,7 +36,7 @@ from lading.parallel.scores import with_dropout, with_scores
 from lading.parallel.weight_passes import with_weight_passes
 from lading.sim.interval import bounds, causes_of, either_way, half_width
 from lading.sim.noise import waiting_share
-from lading.sim.phases import Phases, as_held, groups_apart, phases
+from lading.sim.phases import Phases, groups_apart, phases, untied_if_apart
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.rank_step import ListedStep
@@ -57,10 +57,10 @@ class Simulated:
     """A simulated step of a cluster.
 
     Attributes:
-        memory: Bytes of the device by role when their sum is largest, for each pipeline rank.
-        lower_tier_by_rank: Bytes by role of what lies in ``behind_tier``, for each pipeline rank.
-        segments: Costs of each segment, as of ``Priced``; the runs of stages count in them.
-        updated: The update of matrices, where a rule for matrices moves them.
+        memory: For each pipeline rank, bytes of the device by role at the moment when their sum is largest.
+        lower_tier_by_rank: For each pipeline rank, bytes by role in ``behind_tier``.
+        segments: Work and memory of each segment, as of ``Priced``; runs of stages refer to their positions.
+        updated: The update of matrices, if the request's optimizer has a rule for matrices.
     """
 
     request: StepRequest
@@ -79,7 +79,7 @@ class Simulated:
 
     @property
     def behind_tier(self) -> str:
-        """Name of the tier that the layout moves something to; "" where it moves nothing."""
+        """Name of the lower tier that the layout uses; "" if it uses none."""
         layout = self.request.layout
         return self.machine.offload_tier(layout.offload_to).name if layout.offload else ""
 
@@ -90,7 +90,7 @@ class Simulated:
 
     @property
     def model_flops(self) -> float:
-        """FLOP of products and attention of one step on all devices, nothing recomputed."""
+        """FLOP of products and attention of one step on all devices, without recomputation."""
         return self.step.flops * self.request.layout.devices / self.request.layout.pp
 
     @property
@@ -100,7 +100,7 @@ class Simulated:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Sentences on what was taken for granted."""
+        """Sentences on what the prediction assumes."""
         return self.prediction.assumed
 
     @property
@@ -111,7 +111,7 @@ class Simulated:
 
     @property
     def evidence(self) -> str:
-        """How the software is known on the device's architecture."""
+        """Evidence for the software on the device's architecture, as of ``evidence_on``."""
         return evidence_on(self.request.stack, self.machine.device.architecture)
 
     @property
@@ -127,7 +127,7 @@ class Simulated:
 
     @property
     def untold(self) -> int:
-        """Number of words or fields of a source that were not understood, and of what it does not say."""
+        """Number of words or fields of the source that were not understood, plus number of facts that it leaves out."""
         return len(self.request.unread) + len(self.request.unstated)
 
     @property
@@ -178,7 +178,7 @@ class Simulated:
 
 
 def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
-    """Sentences on what the request says and the step does not know."""
+    """Sentences on settings of the request that the simulated step does not have."""
     layout, stack, sentences = request.layout, request.stack, list[str]()
     if request.schedule_detail and layout.pp > 1:
         sentences.append(f"schedule {request.schedule_detail} simulated as {schedule_of(layout).kind}")
@@ -195,7 +195,7 @@ def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
 
 
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
-    """Sentences on what is not known of the stack on these devices."""
+    """Sentences on what was not measured or fitted of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
     evidence = evidence_on(stack, machine.device.architecture)
     sentences: list[str] = []
@@ -225,7 +225,7 @@ def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Priced:
-    """A request's segments, priced: all that does not depend on ``stack.in_situ``.
+    """Priced segments of a request: all that does not depend on ``stack.in_situ``.
 
     Attributes:
         segments: All variants, in the order of ``lading.sim.variants``.
@@ -237,7 +237,7 @@ class Priced:
 
 
 def priced(request: StepRequest, table: ModelTable | None = None) -> Priced:
-    """Cut and price a request's segments; arguments and errors as ``simulate``."""
+    """Cut and price the segments of a request; arguments and errors as ``simulate``."""
     machine, table = machine_of(request), table or table_of(request)
     return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
 
@@ -259,7 +259,7 @@ def machine_of(request: StepRequest, devices: int = 0) -> Machine:
 
 
 def _on_host(request: StepRequest, machine: Machine) -> StepRequest:
-    """The request with what a host takes to launch: as measured where its stack leaves that open, slower in turns."""
+    """Set a request's launch times: the measured ones if its stack has none, longer if processes take turns."""
     shared, stack, ranks = machine.processes, request.stack, request.layout.devices
     if shared is None:
         return request
@@ -280,12 +280,12 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
 
     Args:
         table: Table of a model that is in no catalog; None takes that of ``request.model``.
-        parts: Result of ``priced`` for a request that differs in ``stack.in_situ`` only, or in who keeps which states.
+        parts: Result of ``priced`` for a request that differs only in ``stack.in_situ`` or in how states are sharded.
     Raises:
-        ConfigError: the layout cannot be, or the model, machine or a constant is missing.
+        ConfigError: the layout is impossible, or the model, machine or a constant is missing.
     """
     parts = parts or priced(request, table)
-    machine, table, both = parts.machine, parts.table, as_held(parts.segments, request.layout, request.stack)
+    machine, table, both = parts.machine, parts.table, untied_if_apart(parts.segments, request.layout, request.stack)
     request = _on_host(request, machine)
     stages, step = _timed(request, table, both, machine)
     program = step.program if step.listed is None else listed_of(request, step).program
@@ -301,7 +301,7 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
 def _timed(
     request: StepRequest, table: ModelTable, both: Sequence[Phases], machine: Machine
 ) -> tuple[list[SimulatedStage], Step]:
-    """Time a step whose ranks wait for none that is slower, and its stages."""
+    """Time a step whose ranks are all equally fast, and its stages."""
     if machine.processes is not None:
         parts_of_stages = parts_of(runs_of(request, table), request, table)
         stages = _stages(parts_of_stages, both, request, prices_of(request, machine, table))
@@ -311,8 +311,8 @@ def _timed(
 
 
 def listed_step(request: StepRequest, parts: Priced) -> ListedStep:
-    """Step of a layout as lists, which are written when they are first asked for."""
-    both = as_held(parts.segments, request.layout, request.stack)
+    """Make a step of a layout as lists of actions; the lists are written when they are first read."""
+    both = untied_if_apart(parts.segments, request.layout, request.stack)
     return _listed(request, parts.table, both, parts.machine)
 
 
@@ -323,10 +323,10 @@ def _listed(request: StepRequest, table: ModelTable, both: Sequence[Phases], mac
 
 
 def seconds_until_reduced(simulated: Simulated, layout: Layout) -> float:
-    """Seconds of a step with another layout's buckets: times alone, with few micro-batches where there is a pipeline.
+    """Seconds of a step with another layout's buckets, in a pipeline with few micro-batches.
 
-    Buckets are reduced beside the last backwards, which run alike behind two rounds of micro-batches or more. So these
-    seconds say which size is better, not what a step takes.
+    Buckets are reduced beside the last backwards, which are alike behind two rounds of micro-batches or more. So these
+    seconds say which bucket size is better, not what a step takes.
     """
     rounds, rest = divmod(layout.micro_batches, layout.pp)
     if layout.is_pipeline and rounds > 2 and not rest:
@@ -336,14 +336,14 @@ def seconds_until_reduced(simulated: Simulated, layout: Layout) -> float:
 
 
 def _waiting(step: Step, layout: Layout) -> Step:
-    """The step with what its ranks wait for the slowest of them: late is who computes, not who waits for a network."""
+    """Add to a step the time that ranks wait for the slowest of them, a share of their computing."""
     working = step.step_s - max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0))
     waited = working * waiting_share(layout.devices, every_block=layout.zero >= 2 and not layout.is_pipeline)
     return dataclasses.replace(step, step_s=step.step_s + waited, shares_s={**step.shares_s, WAITING: waited})
 
 
 def table_of(request: StepRequest) -> ModelTable:
-    """The table of a request's model: of its family, in the variant that the stack and the dropout need.
+    """Load the table of a request's model: of its family, in the variant that stack and dropout need.
 
     Raises:
         ConfigError: no table of that family and variant.
@@ -368,7 +368,7 @@ def _segments(request: StepRequest, table: ModelTable, prices: MachinePrices) ->
     if "activations" not in request.layout.offload:
         return list(priced)
     blocks = [bool(segment.enters and segment.leaves) for segment, _ in ranked] * 2
-    return [*priced, *(moved(one) if block else one for one, block in zip(priced, blocks, strict=True))]
+    return [*priced, *(moved(segment) if block else segment for segment, block in zip(priced, blocks, strict=True))]
 
 
 def segments_by_mode(
@@ -378,11 +378,11 @@ def segments_by_mode(
     modes: Sequence[tuple[str, tuple[str, ...]]],
     plain: Sequence[Phases] = (),
 ) -> list[tuple[Phases, ...]]:
-    """Price by recompute mode each segment as it is recomputed, then each as nothing is.
+    """Price, for each recompute mode, every segment with recomputation and then every segment without.
 
     Args:
-        modes: Each with the parts that it recomputes where it is "selective"; none for attention's core.
-        plain: The latter, where they are known.
+        modes: Recompute modes, each with the parts that "selective" recomputes; () for the core of attention.
+        plain: Prices of the segments without recomputation, if they are known.
     """
     if plain:
         return _by_mode(_with_prices([s.segment for s in plain], table, prices), request, modes, plain)
@@ -412,10 +412,10 @@ def _by_mode(
 
 
 def _parts_wanted(blocks: Sequence[RankSegment], modules: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Parts that each block recomputes, by ``id``: of those asked for what it has; a block with none is left out.
+    """{id of a block: the parts asked for that it has}; a block with none of them is left out.
 
     Blocks differ: MLPs of the few dense blocks of a mixture of experts, state-space layers without attention. A part
-    that no block has is asked of the first one, which says what it has instead.
+    that no block has is asked of the first block, whose error names the parts that it has.
     """
     if not modules:
         return {id(block): () for block in blocks}
@@ -427,7 +427,7 @@ def _parts_wanted(blocks: Sequence[RankSegment], modules: tuple[str, ...]) -> di
 
 
 def outside(prices: MachinePrices) -> MachinePrices:
-    """Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer."""
+    """Layout for embeddings, the head and the loss, which stay in 16 bits if the blocks' products have fewer."""
     layout = prices.layout
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
     return MachinePrices(prices.machine, high, prices.stack, prices.active, prices.computing)
@@ -476,7 +476,7 @@ def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
 
 
 def _tied_elements(ranked: RankSegment, table: ModelTable, number: int) -> int:
-    """Elements on a rank of what a segment shares with the first one."""
+    """Elements on a rank of the parameters that a segment shares with the first one."""
     names = {name for (home, _), (place, name) in table.tied if home == 0 and place == number != 0}
     parameters = (ranked.tensors[tensor] for tensor, _ in ranked.parameters)
     return sum(prod(tensor.shape) for tensor in parameters if tensor.name in names)
@@ -488,13 +488,13 @@ def runs_of(request: StepRequest, table: ModelTable) -> list[Chunk]:
     ranks = chunks(table, layout, uneven_layers(request, sum(table.counts[1:-1])))
     plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
     runs: dict[int, Chunk] = {}
-    for rank, held in enumerate(ranks):
-        runs.update(zip(plan.stages_of(rank), held, strict=True))
+    for rank, rank_runs in enumerate(ranks):
+        runs.update(zip(plan.stages_of(rank), rank_runs, strict=True))
     return [runs[stage] for stage in range(plan.stages)]
 
 
 def uneven_layers(request: StepRequest, layers: int) -> tuple[int, ...]:
-    """Layers of each stage where the source says that the first and the last have fewer, or Megatron fills in order.
+    """Layers of each stage if the source gives the first and the last fewer, or if Megatron fills stages in order.
 
     Megatron-Bridge's recipes of DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, layout_map) give every stage as many of
     the 61 blocks but the last, which has what is left, what predicts further ahead and the loss.
@@ -517,7 +517,7 @@ def uneven_layers(request: StepRequest, layers: int) -> tuple[int, ...]:
 def _stages(
     parts: Sequence[Parts], both: Sequence[Phases], request: StepRequest, prices: MachinePrices
 ) -> list[SimulatedStage]:
-    """Chunks of the model summed up, equal ones once."""
+    """Sum up the chunks of the model, each distinct one once."""
     each = {run: stage_of(run, both, prices, request.stack) for run in set(parts)}
     return [_copied(each[run], prices) for run in parts]
 

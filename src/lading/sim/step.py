@@ -58,17 +58,18 @@ class SimulatedStage:
     """A chunk of the model on one pipeline rank, for one micro-batch.
 
     Attributes:
-        run: Its segments.
-        forward, backward_input, backward_weight: Spans of each; what is recomputed is in ``backward_input``.
-        elements: Number of parameters' elements.
-        trained: Trained parameters among them.
-        trained_bytes, frozen_bytes: Bytes of what is trained beside frozen weights, and of these.
-        transients: Most bytes alive beyond all that is kept, in forward and in backward.
-        parameters: Number of their tensors.
-        summed: Parameters whose gradients are summed over tp ranks: how many, by their elements.
-        moved_bytes: Bytes kept behind the device by one micro-batch.
+        run: (segment, number of repeats) in a row.
+        forward, backward_input, backward_weight: Spans of each; recomputation is in ``backward_input``.
+        elements: Number of parameters, by the axes over which they are replicated.
+        trained: Number of trained parameters among them, likewise.
+        trained_bytes, frozen_bytes: With adapters, bytes of the trained parameters, and of the frozen weights.
+        transients: Largest bytes alive beside the saved ones, in forward and in backward.
+        parameters: Number of parameter tensors.
+        summed: Parameters whose gradients are summed over tp ranks: {elements: number of such parameters}.
+        moved_bytes: Bytes of one micro-batch kept on a lower tier.
         copies_s: Seconds by which copying them there makes forward longer, and copying them back makes backward longer.
-        tied: Trained elements of a weight that the model's first segment has too: here once with it, else a copy.
+        tied: Trained elements of a weight that the model's first segment has, too: one weight if that is in this chunk,
+            else a copy.
     """
 
     run: Run
@@ -104,12 +105,12 @@ class Step:
     Attributes:
         step_s: Seconds of the step.
         shares_s: Seconds of the slowest rank, by cause; they add up to ``step_s``.
-        stages: Chunks by number in the order of forward.
-        schedule: Schedule of the pipeline; None where the layout has none.
+        stages: Chunks of the model in the order of forward.
+        schedule: Schedule of the pipeline; None for a layout without one.
         busiest: Class of ranks that computes longest.
-        flops: FLOP of products and attention of one rank of each stage, without what is recomputed.
-        listed: The lists that were run; None where ranks are processes of one host.
-        times: Times of every action of these ranks, which share its processors; else None.
+        flops: FLOP of products and attention of one rank of each stage, without recomputation.
+        listed: The lists that were run; None if ranks are processes of one host.
+        times: Times of every action if ranks are processes of one host; else None.
     """
 
     step_s: float
@@ -139,7 +140,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
 
     tied = max((phases[segment].tied for segment, _ in run if phases[segment].trained), default=0)
     if any(segment == 0 for segment, _ in run):
-        phases = [held.without_tied for held in phases]
+        phases = [segment.without_tied for segment in phases]
     elements: dict[str, int] = {}
     trained: dict[str, int] = {}
     sums: dict[int, int] = {}
@@ -171,17 +172,17 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
 
 
 def _parameters(segment: RankSegment) -> int:
-    """Tensors of parameters; each expert's weight is one."""
+    """Number of parameter tensors; each expert's weight is one."""
     stacked = {segment.tensors[t].storage for kernel in segment.kernels if kernel.is_experts for t in kernel.inputs}
     owned = {t.name: t for t in segment.tensors if t.role is Role.PARAMETER and t.name}
     return sum(t.shape[0] if t.storage in stacked else 1 for t in owned.values())
 
 
 def host_s(stages: Sequence[SimulatedStage], stack: Stack, optimizer_s: float) -> float:
-    """Seconds of a rank's host in a step besides micro-batches; the optimizer's Python beside its kernels.
+    """Seconds of a rank's host in a step outside of micro-batches.
 
     Args:
-        optimizer_s: Seconds of these kernels, which hide it but where the host waits for each.
+        optimizer_s: Seconds of the optimizer's kernels, which hide its Python unless the host waits for each kernel.
     """
     parameters = stack.parameter_s * sum(stage.parameters for stage in stages)
     hidden = 0.0 if stack.launch_blocking else optimizer_s
@@ -189,10 +190,10 @@ def host_s(stages: Sequence[SimulatedStage], stack: Stack, optimizer_s: float) -
 
 
 def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
-    """Largest bytes alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing.
+    """Largest bytes alive in a chunk beyond those that it saves; later segments save nothing while one runs.
 
     Args:
-        way: 0 forward, 1 backward.
+        way: 0 for forward, 1 for backward.
     """
     saved_bytes = peak = 0
     for segment, count in run:
@@ -202,10 +203,11 @@ def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
 
 
 def buckets_s(again: Sequence[SimulatedStage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
-    """Seconds of backward until each bucket of so many gradients is full, and of its reduction.
+    """Seconds of backward that fill each bucket of gradients, and seconds of its reduction.
 
     Args:
         again: Units in the order of backward; each makes its gradients evenly while it runs.
+        elements: Gradients in a full bucket.
     """
     axes = sorted({axis for unit in again for axis in unit.trained})
     rows = [[0.0] * len(axes), *([float(unit.trained.get(axis, 0)) for axis in axes] for unit in again)]
@@ -222,7 +224,7 @@ def buckets_s(again: Sequence[SimulatedStage], elements: int, exchange: Exchange
 
 
 def shares_of(stage: SimulatedStage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by cause of a rank that runs a stage so many times."""
+    """Seconds by cause of a stage that runs ``times`` times, added to those of ``extra``."""
     shares: dict[str, float] = {}
     for part in (stage.forward, stage.backward_input, stage.backward_weight):
         for name, seconds in part.shares_s.items():
@@ -238,7 +240,7 @@ def flops_of(stages: Sequence[SimulatedStage]) -> float:
 
 
 def elements_of(stages: Sequence[SimulatedStage]) -> dict[str, int]:
-    """Parameters of some stages, by the axes over which they are replicated."""
+    """Number of parameters of some stages, by the axes over which they are replicated."""
     elements: dict[str, int] = {}
     for stage in stages:
         _add(elements, stage.elements, 1)

@@ -1,21 +1,21 @@
 """Storage: bytes that each pipeline rank of a step holds by role, on the device and behind it.
 
-What comes and goes is read from the lists of the step (``lading.program.memory_trace``); here is how many bytes each
-thing has. Where FSDP2 gathers a unit at a time, its gradients are counted kernel by kernel as products make them. In a
-pipeline they add up whole in the dtype of reductions ([Note: sharded in a pipeline] in ``lading.program.emit``).
-Elsewhere they are added to buffers that are always there, and a unit's peak has them while they are made.
+``lading.program.memory_trace`` reads from the lists of the step what comes and goes; this file has the bytes of each
+storage. Where FSDP2 gathers a unit at a time, its gradients are counted kernel by kernel as products make them. In a
+pipeline whole gradients add up in the dtype of reductions ([Note: sharded in a pipeline] in ``lading.program.emit``).
+Elsewhere gradients are added to permanent buffers, and a unit's peak has them while they are made.
 
 [Note: stock PyTorch]
-Gradients are made as backward goes and dropped after the update. DistributedDataParallel has buckets that are always
-there; while it is told not to reduce, gradients are tensors of their own beside them. A stage of
-torch.distributed.pipelining has a buffer for what each micro-batch brings, and keeps what it handed on until the
-micro-batch is back (stage.py, _prepare_forward_infra and fwd_cache, torch 2.13).
+Gradients are made as backward goes and dropped after the update. DistributedDataParallel has permanent buckets; while
+it is told not to reduce, gradients are separate tensors beside them. A stage of torch.distributed.pipelining has a
+buffer for each micro-batch that it receives, and keeps each output until the micro-batch's backward (stage.py,
+_prepare_forward_infra and fwd_cache, torch 2.13).
 
 [Note: bytes in order]
-What a rank of a pipeline keeps follows from the order of its actions alone, whatever they last: a forward's activations
-stay until the gradients of its weights are made, whole gradients from the first backward of a stage to its last. So a
-search knows before a list is written, wired and timed how many bytes it needs, but for passes that exchange something
-between their units, and for buffers.
+The memory of a pipeline's rank follows from the order of its actions alone, not from their seconds: a forward's
+activations stay until the gradients of its weights are made, whole gradients from the first backward of a stage to its
+last. So a search knows a bound of the bytes before a list is written and timed. Buffers, and passes that exchange
+something between their units, are not in the bound.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def stored(
     stages: Sequence[SimulatedStage],
     step: Step,
 ) -> list[Places]:
-    """Bytes of each pipeline rank on the device, and where the layout moves them.
+    """Bytes by role of each pipeline rank, on the device and on the lower tier of the layout.
 
     Args:
-        both: All variants of the segments.
-        given: Bytes by role with parameters, gradients and states on the device.
+        both: Variants of the segments, recomputed ones before plain ones (``lading.sim.variants``).
+        given: Bytes by role if parameters, gradients and states were all on the device.
     Raises:
-        ConfigError: activations are moved under stock PyTorch, which has no such thing.
+        ConfigError: activations are moved under stock PyTorch, which cannot do that.
     """
     layout, stack = request.layout, request.stack
     if "activations" in layout.offload and stack.drops_gradients:
@@ -91,7 +91,7 @@ def stored(
             "offload=activations"
         )
     places: list[Places] = []
-    for rank, (rank_stages, roles) in enumerate(zip(held_stages(stages, step), given, strict=True)):
+    for rank, (rank_stages, roles) in enumerate(zip(stages_of_ranks(stages, step), given, strict=True)):
         on_device, on_lower_tier = split_offloaded(
             roles, _updated(rank_stages, layout), _largest(rank_stages), layout, stack
         )
@@ -106,11 +106,11 @@ def device_traces(
     """Bytes on the device of each pipeline rank over a step; moved activations are left out.
 
     Args:
-        both: All variants of the segments.
-        stages: In the order of forward.
+        both: Variants of the segments, recomputed ones before plain ones (``lading.sim.variants``).
+        stages: Chunks of the model in the order of forward.
         program: Lists of the step, at any grain.
     Raises:
-        ConfigError: ZeRO-1 under stock PyTorch, which has not got it.
+        ConfigError: the layout has ZeRO-1 under stock PyTorch, which has no such optimizer.
     """
     stack, adapted = request.stack, request.task in ("lora", "qlora")
     if stack.drops_gradients and request.layout.zero == 1:
@@ -125,7 +125,7 @@ def device_traces(
     )
     sizes = _ThingBytes(layout, stack, units_of(stages, both), stages, program, fixed=fixed)
     traces: list[MemoryTrace] = []
-    for rank, rank_stages in enumerate(held_stages(stages, step)):
+    for rank, rank_stages in enumerate(stages_of_ranks(stages, step)):
         if adapted:
             frozen, trained = (
                 sum(getattr(stage, name) for stage in rank_stages) for name in ("frozen_bytes", "trained_bytes")
@@ -150,7 +150,7 @@ def device_traces(
 
 
 def least_bytes_in_order(listed: ListedStep) -> int:
-    """Lower bound on the bytes of a pipeline's fullest rank, of which no list is written ([Note: bytes in order])."""
+    """Lower bound on the bytes of a pipeline's fullest rank, without writing its list ([Note: bytes in order])."""
     layout, stack, plan = listed.layout, listed.request.stack, listed.shape.plan
     max_bytes = 0
     for rank, rank_stages in enumerate(listed.ranks):
@@ -160,7 +160,7 @@ def least_bytes_in_order(listed: ListedStep) -> int:
             roles[Role.GRADIENT] = 0
             gathered_bytes = _whole_in_order(plan, rank, rank_stages, layout, stack)
         roles[Role.WORKSPACE] = sum(
-            {shape: size for one in rank_stages for shape, size in one.placeholders.items()}.values()
+            {shape: size for stage in rank_stages for shape, size in stage.placeholders.items()}.values()
         )
         roles[Role.ACTIVATION] = int(np.max(_activations_in_order(plan, rank, rank_stages) + gathered_bytes))
         on_device, _ = split_offloaded(roles, _updated(rank_stages, layout), _largest(rank_stages), layout, stack)
@@ -169,10 +169,10 @@ def least_bytes_in_order(listed: ListedStep) -> int:
 
 
 def _activations_in_order(plan: Schedule, rank: int, rank_stages: Sequence[SimulatedStage]) -> Ints:
-    """[action of the schedule]: bytes of activations while it runs or behind it, what is more."""
+    """[action of the schedule]: bytes of activations while it runs, or after it if those are more."""
     work, chunk, micro_batch, _ = plan.orders[rank].T
-    saved = np.array([one.saved_bytes for one in rank_stages], np.int64)[chunk]
-    transients = np.array([one.transients for one in rank_stages], np.int64)[chunk]
+    saved = np.array([stage.saved_bytes for stage in rank_stages], np.int64)[chunk]
+    transients = np.array([stage.transients for stage in rank_stages], np.int64)[chunk]
     forward, ends = work == Work.FORWARD, (work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)
     change = np.where(forward, saved, np.where(ends, -saved, 0))
     after: Ints = np.cumsum(change)
@@ -185,7 +185,7 @@ def _activations_in_order(plan: Schedule, rank: int, rank_stages: Sequence[Simul
 def _whole_in_order(
     plan: Schedule, rank: int, rank_stages: Sequence[SimulatedStage], layout: Layout, stack: Stack
 ) -> Ints:
-    """[action of the schedule]: whole parameters and gradients that are there while it runs and behind."""
+    """[action of the schedule]: bytes of unsharded parameters and whole gradients while it runs and after it."""
     work, chunk, _, _ = plan.orders[rank].T
     places, sizes = np.arange(len(work)), np.zeros(len(work), np.int64)
     released = np.full((plan.chunks, len(work)), -1)
@@ -202,9 +202,9 @@ def _whole_in_order(
                 (stage.trained, DTYPE_BYTES[stack.gradient_dtype]),
             )
         )
-        mine = chunk == number
-        made = np.flatnonzero(mine & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))
-        used = np.maximum.accumulate(np.where(mine, places, -1))
+        of_stage = chunk == number
+        made = np.flatnonzero(of_stage & ((work == Work.BACKWARD) | (work == Work.BACKWARD_WEIGHT)))
+        used = np.maximum.accumulate(np.where(of_stage, places, -1))
         whole = (used >= 0) & (used >= np.maximum.accumulate(released[number]))
         until = places < made[-1]
         sizes += (whole & until) * parameters + ((places > made[0]) & until) * gradients
@@ -212,16 +212,16 @@ def _whole_in_order(
 
 
 def _as_sharded(request: StepRequest) -> Layout:
-    """The layout with zero 2 of stock PyTorch as what it is: FSDP2 that does not reshard after forward."""
+    """Layout of a request, where stock PyTorch's zero 2 becomes zero 3: FSDP2 that does not reshard after forward."""
     layout = request.layout
     return dataclasses.replace(layout, zero=3) if request.stack.drops_gradients and layout.zero == 2 else layout
 
 
 def listed_of(request: StepRequest, step: Step) -> ListedStep:
-    """The step whose bytes are counted: the one that is timed, but for zero 2 of stock PyTorch.
+    """Step whose bytes are counted: the one that is timed, except for zero 2 of stock PyTorch.
 
     Raises:
-        ConfigError: ranks share processors; their lists are those of ``step.times``.
+        ConfigError: ranks are processes of one host; their lists are those of ``step.times``.
     """
     if step.listed is None:
         raise ConfigError("expected a step whose ranks have devices of their own, got processes of one host")
@@ -232,7 +232,7 @@ def listed_of(request: StepRequest, step: Step) -> ListedStep:
     return dataclasses.replace(step.listed, request=sharded, keep=UnitResidency.BACKWARD)
 
 
-def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
+def stages_of_ranks(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
     """List the stages of each class of ranks."""
     plan = step.schedule
     if plan is None:
@@ -246,7 +246,7 @@ def units_of(stages: Sequence[SimulatedStage], both: Sequence[Phases]) -> list[l
 
 
 def _moved_bytes(units: Sequence[Sequence[Phases]], step: Step, rank: int) -> int:
-    """Largest bytes that activations take behind the device of a rank."""
+    """Largest bytes of a rank's activations on the lower tier."""
 
     def size_of(thing: Thing) -> int:
         if thing.what is not What.SAVED:
@@ -269,13 +269,13 @@ def _largest(rank_stages: Sequence[SimulatedStage]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RegionBytes:
-    """Bytes of a run of a unit's kernels, between which its groups neither begin nor end.
+    """Bytes of a region: consecutive kernels of a unit between which none of its groups begins or ends.
 
     Attributes:
-        peak_bytes: Activations when these and the gradients that it has made are most.
-        gradients: Gradients that it has made by then.
-        end_bytes: Activations while its last kernel runs.
-        made: Gradients that it makes, by group.
+        peak_bytes: Bytes of activations at the region's peak of activations and gradients together.
+        gradients: Bytes of the gradients that it has made by that moment.
+        end_bytes: Bytes of activations while its last kernel runs.
+        made: Bytes of the gradients that it makes, by group.
     """
 
     peak_bytes: int
@@ -285,10 +285,10 @@ class RegionBytes:
 
 
 class _ThingBytes:
-    """Bytes of all that comes and goes in a list.
+    """Bytes of all storages that come and go in a list.
 
     Args:
-        fixed: What is gathered, and gradients, are counted elsewhere.
+        fixed: Whether gathered parameters and gradients are counted elsewhere, as bytes of the whole step.
     """
 
     def __init__(
@@ -340,13 +340,13 @@ class _ThingBytes:
         return sum(count for name, count in counts.items() if replicas(name, self.layout) == ranks)
 
     def _made_gradient_bytes(self, group: ParameterGroup, unit: Phases) -> int:
-        """Gradients of a group as they are made."""
+        """Bytes of the gradients of a group as backward makes them."""
         number = [axes for axes, _ in groups_of(unit.segment, self.layout)].index(group.axes)
         pieces = self._pieces(Region(group.stage, group.unit, Work.BACKWARD))
         return sum(piece.made.get(number, 0) for piece in pieces.values())
 
     def _of_whole(self, what: What, of: Phases | SimulatedStage, work: Work) -> int:
-        """Bytes of a unit, or of a whole stage."""
+        """Bytes of a storage of a unit, or of a whole stage."""
         if what in (What.RUNS, What.ADDS):
             return of.saved_bytes + of.transients[work is not Work.FORWARD]
         if what is What.MADE:
@@ -354,7 +354,7 @@ class _ThingBytes:
         return of.saved_bytes if what is What.SAVED else 0
 
     def _of_eager(self, what: What, stage: int, unit: int, work: Work) -> int:
-        """Bytes of a unit, or of a whole stage, whose backward makes gradients one after another."""
+        """Bytes of a storage of a unit, or of a whole stage, whose backward makes gradients one after another."""
         places = range(len(self.units[stage])) if unit == ALL_UNITS else range(unit, unit + 1)
         units = [self.units[stage][place] for place in places]
         if what is What.HANDED:
@@ -363,7 +363,7 @@ class _ThingBytes:
         if what is What.MADE:
             return sum(made)
         if what is What.SAVED:
-            return sum(one.saved_bytes for one in units)
+            return sum(unit.saved_bytes for unit in units)
         peak_bytes = saved_bytes = 0
         for place, one in enumerate(units):
             forward, keeping, adding = self._peaks(one)
@@ -373,18 +373,18 @@ class _ThingBytes:
         return peak_bytes if what in (What.RUNS, What.ADDS) else 0
 
     def received(self, stage: int) -> int:
-        """Bytes of the buffers of a stage for what one micro-batch brings it, forward and back."""
+        """Bytes of a stage's receive buffers for one micro-batch, forward and backward."""
         last = stage == len(self.units) - 1
         return _enters_bytes(self.units[stage][0]) + (0 if last else _leaves_bytes(self.units[stage][-1]))
 
     def _trained_bytes(self, stage: int, place: int) -> int:
-        """Bytes of the gradients of a unit; of a weight that is tied the last unit that has it makes the first."""
+        """Bytes of the gradients of a unit; the last unit that has a tied weight makes its gradient."""
         unit, width = self.units[stage][place], DTYPE_BYTES[self.stack.parameters_dtype or "float32"]
-        tied = 0 if place or self.layout.is_pipeline else max(one.tied for one in self.units[stage])
+        tied = 0 if place or self.layout.is_pipeline else max(unit.tied for unit in self.units[stage])
         return unit.trained_bytes or (sum(unit.trained.values()) - tied) * width
 
     def _peaks(self, unit: Phases) -> tuple[int, int, int]:
-        """Largest bytes of a unit in forward, and in backward, where gradients stay and where they are added up."""
+        """Peak bytes of a unit in forward, in backward if its gradients stay, and in backward if they are added up."""
         if id(unit) not in self.peaks:
             walked = _alive(unit, self.layout, self.stack)
             made: dict[int, int] = {}
@@ -431,12 +431,12 @@ def _enters_bytes(unit: Phases) -> int:
 
 
 def _leaves_bytes(unit: Phases) -> int:
-    """Bytes of what leaves a unit; of the last one, of the logits."""
+    """Bytes of the outputs of a unit; for the last unit, of the logits."""
     return sum(unit.segment.tensors[t].size_bytes for t in unit.segment.leaves) or _logits_bytes(unit.segment)
 
 
 def _logits_bytes(segment: RankSegment) -> int:
-    """Bytes of what a cross-entropy reads; 0 if there is none."""
+    """Bytes of the logits that a cross-entropy reads; 0 if there is none."""
     losses = (k for k in segment.kernels if "_log_softmax." in k.name and k.stage is Stage.FORWARD)
     return next((segment.tensors[k.inputs[0]].size_bytes for k in losses), 0)
 
@@ -493,7 +493,7 @@ def _region_bytes(unit: Phases, layout: Layout, stack: Stack, *, backward: bool)
 def _gradients_made(
     segment: RankSegment, makers: Mapping[int, int], names: Sequence[str], width: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """Groups and bytes of the gradients that each kernel makes.
+    """[kernel]: groups and bytes of the gradients that it makes.
 
     Args:
         makers: Kernel that makes the gradient of each parameter.

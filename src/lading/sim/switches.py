@@ -1,4 +1,4 @@
-"""Switches of software, and what each does to a prediction: the same step simulated with the switch set otherwise."""
+"""Effects of the switches of software: the same step simulated with one switch set to another value."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _AXES = ("tp", "cp", "ep", "pp")
 
 @dataclass(frozen=True)
 class Effect:
-    """A switch set otherwise, and what that does to a step.
+    """Effect of one switch on a step.
 
     Attributes:
-        switch: Key of a stack's file; of ``hidden``, with the axis.
-        value: Value of the software.
-        other_value: Value it was set to instead.
+        switch: Key of a stack's file; with the axis for ``hidden``.
+        value: Value that the software has.
+        other_value: Value that was simulated instead.
         change: Seconds of the step with the other value over those with the software's, less 1; None where the step
             cannot be simulated so.
         reason: Reason why it cannot.
@@ -77,7 +77,7 @@ def _effect(
 
 
 def _alternatives(stack: Stack) -> Iterator[tuple[str, Any, Any, Stack]]:
-    """Yield switch, value, another value, and the software with that."""
+    """Yield switch, value, another value, and the software with that other value."""
     for field in dataclasses.fields(Stack):
         value = getattr(stack, field.name)
         if field.name in _NOT_PRICED:

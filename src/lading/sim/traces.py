@@ -21,7 +21,7 @@ _NAMES = (COMPUTE, NETWORK, SEND_DOWN, SEND_UP, "receive")
 
 
 def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Timeline:
-    """Events of some classes of ranks, with a flow from each send to the action that takes what it brings.
+    """Make the events of some classes of ranks, with a flow from each send to the action that uses what it brings.
 
     Args:
         ranks: Classes of ranks to show; all by default.
@@ -29,7 +29,7 @@ def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Ti
         A "predicted" timeline; ``rank_class`` of an event is its class, and action ids are the same whichever classes
         are shown.
     Raises:
-        ConfigError: a class of ranks that there is not.
+        ConfigError: the program has no such class of ranks.
     """
     program = times.program
     last = len(program.ranks) - 1
@@ -68,12 +68,12 @@ def _stream(kind: ActionKind, stream: int, key: tuple[int, int], times: RankTime
 
 
 def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -> Timeline:
-    """A simulated step: the actions of some pipeline ranks, what they hold, and what is waited for at the end.
+    """Make the timeline of a simulated step: actions of some pipeline ranks, their memory, and the waits at the end.
 
     Args:
         ranks: Pipeline ranks to show; by default the first two, one in the middle and the last.
     Raises:
-        ConfigError: a rank that the pipeline has not.
+        ConfigError: the pipeline has no such rank.
     """
     times = step_times(simulated)
     last = len(times.program.ranks) - 1
@@ -87,8 +87,8 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
         number = times.program.bounds[-1] + place
         labels[number] = WAITING
         events.append(Event(rank, COMPUTE, number, equal_s, step_s))
-    memory = tuple(sample for one in occupancies for sample in one.samples(f"rank {one.rank}"))
-    peak = max(one.peak_bytes for one in occupancies)
+    memory = tuple(sample for memory in occupancies for sample in memory.samples(f"rank {memory.rank}"))
+    peak = max(memory.peak_bytes for memory in occupancies)
     return dataclasses.replace(drawn, events=tuple(events), labels=labels, memory=memory, peak_bytes=peak)
 
 

@@ -1,9 +1,9 @@
-"""Steps whose blocks' matrices a matrix optimizer moves: what replaces AdamW's seconds and states in a simulated step.
+"""Steps with a matrix optimizer: what replaces AdamW's seconds and states of the blocks' matrices in a simulated step.
 
-AdamW's update of these matrices goes and the update of owners comes (``lading.cost.owned``); AdamW moves the rest. A
-rule that moves every parameter needs nothing of this: its states are the stack's (``lading.ir.request``).
-Nothing else of the step changes: gradients are reduced and parameters gathered as before. What owners compute in, a few
-matrices at a time, is not counted: activations have gone by then.
+The update by owners (``lading.cost.owned``) takes the place of AdamW's update of these matrices; AdamW updates the
+rest. A rule that updates every parameter needs none of this: its states are the stack's (``lading.ir.request``).
+Nothing else of the step changes: gradients are reduced and parameters gathered as before. The memory in which owners
+compute, a few matrices at a time, is not counted, as activations are freed by then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lading.parallel.block_matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
 from lading.sim.prices import MachinePrices
 from lading.sim.step import SimulatedStage, Step, host_s, trained_of
-from lading.sim.storage import held_stages
+from lading.sim.storage import stages_of_ranks
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class RankUpdate:
     """The update of one pipeline rank.
 
     Attributes:
-        seconds: Seconds of matrices and of the rest; ``host_s``: those that the host does in a step beside it.
-        fewer_bytes: Bytes of moments that AdamW would keep on a device and the rule does not, less its whole states.
-        saved_fewer_bytes: Bytes fewer in a checkpoint, of all devices that share the matrices, replicas once.
+        seconds: Seconds of the update of matrices and of the other parameters.
+        host_s: Seconds that the host takes in a step beside it.
+        fewer_bytes: Bytes of AdamW's moments on a device that the rule does not keep, less the rule's whole states.
+        saved_fewer_bytes: Bytes by which a checkpoint of all devices that share the matrices is smaller.
     """
 
     seconds: float
@@ -57,9 +58,9 @@ class Updated:
 
     Attributes:
         memory: Bytes by role of each pipeline rank.
-        update: Update of the pipeline rank where it is longest.
-        saved_fewer_bytes: Bytes by which a checkpoint of all ranks is smaller than with AdamW; below 0 if it is more.
-        assumed: Sentences on what was taken for granted.
+        update: Update of the pipeline rank on which it takes longest.
+        saved_fewer_bytes: Bytes by which a checkpoint of all ranks is smaller than with AdamW; below 0 if it is larger.
+        assumed: Sentences on what the prediction assumes.
     """
 
     step: Step
@@ -72,14 +73,16 @@ class Updated:
 def updated(
     request: StepRequest, machine: Machine, table: ModelTable, step: Step, memory: Sequence[dict[Role, int]]
 ) -> Updated:
-    """The step with the request's optimizer, from that with AdamW.
+    """Replace AdamW by the request's optimizer in a simulated step.
 
     Raises:
         ConfigError: the model has no matrices in its blocks, or the request keeps states behind the device or trains
             adapters.
     """
     of_segment = block_matrices(request, table)
-    rows = [rank_update(rank_stages, of_segment, request, machine) for rank_stages in held_stages(step.stages, step)]
+    rows = [
+        rank_update(rank_stages, of_segment, request, machine) for rank_stages in stages_of_ranks(step.stages, step)
+    ]
     slowest = max(rows, key=lambda row: row.seconds)
     shares = {**step.shares_s, "optimizer": slowest.seconds}
     if machine.processes is None:
@@ -121,11 +124,11 @@ def rank_update(
     request: StepRequest,
     machine: Machine,
 ) -> RankUpdate:
-    """The update of a pipeline rank.
+    """Price the update of a pipeline rank.
 
     Args:
-        rank_stages: Its stages.
-        of_variant: Matrices of each variant of a segment that runs of stages name; they begin again after the last.
+        rank_stages: Stages of the rank.
+        of_variant: Matrices of each variant of a segment to which runs of stages refer; repeated after the last.
     Raises:
         ConfigError: as ``updated``.
     """
@@ -138,13 +141,13 @@ def rank_update(
             "one; take fewer pipeline ranks, or adamw"
         )
     on_rank, trained = _on_rank(matrices, layout), trained_of(rank_stages)
-    mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
-    update = update_of(matrices, mine, _rule(request), layout, stack, machine)
+    updated_elements = sum(number / shards(axes, layout) for axes, number in on_rank.items())
+    update = update_of(matrices, updated_elements, _rule(request), layout, stack, machine)
     rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
     seconds = update.seconds + _adamw_s(rest, request, machine)
     host = host_s(rank_stages, stack, seconds)
     moment = DTYPE_BYTES[stack.moments_dtype]
-    fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
+    fewer = (stack.moments * updated_elements - update.cut_elements) * moment - update.directions.state_bytes
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))
 
 
@@ -175,7 +178,7 @@ def _adamw_s(elements: Mapping[str, int], request: StepRequest, machine: Machine
 def _counted(
     rank_stages: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]]
 ) -> dict[BlockMatrix, int]:
-    """Matrices of a pipeline rank, each as often as its block is there."""
+    """Matrices of a pipeline rank, each as often as its block is repeated."""
     counts: dict[BlockMatrix, int] = {}
     for stage in rank_stages:
         for variant, times in stage.run:
@@ -185,7 +188,7 @@ def _counted(
 
 
 def _on_rank(matrices: Mapping[BlockMatrix, int], layout: Layout) -> dict[str, int]:
-    """Elements of matrices that a rank works with, by the axes over which they are replicated."""
+    """Number of elements of a rank's matrices, by the axes over which they are replicated."""
     by_axes: dict[str, int] = {}
     for matrix, times in matrices.items():
         axes, ways = (EXPERTS, layout.ep * layout.expert_tp) if matrix.is_expert else (DENSE, layout.tp)
@@ -204,7 +207,7 @@ def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: StepRequest, mome
 
 
 def least_stack(request: StepRequest) -> Stack:
-    """The stack for lower bounds of bytes and seconds under the request's optimizer: as few moments as it may keep."""
+    """Stack for lower bounds of bytes and seconds under the request's optimizer, with the fewest possible moments."""
     if not request.moves_matrices:
         return request.stack
     return dataclasses.replace(request.stack, moments=min(request.stack.moments, _rule(request).cut_states))

@@ -1,7 +1,7 @@
-"""Variants: segments of one request that run in different ways, and which blocks of a chunk run in which.
+"""Variants: different ways in which a segment of one request runs, and which block of a chunk runs in which way.
 
-A block may be recomputed or not, and keep its activations on the device or move them behind it. All variants stand in
-one row of ``Phases``, the segments' order repeated: recomputed, then plain; where activations are moved both once more.
+A block may be recomputed or not, and may keep its activations on the device or on a lower tier. All variants are in one
+list of ``Phases``: all segments recomputed, then all plain; if activations are moved, both once more with these moved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.sim.phases import Phases
 
-#: (variant, how often) in order of forward.
+#: (variant, number of repeats) in order of forward.
 Parts = tuple[tuple[int, int], ...]
 
 
 def moved(phases: Phases) -> Phases:
     """Return a block's phases with its kept activations on a lower tier.
 
-    Twice their bytes are on the device while the block runs, as one block's are copied beside.
+    Twice their bytes are on the device while the block runs, because those of another block are copied meanwhile.
     """
     staged_bytes = 2 * phases.saved_bytes
     forward, backward = phases.transients
@@ -36,12 +36,12 @@ def moved(phases: Phases) -> Phases:
 
 
 def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> list[Parts]:
-    """Variants in each chunk.
+    """Choose the variants of the segments in each chunk.
 
     Args:
         runs: Segments of each chunk, in order of forward.
     Raises:
-        ConfigError: activations are to be moved, and none is.
+        ConfigError: activations are to be moved, and no block has any to move.
     """
     layout = request.layout
     blocks = {i for i, segment in enumerate(table.segments) if segment.enters and segment.leaves}
@@ -67,19 +67,19 @@ def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> 
 
 
 def _shift(layout: Layout, place: int, size: int) -> int:
-    """Count how many times over the segments stand before the variant of the block ``place`` of ``size`` in a chunk."""
+    """Number of whole lists of segments before the variant of block ``place`` of a chunk that has ``size`` blocks."""
     again = layout.recompute_layers < 0 or place < layout.recompute_layers
     goes = "activations" in layout.offload and place < (layout.offload_layers or size - 1)
     return 2 * goes + (not again)
 
 
 def recomputed_parts(run: Sequence[tuple[int, int]], plain: int, layers: int) -> Sequence[tuple[int, int]]:
-    """A chunk's segments with those that are not recomputed as segments of their own.
+    """Split the runs of a chunk into recomputed segments and plain ones, which have numbers of their own.
 
     Args:
-        plain: Segments in all: what is added to a segment's number where nothing of it is recomputed. The first and
-            the last are no blocks.
-        layers: How many of the chunk's first layers are recomputed; -1 all.
+        plain: Number of segments; added to a segment's number to name its plain variant. The first and the last
+            segment are no blocks.
+        layers: Number of the chunk's first layers that are recomputed; -1 for all.
     """
     if layers < 0:
         return run

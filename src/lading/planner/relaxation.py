@@ -349,6 +349,8 @@ class _Offers:
     ) -> tuple[tuple[Option, ...], dict[Option, tuple[tuple[int, int], ...]]]:
         """Tiers that a storage may be in over a gap, and the positions at which each option takes its bytes."""
         away = self.tiers if is_movable(self.graph, gap.storage, self.min_bytes) else ()
+        if away and gap.storage in self.lives.behind_host:  # it has its place
+            away = (Option(self.lives.behind_host[gap.storage]),)
         resident_ranges = {Option.RECOMPUTE: _held_again(self.lives, self.enters, gap)}
         if self.offered.moving and away:
             written = version is not None and (gap.wraps or version not in self.left)

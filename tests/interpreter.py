@@ -137,7 +137,8 @@ class Execution:
             return set()
         used = {self.graph.storage_of(t) for op in self.graph.hosted for t in (*self.graph.ops[op].inputs,
                 *self.graph.ops[op].outputs, *self.graph.ops[op].mutates)}  # fmt: skip
-        return {s for s in used if self.graph.storages[s].role not in PERSISTENT}
+        homes = self._homes(dict(self.program.resident))
+        return {s for s in used if self.graph.storages[s].role not in PERSISTENT or homes.get(s, tier) != tier}
 
     def _slot(self, tier: str, storage: int) -> list[object]:
         """Cells of a lower tier; slots of what passes through may overlap."""
@@ -225,6 +226,8 @@ class Execution:
             source = self._slot(action.source, storage)
             self._own(*action.places[0])
             target = self._lines(storage)
+        elif action.source != "device":
+            source, target = self._slot(action.source, storage), self._slot(action.target, storage)
         else:
             source = self._lines(storage)
             target = self._slot(action.target, storage) if action.target != CALLER else []

@@ -141,7 +141,7 @@ def test_waits_point_backward(base: Program) -> None:
         (ActionKind.FREE, {"source": "disk"}, "expected from=device"),
         (ActionKind.FREE, {"places": ((0, 0),)}, r"expected places for storages \[\]"),
         (ActionKind.MOVE, {"storage": None}, "expected a storage in"),
-        (ActionKind.MOVE, {"source": "disk", "target": "host"}, "expected from= and to= among"),
+        (ActionKind.MOVE, {"source": "disk", "target": "disk"}, "expected from= and to= among"),
         (ActionKind.MOVE, {"stream": "disk_write"}, "expected stream 'compute'"),
         (ActionKind.MOVE, {"places": ()}, r"expected places for storages \[0\]"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
+import numpy as np
 import pytest
 from tests.machines import machine_with_host, small_machine
 from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, step_of, within
@@ -15,8 +16,9 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import Phase, Role
 from lading.ir.guess import speculated, with_guess
 from lading.ir.host_ops import light_groups
+from lading.ir.machine import Machine
 from lading.ir.plan import Option, Plan
-from lading.ir.program import HOST_STREAM
+from lading.ir.program import HOST_STREAM, slot_bytes
 from lading.memory.restore import restore_program
 from lading.memory.verify import verify
 from lading.planner.api import make_plan
@@ -215,3 +217,100 @@ def test_windows_know_when_gradients_can_go_to_the_host_and_their_bound_is_below
         assert bound is not None
         assert bound.step_s > 1.02 * lower_bound_s(tight)
         assert bound.step_s <= made.simulate(program).duration_s * (1 + 1e-6)
+
+
+RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
+#: Ways past the device.
+PAST = (("disk", "host"), ("host", "disk"))
+
+
+def wired(link: float = 1.5) -> Machine:
+    """A host whose link the disk of a third to two thirds of its rate shares, and whose processors are quick."""
+    machine = machine_with_host(host_bytes_per_s=2e10, elements_per_s=7e8)
+    host, disk = machine.tiers
+    rates = {name: link * getattr(host, name) for name in RATES}
+    return dataclasses.replace(
+        machine, tiers=(dataclasses.replace(host, wire="link", **rates), dataclasses.replace(disk, wire="link"))
+    )
+
+
+def states_behind(link: float = 1.5) -> StepProblem:
+    """The host's memory has room for less than half of the states, the device for none beside what it works on."""
+    whole = captured("llama", machine=wired(link), num_layers=2, dim=256, vocab_size=4000)
+    lasting = sum(s.size_bytes for s in whole.graph.storages if s.role in (Role.OPTIMIZER_STATE, Role.PARAMETER))
+    step = within(whole, int(0.7 * needs(whole, {})))
+    return dataclasses.replace(step, budgets={**step.budgets, "host": int(0.4 * lasting)})
+
+
+def hosted_from_disk(whole: StepProblem) -> StepProblem:
+    """All updates on the host, their states on the disk."""
+    states = [s for s, item in enumerate(whole.graph.storages) if item.role is Role.OPTIMIZER_STATE]
+    ops = (op for group in light_groups(whole.graph) for op in group)
+    return within(hosted_step(whole, ops, dict.fromkeys(states, "disk")), NO_LIMIT)
+
+
+def test_what_passes_the_device_takes_the_disks_rate_and_no_wire() -> None:
+    """Gradients go down the link as fast as without a disk on it; the host is slowed by what it and the disk move."""
+    made = hosted_from_disk(captured("llama", machine=wired(), num_layers=2, dim=256, vocab_size=4000))
+    program = made.lower({}).program
+    assert program is not None
+    verify(program)
+    loose = dataclasses.replace(
+        made.machine, tiers=tuple(dataclasses.replace(tier, wire="") for tier in made.machine.tiers)
+    )
+    timelines = [simulate(program, machine) for machine in (made.machine, loose)]
+    assert [e.end_s for e in timelines[0].events] == pytest.approx([e.end_s for e in timelines[1].events])
+    spans = {e.action: (e.start_s, e.end_s) for e in timelines[0].events}
+    ways = {way: [a for a in program.actions if (a.source, a.target) == way] for way in PAST}
+    assert len(ways["disk", "host"]) == len(ways["host", "disk"]) == len(made.lives.behind_host)
+    disk, sent = made.machine.tiers[1], [a for a in program.actions if a.stream == "host_write"]
+    crossing = 0
+    for action in (action for way in PAST for action in ways[way]):
+        size, (start, end) = made.graph.storages[action.storage or 0].size_bytes, spans[action.id]
+        moving_s = end - start - disk.latency_s
+        assert size / disk.read_bytes_per_s < moving_s + 1e-9 < size / disk.mixed_read_bytes_per_s + 2e-9
+        crossing += any(spans[a.id][0] < end and start < spans[a.id][1] for a in sent)
+    assert crossing, "the link is busy while the disk is"
+
+
+def test_states_on_the_disk_are_updated_on_the_host_where_that_is_faster() -> None:
+    step = states_behind()
+    found = streaming(step)
+    graph, behind = found.step.graph, found.step.lives.behind_host
+    assert set(behind.values()) == {"disk"}
+    assert behind.keys() <= graph.host_storages & graph.persistent
+    assert found.step_s < 0.97 * found.device_s
+    assert found.program.tier_bytes("host") <= step.budgets["host"]
+    assert 0 < lower_bound_s(found.step) < found.step_s
+    assert flow_bound_s(found.step, 8) < found.step_s
+    rows = step_needs(found.program, found.timeline, ["host", "disk"])
+    assert all(size >= 0 for row in rows.rows.values() for size in row.values())
+    slow = dataclasses.replace(step.machine.host_device, optimizer_elements_per_s=1e6)  # type: ignore[type-var]
+    slower = dataclasses.replace(step, machine=dataclasses.replace(step.machine, host_device=slow))
+    assert not streaming(slower).step.lives.behind_host
+
+
+def test_bounds_count_what_passes_the_device_on_the_disk_and_not_on_the_wire() -> None:
+    whole = captured("llama", machine=wired(), num_layers=2, dim=256, vocab_size=4000)
+    made = within(hosted_from_disk(whole), needs(whole, {}))
+    moves = made.bound_problem.host_moves["disk"]
+    size = sum(slot_bytes(s.size_bytes) for s in made.graph.storages if s.role is Role.OPTIMIZER_STATE)
+    assert moves.loaded.sum() == moves.stored.sum() == size
+    host, disk = made.machine.tiers
+    window = np.zeros(len(made.graph.ops), dtype=np.int64)
+    reads = [made.bound_problem.fixed_seconds(disk, (1.0, 0.0), window, 1, on_wire=way)[0] for way in (False, True)]
+    assert reads == [size, 0.0]
+    assert made.bound_problem.fixed_seconds(host, (0.0, 1.0), window, 1, on_wire=True)[0] > 0, "gradients go down"
+    assert made.bound_s >= 0.999 * size / disk.mixed_read_bytes_per_s, "both directions of the disk at once"
+
+
+def test_forms_have_the_same_states_on_the_disk() -> None:
+    whole, *_, parts = forms_on_a_gpu()
+    states = [s for s, item in enumerate(parts.graph.storages) if "exp_avg" in item.name]
+    ops = [op for group in light_groups(parts.graph)[::2] for op in group]
+    hosted = hosted_step(parts, ops, dict.fromkeys(states, "disk"))
+    alike = hosted_alike(whole, hosted)
+    assert alike is not None
+    named = [sorted(each.graph.storages[s].name for s in each.lives.behind_host) for each in (hosted, alike)]
+    assert named[0] == named[1] != []
+    assert {s for s in states if s in hosted.graph.host_storages} == hosted.lives.behind_host.keys()

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,13 +109,18 @@ def program_of(
     pick: Callable[[list[Option]], Option] | None = None,
     machine: Machine = MACHINE,
     op_s: float = 1e-5,
+    *,
+    behind_host: Mapping[int, str] = MappingProxyType({}),
+    host_bytes: int = GiB,
 ) -> Program:
     """A verified program; ``pick`` chooses one of the possible options for each gap (None keeps everything).
 
     Args:
         op_s: Seconds of each operation, by which transfers are scheduled.
+        behind_host: Tier of what the host works on and that lies behind its memory.
+        host_bytes: Bytes of the host's memory.
     """
-    lives = lifetimes(graph)
+    lives = lifetimes(graph, behind_host=behind_host)
     choices: dict[tuple[int, int], Option] = {}
     for gap in gaps(graph, lives):
         options = [Option.KEEP]
@@ -126,12 +132,17 @@ def program_of(
             choices[gap.storage, gap.start] = option
     scratch = workspace_of(graph)
     costs = StepCosts(op_seconds=(op_s,) * len(graph.ops), workspace_bytes=tuple(scratch))
-    program = lower(
-        graph, lives, machine, costs, choices, {"device": GiB, **{tier.name: GiB for tier in machine.tiers}}
-    ).program
+    budgets = {"device": GiB, **{tier.name: GiB for tier in machine.tiers}}
+    budgets |= {tier.name: host_bytes for tier in machine.tiers if tier.host_computes}
+    program = lower(graph, lives, machine, costs, choices, budgets).program
     assert program is not None
     verify(program)
     return program
+
+
+def behind_host(graph: StepGraph) -> dict[int, str]:
+    """Put all that the host works on and that outlasts the step on the disk."""
+    return {s: "disk" for s in sorted(graph.host_storages) if graph.storages[s].role in PERSISTENT}
 
 
 def at_random(seed: int, share: float = 0.5) -> Callable[[list[Option]], Option]:

@@ -12,6 +12,7 @@ from tests.runtime.cases import (
     TIERED,
     at_random,
     batches_of,
+    behind_host,
     disk_always,
     graph_of,
     load,
@@ -26,6 +27,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.host_ops import hosted, light_groups
 from lading.runtime.executor import Executor
 from lading.runtime.values import named_tensors
+from lading.units import GiB
 
 Values = dict[int, torch.Tensor]
 
@@ -64,6 +66,8 @@ def on_host(graph: StepGraph) -> StepGraph:
     return hosted(graph, (i for group in light_groups(graph)[::2] for i in group))
 
 
+#: Room of the host for a few updates, where what they work on lies behind it.
+ROOM = 400_000
 CASES = {  # graph, what leaves the device, machine, what there can be
     "kept": (small, None, MACHINE, {"whole", "partial"}),
     "disk": (small, disk_always, MACHINE, {"whole", "partial"}),
@@ -71,8 +75,9 @@ CASES = {  # graph, what leaves the device, machine, what there can be
     "deferred": (lambda: small(deferred=1.0), disk_always, MACHINE, {"whole"}),
     "tiered": (lambda: small(deferred=0.5), at_random(2), TIERED, {"whole", "partial"}),
     "hosted": (lambda: on_host(small(deferred=0.5)), at_random(3), TIERED, {"whole", "partial"}),
+    "behind": (lambda: on_host(small(deferred=0.5)), disk_always, TIERED, {"whole", "partial"}),
 }
-QUICK = [(case, 6) for case in ("disk", "deferred", "hosted")]
+QUICK = [(case, 6) for case in ("disk", "deferred", "hosted", "behind")]
 SLOW = [pytest.param(case, 10_000, marks=pytest.mark.slow) for case in CASES]
 
 
@@ -80,7 +85,9 @@ SLOW = [pytest.param(case, 10_000, marks=pytest.mark.slow) for case in CASES]
 @pytest.mark.parametrize(("case", "positions"), [*QUICK, *SLOW])
 def test_every_value_is_of_the_step_it_is_said_to_be(tmp_path: Path, case: str, positions: int) -> None:
     make, pick, machine, wanted = CASES[case]
-    program, fault, batches = program_of(make(), pick, machine), Fault(), batches_of(2, 1)
+    graph, fault, batches = make(), Fault(), batches_of(2, 1)
+    lie_behind = behind_host(graph) if case == "behind" else {}
+    program = program_of(graph, pick, machine, behind_host=lie_behind, host_bytes=ROOM if lie_behind else GiB)
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, jitter=fault, poison=True) as executor:
         fault.executor = executor
         load(executor, model_of("llama", num_layers=1))

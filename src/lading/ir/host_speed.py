@@ -10,10 +10,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lading.ir.action import CALLER, DEVICE, ActionKind
+from lading.ir.action import CALLER, ActionKind
 from lading.ir.machine import HostSpeed
 from lading.ir.opkinds import PRODUCT_KINDS
-from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program
+from lading.ir.program import COMPUTE_STREAM, RUNS_OP, Program, transfer_of
 from lading.ir.timeline import Timeline
 
 #: Causes of seconds: products, all other operations, and each direction of a tier ("disk.read").
@@ -55,10 +55,11 @@ def _cause(program: Program, number: int) -> str:
         return PRODUCTS if program.graph.ops[action.op].kind in PRODUCT_KINDS else OTHERS
     if action.kind is not ActionKind.MOVE:
         return ""
-    source, target = program.ranks[0].routes[number]
-    if CALLER in (source, target):
+    route = program.ranks[0].routes[number]
+    if CALLER in route:
         return ""
-    return f"{source}.{READ}" if target == DEVICE else f"{target}.{WRITE}"
+    tier, reads = transfer_of(route, program.host_tier)
+    return f"{tier}.{READ if reads else WRITE}"
 
 
 def _seconds(causes: Sequence[str], timeline: Timeline) -> dict[str, float]:

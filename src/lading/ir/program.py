@@ -16,6 +16,7 @@ Streams are in-order queues. Nothing orders two streams but ``waits``. The strea
     send_next       what goes to the stage behind        send_previous   what goes to the stage before
     receive         RECV: each ends when the SEND of its peer does; they do not wait for each other
     <tier>_read     moves from a tier to the device      <tier>_write    moves from the device to a tier
+                    or, from a tier behind the host's memory, to that, and likewise back: its one reader, and writer
     host_compute    operations that the host's processors run where a tier of the host's memory holds their operands
     send_<number>   what a stage sends of one kind of storage, at the grain of kernels; receive_<number> what it gets.
                     Each has a stream of its own, as its two ranks may come to several in unlike orders
@@ -34,7 +35,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lading.errors import ProgramError
-from lading.ir.action import Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
+from lading.ir.action import DEVICE, Action, ActionKind, Work, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.guess import guess_of, next_values
 from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
@@ -74,13 +75,26 @@ NO_GRAPH = StepGraph((), (), (), (), (), (), ())
 
 
 def read_stream(tier: str) -> str:
-    """Name of the stream of moves from a tier to the device."""
+    """Name of the stream of moves from a tier, to the device or to the host's memory."""
     return f"{tier}_read"
 
 
 def write_stream(tier: str) -> str:
-    """Name of the stream of moves from the device to a tier."""
+    """Name of the stream of moves to a tier, from the device or from the host's memory."""
     return f"{tier}_write"
+
+
+def transfer_of(route: tuple[str, str], host_tier: str) -> tuple[str, bool]:
+    """Tier whose bytes a move reads or writes, and whether it reads them; of two lower tiers the one behind the host.
+
+    Args:
+        route: Source and target of a MOVE; the caller counts as a tier.
+        host_tier: Name of the tier on whose bytes the host's processors work; "" where there is none.
+    """
+    source, target = route
+    if source == DEVICE:
+        return target, False
+    return (target, False) if source == host_tier != "" and target != DEVICE else (source, True)
 
 
 def action_kind(op: Op) -> ActionKind:

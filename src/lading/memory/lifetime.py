@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 
 from lading.ir.graph import PERSISTENT, Op, OpKind, Phase, Role, StepGraph
 from lading.ir.program import Homes
@@ -38,6 +39,8 @@ class Lifetimes:
         available_until: The last position at which the storage can be had by keeping or recomputing.
         homes: Where values are over the step's boundary, as the step that takes turns with this one has them; None
             where a plan decides it.
+        behind_host: Tier behind the host's memory in which storages lie that operations on the host work on; the others
+            lie in the host's memory.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -45,9 +48,12 @@ class Lifetimes:
     mutated: tuple[bool, ...]
     available_until: tuple[int, ...]
     homes: Homes | None = None
+    behind_host: Mapping[int, str] = field(default_factory=lambda: {})
 
 
-def lifetimes(graph: StepGraph, homes: Homes | None = None) -> Lifetimes:
+def lifetimes(
+    graph: StepGraph, homes: Homes | None = None, behind_host: Mapping[int, str] = MappingProxyType({})
+) -> Lifetimes:
     """Collect the uses of every storage."""
     uses: list[list[int]] = [[] for _ in graph.storages]
     producer: list[int | None] = [None] * len(graph.storages)
@@ -61,7 +67,7 @@ def lifetimes(graph: StepGraph, homes: Homes | None = None) -> Lifetimes:
             for tensor in op.mutates:
                 mutated[graph.storage_of(tensor)] = True
     until = _available_until(graph, uses, mutated)
-    return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until), homes)
+    return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until), homes, behind_host)
 
 
 def is_update(op: Op) -> bool:

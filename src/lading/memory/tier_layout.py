@@ -42,6 +42,19 @@ def home_tiers(program: Program) -> dict[int, str]:
     return {index: homes[index] for index in persistent}
 
 
+def passing_on_host(program: Program) -> frozenset[int]:
+    """Storages that are in the host's memory only to be worked on there: their slots may lie over each other.
+
+    That is what does not outlive the step, and what is at home in a tier behind the host.
+    """
+    graph, names = program.graph, [tier.name for tier in program.tiers]
+    if not program.host_tier or not graph.hosted:
+        return frozenset()
+    far = {s for tier in names[names.index(program.host_tier) + 1 :] for s, _ in program.slots.get(tier, ())}
+    lasting = graph.persistent - (far - {s for s, _ in program.resident})
+    return graph.host_storages - lasting
+
+
 def homes_of(program: Program) -> Homes:
     """Places of what lasts from step to step, whichever step is run; gradients of deferred updates do not."""
     roles = [storage.role for storage in program.graph.storages]
@@ -110,7 +123,7 @@ def _check_ids(program: Program, what: str, pairs: tuple[tuple[int, int], ...]) 
 def _check_slots(program: Program, tier: Tier, slots: tuple[tuple[int, int], ...]) -> None:
     end, owner, shared_end = 0, -1, 0
     hosts = tier.name == program.host_tier
-    staged = program.graph.host_storages - program.graph.persistent if hosts else frozenset[int]()
+    staged = passing_on_host(program) if hosts else frozenset[int]()
     for storage, offset in sorted(slots, key=lambda pair: pair[1]):
         if offset < 0 or offset % tier.alignment_bytes:
             raise ProgramError(

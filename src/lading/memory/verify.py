@@ -22,6 +22,7 @@ from typing import NoReturn
 from lading.errors import ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, Role, StepGraph
+from lading.ir.guess import guess_of
 from lading.ir.program import (
     COMPUTE_STREAM,
     PAGE_BYTES,
@@ -36,7 +37,7 @@ from lading.ir.program import (
     write_stream,
 )
 from lading.memory.lifetime import is_pure
-from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
+from lading.memory.tier_layout import alignment_of, check_layout, home_tiers, passing_on_host
 from lading.memory.verify_ranks import verify_ranks
 
 #: Stands for what was done before the step began.
@@ -204,9 +205,12 @@ class _Verifier:
         for tier in program.tiers:
             self.streams_of[tier.name, DEVICE] = read_stream(tier.name)
             self.streams_of[DEVICE, tier.name] = write_stream(tier.name)
+            if program.host_tier not in ("", tier.name):
+                self.streams_of[tier.name, program.host_tier] = read_stream(tier.name)
+                self.streams_of[program.host_tier, tier.name] = write_stream(tier.name)
         self.streams = tuple(dict.fromkeys((*operation_streams(self.graph), *self.streams_of.values())))
         self.order = Order(self.streams)
-        self.host_tier = program.host_tier
+        self.host_tier, self.passing = program.host_tier, passing_on_host(program)
         self.arena = AddressMap()
         self.live: dict[int, AddressedResidency] = {}
         self.last: dict[int, AddressedResidency] = {}
@@ -217,6 +221,7 @@ class _Verifier:
         self.on_host: dict[int, AddressedResidency] = {}
         self.reads, self.writes, self.final = _versions(self.graph)
         self.version = [0] * len(self.graph.storages)
+        self.changed: dict[int, int] = {}  # storage -> the last operation on the host that wrote it
         self.done: dict[int, int] = {}
         self.results_due = {self.graph.storage_of(t) for t in self.graph.results}
         self.all_results = frozenset(self.results_due)
@@ -279,14 +284,10 @@ class _Verifier:
         if action.storage is None or not 0 <= action.storage < len(self.graph.storages):
             _fail(action, f"expected a storage in 0..{len(self.graph.storages) - 1}, got {action.storage}")
         if action.kind is ActionKind.FREE:
-            staged = (
-                action.source == self.host_tier and action.storage in self.graph.host_storages - self.graph.persistent
-            )
+            staged = action.source == self.host_tier and action.storage in self.passing
             if not (action.source == DEVICE or staged) or action.target:
-                _fail(
-                    action,
-                    f"expected from={DEVICE} and no to= on a FREE; other tiers keep what no op on the host works on",
-                )
+                keeps = "lower tiers keep all but what passes through the host to be worked on there"
+                _fail(action, f"expected from={DEVICE} and no to= on a FREE; {keeps}")
         else:
             self._check_route(action)
         placed = [s for s, _ in action.places]
@@ -424,7 +425,7 @@ class _Verifier:
             if self.version[storage] != version - 1:
                 _fail(action, f"expected {version - 1} writes of {self._name(storage)}, found {self.version[storage]}")
             self._write_copy(action, self.host_tier, storage, version)
-            self.version[storage] = version
+            self.version[storage], self.changed[storage] = version, action.id
 
     def _copy(self, action: Action, tier: str, storage: int) -> _Copy:
         copy = self.copies.get((tier, storage))
@@ -515,6 +516,8 @@ class _Verifier:
             self._move_out(action, storage)
         elif action.target == DEVICE:
             self._load(action, storage)
+        elif action.source != DEVICE:
+            self._move_below(action, storage)
         else:
             self._store(action, storage)
 
@@ -546,6 +549,19 @@ class _Verifier:
                 f"after {copy.version} in {action.source}; store it again before it is freed",
             )
         self._place(action, storage, action.places[0][1], copy.version)
+
+    def _move_below(self, action: Action, storage: int) -> None:
+        """Move a storage between the host's memory and a tier behind it, past the device."""
+        if guess_of(self.graph) is not None:
+            _fail(
+                action,
+                f"expected moves from and to the device in a step whose updates run on a guess, got one between "
+                f"{action.source} and {action.target}; plan again",
+            )
+        copy = self._copy(action, action.source, storage)
+        if (racing := self.order.read(copy.uses, action.id)) is not None:
+            _fail(action, f"reads the {action.source} copy that action {racing} may still be writing; wait for it")
+        self._write_copy(action, action.target, storage, copy.version)
 
     def _store(self, action: Action, storage: int) -> None:
         residency = self._read(action, storage)
@@ -585,8 +601,9 @@ class _Verifier:
                 )
         for storage, home in self.homes.items():
             if home != DEVICE and self.copies[home, storage].version != self.version[storage]:
+                past = self.last.get(storage)  # None where the host alone had it
                 self._fail_end(
-                    self.last[storage].uses.written,
+                    past.uses.written if past is not None else self.changed[storage],
                     f"the value of {self._name(storage)} in {home}, its home, is old at the end of the step; "
                     f"store it after its last write",
                 )

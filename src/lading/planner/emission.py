@@ -3,7 +3,8 @@
 Walking the operations in order, each operation first gets its inputs back (moved in, or recomputed with whatever that
 needs), runs, and then every storage it touched is kept, dropped, moved out or freed as its next gap was decided.
 An operation on the host finds all it needs in the tier where the host's processors work: what it touches is there over
-the gaps on both sides.
+the gaps on both sides. What lies in a tier behind that (``Lifetimes.behind_host``) comes for the operation and goes
+back after it, past the device: a ``HostStay``.
 """
 
 from __future__ import annotations
@@ -57,6 +58,26 @@ class Residency:
 
 
 @dataclass(slots=True)
+class HostStay:
+    """Stay in the host's memory, to be worked on there, of what lies in a tier behind it.
+
+    Attributes:
+        first, last: Items of the first and of the last operation on the host that uses it.
+        tier: Tier that it comes from, and goes back to if ``is_written``.
+        since: The first item at which that tier has its value.
+        loaded: Item before which it begins to come; a lowering decides it (``planner.staging``).
+    """
+
+    storage: int
+    first: int
+    tier: str
+    since: int = 0
+    last: int = -1
+    is_written: bool = False
+    loaded: int = -1
+
+
+@dataclass(slots=True)
 class Emission:
     """Items in compute order and every residency.
 
@@ -65,6 +86,7 @@ class Emission:
         host_tier: The tier on which operations of the host work; "" where there is none.
         staged: What is on the host only to be worked on there: the item after which it comes, or that makes it, and the
             last item that uses it.
+        host_stays: Stays on the host of what lies behind it, in order of ``first``.
     """
 
     items: list[Item] = field(default_factory=lambda: [])
@@ -72,6 +94,7 @@ class Emission:
     tiers: dict[int, str] = field(default_factory=lambda: {})
     host_tier: str = ""
     staged: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
+    host_stays: list[HostStay] = field(default_factory=lambda: [])
 
 
 def emit(graph: StepGraph, lives: Lifetimes, choices: Choices, host_tier: str = "") -> Emission:
@@ -92,13 +115,13 @@ def emit(graph: StepGraph, lives: Lifetimes, choices: Choices, host_tier: str = 
 
 
 def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices, hosted: Option) -> Choices:
-    """Add to choices what operations on the host imply: what they touch is in no tier but where they work."""
+    """Add to choices what operations on the host imply: what they touch is where they work, or in its tier behind."""
     if not graph.hosted:
         return choices
-    touched = graph.host_storages
-    implied = {(gap.storage, gap.start): hosted for gap in gaps(graph, lives) if beside_host(graph, gap)}
-    near = {key: hosted if key[0] in touched and o.tier else o for key, o in choices.items()}
-    return {**near, **implied}
+    touched = dict.fromkeys(graph.host_storages, hosted) | {s: Option(t) for s, t in lives.behind_host.items()}
+    implied = {(g.storage, g.start): touched[g.storage] for g in gaps(graph, lives) if beside_host(graph, g)}
+    placed = {key: touched[key[0]] if key[0] in touched and o.tier else o for key, o in choices.items()}
+    return {**placed, **implied}
 
 
 def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
@@ -141,6 +164,7 @@ class _Walker:
         self.late: dict[int, int] = {}
         self.sent: dict[int, int] = {}  # storage -> the item after which it went to the host, or that made it there
         self.made: dict[int, int] = {}  # storage -> the first item after the host wrote it
+        self.behind, self.on_host = lives.behind_host, dict[int, HostStay]()
         self.rank = _inverse(order)
         self.places = _places(lives, order, self.rank)
 
@@ -169,22 +193,40 @@ class _Walker:
     def _run_on_host(self, op_index: int) -> None:
         op, item = self.graph.ops[op_index], len(self.out.items)
         for storage in self.graph.op_reads[op_index]:
+            tier = self.behind.get(storage, self.host_tier)
             if storage in self.live:  # brought back meanwhile, to recompute something
-                self._send(storage, self.host_tier)
-        missing = [s for s in self.graph.op_reads[op_index] if self.away.get(s) != self.host_tier]
-        assert not missing, f"storages {missing} of op {op_index}, which runs on the host, are not there"
+                self._send(storage, tier)
+            assert self.away.get(storage) == tier, f"storage {storage} of op {op_index}, on the host, is not in {tier}"
+            if storage in self.behind and storage not in self.on_host:
+                self.on_host[storage] = HostStay(storage, item, tier, self.made.get(storage, 0))
+                self.out.host_stays.append(self.on_host[storage])
         self._item(Item(action_kind(op), op=op_index))
         for storage in self.graph.op_writes[op_index]:
-            self.away[storage] = self.out.tiers[storage] = self.host_tier
-            self.copies[storage] = {self.host_tier}
+            tier = self.behind.get(storage, self.host_tier)
+            self.away[storage] = self.out.tiers[storage] = tier
+            self.copies[storage] = {tier}
             self.made[storage] = item + 1
             self.sent.setdefault(storage, item)
+            if storage in self.on_host:
+                self.on_host[storage].is_written = True
             if is_update(op):
                 self.stepped.setdefault(storage, []).append(op_index)
         for storage in dict.fromkeys((*self.graph.op_reads[op_index], *self.graph.op_writes[op_index])):
-            if storage not in self.graph.persistent and self._next_use(storage, op_index) is None:
+            following = self._next_use(storage, op_index)
+            if storage not in self.graph.persistent and following is None:
                 del self.away[storage]
                 self.out.staged[storage] = self.sent[storage], item
+            if storage in self.on_host:
+                self.on_host[storage].last = item
+                if not self._stays_on_host(op_index, following):
+                    del self.on_host[storage]
+
+    def _stays_on_host(self, op_index: int, following: int | None) -> bool:
+        """Whether the host runs all that comes up to the next use of what it has just worked on."""
+        if following is None:
+            return False
+        between = self.order[self.rank[op_index] + 1 : self.rank[following] + 1]
+        return all(op in self.graph.on_host for op in between)
 
     def _start(self) -> None:
         """Put persistent storages where the gap over the step's boundary leaves them."""
@@ -312,5 +354,7 @@ class _Walker:
             stay.to_tier = tier
             self.copies[storage].add(tier)
             self.sent.setdefault(storage, stay.last)
+            if storage in self.behind:
+                self.made[storage] = stay.last + 1
         self.away[storage] = tier
         self.out.tiers[storage] = tier

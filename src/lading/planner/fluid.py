@@ -320,6 +320,15 @@ class FlowProgram:
                 values.extend([-tier.latency_s * len(each.members) - each.size_bytes * per_byte] * len(moves))
             fixed_s = float(self.problem.fixed_seconds(tier, way, whole, 1)[0])
             self.add_row(fixed_s, np.inf, columns, values)
+        for a, b in facets(tier) if self.problem.passes_device(tier) else ():
+            columns, values = list(range(self.windows)), [1.0] * self.windows
+            for each, gap_columns in flows:
+                if Option.KEEP in each.leader.options:  # others are in ``fixed_s``
+                    moved = (gap_columns.reads, a), (gap_columns.writes, b)
+                    columns += [column for way, _ in moved for column in way]
+                    values += [-each.size_bytes * per_byte for way, per_byte in moved for _ in way]
+            fixed_s = float(self.problem.fixed_seconds(tier, (a, b), whole, 1)[0])
+            self.add_row(fixed_s, np.inf, columns, values)
 
     def _add_capacity(self) -> None:
         """Add rows that keep the storages ever in a tier within its budget; none where all of them fit together."""

@@ -79,6 +79,7 @@ class Relaxation:
         self.positions: list[int] = []  # of the memory rows
         self.covered: list[float] = []  # bytes at each if every gap is kept
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
+        self.wire_rows = set[int]()  # those of them that are of wires
         self.network_row = -1  # first of the network's time rows; -1 without any
         self.capacity_rows: dict[Option, int] = {}
         self._add_gaps()
@@ -206,7 +207,8 @@ class Relaxation:
             for tier in tiers:
                 self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
                 terms += self._tier_terms(Option(tier.name), limit)
-                fixed_s += self._fixed_s(tier, limit)
+                fixed_s += self._fixed_s(tier, limit, on_wire=True)
+            self.wire_rows.add(self.model.getNumRow())
             self._add_rows(fixed_s, np.full(self.windows, self.inf), terms)
 
     def _add_tier(self, tier: Tier) -> None:
@@ -218,9 +220,9 @@ class Relaxation:
             terms = self._tier_terms(Option(tier.name), limit)
             self._add_rows(self._fixed_s(tier, limit), np.full(self.windows, self.inf), (windows_s, *terms))
 
-    def _fixed_s(self, tier: Tier, limit: _Limit) -> np.ndarray:
+    def _fixed_s(self, tier: Tier, limit: _Limit, *, on_wire: bool = False) -> np.ndarray:
         """Seconds that a limit counts whatever is chosen; an array of [window]."""
-        return self.problem.fixed_seconds(tier, (limit[1], limit[3]), self.window, self.windows)
+        return self.problem.fixed_seconds(tier, (limit[1], limit[3]), self.window, self.windows, on_wire=on_wire)
 
     def _tier_terms(self, option: Option, limit: _Limit) -> tuple[_Terms, ...]:
         """Terms that take a tier's transfer seconds off a window.
@@ -577,7 +579,8 @@ def _value(
     for tier in problem.tiers:
         for of_tier, limit, row in folded.time_rows:
             if of_tier == Option(tier.name):
-                total += scale * prices[row] * problem.fixed_seconds(tier, (limit[1], limit[3]), fixed, 1)[0]
+                per_byte, on_wire = (limit[1], limit[3]), row in folded.wire_rows
+                total += scale * prices[row] * problem.fixed_seconds(tier, per_byte, fixed, 1, on_wire=on_wire)[0]
     best = min_price
     for option in table.has.keys() - {Option.RECOMPUTE}:
         limits = [(limit, prices[row] * scale) for tier, limit, row in folded.time_rows if tier == option]

@@ -5,17 +5,15 @@ Also what the process takes besides tensors (``overhead_bytes``).
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-
-import numpy as np
 
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import PACKED_COLUMNS, Machine
+from lading.ir.machine import PACKED_COLUMNS, Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import (
     COMPUTE_STREAM,
@@ -33,9 +31,10 @@ from lading.ir.program import (
 )
 from lading.memory.lifetime import Lifetimes
 from lading.memory.packing import Buffer, pack
-from lading.planner.emission import UNUSED, Choices, Emission, Item, emit
+from lading.planner.emission import UNUSED, Choices, Emission, HostStay, Item, emit
 from lading.planner.roomier import LEAST_OPS, BufferPlaces, roomier
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
+from lading.planner.staging import staging
 
 
 def connect(
@@ -115,6 +114,12 @@ class _ActionWriter:
         self.makes: list[list[int]] = [[] for _ in range(count)]
         self.leaves: list[list[int]] = [[] for _ in range(count)]
         self.unsharded: set[int] = set()  # items that have run early
+        self.loads: list[list[HostStay]] = [[] for _ in range(count)]
+        self.returns: list[list[HostStay]] = [[] for _ in range(count)]
+        for stay in emission.host_stays:
+            self.loads[stay.loaded].append(stay)
+            self.returns[stay.last].append(stay)
+        self.behind = frozenset(stay.storage for stay in emission.host_stays)
         for index, stay in enumerate(emission.residencies):
             if stay.tier or (not stay.initial and stretched.first[index] < stay.first):
                 insort(self.arrivals[stretched.first[index]], index, key=lambda i: (emission.residencies[i].first, i))
@@ -132,8 +137,12 @@ class _ActionWriter:
                     early = self.emission.residencies[stay].first
                     self._run(early, self.emission.items[early])
                     self.unsharded.add(early)
+            for host_stay in self.loads[index]:
+                self._load_on_host(host_stay)
             if index not in self.unsharded:
                 self._run(index, item)
+            for host_stay in self.returns[index]:
+                self._return(host_stay)
             for stay in self.leaves[index]:
                 self._leave(stay)
 
@@ -194,7 +203,7 @@ class _ActionWriter:
     def _run_on_host(self, index: int, op: int, kind: ActionKind) -> None:
         reads, writes = self.graph.op_reads[op], self.graph.op_writes[op]
         waits = [self.written[s] for s in (*reads, *writes) if s in self.written]
-        waits += [self.fetched[s] for s in writes if s in self.fetched]
+        waits += [self.fetched[s] for s in writes if s in self.fetched and s not in self.behind]
         waits += [wait for s in writes if s not in reads for wait in self._take_on_host(s)]
         action = self._add(kind, HOST_STREAM, waits, op=op)
         self.written.update(dict.fromkeys(writes, action))
@@ -206,6 +215,24 @@ class _ActionWriter:
                     ActionKind.FREE, HOST_STREAM, waits, storage=storage, route=(self.emission.host_tier, "")
                 )
                 self.freed_on_host.give(*self._host_range(storage), freed)
+
+    def _load_on_host(self, stay: HostStay) -> None:
+        """Bring what lies behind the host's memory to its place there, past the device."""
+        storage = stay.storage
+        waits = self.freed_on_host.take(*self._host_range(storage))
+        waits += [self.written[storage]] if storage in self.written else []
+        route = (stay.tier, self.emission.host_tier)
+        self.written[storage] = self._add(ActionKind.MOVE, read_stream(stay.tier), waits, storage=storage, route=route)
+
+    def _return(self, stay: HostStay) -> None:
+        """Write back what the host changed, and free its place."""
+        storage, host = stay.storage, self.emission.host_tier
+        stream = write_stream(stay.tier) if stay.is_written else HOST_STREAM
+        if stay.is_written:
+            waits = [self.worked[storage], *([self.fetched[storage]] if storage in self.fetched else [])]
+            self.written[storage] = self._add(ActionKind.MOVE, stream, waits, storage=storage, route=(host, stay.tier))
+        freed = self._add(ActionKind.FREE, stream, (), storage=storage, route=(host, ""))
+        self.freed_on_host.give(*self._host_range(storage), freed)
 
     def _host_range(self, storage: int) -> tuple[int, int]:
         low = self.host_slots[storage]
@@ -265,6 +292,7 @@ class _ActionWriter:
             waits = [self.touched[stay.storage]] if stay.storage in self.touched else []
             if stay.to_tier == self.emission.host_tier:
                 waits += self._take_on_host(stay.storage)
+            if stay.to_tier == self.emission.host_tier or stay.storage in self.behind:
                 waits += [self.worked[stay.storage]] if stay.storage in self.worked else []
             self.written[stay.storage] = self._add(
                 ActionKind.MOVE, stream, waits, storage=stay.storage, route=(DEVICE, stay.to_tier)
@@ -513,7 +541,7 @@ def lower(  # noqa: PLR0913  all that decides a Program
     attempt = lowering.pack_into(arena, sparing=sparing)
     if attempt.size_bytes > arena:
         return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
-    program = _program(graph, attempt, budgets, machine, costs, lives.homes)
+    program = _program(graph, attempt, budgets, machine, costs, lives.homes, lowering.seconds)
     return Lowered(program, emission, 0, peak_item, attempt.size_bytes)
 
 
@@ -672,12 +700,19 @@ def _program(
     machine: Machine,
     costs: StepCosts,
     homes: Homes | None,
+    expected: Sequence[float],
 ) -> Program:
     emission, stretched = placed.emission, placed.stretched
     offsets = [placed.placed.offsets[owner] for owner in placed.placed.owners]
-    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    staged = partial(_staged, graph, emission, costs, seconds)
-    slots = _tier_slots(graph, machine, emission, staged, budgets, homes)
+    seconds = expected if emission.host_stays else [_item_seconds(graph, machine, costs, i) for i in emission.items]
+    slots = _tier_slots(graph, machine, emission, homes)
+    if emission.staged or emission.host_stays:
+        host = emission.host_tier
+        end = _end_of(graph, machine.tiers, host, slots.get(host, ()))
+        made = staging(graph, machine, costs.op_seconds, seconds, emission, budgets[host] - end)
+        staged = ((storage, end + offset) for storage, offset in made.offsets.items())
+        slots[host] = (*slots.get(host, ()), *staged)
+        emission = dataclasses.replace(emission, host_stays=made.host_stays)
     return Program(
         graph=graph,
         ranks=(connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),),
@@ -697,61 +732,26 @@ def _program(
 
 
 def _tier_slots(
-    graph: StepGraph,
-    machine: Machine,
-    emission: Emission,
-    staged: Callable[[int], _Staged],
-    budgets: Mapping[str, int],
-    homes: Homes | None,
+    graph: StepGraph, machine: Machine, emission: Emission, homes: Homes | None
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Give every storage that is ever in a lower tier a place there, one after another; behind them what is staged."""
+    """Give every storage that is ever in a lower tier a place there, one after another, but for what is staged."""
     sizes = slot_sizes(graph)
     units = {tier.name: tier.alignment_bytes for tier in machine.tiers}
     slots: dict[str, list[tuple[int, int]]] = {}
     ends: dict[str, int] = {}
     for tier, places in homes.slots.items() if homes is not None else ():
         slots[tier] = list(places.items())
-        ends[tier] = max(offset + -(-sizes[s] // units[tier]) * units[tier] for s, offset in places.items())
+        ends[tier] = _end_of(graph, machine.tiers, tier, slots[tier])
     fixed = {storage for rows in slots.values() for storage, _ in rows}
     for storage, tier in sorted(emission.tiers.items()):
         if storage in emission.staged or storage in fixed:
             continue
         slots.setdefault(tier, []).append((storage, ends.get(tier, 0)))
         ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // units[tier]) * units[tier]
-    if emission.staged:
-        tier = emission.host_tier
-        end = ends.get(tier, 0)
-        made, room = staged(units[tier]), budgets[tier] - end
-        packing = pack(made.lasting, room)
-        if packing.size_bytes > room:
-            packing = pack(made.shortest, room)
-        slots.setdefault(tier, []).extend(
-            (storage, end + offset) for storage, offset in zip(emission.staged, packing.offsets, strict=True)
-        )
     return {tier: tuple(rows) for tier, rows in slots.items()}
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """Buffers staged for the host's processors: until they should have been used, and until they must have been."""
-
-    lasting: list[Buffer]
-    shortest: list[Buffer]
-
-
-def _staged(graph: StepGraph, emission: Emission, costs: StepCosts, seconds: Sequence[float], unit: int) -> _Staged:
-    """Span the storages staged for the host, which takes its operations in order, each when it is free.
-
-    Args:
-        unit: Bytes at multiples of which each lies.
-    """
-    start = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
-    free_s, ended = 0.0, [0] * len(emission.items)
-    for index, item in enumerate(emission.items):
-        if item.op is not None and item.op in graph.on_host:
-            free_s = max(free_s, float(start[index])) + costs.op_seconds[item.op]
-            ended[index] = min(int(np.searchsorted(start, free_s, side="left")), len(emission.items) - 1)
-    sizes = {s: -(-graph.storages[s].size_bytes // unit) * unit for s in emission.staged}
-    shortest = [Buffer(sizes[s], (span,)) for s, span in emission.staged.items()]
-    lasting = [Buffer(sizes[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
-    return _Staged(lasting, shortest)
+def _end_of(graph: StepGraph, tiers: Sequence[Tier], name: str, slots: Sequence[tuple[int, int]]) -> int:
+    """First byte behind all slots of a tier."""
+    unit = next(tier.alignment_bytes for tier in tiers if tier.name == name)
+    return max((offset + -(-slot_bytes(graph.storages[s].size_bytes) // unit) * unit for s, offset in slots), default=0)

@@ -40,7 +40,7 @@ from lading.ir.plan import Option
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import Gap, beside_host, can_recompute, gaps, is_pure, lifetimes
 from lading.planner.forms import weight_pieces
-from lading.planner.host_balance import hosted_alike, with_host
+from lading.planner.host_balance import hosted_alike, with_host, with_room
 from lading.planner.pacing import Pace, PacedFlow, best_paced, first_flow, is_paced, with_paced
 from lading.planner.residency import (
     MOST_RETIMED,
@@ -573,7 +573,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
 
     def plan(step: StepProblem) -> Found | None:
         forced = {(gap.storage, gap.start) for gap in gaps(step.graph, step.lives) if beside_host(step.graph, gap)}
-        choices = {key: option for key, option in chosen.found.choices.items() if key not in forced}
+        choices = with_room(step, {k: option for k, option in chosen.found.choices.items() if k not in forced})
         program = step.lower(choices, retimed, pace).program
         return None if program is None else Found(choices, program, step, retimed, pace=pace)
 

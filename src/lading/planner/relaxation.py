@@ -90,6 +90,27 @@ class Folding:
 
 
 @dataclass(frozen=True)
+class HostMoves:
+    """Bytes of a tier that move whatever is chosen, as operations on the host make or need them; arrays of [position].
+
+    Attributes:
+        fetched, sent: Bytes that the device reads for this use, and writes after it.
+        loaded, stored: Bytes that come from the tier to the host's memory for this use, and go back after it: past the
+            device, so over no wire that the tier shares.
+    """
+
+    fetched: np.ndarray
+    sent: np.ndarray
+    loaded: np.ndarray
+    stored: np.ndarray
+
+    @classmethod
+    def none(cls, num_ops: int) -> HostMoves:
+        """Make one of no bytes."""
+        return cls(*(np.zeros(num_ops) for _ in range(4)))
+
+
+@dataclass(frozen=True)
 class ResidencyProblem:
     """Gaps of a step, their options and times: all that the relaxation needs, independent of the budget.
 
@@ -99,10 +120,9 @@ class ResidencyProblem:
         network_seconds: [position]: seconds of each operation on the network.
         capacity_bytes: Bytes that storages may take in each tier.
         folding: Which candidates are decided alike ([Note: folding]); None if each is on its own.
-        fetched, sent: [position]: bytes that the device reads from the host's memory for this use and writes there
-            after it, whatever is chosen, as an operation on the host makes or needs them.
-        host_tier: Name of that memory; "" where there is none.
-        beside_host: Gaps of such storages, small ones left out, in which they are read (version None) or written.
+        host_moves: What operations on the host make and need, by tier.
+        beside_host: Gaps of such storages, small ones left out, in which the device reads them (version None) or writes
+            them.
     """
 
     num_ops: int
@@ -113,22 +133,31 @@ class ResidencyProblem:
     tiers: tuple[Tier, ...]
     capacity_bytes: dict[str, int] = field(default_factory=lambda: {})
     folding: Folding | None = None
-    fetched: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    sent: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    host_tier: str = ""
+    host_moves: dict[str, HostMoves] = field(default_factory=lambda: {})
     beside_host: tuple[Candidate, ...] = ()
 
-    def fixed_seconds(self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int) -> np.ndarray:
+    def fixed_seconds(
+        self, tier: Tier, per_byte: tuple[float, float], window: np.ndarray, count: int, *, on_wire: bool = False
+    ) -> np.ndarray:
         """Seconds that what the host's operations make and need takes of a tier; an array of [window].
 
         Args:
             per_byte: Seconds for each byte read, and for each byte written.
             window: Window of each position, of ``count``.
+            on_wire: Count no more than what goes over a wire that the tier shares: what the device reads and writes.
         """
-        if tier.name != self.host_tier:
+        moves = self.host_moves.get(tier.name)
+        if moves is None:
             return np.zeros(count)
-        read, written = (np.bincount(window, weights=size, minlength=count) for size in (self.fetched, self.sent))
+        reads, writes = moves.fetched, moves.sent
+        if not on_wire:
+            reads, writes = reads + moves.loaded, writes + moves.stored
+        read, written = (np.bincount(window, weights=size, minlength=count) for size in (reads, writes))
         return per_byte[0] * read + per_byte[1] * written
+
+    def passes_device(self, tier: Tier) -> bool:
+        """Whether anything moves between the host's memory and a tier behind it."""
+        return tier.name in self.host_moves and bool(self.host_moves[tier.name].loaded.any())
 
 
 @dataclass(frozen=True)
@@ -176,20 +205,21 @@ def build(
     below = {storage for places in homes.slots.values() for storage in places} if homes is not None else set[int]()
     base = _base(graph, lives, offers.chosen | {(storage, UNUSED) for storage in below})
     versions = frozenset(each.version for each in candidates)
-    option = Option(machine.host_tier)
-    fetched, sent = np.zeros(len(graph.ops)), np.zeros(len(graph.ops))
+    moves = _past_device(graph, lives)
     large: list[Candidate] = []
     for gap, version in _beside_host(graph, lives, versions):
-        size = slot_bytes(graph.storages[gap.storage].size_bytes)
+        size, tier = slot_bytes(graph.storages[gap.storage].size_bytes), machine.host_tier
+        tier = lives.behind_host.get(gap.storage, tier)
+        of_tier = moves.setdefault(tier, HostMoves.none(len(graph.ops)))
         if version is None:
-            fetched[gap.end] += size
+            of_tier.fetched[gap.end] += size
         else:
-            sent[gap.start] += size
+            of_tier.sent[gap.start] += size
         if size >= min_bytes:
-            large.append(Candidate(gap, size, (option,), 0.0, 0.0, {}, version))
+            large.append(Candidate(gap, size, (Option(tier),), 0.0, 0.0, {}, version))
     return ResidencyProblem(
         len(graph.ops), tuple(candidates), base, seconds, offers.network_s, machine.tiers,
-        fetched=fetched, sent=sent, host_tier=machine.host_tier, beside_host=tuple(large),
+        host_moves=moves, beside_host=tuple(large),
     )  # fmt: skip
 
 
@@ -319,6 +349,8 @@ class _Offers:
     ) -> tuple[tuple[Option, ...], dict[Option, tuple[tuple[int, int], ...]]]:
         """Tiers that a storage may be in over a gap, and the positions at which each option takes its bytes."""
         away = self.tiers if is_movable(self.graph, gap.storage, self.min_bytes) else ()
+        if away and gap.storage in self.lives.behind_host:  # it has its place
+            away = (Option(self.lives.behind_host[gap.storage]),)
         resident_ranges = {Option.RECOMPUTE: _held_again(self.lives, self.enters, gap)}
         if self.offered.moving and away:
             written = version is not None and (gap.wraps or version not in self.left)
@@ -352,6 +384,17 @@ def _beside_host(
         if version not in written and made >= 0 and made not in graph.on_host:
             written.add(version)
             yield gap, version
+
+
+def _past_device(graph: StepGraph, lives: Lifetimes) -> dict[str, HostMoves]:
+    """Bytes that come to the host's memory from tiers behind it and go back, once a step at least, by tier."""
+    moves: dict[str, HostMoves] = {}
+    for storage, tier in lives.behind_host.items():
+        of_tier = moves.setdefault(tier, HostMoves.none(len(graph.ops)))
+        uses = [use for use in lives.uses[storage] if use in graph.on_host]
+        of_tier.loaded[uses[0]] += (size := slot_bytes(graph.storages[storage].size_bytes))
+        of_tier.stored[uses[-1]] += size if any(storage in graph.op_writes[use] for use in uses) else 0
+    return moves
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:

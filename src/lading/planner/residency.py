@@ -28,7 +28,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import Phase, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.emission import emit
@@ -38,6 +38,7 @@ from lading.planner.lower import Lowered, Lowering, StepCosts, fixed_bytes, lowe
 from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.planner.single_changes import improve, tries
+from lading.planner.staging import taken_by_host
 from lading.sim.device_step import simulate, step_times
 from lading.units import format_bytes, format_seconds
 
@@ -475,8 +476,8 @@ def residency_problem(
     if problem.base.max(initial=0) > (1 - _LITTLE_ROOM) * step.arena_bytes:  # then small storages are much of the rest
         problem = build(graph, step.lives, step.machine, costs, PAGE_BYTES, every=every, moving=moving, across=across)
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
-    taken = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.host_storages)
-    capacity = {t: size - (taken if t == step.machine.host_tier else 0) for t, size in step.budgets.items()}
+    taken = taken_by_host(step.graph, step.lives, step.budgets, step.machine.host_tier, least=every)
+    capacity = {tier: size - taken.get(tier, 0) for tier, size in step.budgets.items()}
     return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 
 

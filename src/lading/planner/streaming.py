@@ -30,6 +30,7 @@ from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, StepProblem, infeasible
 from lading.planner.schedule import base_profile
+from lading.planner.staging import staged_bytes
 
 #: A gap of fewer operations is no time to go away.
 _LEAST_OPS = 40
@@ -44,8 +45,6 @@ _TRIES = 12
 _WHILES, _LOWERED = (_LEAST_OPS, 10, 160), 4500
 #: Least bytes that it moves: on a small step a small storage counts.
 _LEAST_MOVED_SHARE = 1 / 4000
-#: Share of the host's memory left to gradients on their way to the host's processors, two of the largest at least.
-_STAGED = 0.05
 
 _Choices = dict[tuple[int, int], Option]
 
@@ -173,8 +172,8 @@ def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]],
     """Choose tiers: storages that come back most often stay while there is room, others go to the nearest with room."""
     choices = dict(recomputed)
     left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
-    if step.graph.hosted:
-        left[step.machine.host_tier] -= _worked_on(step)
+    for tier, taken in _worked_on(step).items() if step.graph.hosted else ():
+        left[tier] -= taken
     for storage in sorted(away, key=lambda storage: (-len(away[storage]), _size(step, storage), storage)):
         size = _size(step, storage)
         if size <= room_bytes:
@@ -184,8 +183,8 @@ def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]],
         tier = next((name for name in names if size <= left[name]), names[-1] if names else None)
         if tier is None:
             continue
-        if storage in step.graph.host_storages:
-            tier = step.machine.host_tier  # where it has its place
+        if storage in step.graph.host_storages:  # it has its place
+            tier = step.lives.behind_host.get(storage, step.machine.host_tier)
         else:
             left[tier] -= size
         for gap in away[storage]:
@@ -193,14 +192,16 @@ def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]],
     return choices
 
 
-def _worked_on(step: StepProblem) -> int:
-    """Bytes of the host's memory that its processors' operands take."""
-    graph = step.graph
+def _worked_on(step: StepProblem) -> dict[str, int]:
+    """Bytes of each lower tier that operands of the host's processors take."""
+    graph, behind, host = step.graph, step.lives.behind_host, step.machine.host_tier
     guessed = speculated(graph)  # each has two places
-    passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
-    staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets[step.machine.host_tier])))
     lasting = graph.host_storages & graph.persistent
-    return sum(_size(step, s) * (1 + (s in guessed)) for s in lasting) + staged
+    taken = {host: staged_bytes(graph, step.lives, step.budgets[host])}
+    for storage in lasting:
+        tier = behind.get(storage, host)
+        taken[tier] = taken.get(tier, 0) + _size(step, storage) * (1 + (storage in guessed))
+    return taken
 
 
 def _infeasible(step: StepProblem, choices: _Choices, lowered: Lowered) -> PlanInfeasible:

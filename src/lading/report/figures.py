@@ -11,7 +11,7 @@ from enum import StrEnum
 from lading.ir.action import DEVICE, Action, ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.plan import Option, Plan
-from lading.ir.program import Program
+from lading.ir.program import Program, transfer_of
 from lading.ir.timeline import MemorySample, Timeline
 
 #: Roles from the bottom of a stack to its top: what stays longest lies lowest. Unknown names go above.
@@ -46,13 +46,18 @@ _PHASES = {Phase.FORWARD: SliceKind.FORWARD, Phase.LOSS: SliceKind.FORWARD, Phas
 def kind_of(program: Program, action: Action) -> SliceKind:
     """Kind of an action as a reader sees it.
 
-    The loss counts as forward, a MOVE is a read when it ends on the device.
+    The loss counts as forward; a MOVE is a read when it ends on the device, or brings what lies behind the host to it.
     """
     if action.kind is ActionKind.COMPUTE and action.op is not None:
         return _PHASES.get(program.graph.ops[action.op].phase, SliceKind.STEP)
     if action.kind is ActionKind.MOVE:
-        return SliceKind.READ if action.target == DEVICE else SliceKind.WRITE
+        return SliceKind.READ if _transfer(program, action)[1] else SliceKind.WRITE
     return _KINDS.get(action.kind, SliceKind.COMMUNICATION)
+
+
+def _transfer(program: Program, action: Action) -> tuple[str, bool]:
+    """Tier of a MOVE, or the caller, and whether it brings something from there."""
+    return transfer_of((action.source, action.target), program.host_tier)
 
 
 def role_names(names: Sequence[str] | set[str]) -> list[str]:
@@ -74,7 +79,7 @@ def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
         kind = kind_of(program, action)
         name = kind.value
         if action.kind is ActionKind.MOVE:
-            name = f"read {action.source}" if kind is SliceKind.READ else f"write {action.target}"
+            name = f"{kind.value} {_transfer(program, action)[0]}"
         seconds[name] += event.end_s - event.start_s
     order = [kind.value for kind in SliceKind]
     names = sorted(seconds, key=lambda name: (order.index(name.split()[0]), name))

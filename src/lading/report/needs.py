@@ -11,7 +11,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.tier_layout import home_tiers
+from lading.memory.tier_layout import home_tiers, passing_on_host
 from lading.units import format_bytes, format_seconds
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"
@@ -114,7 +114,7 @@ def _at_peak(program: Program, predicted: Timeline, row_of: Sequence[str]) -> Co
 def _in_slots(program: Program, tier: str, row_of: Sequence[str]) -> Counter[str]:
     """Bytes of each row in a lower tier; what is there only to be worked on shares its places (gradients, mostly)."""
     graph, slots = program.graph, dict(program.slots.get(tier, ()))
-    passing = slots.keys() & (graph.host_storages - graph.persistent) if tier == program.host_tier else set[int]()
+    passing = slots.keys() & passing_on_host(program) if tier == program.host_tier else set[int]()
     rows = _sum(graph, row_of, Counter(slots.keys() - passing))
     if passing:
         ends = [slots[storage] + slot_bytes(graph.storages[storage].size_bytes) for storage in passing]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from lading.errors import ConfigError
 from lading.ir.machine import Tier
 from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
 from lading.runtime.host_arena import Arena
-from lading.runtime.tiers import PIECE_BYTES, HostBytes, TierBytes, open_tier
+from lading.runtime.tiers import PIECE_BYTES, HostBytes, TierBytes, bound_move, open_tier
 
 
 class DeviceEvent(Protocol):
@@ -260,10 +261,22 @@ class BouncedTier:
         piece[: len(part)].copy_(part, non_blocking=True)
         copied.record(self._current())
 
+    def move_host(self, offset: int, memory: torch.Tensor, *, reads: bool) -> None:
+        """Fill ``memory`` of the host (uint8) with the bytes at ``offset`` of the tier, or put it there."""
+        with self._reading if reads else self._writing:
+            (self.behind.read if reads else self.behind.write)(offset, memory)
+
     def close(self) -> None:
         """Close the tier behind, and give the page-locked memory back."""
         self.behind.close()
         self._memory.close()
+
+
+def move_past_device(tier: TierBytes, offset: int, memory: torch.Tensor, *, reads: bool) -> Call:
+    """Prepare a transfer between a tier and ``memory`` of the host, past the device: from the tier, or to it."""
+    if isinstance(tier, BouncedTier):
+        return partial(tier.move_host, offset, memory, reads=reads)
+    return bound_move(tier, offset, memory, reads=reads)
 
 
 class AcceleratorDevice:

@@ -24,6 +24,7 @@ from lading.ir.program import (
     Program,
     read_stream,
     slot_bytes,
+    transfer_of,
     write_stream,
 )
 from lading.ir.reduction import (
@@ -41,6 +42,7 @@ from lading.ir.reduction import (
 from lading.ir.sharding import GATHERS
 from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
+from lading.runtime.accelerator import move_past_device
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.draws import Draws
 from lading.runtime.fence import overwritten
@@ -548,6 +550,11 @@ class Binder:
             return self._feed(storage)
         if target == CALLER:
             return self._report(storage)
+        if DEVICE not in (source, target):
+            far, reads = transfer_of((source, target), self.program.host_tier)
+            memory = self._host_bytes(storage, 0, is_next=False)
+            assert memory is not None, "it has its place there"
+            return move_past_device(self.tiers[far], self.slots[far][storage], memory, reads=reads)
         place = self.where[storage]
         memory = self.arena.bytes_at(place, slot_bytes(self.graph.storages[storage].size_bytes))
         name = source if target == DEVICE else target

@@ -12,8 +12,9 @@ beside it take longer both (``lading.cost.compute.slower_beside``), and kernels 
 processes as compute at the moment (``crowding``): all of them where ranks do the same, fewer along a pipeline.
 
 Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
-they share: a byte moved counts against the host's memory bandwidth once where the tier is that memory, else twice, as
-its bytes go through it to the device.
+they share: a byte moved counts against the host's memory bandwidth once where the tier is that memory, or the move ends
+or begins there, else twice, as its bytes go through it to the device. A move between the host's memory and a tier
+behind it takes that tier's bandwidth and no wire of the device's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier, fair_share, wire_of, wires
 from lading.ir.opkinds import PRODUCT_KINDS
-from lading.ir.program import COMPUTE, COMPUTE_STREAM, HOST_STREAM, NETWORK, RUNS_OP, Program, operation_streams
+from lading.ir.program import (
+    COMPUTE,
+    COMPUTE_STREAM,
+    HOST_STREAM,
+    NETWORK,
+    RUNS_OP,
+    Program,
+    operation_streams,
+    transfer_of,
+)
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.sim.engine import StreamRun, deadlock
@@ -268,7 +278,7 @@ class _Costs:
         if len(program.ranks) != 1 or not program.graph.storages:
             raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
         self.actions, self.graph = program.ranks[0], program.graph
-        self._machine = machine
+        self._machine, self._host_tier = machine, machine.host_tier
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._wires = {tier.name: wire_of(shared) for shared in wires(machine.tiers) for tier in shared}
         self._storages = program.graph.storages
@@ -326,13 +336,16 @@ class _Costs:
         return 0 if number in self._left_out else self._storages[self.actions.storage[number]].size_bytes
 
     def reads(self, number: int) -> bool:
-        """Whether a MOVE brings something to the device."""
-        return self.actions.routes[number][1] == DEVICE
+        """Whether a MOVE reads a tier's bytes, for the device or for the host's memory."""
+        return transfer_of(self.actions.routes[number], self._host_tier)[1]
+
+    def passes_device(self, number: int) -> bool:
+        """Whether a MOVE goes between the host's memory and a tier behind it: over no link of the device."""
+        return DEVICE not in self.actions.routes[number]
 
     def tier(self, number: int) -> Tier:
-        """The lower tier of a MOVE."""
-        source, target = self.actions.routes[number]
-        name = target if source == DEVICE else source
+        """The lower tier of a MOVE, of two the one behind the host's memory."""
+        name, _ = transfer_of(self.actions.routes[number], self._host_tier)
         tier = self._tiers.get(name)
         if tier is None:
             raise SimulationError(
@@ -352,12 +365,13 @@ class _Costs:
         mixed = wire.mixed_read_bytes_per_s if read else wire.mixed_write_bytes_per_s
         return min(mixed, wire.alone_bytes_per_s(read=read)) if both else wire.alone_bytes_per_s(read=read)
 
-    def host_share(self, tier: str) -> float:
-        """Share of the host's memory bandwidth that a byte/s moved from or to a tier takes."""
+    def host_share(self, number: int) -> float:
+        """Share of the host's memory bandwidth that a byte/s of a MOVE takes."""
         host = self._machine.host_device
         if host is None:
             return 0.0
-        return (1 if self._tiers[tier].host_computes else 2) / host.memory_bandwidth_bytes_per_s
+        once = self.tier(number).host_computes or self.passes_device(number)
+        return (1 if once else 2) / host.memory_bandwidth_bytes_per_s
 
     def rate_beside(self, tier: str, size_bytes: int, other_bytes: int, *, read: bool) -> float:
         """Bytes/s of a move of ``size_bytes`` while one of ``other_bytes`` goes the other way on its tier."""
@@ -372,8 +386,9 @@ class _Transfer:
     """A move past its latency, and what remained of it at ``since_s``.
 
     ``alone_rate``: Bytes/s while nothing else transfers; ``rate`` at this moment. ``slowdown``: share by which other
-    operations, and products, take longer beside it at its rate alone. ``wired``: the tiers it shares its wire with, its
-    own included.
+    operations, and products, take longer beside it at its rate alone. ``wired``: the tiers on the wire of its tier,
+    that included; ``passes_device``: whether it does not take that wire. ``host_share``: share of the host's memory
+    bandwidth that a byte/s of it takes.
     """
 
     stream: int
@@ -383,6 +398,8 @@ class _Transfer:
     slowdown: tuple[float, float]
     since_s: float
     wired: tuple[str, ...]
+    passes_device: bool
+    host_share: float
     rate: float = 0.0
 
 
@@ -500,7 +517,7 @@ class _TierResources:
         """Share by which an operation takes longer beside what else runs at this moment."""
         running = self._transfers
         if stream == self._host:
-            return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
+            return sum(moving.rate * moving.host_share for moving in running.values())
         other = {COMPUTE: NETWORK, NETWORK: COMPUTE}.get(stream, -1)
         extra_share = self._beside if other in self._work else 0.0
         if stream == NETWORK:
@@ -548,7 +565,10 @@ class _TierResources:
         tier = served.name
         alone = served.alone_bytes_per_s(read=read)
         slowdown = served.slowdown(read=read, product=False), served.slowdown(read=read, product=True)
-        transfer = _Transfer(stream, size_bytes, size_bytes, alone, slowdown, self._now_s, costs.wired(tier))
+        past, share = costs.passes_device(action), costs.host_share(action)
+        transfer = _Transfer(
+            stream, size_bytes, size_bytes, alone, slowdown, self._now_s, costs.wired(tier), past, share
+        )
         self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
         transfer.rate = self._rate(tier, read)
         self._expect_transfer(transfer)
@@ -563,12 +583,18 @@ class _TierResources:
     def _rate(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the others of this moment."""
         rate = self._rate_of_tier(tier, read)
-        wired = self._transfers[tier, read].wired
-        if len(wired) == 1:
+        transfer = self._transfers[tier, read]
+        wired = transfer.wired
+        if len(wired) == 1 or transfer.passes_device:
             return rate
-        others = [self._rate_of_tier(name, read) for name in wired if name != tier and (name, read) in self._transfers]
-        both = any((name, not read) in self._transfers for name in wired)
+        others = [self._rate_of_tier(name, read) for name in wired if name != tier and self._on_wire(name, read)]
+        both = any(self._on_wire(name, not read) for name in wired)
         return fair_share(rate, others, self._costs.wire_bytes_per_s(tier, read=read, both=both))
+
+    def _on_wire(self, tier: str, read: bool) -> bool:
+        """Whether a tier transfers in a direction over the wire that it shares with others."""
+        transfer = self._transfers.get((tier, read))
+        return transfer is not None and not transfer.passes_device
 
     def _rate_of_tier(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the other direction of its tier."""

@@ -16,6 +16,8 @@ bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds
                               + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
     bytes in a tier         sum_i s_i max_g x[g, o] <= its budget                                    _add_capacity
     the host's operations   x = 1, read or written in the gap beside them                            _add_forced
+    the host's processors   T of the windows from which on, or up to which, operations have to run
+                              >= their seconds + what the bytes moved meanwhile take of them         add_host
 
 A storage on its way takes its whole place, so at ``t`` it takes at least the share that was read before the window, and
 at least what will not have been written when the window ends: every plan satisfies the constraints, and the optimum is
@@ -130,6 +132,7 @@ class FlowProgram:
         self.window = self.cut_windows(windows)
         self.windows = windows = int(self.window[-1]) + 1
         self.candidates = (*problem.candidates, *self.forced())
+        self.host_op = {op: number for number, op in enumerate(problem.host_work.ops)}
         self.is_unsolved = False  # the solver has ended without an answer
         self.begins: list[int] = np.searchsorted(self.window, np.arange(windows + 1)).tolist()  # ends with num_ops
         self.classes = self._classes()
@@ -241,16 +244,24 @@ class FlowProgram:
         before.append(share)
         return GapColumns(share, first, first_read, reads, writes)
 
-    def _add_forced(self, index: int, candidate: Candidate) -> None:
-        """Add what is read, or written, whatever is chosen.
+    def forced_windows(self, candidate: Candidate) -> tuple[int, int]:
+        """First and last window in which what moves whatever is chosen may do so.
 
         The host's operation has a position in the step, and a stream of its own: it may run later than what stands
-        beside it, as what is written for it may come later, and earlier, so what it wrote may be read earlier.
+        beside it, and earlier, as soon as what it works on has been made, and until what it made is read.
         """
-        gap, around = candidate.gap, self.windows if candidate.gap.wraps else 0
+        gap, work = candidate.gap, self.problem.host_work
+        first, last = gap.start, gap.end
+        if candidate.version is None:
+            first = work.since[self.host_op[gap.start]]
+        else:
+            last = work.until[self.host_op[gap.end]]
+        return int(self.window[first]), int(self.window[last]) + self.windows * gap.wraps
+
+    def _add_forced(self, index: int, candidate: Candidate) -> None:
+        """Add what is read, or written, whatever is chosen."""
+        first, last = self.forced_windows(candidate)
         reads_only = candidate.version is None
-        first = 0 if reads_only else int(self.window[gap.start])
-        last = (int(self.window[gap.end]) if reads_only else self.windows - 1) + around
         share, moves = self._column(), self._columns(last - first + 1)
         for columns in ([share], moves):
             self.add_row(1.0, 1.0, columns, [1.0] * len(columns))
@@ -268,6 +279,30 @@ class FlowProgram:
         ones = [1.0] * self.windows
         self.add_row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         self.add_transfers()
+        self.add_host()
+
+    def add_host(self) -> None:
+        """Add rows of the host's operations, which take longer beside what moves.
+
+        In windows of T seconds that have w seconds of work they are busy for b <= T. Of the bytes moved, those that
+        move while they are not take no more of the memory than T - b seconds have, so T >= w + bytes * per_byte
+        (``lading.planner.relaxation.HostWork``).
+        """
+        work = self.problem.host_work
+        if not work.ops:
+            return
+        slowed = [self._column() for _ in range(self.windows)]  # seconds that the moves of each window take of them
+        for column in slowed:
+            self.upper[column] = np.inf
+        per_byte = [(tier, work.per_byte[tier.name]) for tier in self.problem.tiers]
+        self._add_limit([(tier, cost, cost) for tier, cost in per_byte], slowed)
+        since, until, seconds = self.window[list(work.since)], self.window[list(work.until)], np.array(work.seconds)
+        last = self.windows - 1
+        spans = [(k, last, since >= k) for k in {0, *since.tolist()}] + [(0, k, until <= k) for k in {*until.tolist()}]
+        for first, end, inside in sorted(spans, key=lambda span: span[:2]):
+            within = list(range(first, end + 1))
+            columns = [*within, *(slowed[k] for k in within)]
+            self.add_row(float(seconds[inside].sum()), np.inf, columns, [1.0] * len(within) + [-1.0] * len(within))
 
     def add_transfers(self) -> None:
         """Add rows of the seconds that transfers take, on each tier and on wires that tiers share."""
@@ -287,12 +322,14 @@ class FlowProgram:
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.classes, self.flows, strict=True) if option in f]
 
-    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
+    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]], counted_in: Sequence[int] = ()) -> None:
         """Add rows: each window takes the seconds of its bytes.
 
-        ``parts``: (tier, seconds per byte read, per byte written).
+        Args:
+            parts: (tier, seconds per byte read, per byte written).
+            counted_in: [window]: column that is no less than these seconds; by default the window's own.
         """
-        terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
+        terms = [([column], [1.0]) for column in counted_in or range(self.windows)]
         for tier, a, b in parts:
             for each, gap_columns in self.flows_to(tier):
                 flows = (gap_columns.reads, gap_columns.first_read, a), (gap_columns.writes, gap_columns.first, b)

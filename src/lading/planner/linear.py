@@ -80,6 +80,7 @@ class Relaxation:
         self.covered: list[float] = []  # bytes at each if every gap is kept
         self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
         self.network_row = -1  # first of the network's time rows; -1 without any
+        self.host_row = -1  # that of the host's operations; -1 without any
         self.capacity_rows: dict[Option, int] = {}
         self._add_gaps()
         self._add_writes()
@@ -195,6 +196,20 @@ class Relaxation:
             self._add_tier(tier)
         for tiers in wires(self._offered()):
             self._add_wire(tiers)
+        if self.bound and self.problem.host_work.ops:
+            self._add_host()
+
+    def _add_host(self) -> None:
+        """Add the row of the host's operations, which take longer beside what moves (``planner.fluid``: _add_host)."""
+        work = self.problem.host_work
+        terms: list[_Terms] = [(np.zeros(1, dtype=int), np.zeros(1, dtype=int), np.ones(1))]
+        self.host_row, least_s = self.model.getNumRow(), sum(work.seconds)
+        for tier in self.problem.tiers:
+            limit = (0.0, work.per_byte[tier.name], 0.0, work.per_byte[tier.name])
+            self.time_rows.append((Option(tier.name), limit, self.host_row))
+            terms += self._tier_terms(Option(tier.name), limit) if tier in self._offered() else ()
+            least_s += float(self._fixed_s(tier, limit)[0])
+        self._add_rows(np.array([least_s]), np.array([self.inf]), terms)
 
     def _add_wire(self, tiers: Sequence[Tier]) -> None:
         windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
@@ -573,6 +588,7 @@ def _value(
         again = np.where(table.has[Option.RECOMPUTE], again_s, np.inf)
         min_price = np.minimum(min_price, again)
     total = compute * problem.op_seconds.sum() + network * problem.network_seconds.sum() - memory @ room
+    total += scale * prices.get(folded.host_row, 0.0) * sum(problem.host_work.seconds)
     fixed = np.zeros(problem.num_ops, dtype=np.int64)  # all in one window
     for tier in problem.tiers:
         for of_tier, limit, row in folded.time_rows:

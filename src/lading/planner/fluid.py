@@ -33,7 +33,8 @@ s at most. "Together" is at the same operations, in a large step in the same few
 moment that would need most memory if all were kept, the end of the forward mostly: what the forward makes and does not
 write until then is there, or made again. And what is read in a window takes a place from the next one on only, so they
 also end before and after the moment at which an operation leaves least room: what the next operations read can then not
-have come before it.
+have come before it. Where memory has a price in the solution, windows there and before are cut in two, and the program
+is solved again (``WindowedBound``): few windows then say what many equal ones do.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ _ROUNDS = 16
 _ROWS_PER_ROUND = 32
 #: Candidates times places at which gaps are told apart: in a small step at each operation.
 _PLACES = 2_000_000
+#: Positions of most price around which windows are cut in two, and a price that is none, in seconds a MB.
+_PRICED, _NO_PRICE = 3, 1e-9
+#: Windows of the first flows of a bound, most flows with windows cut in two after them, and the gain that is too little
+#: for another one.
+_FIRST_WINDOWS, _CUTS, _LEAST_GAIN = (2, 8), 4, 1e-3
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class FlowProgram:
     Args:
         budget_bytes: Bytes of the arena.
         windows: K, >= 1.
+        cuts: Positions at which windows begin besides.
 
     Attributes:
         most_writes: Windows in which a gap may be written, the first ones; 0 is all, as a bound needs.
@@ -127,8 +134,8 @@ class FlowProgram:
 
     most_writes = 0
 
-    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
-        self.problem, self.room = problem, budget_bytes - problem.base
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int, cuts: Sequence[int] = ()) -> None:
+        self.problem, self.room, self.cuts = problem, budget_bytes - problem.base, cuts
         self.window = self.cut_windows(windows)
         self.windows = windows = int(self.window[-1]) + 1
         self.candidates = (*problem.candidates, *self.forced())
@@ -153,7 +160,22 @@ class FlowProgram:
     def cut_windows(self, count: int) -> np.ndarray:
         """Window of each position, ``count`` of them and those that tight moments are ([Note: windows])."""
         window = cut_windows(self.problem, count)
-        return cut_around(self.problem, window) if count > 1 else window
+        return cut_around(self.problem, window, self.cuts) if count > 1 else window
+
+    def finer_cuts(self) -> tuple[int, ...]:
+        """Positions at which windows should begin besides: around those of most price, and inside windows there."""
+        prices = np.abs(np.array(self.model.getSolution().row_dual))
+        priced = {at: float(prices[row]) for at, (row, _) in self.memory.items() if prices[row] > _NO_PRICE}
+        ended, cuts = np.cumsum(self.problem.op_seconds), {*self.cuts}
+        for at in sorted(priced, key=lambda at: (-priced[at], at))[:_PRICED]:
+            cuts |= {at, at + 1}
+            for window in (int(self.window[at]) - 1, int(self.window[at])):
+                if window < 0:
+                    continue
+                first, end = self.begins[window : window + 2]
+                middle_s = float(ended[first] - self.problem.op_seconds[first] + ended[end - 1]) / 2
+                cuts.add(min(max(int(np.searchsorted(ended, middle_s)), first + 1), end - 1))
+        return tuple(sorted(cuts))
 
     def forced(self) -> tuple[Candidate, ...]:
         """List gaps in which something moves whatever is chosen."""
@@ -516,6 +538,40 @@ class FlowProgram:
             self.add_row(-np.inf, room, columns.tolist(), np.bincount(place, weights=values).tolist())
 
 
+class WindowedBound:
+    """Bound of a step by one flow after another, each with more windows than the one before.
+
+    Attributes:
+        seconds: Bound so far, 0.0 where none is known; None where no plan fits.
+        next_windows: Windows of the next flow; 0 where it would say no more.
+    """
+
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int) -> None:
+        self._problem, self._budget_bytes = problem, budget_bytes
+        self._flows, self._windows, self._cuts = 0, 0, ()
+        self.seconds: float | None = 0.0
+        self.next_windows = _FIRST_WINDOWS[0]
+
+    def sharpen(self) -> None:
+        """Solve the next flow."""
+        self._windows = _FIRST_WINDOWS[min(self._flows, len(_FIRST_WINDOWS) - 1)]
+        program = FlowProgram(self._problem, self._budget_bytes, self._windows, self._cuts)
+        flowing, before_s = program.solve(), self.seconds
+        self._flows, self.next_windows = self._flows + 1, 0
+        if flowing is None:
+            self.seconds = self.seconds if program.is_unsolved else None
+            return
+        assert before_s is not None, "a step that fits with fewer windows has no more to say"
+        self.seconds = max(before_s, flowing.step_s)
+        if self._flows < len(_FIRST_WINDOWS):
+            self.next_windows = _FIRST_WINDOWS[self._flows]
+            return
+        self._cuts, last = program.finer_cuts(), self._cuts
+        gained = self._flows == len(_FIRST_WINDOWS) or self.seconds > (1 + _LEAST_GAIN) * before_s
+        if self._cuts != last and gained and self._flows < len(_FIRST_WINDOWS) + _CUTS:
+            self.next_windows = program.windows + len({*self._cuts} - {*last})
+
+
 def counted(candidates: Sequence[Candidate], first: int, last: int, over: bool) -> Iterator[tuple[int, int, int, int]]:
     """Cut positions first..last where gaps begin, end or have what is recomputed back.
 
@@ -565,11 +621,11 @@ def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:
     return np.where(np.arange(problem.num_ops) <= fullest, _equal(ended, until_s, before), after)
 
 
-def cut_around(problem: ResidencyProblem, window: np.ndarray) -> np.ndarray:
-    """Cut windows also before and after the moment that leaves least room ([Note: windows])."""
-    cuts = {*(np.flatnonzero(np.diff(window)) + 1).tolist()}
+def cut_around(problem: ResidencyProblem, window: np.ndarray, cuts: Sequence[int] = ()) -> np.ndarray:
+    """Cut windows also before and after the moment that leaves least room, and at some more ([Note: windows])."""
     tightest = int(problem.base.argmax())
-    cuts |= {at for at in (tightest, tightest + 1) if 0 < at < problem.num_ops}
+    cuts = {*(np.flatnonzero(np.diff(window)) + 1).tolist(), tightest, tightest + 1, *cuts}
+    cuts = {at for at in cuts if 0 < at < problem.num_ops}
     begins = np.zeros(problem.num_ops, dtype=np.int64)
     begins[sorted(cuts)] = 1
     return np.cumsum(begins)

@@ -238,6 +238,34 @@ def test_bounds_count_what_transfers_take_from_the_host() -> None:
     assert flow_bound_s(made, 16) <= made.simulate(program).duration_s * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_host_works_behind_the_gradients_and_ahead_of_who_reads_what_it_made(deferred: bool) -> None:
+    whole = step()
+    whole = deferred_step(whole, len(updates(whole.graph)) if deferred else 0)
+    made = hosted_step(whole, (op for group in light_groups(whole.graph) for op in group))
+    graph, work, last = made.graph, made.bound_problem.host_work, len(made.graph.ops) - 1
+    assert work.ops == graph.hosted
+    for op, since, until in zip(work.ops, work.since, work.until, strict=True):
+        gradients = [s for s in graph.op_reads[op] if graph.storages[s].role is Role.GRADIENT]
+        makers = [u for s in gradients for u in made.lives.uses[s] if s in graph.op_writes[u]]
+        readers = [u for s in graph.op_writes[op] for u in made.lives.uses[s] if u not in graph.on_host]
+        assert (since, until) == ((0, min(readers)) if deferred else (max(makers), last))
+
+
+def test_a_byte_takes_from_the_host_no_more_than_beside_all_that_can_move() -> None:
+    """Work beside moves at r bytes/s takes 1 + r / bandwidth times as long, so each byte 1 / (bandwidth + r)."""
+    made = step()
+    made = hosted_step(made, (op for group in light_groups(made.graph) for op in group))
+    machine, work = made.machine, made.bound_problem.host_work
+    assert machine.host_device is not None
+    bandwidth = machine.host_device.memory_bandwidth_bytes_per_s
+    shares = {tier.name: 1 if tier.host_computes else 2 for tier in machine.tiers}
+    most = sum(shares[t.name] * (t.mixed_read_bytes_per_s + t.mixed_write_bytes_per_s) for t in machine.tiers)
+    for name, share in shares.items():
+        assert work.per_byte[name] <= share / (bandwidth + most) * (1 + 1e-9)
+        assert work.per_byte[name] > 0.4 * share / (bandwidth + most)
+
+
 @pytest.mark.parametrize("layers", [1, 4])
 def test_prices_know_the_host_too(layers: int) -> None:
     """Bounds of large steps are those of prices: below the whole program, and with all that takes longest."""

@@ -624,10 +624,9 @@ def cut_windows(problem: ResidencyProblem, count: int) -> np.ndarray:
 def cut_around(problem: ResidencyProblem, window: np.ndarray, cuts: Sequence[int] = ()) -> np.ndarray:
     """Cut windows also before and after the moment that leaves least room, and at some more ([Note: windows])."""
     tightest = int(problem.base.argmax())
-    cuts = {*(np.flatnonzero(np.diff(window)) + 1).tolist(), tightest, tightest + 1, *cuts}
-    cuts = {at for at in cuts if 0 < at < problem.num_ops}
+    begun = {*(np.flatnonzero(np.diff(window)) + 1).tolist(), tightest, tightest + 1, *cuts}
     begins = np.zeros(problem.num_ops, dtype=np.int64)
-    begins[sorted(cuts)] = 1
+    begins[[at for at in sorted(begun) if 0 < at < problem.num_ops]] = 1
     return np.cumsum(begins)
 
 
